@@ -4,8 +4,10 @@ TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PUBLIC_MODULES := $(addprefix gradstream.,data errors model optim optim.schedules replay runtime.simulation \
+	session sparse strategies testing trackers)
 
-.PHONY: demo test test-fast test-extras check bench format setup
+.PHONY: demo test test-fast test-extras check docs bench format setup
 .DEFAULT_GOAL := demo
 
 demo: $(READY)  ## train a small CNN with 2 workers and 1 parameter server
@@ -27,6 +29,11 @@ check: $(READY)
 	$(BIN)/mypy
 	PYTHONPATH=src $(BIN)/lint-imports
 	$(BIN)/python tools/check_docs.py
+	$(BIN)/codespell
+
+docs: $(READY)  ## the reference of the public modules, into build/docs; an undocumented public name fails it
+	$(BIN)/python tools/check_docs.py
+	PYTHONPATH=src $(BIN)/pdoc -d google -o build/docs gradstream '!gradstream[.].*' $(PUBLIC_MODULES)
 
 bench: $(READY)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'

@@ -42,7 +42,8 @@ from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.runtime.real import RealRuntime
 from gradstream.testing.insider import Insider, Leak
 from gradstream.testing.runs import busy
-from gradstream.transport.grpc.endpoint import METHOD, GrpcEndpoint
+from gradstream.transport.grpc.connection import METHOD
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.methods import METHODS
 from gradstream.transport.offers import CarrierOffer
 from gradstream.transport.socket.tcp import TcpEndpoint

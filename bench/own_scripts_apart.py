@@ -144,7 +144,7 @@ def main() -> None:
         "question": (__doc__ or "").splitlines()[0],
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": git_commit(ROOT),
-        "machine": describe_machine(environment()),
+        "machine": describe_machine({**environment(), "PYTHONPATH": "src"}),  # no path of this machine
         "rows": rows,
     }
     if set(given.only) == set(SCRIPTS) and set(given.strategies) == set(STRATEGIES):

@@ -35,7 +35,7 @@ from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.machine import describe_machine, git_commit
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.run.result import Run
 from gradstream.testing.machines import Machines, unavailable
 from gradstream.testing.stopping import Stopper
@@ -87,7 +87,7 @@ def stop(node: str, seconds: float, times: int) -> dict[str, Any]:
         with LocalCluster(run_dir / "logs", {"OMP_NUM_THREADS": "1"}) as cluster:
             stopper = Stopper(cluster, node, seconds, times=times, gap_s=gap_s)
             try:
-                launch(own, cast_of(own, "silence"), run_dir, cluster=cluster, on_event=stopper)
+                launch(plan_run(own, "silence"), run_dir, cluster=cluster, on_event=stopper)
             except gs.errors.GradstreamError as error:
                 said = f"{type(error).__name__}: {error}"
             ended = {}

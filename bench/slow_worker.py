@@ -31,7 +31,7 @@ from gradstream.job.files import load_job
 from gradstream.report.summary import EventDict
 from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.local.machine import describe_machine, git_commit
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.run.result import Run
 from gradstream.testing.quota import CpuQuota, no_quota
 from gradstream.testing.runs import busy
@@ -114,7 +114,7 @@ def one_run(kind: str) -> Run:
                     quota.put(cluster.running[name])
 
         spec = load_job(f"{__file__}:{kind}")
-        return launch(spec, cast_of(spec, kind), path, cluster=cluster, on_event=slow_down)
+        return launch(plan_run(spec, kind), path, cluster=cluster, on_event=slow_down)
 
 
 def figures_of(run: Run) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from gradstream.job.files import load_job
 from gradstream.report.summary import EventDict
 from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.local.machine import describe_machine, git_commit
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.testing.quota import CpuQuota, no_quota
@@ -81,7 +81,7 @@ def one_run(kind: str, cores: float, cluster: LocalCluster) -> Run:
             if event["event"] == "started":
                 quota.put(cluster.running["worker-1"])
 
-        return launch(job, cast_of(job, kind), path, cluster=cluster, on_event=slow_down)
+        return launch(plan_run(job, kind), path, cluster=cluster, on_event=slow_down)
 
 
 def round_s(run: Run) -> float:

@@ -19,7 +19,7 @@ from gradstream._train import launch
 from gradstream.errors import PeerLostError
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.run.result import FINAL_MODEL
 from gradstream.strategies import AllReduce
 from gradstream.testing.runs import least_squares
@@ -116,7 +116,7 @@ def test_killed_and_resumed_it_ends_with_the_bytes_of_a_simulation(
     path.mkdir()
     with LocalCluster(tmp_path / "logs", node_environment(2)) as warm:
         monkeypatch.setattr(resume_module, "launch", partial(launch, cluster=warm))
-        go: Any = partial(launch, job, cast_of(job, "first"), path, cluster=warm)
+        go: Any = partial(launch, plan_run(job, "first"), path, cluster=warm)
         for step, victims in ((17, ["worker-1"]), (23, []), (4, ["worker-0"])):
             killer = Killer(warm, tmp_path, step, victims)
             with pytest.raises(PeerLostError, match=victims[0] if victims else None):

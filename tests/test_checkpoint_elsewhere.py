@@ -37,7 +37,7 @@ class Caller:
 
     def __init__(self, cluster: SimulatedCluster, name: str) -> None:
         runtime = cluster.virtual.runtime("director")
-        identity = Identity(cluster.cast.job, name, 1)
+        identity = Identity(cluster.plan.id, name, 1)
         self._endpoint = MemoryEndpoint(identity, runtime, cluster.network)
         self._endpoint.know("coordinator", cluster._address)
 

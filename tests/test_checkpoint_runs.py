@@ -22,7 +22,7 @@ from gradstream._train import launch
 from gradstream.checkpoint import newest
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.storage import DiskStorage
 
@@ -92,7 +92,7 @@ class Killer:
 def new_run(job_file: Path, path: Path, cluster: LocalCluster, on_event: Any = None) -> gs.Run:
     path.mkdir()
     job = load_job(str(job_file))
-    return launch(job, cast_of(job, "first"), path, cluster=cluster, on_event=on_event)
+    return launch(plan_run(job, "first"), path, cluster=cluster, on_event=on_event)
 
 
 @pytest.mark.limit_s(300)

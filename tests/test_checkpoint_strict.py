@@ -70,14 +70,14 @@ def test_checkpoints_on_the_way_load_strictly(strategy: str) -> None:
 def test_a_loops_module_has_them_as_well() -> None:
     module = Tied()
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    held = ModuleBinding(module, [p for p in trained if p is not module.decode.bias])  # of no optimizer
-    fixed = held.fixed()
+    binding = ModuleBinding(module, [p for p in trained if p is not module.decode.bias])  # of no optimizer
+    fixed = binding.fixed()
     assert fixed.second == {"decode.weight": "encode.weight"}
     assert set(fixed.frozen) == {"decode.bias", "frozen.weight", "frozen.bias", "again.weight"}
-    flat = torch.empty(held.layout.elems)
-    held.init(0, flat)
-    state = {**held.tree(flat), **held.buffers()}
+    flat = torch.empty(binding.layout.elems)
+    binding.init(0, flat)
+    state = {**binding.tree(flat), **binding.buffers()}
     assert set(state) == set(module.state_dict())
     Tied().load_state_dict({name: torch.tensor(array) for name, array in state.items()}, strict=True)
-    held.load_fixed({"decode.bias": np.full(6, 7, np.float32)})
+    binding.load_fixed({"decode.bias": np.full(6, 7, np.float32)})
     assert module.decode.bias.tolist() == [7.0] * 6

@@ -193,13 +193,13 @@ def test_nobody_gets_a_data_socket_without_the_secret() -> None:
             for caller in (friend, stranger):
                 caller.know("server", server.address)
                 server.know(caller.identity.name, "127.0.0.1:1")
-            dialled = await friend.line("server", "name", dial=True)
-            taken = await server.line("friend", "name", dial=False)
+            dialled = await friend.data_socket("server", "name", dial=True)
+            taken = await server.data_socket("friend", "name", dial=False)
             assert dialled is not None and taken is not None
             dialled.close()
             taken.close()
-            waiting = asyncio.ensure_future(server.line("stranger", "name", dial=False))
-            assert await stranger.line("server", "name", dial=True) is None
+            waiting = asyncio.ensure_future(server.data_socket("stranger", "name", dial=False))
+            assert await stranger.data_socket("server", "name", dial=True) is None
             assert not waiting.done()
             waiting.cancel()
         finally:
@@ -218,15 +218,15 @@ def test_a_data_socket_that_nobody_takes_is_closed() -> None:
         server.know("client", "127.0.0.1:1")
         loop = asyncio.get_running_loop()
         try:
-            first = await client.line("server", "name", dial=True)
-            second = await client.line("server", "name", dial=True)
+            first = await client.data_socket("server", "name", dial=True)
+            second = await client.data_socket("server", "name", dial=True)
             assert first is not None and second is not None
             assert await loop.sock_recv(first, 1) == b""
-            taken = await server.line("client", "name", dial=False)
+            taken = await server.data_socket("client", "name", dial=False)
             assert taken is not None
             await loop.sock_sendall(taken, b"x")
             assert await loop.sock_recv(second, 1) == b"x"
-            third = await client.line("server", "other", dial=True)
+            third = await client.data_socket("server", "other", dial=True)
             assert third is not None
         finally:
             await server.close()

@@ -24,7 +24,7 @@ from gradstream.model.device_model import DeviceModel, on_device
 from gradstream.model.devices import Copied, Streams, device_of, streams_of
 from gradstream.model.rows import RowGradient
 from gradstream.model.staging import Landing
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.run.reopen import reopen
 from gradstream.runtime.base import Report
 from gradstream.testing.late_streams import LateStreams
@@ -119,7 +119,7 @@ def test_a_report_that_ignores_its_event_is_noticed(batch: Batch, monkeypatch: p
         while landing._under_way:
             landing._under_way.popleft()[1]()
 
-    monkeypatch.setattr(Landing, "_tell", tell)
+    monkeypatch.setattr(Landing, "_report_arrived", tell)
     with pytest.raises(GradientError, match="loss is nan"):
         differentiate(staged(net(), LateStreams), batch)
     monkeypatch.setattr(Landing, "scalar", lambda landing, value, then: then(0.0))
@@ -207,7 +207,7 @@ def test_evaluation_buffers_and_names(batch: Batch) -> None:
     model.tree(parameters)["head.bias"][...] = 1  # the exchanged vector, and not what the device has of it
     assert dict(model.layout.views(parameters))["head.bias"].tolist() == [1, 1, 1]
     assert model.tree(parameters).keys() == plain.tree(parameters).keys()
-    with pytest.raises(ConfigError, match="take the length and dtype from its layout"):
+    with pytest.raises(ConfigError, match="take length and dtype from the model's layout"):
         model.outputs(torch.zeros(5), batch.inputs)
 
 
@@ -335,8 +335,8 @@ def a_job(model: Any = None, **options: Any) -> Job:
 def test_a_job_is_refused_before_it_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match=r"device='cuda': torch .* has cpu on this machine"):
-        cast_of(a_job(device="cuda"), "test")
-    cast_of(a_job(device="auto"), "test")
+        plan_run(a_job(device="cuda"), "test")
+    plan_run(a_job(device="auto"), "test")
     assert (
         build_model(a_job(device="auto")).outputs(torch.zeros(net().layout.elems), np.zeros((1, 6))).sum()
         == 0
@@ -347,8 +347,8 @@ def test_a_job_is_refused_before_it_is_started(monkeypatch: pytest.MonkeyPatch) 
 def test_what_has_no_device_of_ours_is_refused() -> None:
     functions = gs.from_functions(lambda seed: np.zeros(1), lambda p, x: x * p, lambda p, x, y: p)
     with pytest.raises(ConfigError, match=r"device='cuda': a FunctionsModel computes where it likes"):
-        cast_of(a_job(functions, device="cuda"), "test")
-    cast_of(a_job(functions, device="auto"), "test")
+        plan_run(a_job(functions, device="cuda"), "test")
+    plan_run(a_job(functions, device="auto"), "test")
     with pytest.raises(ConfigError, match=r"device='cuda': this script has a training loop of its own"):
         check_script(a_job(device="cuda"))
 
@@ -357,9 +357,9 @@ def test_what_has_no_device_of_ours_is_refused() -> None:
 def test_layers_are_not_kept_as_factors_where_any_worker_may_have_a_device() -> None:
     """All workers exchange the same, also one whose machine has no accelerator."""
     wide = from_torch(lambda: nn.Linear(1024, 1024), F.mse_loss)
-    assert wide.outer_layers
-    assert not on_device(wide, "auto").outer_layers
-    assert not on_device(wide, "cuda:1").outer_layers
+    assert wide.factored_layers
+    assert not on_device(wide, "auto").factored_layers
+    assert not on_device(wide, "cuda:1").factored_layers
 
 
 JOB = """

@@ -24,7 +24,7 @@ from gradstream.recording import read_log
 from gradstream.run.followed_events import FollowedEvents
 from gradstream.run.local.node_log import log_stream
 from gradstream.run.node import EVENTS, write_rest
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.event_log import DISK_ERRORS, EventLog
 from gradstream.runtime.simulation import Cost, SimulationConfig
@@ -231,8 +231,8 @@ def simulated(
 ) -> tuple[SimulatedCluster, list[str]]:
     """A run whose events are on its storage, as those of processes are; and what it told its launcher."""
     job = make_job(MODEL, DATA, **{**JOB, **options})
-    cast, told = cast_of(job, "simulation", keeps=True), [] if told is None else told
-    cluster = SimulatedCluster(cast, build_model(job), DATA, WORLD, lambda lines: log.append(lines), storage)
+    plan, told = plan_run(job, "simulation", keeps=True), [] if told is None else told
+    cluster = SimulatedCluster(plan, build_model(job), WORLD, lambda lines: log.append(lines), storage)
     clock = cluster.virtual.clock
     log = EventLog(storage, "events.jsonl", node="coordinator", now=lambda: clock.now_ns, tell=told.append)
     cluster.run(script)

@@ -10,6 +10,8 @@ All other Python blocks of a page run one after the other, in one namespace, in 
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import json
 import re
 import shlex
@@ -22,6 +24,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import gradstream as gs
 from gradstream.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,6 +35,19 @@ BLOCK = re.compile(
 JOBS = {"JOB.py", "job.py"}
 QUICK = {"config show", "data info", "new", "plugins", "simulate"}
 OTHER_COMMANDS = {"cd", "eval", "export", "git", "make", "pip", "pytest", "python", "torchrun"}
+
+
+FRONT = (gs, gs.optim, gs.schedules, gs.sim)
+"""Public modules whose classes all have an example."""
+CLASSES = sorted(
+    {
+        one
+        for module in FRONT
+        for one in (getattr(module, name) for name in module.__all__)
+        if inspect.isclass(one)
+    },
+    key=lambda one: one.__qualname__,
+)
 
 
 @dataclass(frozen=True)
@@ -166,3 +182,19 @@ def test_every_block_is_of_a_kind_that_is_looked_at(page: Path) -> None:
 def test_notes_are_of_the_two_kinds(page: Path) -> None:
     for block in blocks(page, "python"):
         assert re.fullmatch(r"|file: \w+\.py|not run: .+", block.note), f"line {block.line}: {block.note}"
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("public", CLASSES, ids=lambda one: one.__name__)
+def test_each_public_class_has_an_example_that_runs(
+    public: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = [inspect.getdoc(one) or "" for one in (gs, public)]
+    parser, runner = doctest.DocTestParser(), doctest.DocTestRunner()
+    names: dict[str, object] = {}
+    for text in texts:
+        test = parser.get_doctest(text, names, public.__name__, None, None)
+        assert test.examples, f"{public.__name__} has no example"
+        assert runner.run(test, clear_globs=False).failed == 0
+        names = test.globs

@@ -374,10 +374,10 @@ def test_who_is_held_back_is_neither_slow_nor_dead() -> None:
     for event in run.events:
         progress.update(event)
         lines.append(progress.line())
-        said += [progress.news(event)] if event["event"] == "drive" else []
-    assert said == ["alone: worker-0 takes part, 3 workers are held back", "together: 4 workers take part"]
-    assert any("4/4 workers (3 held back) · " in line for line in lines)
-    assert "held back" not in next(line for line in reversed(lines) if " workers" in line)
+        said += [progress.notice(event)] if event["event"] == "drive" else []
+    assert said == ["alone: worker-0 takes part, 3 workers are paused", "together: 4 workers take part"]
+    assert any("4/4 workers (3 paused) · " in line for line in lines)
+    assert "paused" not in next(line for line in reversed(lines) if " workers" in line)
 
     figures = figures_of(run.events)
     first, *others = figures.workers
@@ -385,12 +385,12 @@ def test_who_is_held_back_is_neither_slow_nor_dead() -> None:
     assert first.held_s == 0
     assert [worker.held_s for worker in others] == pytest.approx([together_s] * 3)
     reason = reason_of(figures)
-    assert (reason.kind, reason.culprit) == ("held back", "")
+    assert (reason.kind, reason.culprit) == ("paused", "")
     assert [moment.text for moment in figures.story if moment.what == "turn"] == said
     lanes = lanes_of(run.events).lanes
     assert [len(lane.held) for lane in lanes] == [0, 1, 1, 1]
-    assert "held back" in workers(figures, {})
-    assert "held back" not in workers(figures_of(tokens(gs.Downpour()).events), {})
+    assert "paused" in workers(figures, {})
+    assert "paused" not in workers(figures_of(tokens(gs.Downpour()).events), {})
 
 
 # ---- what is refused --------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.report.summary import EventDict
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.testing.killing import Killer
 from gradstream.testing.runs import check_nothing_lost
 
@@ -53,7 +53,7 @@ def test_a_warm_start_that_is_stopped_resumed_and_robbed_of_its_worker(
 
     with LocalCluster(tmp_path / "logs", node_environment(3)) as cluster:
         with pytest.raises(gs.errors.Interrupted) as caught:
-            launch(job, cast_of(job, "first"), path, cluster=cluster, on_event=count, stop=lambda: steps > 4)
+            launch(plan_run(job, "first"), path, cluster=cluster, on_event=count, stop=lambda: steps > 4)
         assert caught.value.checkpoint
         killer = Killer(cluster, "step", 4, "worker-0")
         monkeypatch.setattr(resume_module, "launch", partial(launch, cluster=cluster))

@@ -231,7 +231,7 @@ def test_what_is_shown_of_others_is_escaped() -> None:
         "address": "\u202e", "nodes": [], "reason": "a\nb" + "z" * 5000,
     }  # fmt: skip
     progress.update(event)
-    said = progress.news(event)
+    said = progress.notice(event)
     assert said.isprintable()
     assert len(said.encode()) <= 1024
     assert said.startswith("machine \\x1b[2Jx")

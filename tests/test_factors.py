@@ -14,7 +14,7 @@ import gradstream as gs
 from gradstream.errors import ConfigError, GradientError
 from gradstream.model import built_module
 from gradstream.model.batch import Batch
-from gradstream.model.factors import FactoredLayer, FactorPair, outer_layers_of
+from gradstream.model.factors import FactoredLayer, FactorPair, factored_layers_of
 from gradstream.runtime.simulation import Cost, Network, SimulationConfig
 from gradstream.strategies import AllReduce
 from gradstream.worker.replica.sufficient_factors import outside
@@ -82,7 +82,7 @@ def bytes_of(run: gs.Run) -> int:
 
 def test_a_model_offers_wide_layers_of_their_own_and_keeps_their_factors() -> None:
     model = model_of()
-    (layer,) = outer_layers_of(model)
+    (layer,) = factored_layers_of(model)
     assert (layer.name, layer.outputs, layer.inputs) == ("wide.weight", WIDE, WIDE)
     flat = torch.empty(model.layout.elems)
     model.init(0, flat)
@@ -100,7 +100,7 @@ def test_a_model_offers_wide_layers_of_their_own_and_keeps_their_factors() -> No
 @pytest.mark.parametrize(("times", "rows"), [(2, 3), (1, 4)])
 def test_what_is_no_single_product_is_refused_and_formed(times: int, rows: int) -> None:
     model = model_of(times=times)
-    (layer,) = outer_layers_of(model)
+    (layer,) = factored_layers_of(model)
     flat = torch.empty(model.layout.elems)
     model.init(0, flat)
     batch = Batch(torch.ones(3, 8), torch.ones(3, CLASSES), 3, np.arange(3))
@@ -118,8 +118,8 @@ def test_tied_and_narrow_layers_are_not_offered() -> None:
         module[1].weight = module[0].weight
         return module
 
-    assert not outer_layers_of(gs.from_torch(tied, linear))
-    assert not outer_layers_of(object())
+    assert not factored_layers_of(gs.from_torch(tied, linear))
+    assert not factored_layers_of(object())
 
 
 def test_what_a_bucket_has_besides() -> None:

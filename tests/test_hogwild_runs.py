@@ -24,7 +24,7 @@ from gradstream.data.plan import PartitionPlan, epoch_order
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.sparse import SparseDataset, SparseModel
 from gradstream.strategies import Worker
 from gradstream.telemetry.events import CheckpointFailedEvent
@@ -66,7 +66,7 @@ def job(**options: object) -> gs.Job:
 
 
 def test_what_it_cannot_do_is_said_before_anything_is_started() -> None:
-    cast_of(job(), "x")
+    plan_run(job(), "x")
     for options, match in (
         ({"servers": 1}, "in memory that workers share"),
         ({"optimizer": "adam"}, "expected gradstream.optim.SGD"),
@@ -75,7 +75,7 @@ def test_what_it_cannot_do_is_said_before_anything_is_started() -> None:
         ({"groups": [{"match": "w", "lr_scale": 2.0}], "optimizer": gs.optim.SGD(0.1)}, "and groups"),
     ):
         with pytest.raises(ConfigError, match=match):
-            cast_of(job(**options), "x")
+            plan_run(job(**options), "x")
     with pytest.raises(UnknownNameError, match="did you mean 'atomic'"):
         gs.Hogwild(update="atomik")
 
@@ -102,7 +102,7 @@ def test_what_only_a_worker_can_know_ends_the_run_with_words() -> None:
 def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'gradstream\[fast\]'"):
-        cast_of(job(), "x")
+        plan_run(job(), "x")
 
 
 def test_a_worker_lost_while_it_writes_a_checkpoint_ends_the_cut_and_not_the_run() -> None:
@@ -176,7 +176,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def train(spec: str, path: Path, cluster: LocalCluster, on_event: Any = None) -> gs.Run:
     path.mkdir()
     loaded = load_job(spec)
-    return launch(loaded, cast_of(loaded, path.name), path, cluster=cluster, on_event=on_event)
+    return launch(plan_run(loaded, path.name), path, cluster=cluster, on_event=on_event)
 
 
 def objectives(run: gs.Run) -> tuple[float, float]:

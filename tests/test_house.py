@@ -1,4 +1,4 @@
-"""The house rules that linters do not know."""
+"""Rules of the code that linters do not know."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def name_of(path: Path) -> str:
     return path.relative_to(SOURCE).as_posix()
 
 
-def told(faults: Iterable[str]) -> None:
+def fail_with(faults: Iterable[str]) -> None:
     """Fails with all faults, one a line."""
     if found := list(faults):
         raise AssertionError("\n".join([f"{len(found)} faults:", *found]))
@@ -54,7 +54,7 @@ def reading_faults(where: str, text: str) -> Iterator[str]:
 
 
 def all_faults(name: str) -> Iterator[str]:
-    """What is wrong with a module's `__all__`, or with importing it. ruff holds the order."""
+    """Faults of a module's `__all__`, or of its import. ruff checks the order."""
     try:
         module = importlib.import_module(name)
     except Exception as error:
@@ -62,14 +62,14 @@ def all_faults(name: str) -> Iterator[str]:
         return
     names = getattr(module, "__all__", None)
     if names is None:
-        yield f"{name}: a module says what it offers, in __all__"
+        yield f"{name}: a module lists its public names in __all__"
         return
     yield from (f"{name}: {twice} twice in __all__" for twice in set(names) if names.count(twice) > 1)
     yield from (f"{name}: no {absent}, which __all__ has" for absent in names if not hasattr(module, absent))
 
 
 def test_nothing_executes_what_it_reads() -> None:
-    told(fault for path in FILES for fault in reading_faults(name_of(path), path.read_text()))
+    fail_with(fault for path in FILES for fault in reading_faults(name_of(path), path.read_text()))
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,13 @@ def test_nothing_executes_what_it_reads() -> None:
 )
 def test_a_line_that_executes_what_it_reads_is_found(line: str) -> None:
     with pytest.raises(AssertionError, match=r"2 faults:\nhere\.py:2: \w+[^\n]*\nthere\.py:2: "):
-        told(fault for name in ("here.py", "there.py") for fault in reading_faults(name, f"x = 1\n{line}\n"))
+        fail_with(
+            fault for name in ("here.py", "there.py") for fault in reading_faults(name, f"x = 1\n{line}\n")
+        )
 
 
 def test_all_names_of_all_are_there() -> None:
-    told(fault for path in FILES if importable(path) for fault in all_faults(module_name(path)))
+    fail_with(fault for path in FILES if importable(path) for fault in all_faults(module_name(path)))
 
 
 def importable(path: Path) -> bool:
@@ -104,9 +106,9 @@ def test_a_wrong_all_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "wrong_broken.py").write_text("1 / 0")
     (tmp_path / "wrong_list.py").write_text("there = 1\n__all__ = ['there', 'there', 'absent']")
     with pytest.raises(AssertionError) as caught:
-        told(fault for name in ("silent", "broken", "list") for fault in all_faults(f"wrong_{name}"))
+        fail_with(fault for name in ("silent", "broken", "list") for fault in all_faults(f"wrong_{name}"))
     silent, broken, twice, absent = str(caught.value).splitlines()[1:]
-    assert silent == "wrong_silent: a module says what it offers, in __all__"
+    assert silent == "wrong_silent: a module lists its public names in __all__"
     assert broken == "wrong_broken: cannot be imported: ZeroDivisionError('division by zero')"
     assert twice == "wrong_list: there twice in __all__"
     assert absent == "wrong_list: no absent, which __all__ has"
@@ -147,7 +149,7 @@ def help_faults(where: str, text: str) -> Iterator[str]:
 
 
 def test_a_bench_can_be_asked_what_it_does() -> None:
-    told(
+    fail_with(
         f
         for path in sorted((SOURCE.parents[1] / "bench").glob("*.py"))
         for f in help_faults(path.name, path.read_text())
@@ -156,4 +158,4 @@ def test_a_bench_can_be_asked_what_it_does() -> None:
 
 def test_a_bench_that_cannot_be_asked_is_found() -> None:
     with pytest.raises(AssertionError, match=r"bench\.py: .* it has no description=__doc__"):
-        told(help_faults("bench.py", "ArgumentParser().parse_args()\nif __name__ == '__main__': run()"))
+        fail_with(help_faults("bench.py", "ArgumentParser().parse_args()\nif __name__ == '__main__': run()"))

@@ -51,7 +51,7 @@ def tell(rank, module, **facts):
 """
 TRANSFORMERS = """
 from transformers import Trainer, TrainingArguments
-from gradstream.integrations.transformers import JointTrainer, set_process
+from gradstream.integrations.transformers import GradstreamTrainer, set_process
 
 if JOINT:
     set_process(session)
@@ -65,7 +65,7 @@ arguments = TrainingArguments(
 )
 whole = [{"input_ids": one, "labels": one} for one in tokens[:16]]
 given = dict(args=arguments, train_dataset=data, eval_dataset=whole)
-trainer = JointTrainer(model, **given, session=session) if JOINT else Trainer(model, **given)
+trainer = GradstreamTrainer(model, **given, session=session) if JOINT else Trainer(model, **given)
 trainer.train()
 told = [one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one]
 trained = [one["loss"] for one in trainer.state.log_history if "loss" in one]
@@ -212,7 +212,7 @@ def test_a_strategy_that_makes_updates_on_the_servers_is_refused() -> None:
         model = nn.Linear(2, 1)
         wrap(session, [model], [torch.optim.SGD(model.parameters(), lr=0.1)])
 
-    with pytest.raises(ConfigError, match='Use a strategy that joins gradients: "synchronous"'):
+    with pytest.raises(ConfigError, match='Use a strategy that averages gradients: "synchronous"'):
         loop_in_threads(loop, strategy="downpour")
 
 

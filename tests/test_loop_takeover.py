@@ -31,8 +31,8 @@ from gradstream.data.left_over import Block, Epoch
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.job.files import load_job
 from gradstream.session.bridge import LoopBridge
+from gradstream.session.loaders import LoaderPart, part_of
 from gradstream.session.loaders_takeover import Takeover
-from gradstream.session.shards import LoaderPart, part_of
 from gradstream.testing.sessions import loop_in_threads
 from gradstream.wire import v1
 
@@ -268,7 +268,7 @@ def test_a_worker_that_was_done_leaves_nothing() -> None:
 
 
 class Reached:
-    """Stands for the handover of worker 0, whose coordinator has lost worker 1 in its first epoch."""
+    """Stands for the bridge of worker 0, whose coordinator has lost worker 1 in its first epoch."""
 
     def __init__(self, before: int = 0) -> None:
         self.ledger, _ = lone()
@@ -316,7 +316,7 @@ def test_a_loader_gives_what_a_lost_worker_had_left(
     reached = Reached()
     noted: list[Any] = []
     takeover = Takeover(lambda: reached.steps)
-    takeover.handover = reached  # type: ignore[assignment]
+    takeover.bridge = reached  # type: ignore[assignment]
     loader = part_of(make(), LoaderPart(0, 2, 7, split, noted.append, takeover=takeover))
     size = len(loader.dataset)
     for epoch in range(2):
@@ -336,7 +336,7 @@ def test_a_loader_gives_what_a_lost_worker_had_left(
 def test_a_loop_that_accumulates_unevenly_takes_nothing_over() -> None:
     reached = Reached()
     takeover = Takeover(lambda: reached.steps)
-    takeover.handover = reached  # type: ignore[assignment]
+    takeover.bridge = reached  # type: ignore[assignment]
     loader = part_of(DataLoader(numbers(24), 2), LoaderPart(0, 2, 7, False, ignored, takeover=takeover))
     for number, _ in enumerate(loader):
         if number in (0, 3, 5):
@@ -349,7 +349,7 @@ def test_a_loop_that_accumulates_unevenly_takes_nothing_over() -> None:
 def test_what_is_taken_over_and_not_used_is_not_held_to_be_in_the_model(uses: int) -> None:
     reached = Reached()
     takeover = Takeover(lambda: reached.steps)
-    takeover.handover = reached  # type: ignore[assignment]
+    takeover.bridge = reached  # type: ignore[assignment]
     loader = part_of(DataLoader(numbers(24), 2), LoaderPart(0, 2, 7, False, ignored, takeover=takeover))
     for _ in range(2):
         for number, _ in enumerate(loader, 1):
@@ -363,7 +363,7 @@ def test_a_resumed_loop_takes_over_nothing_while_it_passes_by() -> None:
     reached = Reached(before=8)  # one epoch of six minibatches, and two of the next
     reached.ledger.left_over._loops[1].begun[Epoch(0, 0)] = -4  # so this one had four
     takeover = Takeover(lambda: None if reached.steps == -8 else reached.steps)
-    takeover.handover = reached  # type: ignore[assignment]
+    takeover.bridge = reached  # type: ignore[assignment]
     loader = part_of(DataLoader(numbers(24), 2), LoaderPart(0, 2, 7, False, ignored, takeover=takeover))
     seen: list[list[int]] = []
     for _ in range(2):
@@ -388,14 +388,14 @@ def test_who_asks_hears_when_the_worker_has_ended() -> None:
             asked.set()
             await asyncio.Event().wait()
 
-    asked, handover = threading.Event(), LoopBridge(None)  # type: ignore[arg-type]
+    asked, bridge = threading.Event(), LoopBridge(None)  # type: ignore[arg-type]
 
     def end() -> None:
         asked.wait()
-        handover.over(gs.errors.PeerLostError("coordinator", "gone"))
+        bridge.over(gs.errors.PeerLostError("coordinator", "gone"))
 
     async def begin() -> None:
-        handover.begin(Replica())  # type: ignore[arg-type]
+        bridge.begin(Replica())  # type: ignore[arg-type]
 
     loop, others = asyncio.new_event_loop(), [threading.Thread(target=end)]
     loop.run_until_complete(begin())
@@ -404,7 +404,7 @@ def test_who_asks_hears_when_the_worker_has_ended() -> None:
         thread.start()
     try:
         with pytest.raises(gs.errors.PeerLostError, match="coordinator"):
-            handover.take_over(Epoch(0, 0), 0, 1, (1, 1), 1, 0)
+            bridge.take_over(Epoch(0, 0), 0, 1, (1, 1), 1, 0)
     finally:
         for task in asyncio.all_tasks(loop):
             loop.call_soon_threadsafe(task.cancel)
@@ -417,7 +417,7 @@ def test_who_asks_hears_when_the_worker_has_ended() -> None:
 def test_a_validation_neither_takes_over_nor_counts() -> None:
     reached = Reached()
     takeover = Takeover(lambda: reached.steps)
-    takeover.handover = reached  # type: ignore[assignment]
+    takeover.bridge = reached  # type: ignore[assignment]
     loader = part_of(DataLoader(numbers(24), 2), LoaderPart(0, 2, 7, False, ignored, takeover=takeover))
     with torch.no_grad():
         assert len(list(loader)) == 6

@@ -162,7 +162,7 @@ def test_unusable_gradients(result: Any, words: str) -> None:
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ({}, "nothing to train"),
+        ({}, "no arrays, expected at least one to train"),
         ({"w": (1.0, 2.0), "a": "text"}, "'a'"),
         ({"w": np.zeros(2, complex)}, "complex128 for 'w'"),
         ({"a.b": np.zeros(1), "a": {"b": np.zeros(1)}}, "two arrays are named 'a.b'"),

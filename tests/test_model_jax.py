@@ -125,7 +125,7 @@ def test_unusable_losses(wrong: Any, words: str) -> None:
         (lambda seed: {}, "no arrays"),
         (lambda seed: {"w": "text"}, "expected an array of real numbers"),
         (lambda seed: {"a": {"b": 1.0}, "a.b": 2.0}, "two arrays are named 'a.b'"),
-        (lambda seed: {"w": np.ones(2 + seed)}, "init.3. gave another tree or other shapes"),
+        (lambda seed: {"w": np.ones(2 + seed)}, "init.3. returned another tree or other shapes"),
     ],
 )
 def test_unusable_initial_parameters(tree: Any, words: str) -> None:

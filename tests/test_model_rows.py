@@ -125,7 +125,7 @@ def test_an_embedding_that_something_else_uses_is_dense() -> None:
     parameters, rest = torch.zeros(36), torch.zeros(0)
     rows = RowGradient(model.layout.tables, torch.float32)
     batch = Batch(np.array([1, 2]), np.ones((2, 4), "float32"), 2, np.arange(2))
-    with pytest.raises(GradientError, match=r"'words.weight' is dense.*sparse=False"):
+    with pytest.raises(GradientError, match=r"'words.weight': got a dense one.*sparse=False"):
         model.gradient(parameters, batch, rest, seed=0, report=lambda n: None, rows=rows)
 
 
@@ -155,6 +155,10 @@ def test_names_that_are_no_arrays() -> None:
             row_sparse=names,
         )
 
-    for names, says in ((["tabel"], "did you mean 'table'"), (["b"], "without rows"), ("table", "a list")):
+    for names, says in (
+        (["tabel"], "did you mean 'table'"),
+        (["b"], "expected an array with rows"),
+        ("table", "a list"),
+    ):
         with pytest.raises(ConfigError, match=says):
             make(names).layout  # noqa: B018  looking is what raises

@@ -315,7 +315,7 @@ def test_unusable_modules(build: Any, words: str) -> None:
 
 def test_wrong_flat_vector_is_refused(classes: Batch) -> None:
     model = from_torch(mlp, F.cross_entropy)
-    with pytest.raises(ConfigError, match="take the length and dtype from its layout"):
+    with pytest.raises(ConfigError, match="take length and dtype from the model's layout"):
         model.outputs(torch.zeros(5), classes.inputs)
     with pytest.raises(ConfigError, match="reduction"):
         from_torch(mlp, F.cross_entropy, reduction="avg")  # type: ignore[arg-type]

@@ -86,14 +86,14 @@ def test_a_job_file_whose_name_cannot_be_part_of_a_path_is_refused(
 
 
 def test_a_machine_with_such_a_name_does_not_get_in() -> None:
-    roster = MachineMembers("a", machines=2, workers_per_machine=1, facts={})
+    members = MachineMembers("a", machines=2, workers_per_machine=1, facts={})
     for name in ("../..", "a/b", "\x1b[2J"):
-        refused = roster.enrol(v1.Enrol(machine=name))
+        refused = members.enrol(v1.Enrol(machine=name))
         assert isinstance(refused, v1.Refuse)
         assert refused.code == v1.BAD_REQUEST
         assert "the machine's name (--name) is" in refused.message
-    assert roster.missing == 1
-    assert not isinstance(roster.enrol(v1.Enrol(machine="b")), v1.Refuse)
+    assert members.missing == 1
+    assert not isinstance(members.enrol(v1.Enrol(machine="b")), v1.Refuse)
 
 
 def test_a_machine_does_not_join_under_such_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from gradstream.job.settings import apply, from_texts, from_toml
 from gradstream.recording.entries import decode
 from gradstream.recording.log import read_log
 from gradstream.report.page import PageSource, page
-from gradstream.run.node import NodeSpec
+from gradstream.run.node_spec import NodeSpec
 from gradstream.run.remote.address import Address
 from gradstream.runtime.storage import DiskStorage
 from gradstream.sparse.data import from_csr

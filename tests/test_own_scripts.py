@@ -33,9 +33,8 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import gradstream as gs
-from gradstream.session.forward import BeforeForward
-from gradstream.session.samples import SampleCount
-from gradstream.session.shards import LoaderPart, part_of
+from gradstream.session.loaders import LoaderPart, part_of
+from gradstream.session.samples import BeforeForward, SampleCount
 from gradstream.testing.sessions import loop_in_threads
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "own_loop"

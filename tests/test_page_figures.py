@@ -142,7 +142,7 @@ def test_where_and_when_is_said(repository: Path) -> None:
 
 def compared(page: str) -> str:
     """The table of what was measured beside something else."""
-    return page.split("| what was measured, and beside what")[1].split("\n\n")[0]
+    return page.split("| measured, and compared with")[1].split("\n\n")[0]
 
 
 def result(repository: Path, name: str) -> dict[str, Any]:

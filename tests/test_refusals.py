@@ -1,4 +1,4 @@
-"""Strangers at the enrolment port: what they cause to be written is one short line a second, escaped."""
+"""Strangers at the port of the join service: what they cause to be written is one short line a second, escaped."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ async def knock(address: str, count: int) -> int:
 def test_ten_thousand_wrong_tokens_are_a_few_short_lines(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    roster = MachineMembers("here", machines=2, workers_per_machine=1, facts={})
+    members = MachineMembers("here", machines=2, workers_per_machine=1, facts={})
     events = tmp_path / "events.jsonl"
-    gathering = MachineRendezvous.__new__(MachineRendezvous)
-    gathering.roster = roster
+    machines = MachineRendezvous.__new__(MachineRendezvous)
+    machines.members = members
     heard: list[dict[str, Any]] = []
 
     def emit(event: Event) -> None:
         with events.open("ab") as file:
             file.write(encode(event, node="launcher", time_s=0.0))
 
-    gathering._emit = emit
+    machines._emit = emit
     began_s = time.monotonic()
     invitation = Invitation("{}", {}, Deadlines())
-    given = (Address("127.0.0.1"), None, roster, invitation, heard.append, TOKEN.encode())
+    given = (Address("127.0.0.1"), None, members, invitation, heard.append, TOKEN.encode())
     with JoinService(*given) as service:
         refused = asyncio.run(knock(str(service.address), NUM_TOKENS))
     took_s = time.monotonic() - began_s
     with Display() as display:
         for message in heard:
-            gathering.note(message)
+            machines.note(message)
         for line in events.read_bytes().splitlines():
             display.on_event(json.loads(line))
     assert refused == NUM_TOKENS  # all of them were there

@@ -31,9 +31,9 @@ MEASURED_BYTES = 2 << 20
 
 @contextmanager
 def launcher(authority: CertificateAuthority | None) -> Iterator[Address]:
-    roster = MachineMembers("here", machines=2, workers_per_machine=1, facts={})
+    members = MachineMembers("here", machines=2, workers_per_machine=1, facts={})
     invitation = Invitation("{}", {})
-    made = JoinService(Address("127.0.0.1"), authority, roster, invitation, lambda _: None, TOKEN.encode())
+    made = JoinService(Address("127.0.0.1"), authority, members, invitation, lambda _: None, TOKEN.encode())
     with made:
         yield made.address
 

@@ -64,7 +64,7 @@ def linear(tmp_path: Path) -> Path:
     return path
 
 
-def roster(machines: int = 3, per_machine: int = 1, **options: Any) -> MachineMembers:
+def members(machines: int = 3, per_machine: int = 1, **options: Any) -> MachineMembers:
     return MachineMembers("here", machines=machines, workers_per_machine=per_machine, facts={}, **options)
 
 
@@ -76,7 +76,7 @@ def ask(name: str = "there", **facts: str) -> v1.Enrol:
 
 
 def test_machines_get_workers_in_turn_and_names_of_their_own() -> None:
-    state = roster(machines=4, per_machine=2)
+    state = members(machines=4, per_machine=2)
     assert state.nodes_of(0) == ("worker-0", "worker-1")
     seats = [state.enrol(ask(name)) for name in ("b", "b", "here")]
     assert seats == [
@@ -102,7 +102,7 @@ def test_machines_get_workers_in_turn_and_names_of_their_own() -> None:
     ],
 )
 def test_shard_i_is_on_machine_i_mod_n(shards: int, servers_on: Any, nodes: list[tuple[str, ...]]) -> None:
-    state = roster(shards=shards, servers_on=servers_on)
+    state = members(shards=shards, servers_on=servers_on)
     assert [state.nodes_of(index) for index in range(3)] == nodes
     seats = [state.enrol(ask(name)) for name in ("b", "c")]
     assert [seat.nodes for seat in seats if isinstance(seat, Seat)] == nodes[1:]
@@ -138,7 +138,7 @@ def test_ports_behind_the_one_of_listen() -> None:
 
 
 def test_the_place_of_a_machine_that_left_is_free_until_training_begins() -> None:
-    state = roster(machines=3)
+    state = members(machines=3)
     first, second = state.enrol(ask("a")), state.enrol(ask("b"))
     assert isinstance(first, Seat)
     assert isinstance(second, Seat)
@@ -281,16 +281,16 @@ def test_tokens() -> None:
 
 
 class Launcher:
-    """An enrolment service without a run behind it."""
+    """A join service without a run behind it."""
 
     def __init__(self, job: Path, *, insecure: bool = False) -> None:
         self.heard: list[dict[str, Any]] = []
         self.authority = None if insecure else CertificateAuthority()
         facts = facts_of(load_job(str(job)))
-        self.roster = MachineMembers("here", machines=2, workers_per_machine=1, facts=facts)
+        self.members = MachineMembers("here", machines=2, workers_per_machine=1, facts=facts)
         self.left = threading.Event()
-        self.enrolment = JoinService(
-            LOOPBACK, self.authority, self.roster, Invitation("{}", {}), self._on_message, TOKEN.encode()
+        self.join_service = JoinService(
+            LOOPBACK, self.authority, self.members, Invitation("{}", {}), self._on_message, TOKEN.encode()
         )
 
     def _on_message(self, message: dict[str, Any]) -> None:
@@ -301,13 +301,13 @@ class Launcher:
     def joining(self, job: Path, **options: Any) -> Joining:
         fingerprint = self.authority.fingerprint if self.authority else None
         chosen = {"fingerprint": fingerprint, "token": TOKEN, "insecure": self.authority is None, **options}
-        return Joining(address=self.enrolment.address, job=str(job), **chosen)
+        return Joining(address=self.join_service.address, job=str(job), **chosen)
 
 
 @pytest.fixture
 def launcher(linear: Path) -> Iterator[Launcher]:
     made = Launcher(linear)
-    with made.enrolment:
+    with made.join_service:
         yield made
 
 
@@ -333,7 +333,7 @@ def test_each_refusal_has_its_word(launcher: Launcher, linear: Path, tmp_path: P
     assert launcher.authority.fingerprint in wrong_certificate
     assert "refused (TLS)" in refusal(launcher.joining(linear, insecure=True))
     assert "If that is what the launcher has printed" in refusal(launcher.joining(linear, fingerprint=None))
-    assert launcher.roster.missing == 1
+    assert launcher.members.missing == 1
     assert [entry["state"] for entry in launcher.heard[:1]] == ["refused"]  # the next one in a second
     assert TOKEN not in str(launcher.heard)
 
@@ -343,31 +343,31 @@ def test_each_refusal_has_its_word(launcher: Launcher, linear: Path, tmp_path: P
 def test_a_wrong_token_is_refused_before_anything_else(linear: Path, token: str, insecure: bool) -> None:
     """Nothing is said about the job, and the launcher hears of a stranger without a name."""
     made = Launcher(linear, insecure=insecure)
-    with made.enrolment:
+    with made.join_service:
         said = refusal(made.joining(linear, token=token))
     assert "refused (BAD_SECRET): the token is not this run's: copy the line" in said
     (heard,) = [entry for entry in made.heard if "insecure" not in entry]
     assert (heard["machine"], heard["state"]) == ("a machine", "refused")
     assert heard["reason"] == "it has not proved that it knows the token"
-    assert made.roster.missing == 1
+    assert made.members.missing == 1
 
 
 def test_other_data_are_refused(launcher: Launcher, linear: Path, tmp_path: Path) -> None:
     """The same file reads data that differ: of another seed, as its environment says."""
     made = Launcher(linear)
-    with made.enrolment, pytest.MonkeyPatch.context() as patch:
+    with made.join_service, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SEED", "1")
         assert "refused (BAD_DATA): data checksum differs" in refusal(made.joining(linear))
 
 
 def test_tls_where_plain_text_is_spoken(linear: Path) -> None:
     made = Launcher(linear, insecure=True)
-    with made.enrolment:
+    with made.join_service:
         fingerprint = CertificateAuthority().fingerprint
         assert "refused (PLAIN_TEXT)" in refusal(
             made.joining(linear, insecure=False, fingerprint=fingerprint)
         )
-    assert {"insecure": str(made.enrolment.address)} in made.heard  # it says so
+    assert {"insecure": str(made.join_service.address)} in made.heard  # it says so
 
 
 def test_what_is_not_there_is_named(linear: Path) -> None:
@@ -401,8 +401,8 @@ def test_a_port_of_somebody_else() -> None:
 def test_a_port_that_is_in_use(linear: Path) -> None:
     made = Launcher(linear)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        made.enrolment.address = LOOPBACK.at(taken.getsockname()[1])
-        with pytest.raises(gs.errors.ConfigError, match="in use"), made.enrolment:
+        made.join_service.address = LOOPBACK.at(taken.getsockname()[1])
+        with pytest.raises(gs.errors.ConfigError, match="in use"), made.join_service:
             raise AssertionError
 
 

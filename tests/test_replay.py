@@ -19,7 +19,7 @@ from gradstream.recording import Log, Pushed, Read, read_log
 from gradstream.recording.entries import Entry
 from gradstream.replay import ReplayedUpdate, replay
 from gradstream.replay.finding import at_chunk_version, loss_jump, not_finite, of_step
-from gradstream.run.node import NodeSpec
+from gradstream.run.node_spec import NodeSpec
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import DiskStorage, MemoryStorage

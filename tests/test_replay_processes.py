@@ -13,7 +13,7 @@ from gradstream._train import launch
 from gradstream.cli import main
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.testing.killing import Killer
 
 JOB = """
@@ -52,7 +52,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             (folder / name).mkdir()
             job = load_job(str(folder / "small.py"))
             killer = Killer(warm, "step", 40, *victims) if victims else None
-            launch(job, cast_of(job, name), folder / name, cluster=warm, on_event=killer)
+            launch(plan_run(job, name), folder / name, cluster=warm, on_event=killer)
             if killer is not None:
                 killer.bury()
     return folder / "whole", folder / "killed"

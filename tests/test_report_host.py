@@ -139,7 +139,7 @@ def test_a_machine_full_of_the_runs_own_nodes_is_told_apart() -> None:
 def test_nodes_that_are_threads_compute_by_turns() -> None:
     found = reason(on_machines(simulated(), cpu=0.25, queued=False), processes=False)
     assert found.kind == "machine"
-    assert "threads of one process, and compute by turns" in found.text
+    assert "threads of one process, and compute one after the other" in found.text
 
 
 def test_one_busy_machine_of_several_is_named_with_its_worker() -> None:

@@ -62,7 +62,7 @@ def test_a_worker_with_a_slow_network_is_late_and_not_slow() -> None:
 def test_workers_that_are_slow_by_turns_are_not_named() -> None:
     config = SimulationConfig(costs={"gradient": Cost(base_s=1.0, jitter=Exponential())}, shape_only=True)
     reason = reason_in(config, gs.Synchronous(), steps=100)
-    assert (reason.kind, reason.culprit) == ("turns", "")
+    assert (reason.kind, reason.culprit) == ("varying steps", "")
 
 
 def test_a_shard_that_updates_all_the_time_is_named() -> None:

@@ -178,9 +178,9 @@ def test_time_goes_on_and_randomness_is_the_seeds(runtime: RealRuntime) -> None:
     again.close()
 
 
-def test_vitals_tell_cpu_and_memory(runtime: RealRuntime) -> None:
+def test_process_metrics_tell_cpu_and_memory(runtime: RealRuntime) -> None:
     runtime.memory.allocate(10, torch.float64, "parameters")
-    records = {record.name: record for record in runtime.vitals("worker")}
+    records = {record.name: record for record in runtime.process_metrics("worker")}
     assert set(records) == {"cpu", "memory", "late"}
     memory: Any = records["memory"]
     assert memory.vectors_bytes == {"parameters": 80}
@@ -218,7 +218,7 @@ def test_a_core_that_another_process_holds_is_told_apart_from_computing(runtime:
             took_s = asyncio.run(work())
         finally:
             other.kill()
-    cpu: Any = runtime.vitals("worker")[0]
+    cpu: Any = runtime.process_metrics("worker")[0]
     assert cpu.load is not None and cpu.cores == os.cpu_count()
     assert cpu.queued_s > 0.5 * (took_s - cpu.compute_s["gradient"]) > 0.0
 

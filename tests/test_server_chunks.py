@@ -15,7 +15,7 @@ from gradstream.checkpoint import Resume
 from gradstream.data.done import DataProgress
 from gradstream.job.job import Job, spread_out
 from gradstream.memory.segments import supported
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.server.chunks import (
     ALIGNMENT_ELEMS,
     CHUNK_ELEMS,
@@ -92,7 +92,7 @@ class Wide:
 
 
 def chosen(asked: Job) -> int:
-    return cast_of(asked, "id").chunk_elems_of(Wide())  # type: ignore[arg-type]
+    return plan_run(asked, "id").chunk_elems_of(Wide())  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not supported(), reason="this system has no memory that processes can share")
@@ -128,7 +128,7 @@ def test_a_resumed_run_keeps_the_chunks_of_its_checkpoint() -> None:
         num_samples=8,
     )
     for again in (job(steps=2), job(steps=2, servers=3), job(steps=2, carrier="grpc")):
-        assert cast_of(again, "id", resume=at).chunk_elems_of(Wide()) == 1 << 21  # type: ignore[arg-type]
+        assert plan_run(again, "id", resume=at).chunk_elems_of(Wide()) == 1 << 21  # type: ignore[arg-type]
 
 
 def test_origins_say_by_what_the_choice_was_made() -> None:
@@ -139,7 +139,7 @@ def test_origins_say_by_what_the_choice_was_made() -> None:
 @pytest.mark.parametrize("chunk_elems", [0, 65, MAX_CHUNK_ELEMS + 64])
 def test_what_is_no_length_of_a_chunk_is_refused(chunk_elems: int) -> None:
     with pytest.raises(gs.errors.ConfigError, match=f"chunk_elems.*{chunk_elems}.*expected"):
-        cast_of(job(chunk_elems=chunk_elems), "id")
+        plan_run(job(chunk_elems=chunk_elems), "id")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -13,6 +13,7 @@ from gradstream.optim import SGD
 from gradstream.runtime import SimulationConfig, VirtualCluster
 from gradstream.server import EveryPush, ShardConfig, ShardService
 from gradstream.testing.pieces import chunk_frame
+from gradstream.transport.access import AccessControl
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.limits import LIMITS
@@ -78,7 +79,7 @@ def played(script: Callable[[Run], Awaitable[None]]) -> None:
         finally:
             await run.shard.close()
         assert not run.shard._tasks
-        counts = {(one.num_streams, one.unread_bytes) for one in run.shard.intakes._of.values()}
+        counts = {(one.num_streams, one.unread_bytes) for one in run.shard.access.intakes._of.values()}
         assert counts <= {(0, 0)}
 
     virtual.run(main())
@@ -257,6 +258,6 @@ def test_a_member_that_was_lost_is_one_no_longer() -> None:
 
 def test_a_missing_check_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above fail for a shard that serves everybody."""
-    monkeypatch.setattr(EndpointCore, "_is_member", lambda endpoint, opened: True)
+    monkeypatch.setattr(AccessControl, "is_member", lambda access, opened: True)
     with pytest.raises(pytest.fail.Exception):
         test_who_is_no_member_changes_nothing(ASKS[0], "worker-9", 1, "NOT_MEMBER")

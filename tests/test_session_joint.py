@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gradstream as gs
 from gradstream.errors import ConfigError, GradientError, ReplicasDifferError
-from gradstream.session.gradients import JointGradients
-from gradstream.session.outgoing import Outgoing
+from gradstream.session.gradient_vector import GradientWriter
+from gradstream.session.gradients import GradientReducer
 from gradstream.testing.late_streams import LateStreams
 from gradstream.testing.sessions import loop_in_threads
 
@@ -311,7 +311,7 @@ def test_accumulating_without_sync_makes_one_exchange_for_all() -> None:
                 optimizer.zero_grad()
         session.close()
         if session.world_size > 1:
-            seen.append(session._handover.batches)  # type: ignore[attr-defined]
+            seen.append(session._connection.bridge.batches)  # type: ignore[attr-defined]
         return model.weight.detach().clone()
 
     first, second = loop_in_threads(loop)
@@ -411,20 +411,20 @@ def test_gradients_of_a_device_leave_once_their_copy_is_made() -> None:
     told: list[int] = []
     streams = LateStreams(late=3)
     bounds = [(0, 70000), (70000, 140000), (140000, 140003)]
-    outgoing = Outgoing(["a", "b", "c"], bounds, told.append, lambda device: streams)
+    writer = GradientWriter(["a", "b", "c"], bounds, told.append, lambda device: streams)
     vector = torch.zeros(140003)
-    outgoing.begin(vector)
-    outgoing.write(0, torch.full((70000,), 2.0))
-    outgoing.write(2, torch.tensor([1.0, float("inf"), 0.0]))
+    writer.begin(vector)
+    writer.write(0, torch.full((70000,), 2.0))
+    writer.write(2, torch.tensor([1.0, float("inf"), 0.0]))
     assert told == []
-    outgoing.write(1, torch.full((2, 35000), 3.0, dtype=torch.float64))
-    assert outgoing.finish() is vector
-    assert outgoing.broken == {2}
+    writer.write(1, torch.full((2, 35000), 3.0, dtype=torch.float64))
+    assert writer.finish() is vector
+    assert writer.broken == {2}
     assert vector[:3].tolist() + vector[-4:].tolist() == [2.0, 2.0, 2.0, 3.0, 0.0, 0.0, 0.0]
     assert streams.pinned == {vector.data_ptr()}
-    outgoing.begin(vector)
+    writer.begin(vector)
     for index in range(3):
-        outgoing.write(index, None)
+        writer.write(index, None)
     assert told[-1] == 140000
 
 
@@ -486,16 +486,16 @@ def test_a_gradient_where_torch_has_none_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The comparison above can fail: decay where torch has none."""
-    given = JointGradients._round
+    given = GradientReducer._round
 
-    def gives_all(self: JointGradients, *args: Any) -> list[int]:
+    def gives_all(self: GradientReducer, *args: Any) -> list[int]:
         found = given(self, *args)
-        for parameter in self._parameters:
+        for parameter in self._wrapped.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return found
 
-    monkeypatch.setattr(JointGradients, "_round", gives_all)
+    monkeypatch.setattr(GradientReducer, "_round", gives_all)
     alone = final(gs.Session(), branches, sgd, 2)
     (got, _) = loop_in_threads(lambda session: final(session, branches, sgd, 2))
     assert not torch.allclose(got["never.weight"], alone["never.weight"])

@@ -30,8 +30,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 import gradstream as gs
 from gradstream.errors import ConfigError
+from gradstream.session.loaders import LoaderPart, part_of
 from gradstream.session.samples import SampleCount
-from gradstream.session.shards import LoaderPart, part_of
 from gradstream.testing.sessions import loop_in_threads
 
 Taken = list[tuple[list[int], int | None]]  # the samples of each minibatch, and how many it counts
@@ -415,7 +415,7 @@ def test_minibatches_count_before_what_the_model_is_called_with() -> None:
     count.see(7)
     assert count.take() == 7
     count.note(8)
-    count.say(3)
+    count.set(3)
     assert count.take() == 3
     count.note(8)
     count.clear()
@@ -434,7 +434,7 @@ def test_minibatches_count_before_what_the_model_is_called_with() -> None:
 def test_a_repeat_counts_nothing_whatever_is_said_of_it() -> None:
     count = SampleCount()
     count.note(0)
-    count.say(3)
+    count.set(3)
     count.see(3)
     assert [count.take() for _ in range(2)] == [0, 0]  # twice, as for two losses of one minibatch
     count.note(5)

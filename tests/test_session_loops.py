@@ -94,7 +94,7 @@ def test_accumulation_counts_the_samples_of_all_its_forward_passes() -> None:
 
     def loop(session: gs.Session) -> Parameters:
         taken = train(session, batch_size=4, accumulate=2, epochs=2)
-        seen.append(session._handover.samples)  # type: ignore[attr-defined]
+        seen.append(session._connection.bridge.samples)  # type: ignore[attr-defined]
         return taken
 
     both = loop_in_threads(loop)

@@ -15,11 +15,12 @@ from torch.utils.data.distributed import DistributedSampler
 import gradstream as gs
 from gradstream.errors import ClosedError, ConfigError, GradientError, UserCodeError
 from gradstream.job.registry import optimizer_of_text
-from gradstream.session.binding import ArrayBinding, ModuleBinding
+from gradstream.session.arrays import ArrayBinding
+from gradstream.session.binding import ModuleBinding
 from gradstream.session.bridge import LoopBridge
+from gradstream.session.loaders import LoaderPart, length_of, part_of
 from gradstream.session.optimizer import DistributedOptimizer
 from gradstream.session.rules import rule_of
-from gradstream.session.shards import LoaderPart, length_of, part_of
 from gradstream.session.torchrun import of_torchrun
 from gradstream.worker.replica.loop import Round
 
@@ -201,19 +202,19 @@ def test_a_module_is_pointed_at_the_flat_vector_and_tied_weights_count_once() ->
             self.head.weight = self.embed.weight
 
     model = Tied()
-    held = ModuleBinding(model, [p for p in model.parameters() if p.requires_grad])
-    assert [slot.name for slot in held.layout.slots] == ["embed.weight"]
+    binding = ModuleBinding(model, [p for p in model.parameters() if p.requires_grad])
+    assert [slot.name for slot in binding.layout.slots] == ["embed.weight"]
     flat = torch.zeros(12)
-    held.init(0, flat)
+    binding.init(0, flat)
     torch.testing.assert_close(flat.view(4, 3), model.head.weight.detach())
     other = torch.arange(12.0)
-    held.show(other)
+    binding.set_parameters(other)
     assert model.head.weight is model.embed.weight
     assert model.head.weight.data_ptr() == other.data_ptr()
     gradient = torch.ones(12)
-    held.take(gradient)
+    binding.copy_gradient(gradient)
     assert float(gradient.abs().sum()) == 0  # none was computed
-    assert held.tree(other)["embed.weight"].shape == (4, 3)
+    assert binding.tree(other)["embed.weight"].shape == (4, 3)
 
 
 def test_parameters_of_two_dtypes_or_none_are_refused() -> None:
@@ -226,18 +227,18 @@ def test_parameters_of_two_dtypes_or_none_are_refused() -> None:
 
 def test_arrays_are_updated_in_place_and_checked() -> None:
     w, b = np.ones((2, 3)), np.zeros(3)
-    held = ArrayBinding((w, b))
+    binding = ArrayBinding((w, b))
     flat = torch.zeros(9, dtype=torch.float64)
-    held.init(0, flat)
-    held.show(flat * 2)
+    binding.init(0, flat)
+    binding.set_parameters(flat * 2)
     assert (w == 2).all()
-    held.give((w, b))
+    binding.give((w, b))
     with pytest.raises(GradientError, match=r"gradient of 1: got shape \(2,\)"):
-        held.give((w, np.zeros(2)))
+        binding.give((w, np.zeros(2)))
     with pytest.raises(GradientError, match="expected those of"):
-        held.give(w)
+        binding.give(w)
     with pytest.raises(ConfigError, match="updated in place"):
-        held.check((w.copy(), b))
+        binding.check((w.copy(), b))
     with pytest.raises(ConfigError, match="expected a numpy array"):
         ArrayBinding([1.0])
 
@@ -252,10 +253,10 @@ class Recorded(ArrayBinding):
         super().__init__(np.zeros(2))
         self.story: list[str] = []
 
-    def show(self, parameters: torch.Tensor) -> None:
+    def set_parameters(self, parameters: torch.Tensor) -> None:
         self.story.append(f"show {float(parameters[0])}")
 
-    def take(self, gradient: torch.Tensor) -> None:
+    def copy_gradient(self, gradient: torch.Tensor) -> None:
         self.story.append("take")
         gradient.fill_(7.0)
 
@@ -265,42 +266,42 @@ def round_of(gradient: torch.Tensor) -> Round:
 
 
 def test_user_and_worker_take_turns() -> None:
-    held = Recorded()
-    handover = LoopBridge(held)
+    binding = Recorded()
+    bridge = LoopBridge(binding)
     turns = []
 
     def worker() -> None:
         for number in range(3):
             gradient = torch.zeros(2)
-            turn = handover.turn(torch.full((2,), float(number)), round_of(gradient))
+            turn = bridge.turn(torch.full((2,), float(number)), round_of(gradient))
             turns.append((turn, gradient.tolist()))
-        handover.finish(torch.full((2,), 9.0), {})
-        handover.over(None)
+        bridge.finish(torch.full((2,), 9.0), {})
+        bridge.over(None)
 
     thread = threading.Thread(target=worker)
     thread.start()
-    handover.first()
-    handover.step(8, 0.5, math.nan)
-    held.story.append("between")
-    handover.step(4, 0.25, 1.5)
-    handover.end()
+    bridge.first()
+    bridge.step(8, 0.5, math.nan)
+    binding.story.append("between")
+    bridge.step(4, 0.25, 1.5)
+    bridge.end()
     thread.join()
-    assert held.story == ["show 0.0", "take", "show 1.0", "between", "take", "show 2.0", "show 9.0"]
+    assert binding.story == ["show 0.0", "take", "show 1.0", "between", "take", "show 2.0", "show 9.0"]
     assert [(turn.samples, turn.lr, gradient) for turn, gradient in turns] == [
         (8, 0.5, [7.0, 7.0]),
         (4, 0.25, [7.0, 7.0]),
         (0, 0.25, [0.0, 0.0]),
     ]
-    assert (handover.batches, handover.samples) == (2, 12)
+    assert (bridge.batches, bridge.samples) == (2, 12)
     with pytest.raises(ClosedError, match="closed"):
-        handover.step(1, 0.1, math.nan)
+        bridge.step(1, 0.1, math.nan)
 
 
 def test_what_ends_one_side_reaches_the_other() -> None:
-    handover = LoopBridge(Recorded())
-    handover.over(gs.errors.PeerLostError("worker-1", "is gone"))
+    bridge = LoopBridge(Recorded())
+    bridge.over(gs.errors.PeerLostError("worker-1", "is gone"))
     with pytest.raises(gs.errors.PeerLostError, match="worker-1"):
-        handover.first()
+        bridge.first()
     other = LoopBridge(Recorded())
     other.end(UserCodeError("mine"))
     with pytest.raises(UserCodeError, match="mine"):

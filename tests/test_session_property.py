@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradstream.session.gradients import JointGradients
+from gradstream.session.gradients import GradientReducer
 from gradstream.session.worker_session import WorkerSession
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -37,31 +37,31 @@ def fault_of(**options: Any) -> str:
 
 
 def test_a_zero_gradient_where_there_is_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = JointGradients._round
+    honest = GradientReducer._round
 
-    def planted(self: JointGradients, *args: Any) -> list[int]:
+    def planted(self: GradientReducer, *args: Any) -> list[int]:
         found = honest(self, *args)
-        for parameter in self._parameters:
+        for parameter in self._wrapped.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)  # weight decay and momentum go on
         return found
 
     assert not fault_of(model="branches")
-    monkeypatch.setattr(JointGradients, "_round", planted)
+    monkeypatch.setattr(GradientReducer, "_round", planted)
     assert "momentum_buffer" in fault_of(model="branches")
 
 
 def test_the_mean_of_clipped_gradients_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = JointGradients._write
+    honest = GradientReducer._write
 
-    def planted(self: JointGradients, index: int) -> None:
-        gradient = self._parameters[index].grad
+    def planted(self: GradientReducer, index: int) -> None:
+        gradient = self._wrapped.parameters[index].grad
         if gradient is not None:
             gradient.clamp_(-0.1, 0.1)  # before it is joined: the loop does it once more behind
         honest(self, index)
 
     assert not fault_of(clip="value")
-    monkeypatch.setattr(JointGradients, "_write", planted)
+    monkeypatch.setattr(GradientReducer, "_write", planted)
     assert "not close" in fault_of(clip="value")
 
 

@@ -23,12 +23,12 @@ from gradstream._train import launch
 from gradstream.checkpoint import kept
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.storage import DiskStorage
-from gradstream.session.binding import ArrayBinding
+from gradstream.session.arrays import ArrayBinding
 from gradstream.session.bridge import LoopBridge
-from gradstream.session.shards import LoaderPart, part_of
+from gradstream.session.loaders import LoaderPart, part_of
 from gradstream.session.worker_session import WorkerSession
 
 SCRIPT = """
@@ -93,7 +93,7 @@ def text_of(epochs: int) -> str:
 def begin(script: Path, run_dir: Path, cluster: LocalCluster, **options: Any) -> gs.Run:
     run_dir.mkdir()
     job = load_job(str(script))
-    return launch(job, cast_of(job, "loop"), run_dir, cluster=cluster, **options)
+    return launch(plan_run(job, "loop"), run_dir, cluster=cluster, **options)
 
 
 def stop_after(script: Path, run_dir: Path, steps: int, cluster: LocalCluster) -> gs.errors.Interrupted:
@@ -158,7 +158,7 @@ def test_a_loop_skips_what_it_has_done_and_one_that_does_not_ask_is_refused() ->
     assert [session.skip() for _ in range(7)] == [True] * 5 + [False] * 2
     assert (session.step, session.resumed) == (5, True)
     silent = WorkerSession(Placed(), seed=0)  # type: ignore[arg-type]
-    silent._handover = LoopBridge(ArrayBinding(np.zeros(1)))
+    silent._connection.bridge = LoopBridge(ArrayBinding(np.zeros(1)))
     with pytest.raises(
         gs.errors.ConfigError, match="goes on from step 5, but the script begins its loop again"
     ):

@@ -223,7 +223,7 @@ def test_a_script_that_ends_without_closing_is_closed_before_its_threads_are_wai
     code = (
         "import threading\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
-        "from gradstream.session.exits import at_the_end\n"
+        "from gradstream.session.joining import at_the_end\n"
         "closed = threading.Event()\n"
         "ThreadPoolExecutor().submit(closed.wait)\n"  # which Python would wait for, without end
         "at_the_end(lambda: print('closed') or closed.set(), lambda error: print('failed:', error))\n"

@@ -203,7 +203,7 @@ def drop(model: nn.Sequential, optimizer: Made) -> None:
             add,
             "group 0, of shape .1,., has a gradient and is",
         ),
-        (momentum, drop, "groups of the optimizer have other parameters"),
+        (momentum, drop, "parameter groups of your SGD have other parameters"),
     ],
 )
 def test_a_step_that_the_servers_would_make_otherwise_is_refused(

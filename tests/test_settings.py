@@ -17,7 +17,8 @@ from gradstream.job.job import Job
 from gradstream.job.settings import Setting, Word, apply, from_environment, from_texts, from_toml
 from gradstream.job.settings.sources import from_toml_text
 from gradstream.job.settings.values import MisfitError, fit
-from gradstream.run.effective_settings import effective, to_toml
+from gradstream.run.effective_settings import to_toml
+from gradstream.run.plan import plan_run
 
 MODEL = gs.from_functions(lambda seed: np.zeros(1), lambda p, x: x * p, lambda p, x, y: p)
 DATA = gs.from_arrays(np.zeros((8, 1)), np.zeros((8, 1)))
@@ -166,7 +167,7 @@ def test_a_schedule_comes_back_from_config_toml_and_a_function_by_its_place(
 ) -> None:
     schedule = gs.schedules.Warmup(gs.schedules.Cosine(0.05), 10)
     job = a_job(optimizer=gs.optim.SGD(lr=schedule))
-    shown = to_toml(job, effective(job, gs.Synchronous(), job.optimizer))
+    shown = to_toml(plan_run(job, "shown"))
     assert apply(a_job(), [toml(shown)]).optimizer == job.optimizer
     rates = tmp_path / "rates.py"
     rates.write_text("def halved(position):\n    return 0.5\n")
@@ -188,7 +189,7 @@ lr_scale = 10.0
     assert job.origins == {"groups": "gradstream.toml:1"}
     again = under(a_job(), [f"groups={json.dumps(groups)}"])
     assert again.groups == groups
-    shown = to_toml(again, effective(again, gs.Synchronous(), gs.optim.SGD(lr=1.0)))
+    shown = to_toml(plan_run(again, "shown"))
     assert apply(a_job(), [toml(shown)]).groups == groups
 
 

@@ -13,13 +13,8 @@ from gradstream.runtime.deadlines import Deadlines
 from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
-from gradstream.transport.grpc.endpoint import (
-    CLIENT_OPTIONS,
-    SERVER_OPTIONS,
-    GrpcEndpoint,
-    _Peers,
-    patience_options,
-)
+from gradstream.transport.grpc.endpoint import GrpcEndpoint, _Peers
+from gradstream.transport.grpc.options import CLIENT_OPTIONS, SERVER_OPTIONS, patience_options
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 

@@ -16,7 +16,7 @@ from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.machine import node_environment
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.run.result import Run
 from gradstream.testing.machines import Machines, unavailable
 from gradstream.testing.stopping import Stopper
@@ -59,7 +59,7 @@ def run_with(folder: Path, node: str, seconds: float, epochs: int | None = None)
         # Before it, workers learn how much they can do: that decides how much work they have in hand.
         stopper = Stopper(cluster, node, seconds, gap_s=LEASE_S / 2)
         try:
-            launch(job, cast_of(job, "silence"), run_dir, cluster=cluster, on_event=stopper)
+            launch(plan_run(job, "silence"), run_dir, cluster=cluster, on_event=stopper)
         except gs.errors.GradstreamError as raised:
             error = str(raised)
         stopper.check()

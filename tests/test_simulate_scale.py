@@ -75,17 +75,17 @@ def test_another_system_would_not_have_this_figure() -> None:
     assert simulated_epoch_s(3, epochs=60, work=WORK_S / 2) < 0.9 * closed_queue_epoch_s(3)
 
 
-PHANTOM = """
+SHAPE_ONLY = """
 import json, pathlib, sys, time
 import gradstream as gs
-from gradstream.runtime.simulation import World
+from gradstream.runtime.simulation import SimulationConfig
 from gradstream._simulate import simulate
 from gradstream.testing.runs import Sized, numbered
 
 layers = [650 * 101 + 101, 1500 * 650 + 650, 49152 * 1500 + 1500]
 assert sum(layers) == 74_770_901
 run = simulate(
-    Sized(layers), numbered(6400), world=World(shape_only=True), strategy=sys.argv[1],
+    Sized(layers), numbered(6400), config=SimulationConfig(shape_only=True), strategy=sys.argv[1],
     workers=64, servers=4, batch_size=4, steps=3, chunk_elems=1_048_576,
 )
 print(json.dumps({
@@ -102,7 +102,11 @@ print(json.dumps({
 def test_64_replicas_of_75_million_parameters_fit(strategy: str) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", PHANTOM, strategy], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", SHAPE_ONLY, strategy],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     figures = json.loads(done.stdout)
     print(strategy, figures)

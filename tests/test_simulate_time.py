@@ -264,9 +264,9 @@ def test_shape_only_takes_as_long_as_the_real_thing() -> None:
         (lambda: SimulationConfig(costs={"gradients": Cost()}), "did you mean 'gradient'"),
         (
             lambda: SimulationConfig(speeds={"worker_1": 0.5}),
-            "World.speeds 'worker_1' (did you mean 'worker-1'?)",
+            "SimulationConfig.speeds 'worker_1' (did you mean 'worker-1'?)",
         ),
-        (lambda: SimulationConfig(speeds={"worker-3": 0.5}), "World.speeds 'worker-3'"),
+        (lambda: SimulationConfig(speeds={"worker-3": 0.5}), "SimulationConfig.speeds 'worker-3'"),
         (
             lambda: SimulationConfig(network=Network(cards={"worker_1": 1e6})),
             "Network.cards 'worker_1' (did you mean",

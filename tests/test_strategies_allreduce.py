@@ -348,4 +348,4 @@ class Forgetful(AllReduce):
 def test_a_bucket_that_is_forgotten_breaks_them() -> None:
     with pytest.raises(BrokenPropertiesError) as caught:
         check_strategy(Forgetful)
-    assert {verdict.law for verdict in caught.value.report.broken} >= {"plain", "complete", "exactly_once"}
+    assert {result.name for result in caught.value.report.broken} >= {"plain", "complete", "exactly_once"}

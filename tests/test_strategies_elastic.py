@@ -22,7 +22,7 @@ from gradstream.runtime.simulation import Cost, Exponential, Link, Network, Simu
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.strategies.together import Barrier
 from gradstream.testing import check_strategy
-from gradstream.testing.properties import BrokenPropertyError, Law, complete, deaths, resumes
+from gradstream.testing.properties import BrokenPropertyError, Property, complete, deaths, resumes
 from gradstream.testing.runs import Sized, Tokens, kill_at, least_squares, numbered
 from gradstream.testing.trials import token_run
 from gradstream.worker.exchange.server import ServerExchange
@@ -91,7 +91,7 @@ def test_it_obeys_the_laws() -> None:
 
 
 @pytest.mark.parametrize("law", [resumes, deaths])
-def test_in_step_it_obeys_those_that_waiting_could_break(law: Law) -> None:
+def test_in_step_it_obeys_those_that_waiting_could_break(law: Property) -> None:
     assert law(gs.ElasticAveraging(every=2, synchronous=True))
 
 

@@ -1,4 +1,4 @@
-"""The laws of strategies: the house's own obey, and each law notices a strategy that breaks it."""
+"""Properties of strategies: the built-in ones have them, and each check finds a strategy that lacks its one."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
 from gradstream.strategies import Strategy, Worker
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.testing import BrokenPropertiesError, check_strategy, properties
-from gradstream.testing.properties import BrokenPropertyError, Law
+from gradstream.testing.properties import BrokenPropertyError, Property
 from gradstream.worker.replica.server import ServerReplica
 
-HOUSE = (
+BUILT_IN = (
     gs.Synchronous(),
     gs.Downpour(),
     gs.Downpour(push_every=5, fetch_every=3, overlap=False),
 )
 
 
-@pytest.mark.parametrize("strategy", HOUSE, ids=str)
-def test_the_houses_own_obey(strategy: Strategy) -> None:
+@pytest.mark.parametrize("strategy", BUILT_IN, ids=str)
+def test_built_in_strategies_have_all_properties(strategy: Strategy) -> None:
     report = check_strategy(strategy)
-    assert [verdict.law for verdict in report.verdicts] == [law.__name__ for law in properties.LAWS]
+    assert [result.name for result in report.results] == [check.__name__ for check in properties.PROPERTIES]
     assert not report.broken
-    assert str(report).count("holds") == len(properties.LAWS)
+    assert str(report).count("holds") == len(properties.PROPERTIES)
 
 
-# ---- planted: one strategy for each law ---------------------------------------------------------
+# ---- planted: one strategy for each property ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class Boastful(gs.Synchronous):
     survives_worker_loss: ClassVar[bool] = True
 
 
-PLANTED: tuple[tuple[Law, Strategy, str], ...] = (
+PLANTED: tuple[tuple[Property, Strategy, str], ...] = (
     (properties.documented, Silent(), "class Silent has no docstring"),
     (properties.travels, Pair(), r"come out of JSON as .*\[1, 2\]"),
     (properties.travels, Bag(), "do not survive JSON"),
@@ -299,33 +299,33 @@ PLANTED: tuple[tuple[Law, Strategy, str], ...] = (
 
 
 @pytest.mark.parametrize(
-    ("law", "strategy", "message"), PLANTED, ids=[type(one).__name__ for _, one, _ in PLANTED]
+    ("check", "strategy", "message"), PLANTED, ids=[type(one).__name__ for _, one, _ in PLANTED]
 )
-def test_a_planted_fault_is_found_by_its_law(law: Law, strategy: Strategy, message: str) -> None:
+def test_a_planted_fault_is_found_by_its_check(check: Property, strategy: Strategy, message: str) -> None:
     with pytest.raises(BrokenPropertyError, match=message):
-        law(strategy)
+        check(strategy)
 
 
-def test_every_law_has_a_planted_fault() -> None:
-    assert {law for law, _, _ in PLANTED} == set(properties.LAWS)
+def test_every_property_has_a_planted_fault() -> None:
+    assert {check for check, _, _ in PLANTED} == set(properties.PROPERTIES)
 
 
-def test_what_faults_are_planted_in_obeys() -> None:
+def test_the_strategy_without_faults_has_all_properties() -> None:
     report = check_strategy(Plain)
     assert report.strategy == "Plain()"
 
 
-def only(monkeypatch: pytest.MonkeyPatch, *laws: Law) -> None:
-    monkeypatch.setattr("gradstream.testing.strategies.LAWS", laws)
+def only(monkeypatch: pytest.MonkeyPatch, *checks: Property) -> None:
+    monkeypatch.setattr("gradstream.testing.strategies.PROPERTIES", checks)
 
 
-def test_all_broken_laws_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_broken_properties_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, properties.plain, properties.converges, properties.complete)
     with pytest.raises(
-        BrokenPropertiesError, match=r"(?s)breaks 2 of 3 laws.*plain: .*But: .*converges: .*But: "
+        BrokenPropertiesError, match=r"(?s)breaks 2 of 3 properties.*plain: .*But: .*converges: .*But: "
     ) as e:
         check_strategy(Uphill)
-    assert [verdict.law for verdict in e.value.report.broken] == ["plain", "converges"]
+    assert [result.name for result in e.value.report.broken] == ["plain", "converges"]
 
 
 # ---- the command -------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(FILE)
     good = CliRunner().invoke(main, ["check", f"{tmp_path}/mine.py:Mine", "--json"])
     assert good.exit_code == 0, good.output
-    assert all(verdict["holds"] for verdict in json.loads(good.stdout)["verdicts"])
+    assert all(result["holds"] for result in json.loads(good.stdout)["results"])
     bad = CliRunner().invoke(main, ["check", f"{tmp_path}/mine.py:Nameless"])
     assert bad.exit_code == 1
     assert "BROKEN  documented    class Nameless has no docstring" in bad.stdout

@@ -15,7 +15,7 @@ import gradstream._resume  # the name in the face is the function's
 from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.run.result import FINAL_MODEL
 from gradstream.testing.killing import Killer
 
@@ -73,7 +73,7 @@ def warm(tmp_path: Path) -> Iterator[LocalCluster]:
 def train(spec: str, path: Path, cluster: LocalCluster, on_event: Any = None) -> gs.Run:
     path.mkdir()
     job = load_job(spec)
-    return launch(job, cast_of(job, "first"), path, cluster=cluster, on_event=on_event)
+    return launch(plan_run(job, "first"), path, cluster=cluster, on_event=on_event)
 
 
 @pytest.mark.limit_s(240)

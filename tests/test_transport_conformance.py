@@ -15,6 +15,7 @@ from gradstream.memory import Span
 from gradstream.testing import endpoints
 from gradstream.testing.endpoints import CHECKS, Check, ConformanceError, MakePair, run_check
 from gradstream.testing.pairs import Run, grpc_pairs, memory_pairs, shm_pairs, tcp_pairs
+from gradstream.transport.access import AccessControl
 from gradstream.transport.base import Lent, Stream
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.simulated import network
@@ -36,12 +37,12 @@ def test_carrier(carrier: Callable[[], tuple[Run, MakePair]], check: Check) -> N
     run(run_check(check, make_pair))
 
 
-def _lands_shuffled(lane: StreamQueue) -> None:
-    if lane._flying:
-        packets = list(lane._flying)
-        lane._flying.clear()
-        lane._flying.extend(reversed(packets))
-        lane._receiving.put(lane, lane._flying.popleft())
+def _lands_shuffled(stream_queue: StreamQueue) -> None:
+    if stream_queue._flying:
+        packets = list(stream_queue._flying)
+        stream_queue._flying.clear()
+        stream_queue._flying.extend(reversed(packets))
+        stream_queue._receiving.put(stream_queue, stream_queue._flying.popleft())
 
 
 class _FirstComeFirstServed(_Card):
@@ -51,8 +52,8 @@ class _FirstComeFirstServed(_Card):
         super().__init__(*args)
         self._waiting: deque[tuple[StreamQueue, Packet]] = deque()
 
-    def put(self, lane: StreamQueue, packet: Packet) -> None:
-        self._waiting.append((lane, packet))
+    def put(self, stream_queue: StreamQueue, packet: Packet) -> None:
+        self._waiting.append((stream_queue, packet))
         if not self._busy:
             self._serve_next()
 
@@ -61,7 +62,7 @@ class _FirstComeFirstServed(_Card):
             self._serve(*self._waiting.popleft())
 
 
-def _twice(lane: StreamQueue, packet: Packet) -> None:
+def _twice(stream_queue: StreamQueue, packet: Packet) -> None:
     packet.deliver()
     packet.deliver()
 
@@ -78,9 +79,9 @@ def _deaf(stream: StreamCore, error: FrameError) -> None:
     """Lets what breaks the protocol pass."""
 
 
-def _no_refusal(endpoint: EndpointCore, opened: v1.Open, caller: tuple[str, int] | None) -> v1.Refuse | None:
+def _no_refusal(access: AccessControl, opened: v1.Open, *_: object, **__: object) -> v1.Refuse | None:
     """Serves everybody."""
-    known = opened.method in endpoint._services
+    known = opened.method in access.services
     return None if known else v1.Refuse(code=v1.UNKNOWN_METHOD, message=f"no {opened.method}")
 
 
@@ -113,7 +114,7 @@ FAULTS: list[tuple[str, Any, str, Any, Check]] = [
     ("takes payloads by reference", _End, "transmit", _kept, endpoints.taken_over),
     ("keeps what it was lent", StreamCore, "lend", _keeps, endpoints.lending),
     ("does not check chunks", StreamCore, "reject", _deaf, endpoints.bad_chunks),
-    ("does not check identities", EndpointCore, "_check", _no_refusal, endpoints.identity),
+    ("does not check identities", AccessControl, "objection", _no_refusal, endpoints.identity),
     ("is silent while waiting", StreamCore, "waiting", _never, endpoints.waiting_resets),
     ("does not tell of a death", _Pipe, "lose", lambda pipe, node: None, endpoints.peer_death),
 ]

@@ -318,7 +318,7 @@ def test_a_connection_of_a_link_is_there_once(make: Make) -> None:
     async def main() -> None:
         async with started(make()) as server, dialled(server) as first, dialled(server) as second:
             await first.greet(CALLER, link=3, count=2)
-            with pytest.raises(Refused, match="connection 0 of link 3 of worker-0 is there already"):
+            with pytest.raises(Refused, match="connection 0 of multiplexer 3 of worker-0 is there already"):
                 await second.greet(CALLER, link=3, count=2)
             async with dialled(server) as third:
                 with pytest.raises(Refused, match="BAD_REQUEST"):

@@ -27,15 +27,15 @@ from gradstream.testing.pieces import (
     reply_once,
     take_chunk,
 )
-from gradstream.transport import endpoint as endpoint_module
+from gradstream.transport import access as access_module
 from gradstream.transport import intake as intake_module
-from gradstream.transport import stream as stream_module
 from gradstream.transport.base import Caller, Identity, Priority, Stream
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.intake import Intake, Intakes
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.methods import Method
+from gradstream.transport.receive_queue import MAX_FREE_BYTES, ReceiveQueue
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
@@ -143,7 +143,7 @@ async def answer_to(stream: Stream, *sent: tuple[v1.Frame, torch.Tensor | None])
 
 def intake_of(pair: Pair) -> Intake:
     assert isinstance(pair.far, EndpointCore)
-    return pair.far.intakes.of(Caller("near", 1))
+    return pair.far.access.intakes.of(Caller("near", 1))
 
 
 async def both_end(pair: Pair) -> None:
@@ -257,7 +257,7 @@ def test_nothing_is_counted_after_the_end(carrier: Carrier, end: Callable[[Pair]
 
 def test_a_count_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above fails where what was dropped is still counted."""
-    monkeypatch.setattr(stream_module.StreamCore, "_forget_queue", lambda stream: stream._queue.clear())
+    monkeypatch.setattr(ReceiveQueue, "clear", lambda queue: queue._frames.clear())
     run, make_pair = memory_pairs()
 
     async def main() -> None:
@@ -328,11 +328,11 @@ def test_short_bodies_that_nobody_takes_are_bounded(carrier: Carrier) -> None:
             pair.far.serve("held", held)
             near = await pair.near.open("far", "held", v1.Tensor())
             await held.arrived()
-            num_bodies = stream_module.MAX_FREE_BYTES // LIMITS.free_body_bytes
+            num_bodies = MAX_FREE_BYTES // LIMITS.free_body_bytes
             for _ in range(num_bodies):
                 await near.send(body_frame(bytes(LIMITS.free_body_bytes)))
             intake = intake_of(pair)
-            await until(pair, lambda: intake.unread_bytes == stream_module.MAX_FREE_BYTES)
+            await until(pair, lambda: intake.unread_bytes == MAX_FREE_BYTES)
             with pytest.raises(RefusedError, match=r"BAD_REQUEST.*bytes of bodies that nobody has taken"):
                 await answer_to(near, (body_frame(b"x"), None))
             held.released.set()
@@ -396,7 +396,7 @@ def test_what_a_method_takes(carrier: Carrier) -> None:
 
 @carriers
 def test_streams_of_one_peer_are_bounded(carrier: Carrier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "LIMITS", replace(LIMITS, streams=3))
+    monkeypatch.setattr(access_module, "LIMITS", replace(LIMITS, streams=3))
     run, make_pair = carrier()
 
     async def main() -> None:
@@ -506,7 +506,7 @@ def test_who_is_refused_too_much_is_hung_up_on_and_heard_again(make: Callable[[s
             assert isinstance(clock, Clock)
             clock.ahead_ns += PERIOD_NS
             await call(bad)
-            assert shard.intakes.of(Caller("worker-0", 1)).num_streams <= 1
+            assert shard.access.intakes.of(Caller("worker-0", 1)).num_streams <= 1
 
     asyncio.run(main())
 
@@ -523,8 +523,8 @@ def test_who_speaks_for_another_is_blamed_itself(make: Callable[[str], EndpointC
                 with pytest.raises((RefusedError, PeerLostError)):
                     await bad.dial("shard-0", opened, Priority.CONTROL).recv(20)
             now_ns = shard.runtime.now()
-            assert shard.intakes.of(Caller("worker-0", 1)).is_closed(now_ns)
-            assert not shard.intakes.of(Caller("worker-1", 2)).is_closed(now_ns)
+            assert shard.access.intakes.of(Caller("worker-0", 1)).is_closed(now_ns)
+            assert not shard.access.intakes.of(Caller("worker-1", 2)).is_closed(now_ns)
             await call(good)
 
     asyncio.run(main())
@@ -563,7 +563,7 @@ def test_strangers_by_name_share_their_refusals() -> None:
                 with pytest.raises(GradstreamError):
                     await pair.dial("far", made_up).recv(20)
             now_ns = far.runtime.now()
-            assert far.intakes.of(Caller("worker-999", 0)).is_closed(now_ns)
-            assert not far.intakes.of(Caller("near", 1)).is_closed(now_ns)
+            assert far.access.intakes.of(Caller("worker-999", 0)).is_closed(now_ns)
+            assert not far.access.intakes.of(Caller("near", 1)).is_closed(now_ns)
 
     run(main())

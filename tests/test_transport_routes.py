@@ -17,10 +17,9 @@ from gradstream.testing.endpoints import Check, run_check
 from gradstream.testing.pairs import SECRET, real_pairs
 from gradstream.testing.pieces import reply_once
 from gradstream.transport.base import Identity
-from gradstream.transport.carriers import make_endpoint
+from gradstream.transport.carriers import RoutedEndpoint, make_endpoint
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.offers import CarrierOffer, choose
-from gradstream.transport.routed import RoutedEndpoint
 from gradstream.transport.security import Tls
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1

@@ -17,7 +17,7 @@ import gradstream
 from gradstream.errors import PeerLostError, RefusedError
 from gradstream.run.remote import certificate_authority as authority_module
 from gradstream.run.remote.certificate_authority import (
-    ENROLMENT,
+    LAUNCHER,
     LIFE,
     CertificateAuthority,
     Key,
@@ -232,7 +232,7 @@ def test_signing_requests() -> None:
     for bad in (b"", b"nonsense", request.replace(b"MII", b"MIJ").replace(b"A", b"B", 3)):
         with pytest.raises(RefusedError, match="signing request") as caught:
             authority.sign("worker-0", bad)
-        assert caught.value.peer == ENROLMENT
+        assert caught.value.peer == LAUNCHER
 
 
 # ---- certificates that are worth nothing any more -------------------------------------------

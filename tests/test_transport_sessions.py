@@ -28,8 +28,8 @@ from gradstream.testing.pieces import body_frame, echo, reply_once
 from gradstream.transport.base import Caller, Identity, Priority, Stream
 from gradstream.transport.grpc import connection
 from gradstream.transport.grpc import endpoint as grpc_module
-from gradstream.transport.grpc.connection import CHALLENGE, SESSION, GrpcConnection
-from gradstream.transport.grpc.endpoint import METHOD, GrpcEndpoint
+from gradstream.transport.grpc.connection import CHALLENGE, METHOD, SESSION, GrpcConnection
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.grpc.sessions import BAD_SECRET, NO_CHALLENGE
 from gradstream.transport.limits import LIMITS
 from gradstream.wire import v1
@@ -401,7 +401,7 @@ def test_a_caller_that_is_hung_up_on_begins_no_stream_that_it_had_ready() -> Non
             ready = [PeerStub(dialled).Stream(metadata=session.metadata()) for _ in range(5)]  # type: ignore[no-untyped-call]
             (known,) = server._sessions._sessions.values()
             await until(lambda: all(number in known.used for number in range(1, 6)))
-            server._hang_up_on(Caller("worker-0", CALLER.identity.incarnation))
+            server._disconnect_caller(Caller("worker-0", CALLER.identity.incarnation))
             codes = [await code_of(begun) for begun in ready]
             assert codes == [grpc.StatusCode.UNAUTHENTICATED] * 5
             await session.ended()

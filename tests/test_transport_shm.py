@@ -39,9 +39,8 @@ from gradstream.server.shard import chunk_leases
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import HeldReference, chunk_frame, take_chunk
 from gradstream.transport.base import Identity, Lent, Received, Stream
-from gradstream.transport.shm.arena import Arena
 from gradstream.transport.shm.endpoint import ShmEndpoint
-from gradstream.transport.shm.leases import SHELF_BYTES
+from gradstream.transport.shm.leases import ARENA_BYTES, Arena
 from gradstream.transport.socket.unix import send_descriptors
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
@@ -63,16 +62,16 @@ def in_a_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], Non
 # ---- memory -----------------------------------------------------------------------------
 
 
-def test_places_of_a_shelf_are_taken_again() -> None:
-    shelf = Arena(0, 4 << 20)
-    first, second = shelf.take(1 << 20), shelf.take(1_000_000)
+def test_places_of_an_arena_are_taken_again() -> None:
+    arena = Arena(0, 4 << 20)
+    first, second = arena.take(1 << 20), arena.take(1_000_000)
     assert first is not None and second is not None and first != second
-    assert shelf.take(2 << 20) is not None
-    assert shelf.take(1) is None, "there is no room"
-    shelf.give_back(first, 1 << 20)
-    shelf.give_back(second, 1_000_000)
-    assert shelf.take((1 << 20) - 5) == second, "the one that was given back last"
-    assert shelf.take(2 << 20) is None, "two places are not joined"
+    assert arena.take(2 << 20) is not None
+    assert arena.take(1) is None, "there is no room"
+    arena.give_back(first, 1 << 20)
+    arena.give_back(second, 1_000_000)
+    assert arena.take((1 << 20) - 5) == second, "the one that was given back last"
+    assert arena.take(2 << 20) is None, "two places are not joined"
 
 
 def test_exchanged_vectors_lie_in_segments_that_go_with_them() -> None:
@@ -186,9 +185,9 @@ async def test_the_largest_chunk_is_lent_too() -> None:
 async def test_payloads_that_lie_nowhere_are_copied_once_and_then_through_the_socket() -> None:
     async with pair() as both:
         piece = torch.zeros(1 << 20)
-        count = SHELF_BYTES // piece.nbytes + 8
+        count = ARENA_BYTES // piece.nbytes + 8
         kept = []
-        for index in range(count):  # nobody lets go of any: the shelf is full before the end
+        for index in range(count):  # nobody lets go of any: the arena is full before the end
             await both.stream.send(chunk_frame(index, len(piece)), piece.fill_(index))
             kept.append((await take_chunk(both.far_stream)).payload)
         assert [payload[-1].item() for payload in kept if payload is not None] == list(range(count))
@@ -212,7 +211,7 @@ async def test_what_was_taken_back_while_it_was_copied_is_not_believed() -> None
         into = torch.zeros(ELEMS)
 
         def place(chunk: v1.Chunk) -> torch.Tensor:
-            (channel,) = both.near._lending._outgoing.values()  # type: ignore[union-attr]
+            (channel,) = both.near._payload_channels._outgoing.values()  # type: ignore[union-attr]
             channel.close("the owner writes it, at this very moment")
             return into
 
@@ -252,7 +251,7 @@ def test_references_are_checked_against_what_was_mapped(wrong: dict[str, int]) -
             lent, received = await both.lend()
             del received
             await lent.back(20)
-            (channel,) = both.near._lending._outgoing.values()  # type: ignore[union-attr]
+            (channel,) = both.near._payload_channels._outgoing.values()  # type: ignore[union-attr]
             assert isinstance(both.vector.home, Segment) and isinstance(both.stream, StreamCore)
             right = {"segment": both.vector.home.number, "size_bytes": 4 * ELEMS}
             reference = v1.Reference(channel=channel.number, loan=1000, **(right | wrong))
@@ -267,7 +266,7 @@ def test_references_are_checked_against_what_was_mapped(wrong: dict[str, int]) -
 @in_a_loop
 async def test_a_reference_without_shared_memory_is_refused() -> None:
     async with pair() as both:
-        both.near._lending.close()  # type: ignore[union-attr]
+        both.near._payload_channels.close()  # type: ignore[union-attr]
         assert isinstance(both.stream, StreamCore)
         chunk = v1.Chunk(elems=ELEMS, dtype=v1.FLOAT32, reference=v1.Reference(size_bytes=4 * ELEMS))
         both.stream._carrier.transmit(v1.Frame(chunk=chunk), None)
@@ -305,7 +304,7 @@ def test_who_is_not_one_of_ours_is_sent_away(packets: list[bytes]) -> None:
 async def test_a_segment_that_is_not_sealed_ends_the_channel() -> None:
     async with pair() as both:
         await both.lend()
-        (channel,) = both.near._lending._outgoing.values()  # type: ignore[union-attr]
+        (channel,) = both.near._payload_channels._outgoing.values()  # type: ignore[union-attr]
         descriptor = os.memfd_create("unsealed")
         os.ftruncate(descriptor, 8192)
         before = len(os.listdir("/proc/self/fd"))

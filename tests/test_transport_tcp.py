@@ -23,7 +23,7 @@ from gradstream.testing.bare import Bare, BareSocket, Refused, packed
 from gradstream.testing.pairs import SECRET, tcp_pairs
 from gradstream.testing.pieces import chunk_frame, echo, numbered, reply_once, take_chunk
 from gradstream.transport.base import Identity, Stream
-from gradstream.transport.socket import framing, posted, tcp
+from gradstream.transport.socket import framing, multiplexer, tcp
 from gradstream.transport.socket.framing import PREFIX, FrameReader, OutgoingFrame, PayloadPlace
 from gradstream.transport.socket.greeting import answer
 from gradstream.transport.socket.tcp import TcpEndpoint, choose_congestion_control
@@ -315,7 +315,7 @@ class Deaf:
 @pytest.mark.parametrize("lends", [False, True], ids=["send", "lend"])
 def test_a_peer_that_does_not_read_keeps_nobodys_memory(monkeypatch: pytest.MonkeyPatch, lends: bool) -> None:
     """More than any socket's buffer: memory comes back all the same, and what is sent is what was given."""
-    monkeypatch.setattr(posted, "PATIENCE_S", 1e-3)
+    monkeypatch.setattr(multiplexer, "PATIENCE_S", 1e-3)
 
     async def main() -> None:
         peer, elems = Deaf(), 1 << 20
@@ -342,7 +342,7 @@ def test_a_peer_that_does_not_read_keeps_nobodys_memory(monkeypatch: pytest.Monk
         before = -1
         while before != num_sent:  # until it is stuck
             before = num_sent
-            await asyncio.sleep(20 * posted.PATIENCE_S)
+            await asyncio.sleep(20 * multiplexer.PATIENCE_S)
         sender.cancel()
         await asyncio.gather(sender, return_exceptions=True)
         reader, writer = await asyncio.open_connection(sock=connected)
@@ -559,7 +559,7 @@ def test_no_connection_on_loopback_has_bbr() -> None:
         async with serving("echo", echo) as server:
             client = endpoint("client")
             client.know("server", server.address)
-            line = await client.line("server", "name", dial=True)
+            line = await client.data_socket("server", "name", dial=True)
             assert line is not None
             with line:
                 found = congestion_control(line)

@@ -17,7 +17,7 @@ from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.report.summary import EventDict
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.testing.quota import CpuQuota, no_quota
 
 JOB = """
@@ -80,7 +80,7 @@ def run(job_file: Path, name: str, cluster: LocalCluster, on_event: Any) -> gs.R
     path = job_file.parent / name
     path.mkdir()
     job = load_job(f"{job_file}:{name}")
-    return launch(job, cast_of(job, name), path, cluster=cluster, on_event=on_event)
+    return launch(plan_run(job, name), path, cluster=cluster, on_event=on_event)
 
 
 def test_a_worker_with_little_cpu_gets_the_smaller_share(job_file: Path) -> None:

@@ -29,7 +29,7 @@ class Machine:
 def test_shared_memory_is_gone_through_for_a_thousandth_of_the_time() -> None:
     machine = Machine(slow_s=0.02)
     memory = machine.memory()
-    for _ in range(1000):  # as vitals are taken
+    for _ in range(1000):  # as process metrics are taken
         assert memory.take() == 600
         machine.now_s += 1
     assert 40 <= machine.walks <= 51  # 1000 s / (0.02 s / 0.001)

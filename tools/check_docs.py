@@ -3,6 +3,8 @@
 * every public symbol (of `__all__`, and public methods of public classes) has a docstring;
 * links in README.md and docs/ lead to files, and to headings that exist;
 * Python blocks in them compile;
+* every Python file that a page names in backticks is there;
+* pages use the words of the glossary, and no clause that begins with "who" or "what" is a subject;
 * no file names a directory of somebody's machine.
 """
 
@@ -18,7 +20,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+NAMED_FILE = re.compile(r"`((?:[\w.-]+/)*\w+\.py)`")
+WRITTEN_FILE = re.compile(r"<!-- file: (\w+\.py) -->")
 BLOCK = re.compile(r"^```(?:python|py)\s*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+OLD_WORDS = re.compile(
+    r"\b(conductor|desks?|enrol\w*|held back|inbox|latecomers|outbox|phantom|roster|vitals|the house)\b",
+    re.IGNORECASE,
+)
+"""Words for which the glossary has others."""
+CLAUSE_AS_SUBJECT = re.compile(r"(?:^|[.:;|] )(?:Who|What) [a-z][^?|]*?[.|](?: |$)")
+"""At the start of a sentence, unless it asks."""
 # Spelt in pieces, so that this file does not find itself.
 MACHINE_PATH = re.compile(
     "(?<![\\w.])/(?:" + "|".join(["home/\\w", "work/\\w", "Users/\\w", "root/\\w"]) + ")"
@@ -90,6 +101,34 @@ def broken_links() -> Iterator[str]:
                 yield f"{page.relative_to(ROOT)}: the link {link!r} leads nowhere"
 
 
+def missing_files() -> Iterator[str]:
+    """Python files that pages name by the end of their path, and that neither exist nor are written by a page."""
+    texts = {page: page.read_text() for page in pages()}
+    written = {f"/{name}" for text in texts.values() for name in WRITTEN_FILE.findall(text)}
+    there = [
+        path
+        for name in ("bench", "examples", "src", "tests", "tools")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    known = [*written, *(f"/{path.relative_to(ROOT).as_posix()}" for path in there)]
+    for page, text in texts.items():
+        for number, line in enumerate(text.splitlines(), 1):
+            for name in NAMED_FILE.findall(line):
+                if not any(path.endswith(f"/{name}") for path in known):
+                    yield f"{page.relative_to(ROOT)}:{number}: there is no file {name}"
+
+
+def odd_words() -> Iterator[str]:
+    """Lines of pages with a word that the glossary has replaced, or a sentence whose subject is a clause."""
+    for page in pages():
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            where = f"{page.relative_to(ROOT)}:{number}"
+            if found := OLD_WORDS.search(line):
+                yield f"{where}: {found[0]!r}: see docs/glossary.md"
+            if not line.startswith("#") and (found := CLAUSE_AS_SUBJECT.search(line)):
+                yield f"{where}: a clause is the subject: {found[0].strip()[:60]!r}"
+
+
 def broken_blocks() -> Iterator[str]:
     """Python blocks of pages that do not compile."""
     for page in pages():
@@ -117,7 +156,14 @@ def machine_paths() -> Iterator[str]:
 
 def main() -> int:
     """Runs every check."""
-    found = [*undocumented(), *broken_links(), *broken_blocks(), *machine_paths()]
+    found = [
+        *undocumented(),
+        *broken_links(),
+        *missing_files(),
+        *odd_words(),
+        *broken_blocks(),
+        *machine_paths(),
+    ]
     print("\n".join(found) or "documentation: nothing to complain about")
     return 1 if found else 0
 

@@ -29,14 +29,14 @@ from drawn.text import State, Text
 from gradstream import Deadlines
 from gradstream.errors import GradientError, GradstreamError
 from gradstream.run.local.machine import describe_machine, git_commit
-from gradstream.session.session import LoneSession, Session
+from gradstream.session.session import Session, SingleProcessSession
 from gradstream.testing.sessions import loop_in_threads
 
 __all__ = ["Outcomes", "main", "program", "run_loops"]
 
 DEADLINES = Deadlines(join_s=60, silence_s=20, lease_s=5, retry_s=10)
 TOLERANCES = {"float64": (1e-8, 1e-11), "float32": (1e-4, 1e-5), "bfloat16": (0.1, 0.05)}
-REMEDIES = ("use ", "lower ", "let ", "deal ", "make ", "look for ", "leave ", "Resume ")
+REMEDIES = ("use ", "lower ", "call ", "take ", "make ", "look for ", "leave ", "resume ")
 WAYS = (("allreduce", 2), ("synchronous", 2), ("allreduce", 3), ("synchronous", 3))
 
 Outcomes = list[tuple[Loop, str, str]]
@@ -100,7 +100,7 @@ class _Run:
     def fault(self, number: int) -> str:
         """What is wrong with how a loop has ended; "" where nothing is."""
         loop = self._loops[number]
-        expected = Text(loop, LoneSession()).train()
+        expected = Text(loop, SingleProcessSession()).train()
         for rank, (ends, after) in enumerate(zip(self._ends, self._after, strict=True)):
             told = after if loop.ending == "uneven" else ends
             if number not in told:
@@ -118,11 +118,11 @@ class _Run:
 def _fault_of_error(loop: Loop, error: BaseException) -> str:
     if not isinstance(error, GradstreamError):
         with contextlib.suppress(type(error)):  # as plain torch does
-            Text(loop, LoneSession()).train()
+            Text(loop, SingleProcessSession()).train()
             return f"it ended with {type(error).__name__}: {error}"
         return ""
     expected = ENDINGS.get(loop.ending, "")
-    if type(error).__name__ != expected or not any(word in str(error) for word in REMEDIES):
+    if type(error).__name__ != expected or not any(word in str(error).lower() for word in REMEDIES):
         return f"refused with {type(error).__name__}, expected {expected or 'no error'}: {error}"
     return ""
 

@@ -3,6 +3,15 @@
 The names of `__all__` are what most users need. The rest is in public modules: `gs.optim`, `gs.schedules`,
 `gs.data`, `gs.model`, `gs.errors`, `gs.sim`, `gs.replay`, `gs.trackers`, `gs.sparse`, `gs.testing`.
 Each name is imported when it is first asked for, so that `import gradstream` costs nothing.
+
+Examples in docstrings use these names:
+
+    >>> import random
+    >>> import torch
+    >>> import gradstream as gs
+    >>> model = gs.from_torch(lambda: torch.nn.Linear(3, 1), torch.nn.functional.mse_loss)
+    >>> inputs = torch.linspace(-1.0, 1.0, 192).reshape(64, 3)
+    >>> data = gs.from_arrays(inputs.numpy(), inputs.sum(1, keepdim=True).numpy())
 """
 
 from __future__ import annotations

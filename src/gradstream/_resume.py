@@ -1,4 +1,4 @@
-"""`resume()`: a run that was stopped, killed or lost goes on from its newest good checkpoint."""
+"""`resume()`: continues a run that was stopped or killed from its newest good checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradstream.job.validation import check_script
 from gradstream.run.files import read_record
 from gradstream.run.launcher import OnEvent
 from gradstream.run.node import LOCK, LOCK_S
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import plan_run
 from gradstream.run.remote.listening import Listening
 from gradstream.run.reopen import job_of_run
 from gradstream.run.result import FINAL_MODEL, Run
@@ -31,7 +31,7 @@ __all__ = ["ResumeOptions", "resume"]
 
 
 class ResumeOptions(TypedDict, total=False):
-    """What may be another than before. The seed, the model and the data may not."""
+    """Fields of the job that a resumed run may change. Seed, model and data stay as they were."""
 
     workers: int
     servers: int
@@ -57,31 +57,31 @@ def resume(
     from_start: bool = False,
     **options: Unpack[ResumeOptions],
 ) -> Run:
-    """Goes on with a run in its own directory, from the newest checkpoint that is what it says.
+    """Continues a run in its own directory, from the newest checkpoint that passes verification.
 
-    A synchronous run ends with the bytes of one that never stopped, also with another number of
-    servers. Another number of workers, or another batch size, goes on at the sample where it was:
-    no sample of the data epoch is left out or repeated. An asynchronous run has every sample once.
-    Without a checkpoint it begins again, and says so. A script with a training loop of its own is
-    run again from its top: `session.skip()` says what it has gone through before.
+    A synchronous run ends with the same bytes as one that was never stopped, also with another number of
+    servers. With another number of workers or another batch size, the run goes on at the same sample:
+    no sample of the epoch is left out or repeated. An asynchronous run uses every sample once.
+    Without a checkpoint the run begins again, with a message. A script with a training loop of its own
+    runs again from its top: `session.skip()` returns what it has gone through before.
 
     Args:
         path: the run directory.
-        job: the job, where the run was not made from a file: nodes are threads then.
+        job: the job, where the run was not made from a file; nodes are threads then.
         on_event: as for `train`.
-        listen: other machines take part again: they join anew.
-        from_start: begin from the start although there are checkpoints, all of them damaged.
-        options: what is to be different: workers, servers, epochs, ...
+        listen: how other machines join again; None where there are none.
+        from_start: whether to begin from the start although there are checkpoints, all of them damaged.
+        options: fields of the job to change: workers, servers, epochs, ...
 
     Returns:
         The run, with the events of all its parts.
 
     Raises:
-        ConfigError: it is no run directory, a file in it is damaged, or there is nothing left to do. Nothing
+        ConfigError: this is no run directory, a file in it is damaged, or nothing is left to do. Nothing
             was started.
-        DataError: another process goes on with this run; or every checkpoint is damaged: names each file.
-        Interrupted: it was stopped again.
-        The same as `train`.
+        DataError: another process runs this run; or every checkpoint is damaged: the message names each file.
+        Interrupted: the run was stopped again.
+        GradstreamError: as in `train`.
     """
     path = Path(path).resolve()
     known = [*ResumeOptions.__annotations__]
@@ -91,7 +91,7 @@ def resume(
     job = dataclasses.replace(job or job_of_run(path), **options, run_dir=path)
     if "epochs" in options or "steps" in options:
         job = dataclasses.replace(job, epochs=options.get("epochs"), steps=options.get("steps"))
-    read_record(path / "run.json")  # it is added to when the run ends: better refused now than then
+    read_record(path / "run.json")  # the end of the run adds to it, so a damaged one is refused now
     if is_script(job):
         check_script(dataclasses.replace(job, optimizer=None))  # the spec has filled one in
     if listen is not None:
@@ -122,14 +122,14 @@ def resume(
     at = None if found is None else Resume.at(*found, time_s=time_s)
     if listen is not None and at is None:
         job = spread_out(job, "listen")
-    cast = cast_of(job, secrets.token_hex(8), resume=at)
-    _check_left(path, cast.ledger().finished)
+    plan = plan_run(job, secrets.token_hex(8), resume=at)
+    _check_left(path, plan.ledger().finished)
     if at is None:
         has = "no good checkpoint" if from_start else "no checkpoint"
         say(f"{path} has {has}: the run begins from the start")
     else:
         say(f"the run goes on from {at.folder}")
-    return launch(job, cast, path, on_event=on_event, as_threads=job.spec is None, listening=listen)
+    return launch(plan, path, on_event=on_event, as_threads=job.spec is None, listening=listen)
 
 
 def _check_left(path: Path, finished: bool) -> None:
@@ -143,7 +143,7 @@ def _refused(error: DataError) -> None:
 
 
 def _mend_events(path: Path) -> float:
-    """Cuts off a last line that a killed process has left half written; the time of the last event."""
+    """Removes a half-written last line of a killed process; returns the time of the last event."""
     if not path.is_file():
         return 0.0
     data = path.read_bytes()

@@ -23,7 +23,7 @@ from gradstream.job.files import Asked, intercept, job_of
 from gradstream.job.job import Data, JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.recording import FOLDER
 from gradstream.run.failures import typed_error
-from gradstream.run.plan import cast_of, metrics_of
+from gradstream.run.plan import metrics_of, plan_run
 from gradstream.run.result import Run
 from gradstream.run.simulated import Script, SimulatedCluster
 from gradstream.runtime.base import Storage
@@ -36,7 +36,7 @@ __all__ = ["simulate"]
 OnEvent = Callable[[Mapping[str, Any]], None]
 
 _OF_OTHERS = (PeerLostError, DeadlineError, RefusedError, ClosedError)
-"""What a node raises because of another."""
+"""Errors that a node raises because another node has failed."""
 
 
 def simulate(
@@ -52,32 +52,32 @@ def simulate(
 ) -> Run:
     """Runs a job with all of its nodes in this process, on virtual time.
 
-    The nodes are the very ones of `train`; only time, threads and network are simulated. In a
-    shape-only world no gradient is computed and no parameters are held, so that large models on many
-    workers fit in little memory: durations and bytes are as they would be, parameters are not there.
+    The nodes are those of `train`; only time, threads and network are simulated. A shape-only simulation
+    computes no gradients and holds no parameters, so that large models on many workers fit in little memory;
+    durations and bytes are the same as with parameters.
 
-    Where an event loop is running, as in a notebook, it stands still until this returns. Ctrl-C ends the
-    simulation at once, with KeyboardInterrupt.
+    A running event loop, as in a notebook, is blocked until this returns. Ctrl-C ends the simulation at once,
+    with KeyboardInterrupt.
 
     Args:
         model, data, options: as for `train`.
-        world: what computing costs and what the network is like.
+        config: costs of computing, and the network.
         on_event: called with each event as it happens; `time_s` is virtual.
-        script: a coroutine function of the `SimulatedCluster`, run beside the nodes: it can wait
-            on virtual time, kill nodes, and stop the run.
-        storage: the disk of all nodes. With one, checkpoints are made as `train` makes them.
-        resume: go on from the newest good checkpoint in `storage`; from the beginning where there is none.
+        script: a coroutine function of the `SimulatedCluster`, which runs beside the nodes: it can sleep in
+            virtual time, kill nodes, and stop the run.
+        storage: the disk of all nodes, on which checkpoints are made; None makes no checkpoints.
+        resume: whether to go on from the newest good checkpoint in `storage`, where there is one.
 
     Returns:
-        The run, with nothing on disk.
+        The run; nothing of it is on disk.
 
     Raises:
         Interrupted: the script has stopped the run.
         DataError: the run is to be resumed, and every checkpoint is damaged.
-        The same as `train`; the message names the node, `traceback_text` is the user's.
+        GradstreamError: as in `train`; the message names the node, `traceback_text` is that of the user's code.
 
     Example:
-        >>> run = simulate(job, config=World(network=Network(bandwidth_bytes_s=12.5e6)))  # doctest: +SKIP
+        >>> run = simulate(job, config=SimulationConfig(network=Network(bandwidth_bytes_s=12.5e6)))  # doctest: +SKIP
     """
     job = spread_out(make_job(job_of(model, data), data, **options), "simulate")
     if is_script(job):
@@ -88,30 +88,30 @@ def simulate(
     config = config or SimulationConfig()
     events: list[dict[str, Any]] = []
     callbacks = Callbacks(job.callbacks, {"name": job.name, "run_dir": None}, threads=False)
-    told = callbacks.beside(on_event)
+    notify = callbacks.beside(on_event)
 
     def take(lines: bytes) -> None:
         for line in lines.splitlines():
             event = json.loads(line)
             events.append(event)
-            told(event)
+            notify(event)
 
     found = to_resume(storage, lambda _: None) if storage is not None and resume else None
-    cast = cast_of(
+    plan = plan_run(
         job,
         "simulation",
         resume=None if found is None else Resume.at(*found),
         keeps=storage is not None and not config.shape_only,
     )
-    config.check_names(cast.node_names)
-    if cast.strategy.exchange != "auto":
+    config.check_names(plan.node_names)
+    if plan.strategy.exchange != "auto":
         raise ConfigError(
-            f"exchange={cast.strategy.exchange!r}: torch.distributed runs in real time and cannot be "
+            f"exchange={plan.strategy.exchange!r}: torch.distributed runs in real time and cannot be "
             "simulated; leave it out, the updates are the same"
         )
     built = build_model(job)
-    cast.grouped(built)  # says what is wrong before anything is started
-    cluster = SimulatedCluster(cast, built, job.data, config, take, storage)
+    plan.grouped(built)  # raises before anything is started where a group matches no parameter
+    cluster = SimulatedCluster(plan, built, config, take, storage)
     outcome = cluster.run(script)
     if outcome is not None and outcome.notice.phase == v1.Notice.STOPPED:
         callbacks.end(lambda: Run(events=events))
@@ -131,7 +131,7 @@ def simulate(
         model=built,
         data=job.data,
         metrics=metrics_of(job),
-        recording=_recording(cluster.virtual.storage, cast.job),
+        recording=_recording(cluster.virtual.storage, plan.id),
         job=job if job.record else None,
     )
     callbacks.end(lambda: run)
@@ -146,7 +146,7 @@ def _recording(storage: Storage, job: str) -> dict[str, bytes]:
 def _error(cluster: SimulatedCluster, events: list[dict[str, Any]]) -> GradstreamError:
     failed = next((event for event in events if event["event"] == "failed"), None)
     if not any(event["event"] == "started" for event in events):
-        # A node that ends before it has joined can tell nobody why: the others wait for it in vain.
+        # A node that fails before it has joined cannot report why: the others only miss it.
         for name, error in cluster.outcomes.items():
             if isinstance(error, Exception) and not isinstance(error, _OF_OTHERS):
                 text = getattr(error, "traceback_text", "") or "".join(traceback.format_exception(error))

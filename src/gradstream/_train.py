@@ -1,4 +1,4 @@
-"""`train()`: runs a job as processes, on this machine or on several, and returns what came of it."""
+"""`train()`: runs a job in processes, on this machine or on several, and returns the finished run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 from gradstream.errors import (
     ConfigError,
@@ -21,17 +21,13 @@ from gradstream.job.files import Asked, intercept, job_of, load_job, script_of_c
 from gradstream.job.job import Data, Job, JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.job.registry import check_places
 from gradstream.job.validation import check_script
-from gradstream.run.launcher import Launcher, OnAddress, OnEvent
+from gradstream.run.launcher import Launcher, LaunchOptions, OnAddress, OnEvent
 from gradstream.run.local import LocalCluster
-from gradstream.run.nodes import RunPlan
-from gradstream.run.plan import cast_of, metrics_of
+from gradstream.run.plan import RunPlan, metrics_of, plan_run
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
 from gradstream.trackers.services import check_trackers, trackers_of
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["host", "launch", "load_job", "train"]
 
@@ -42,7 +38,7 @@ NO_SCRIPT = (
 )
 
 _made: dict[str, list[Path]] = {}
-"""Runs that this process has made, by job spec: a script may make several."""
+"""Run directories of the runs that this process has made, by job spec: a script may make several."""
 
 
 def train(
@@ -58,33 +54,33 @@ def train(
     """Trains a model with worker and server processes, on this machine or on several.
 
     Args:
-        model: a `Model`, a function that makes one, a whole `Job`, or a function that makes that.
-        data: what to train on, its name, or a pair of arrays (inputs, targets), where `model` is no job.
+        model: a `Model`, a function that makes one, a whole `Job`, or a function that makes a job.
+        data: a data set, the name of one, or a pair of arrays (inputs, targets); None where `model` is a job.
         on_event: called with each event of the run, as `events.jsonl` holds it.
         processes: whether nodes are processes, or threads of this one. None takes processes where
             they can find the job (in a script, or by `load_job`); in a notebook or at a prompt they cannot,
             and a warning says that nodes are threads.
-        listen: the address of this machine at which others reach it, "10.0.0.1" or "10.0.0.1:4000":
-            the line that joins another machine is printed to stderr, and training begins when all
-            are there. None trains on this machine alone. See `run.remote.listening.Listening`.
-        wait: how many machines take part, this one included, with `listen`. Each has one worker, and one
-            shard of the parameter server where `servers` says nothing.
+        listen: the address of this machine at which others reach it, "10.0.0.1" or "10.0.0.1:4000".
+            `train` prints the line that joins another machine to stderr, and training begins when all
+            machines have joined. None trains on this machine alone. See `run.remote.listening.Listening`.
+        wait: number of machines, this one included, with `listen`. Each has one worker and, unless `servers`
+            is given, one shard of the parameter server.
         options: fields of `Job`: strategy, optimizer, workers, batch_size, epochs, ... Where `model` is a
-            job, they take the place of its own, and `steps` that of its `epochs`, or the other way round.
+            job, they replace its own; `steps` also replaces its `epochs`, or the other way round.
 
     Returns:
         The run: parameters, history, figures, `evaluate`.
 
     Raises:
-        ConfigError: something is wrong with the arguments. Nothing was started.
-        UserCodeError, GradientError: a function of the user's failed on a node; the message
-            names it, and `traceback_text` is its traceback.
+        ConfigError: an argument is wrong. Nothing was started.
+        UserCodeError, GradientError: the user's code failed on a node; the message names the node, and
+            `traceback_text` is the traceback.
         PeerLostError: a node was lost that the strategy cannot do without.
-        RefusedError, DeadlineError: a node did not fit in, or never came; nor did a machine.
-        Interrupted: Ctrl-C or SIGTERM; a checkpoint was made first, and the exception says what
-            resumes the run. A second one ends the run at once (KeyboardInterrupt, SystemExit).
+        RefusedError, DeadlineError: a node or a machine was refused, or did not join in time.
+        Interrupted: Ctrl-C or SIGTERM; a checkpoint was made first, and the message says how to resume the
+            run. A second one ends the run at once (KeyboardInterrupt, SystemExit).
 
-        After any of these the run directory stands, and no process is left.
+        After any of these the run directory is kept, and no process is left.
 
     Example:
         >>> run = train(model, data, strategy="downpour", workers=2, epochs=3)  # doctest: +SKIP
@@ -109,20 +105,19 @@ def train(
             job = dataclasses.replace(job, workers=listening.machines * listening.workers_per_machine)
         listening.check(job, earlier=spec in _made)
         job = spread_out(listening.spread_servers(job), "listen")
-    cast = cast_of(job, secrets.token_hex(8))
-    if cast.groups:
-        cast.grouped(build_model(job))  # says what is wrong before anything is started
+    plan = plan_run(job, secrets.token_hex(8))
+    if plan.groups:
+        plan.grouped(build_model(job))  # says what is wrong before anything is started
     as_threads = processes is False or spec is None
     if not as_threads:
-        check_places(cast.optimizer)
+        check_places(plan.optimizer)
     check_trackers(job.trackers)
     run_dir = _make_run_dir(job)
-    return launch(job, cast, run_dir, on_event=on_event, as_threads=as_threads, listening=listening)
+    return launch(plan, run_dir, on_event=on_event, as_threads=as_threads, listening=listening)
 
 
 def launch(
-    job: Job,
-    cast: RunPlan,
+    plan: RunPlan,
     run_dir: Path,
     *,
     on_event: OnEvent | None = None,
@@ -131,19 +126,29 @@ def launch(
     cluster: LocalCluster | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> Run:
-    """Starts the nodes of a run that is begun, or resumed, and returns what came of it: see `train`.
+    """Runs the nodes of a new or a resumed run, and returns the finished run; see `train`.
 
     Args:
-        job, cast: checked.
-        run_dir: is there.
-        cluster: where to start them; None makes one for this run. One that is given is left open.
-        stop: asked now and then whether the run is to stop with a checkpoint, as by Ctrl-C. Such a run is a
-            trial: a script that is read again by nodes has not made it.
+        plan: of the run, as `plan_run` makes it.
+        run_dir: an existing directory.
+        on_event, as_threads, listening: see `LaunchOptions`.
+        cluster: where to start processes, which the caller closes; None makes one for this run.
+        stop: polled; once it returns True, the run stops with a checkpoint, as by Ctrl-C. A run with `stop` is
+            a trial, and does not count among the runs that the job's script has made.
     """
+    job = plan.job
     callbacks = _callbacks(job, run_dir)
-    told, earlier = callbacks.beside(on_event), tuple(_made.get(job.spec or "", ()))
+    earlier = tuple(_made.get(job.spec or "", ()))
+    options = LaunchOptions(
+        on_event=callbacks.beside(on_event),
+        as_threads=as_threads,
+        listening=listening,
+        cluster=cluster,
+        stop=stop,
+        earlier=earlier,
+    )
     try:
-        Launcher(job, cast, run_dir, earlier, told, as_threads, listening, cluster=cluster, stop=stop).run()
+        Launcher(plan, run_dir, options).run()
     except (GradstreamError, Interrupted):
         callbacks.end(lambda: Run.load(run_dir))
         raise
@@ -156,28 +161,33 @@ def launch(
 def host(
     job: Job, on_address: OnAddress, *, processes: bool = True, listening: Listening | None = None
 ) -> Run:
-    """Runs coordinator and shards of a run whose workers somebody else starts, until it is over.
+    """Runs coordinator and shards of a run whose workers are started by others, until the run is over.
 
     Args:
-        job: open-ended (see `gradstream.session`).
-        on_address: called with the file that nodes are told by, the coordinator's address, and what a worker
-            of this machine is told about its network.
-        processes: whether they are processes, or threads of this one.
-        listening: how workers of other machines come in; None where there are none.
+        job: an open-ended job (see `gradstream.session`).
+        on_address: called with the path of nodes.json, the coordinator's address, and the arguments of a
+            worker of this machine that concern its network.
+        processes: whether coordinator and shards are processes, or threads of this one.
+        listening: how workers of other machines join; None where there are none.
 
     Raises:
-        What the run failed with, as `train`.
+        GradstreamError: the run failed, as in `train`.
     """
     job = dataclasses.replace(job, argv=sys.argv, name=job.name or Path(job.spec or "session").stem)
     if listening is not None:
         listening.check(job, earlier=False)
-    cast = cast_of(job, secrets.token_hex(8))
+    plan = plan_run(job, secrets.token_hex(8))
     check_trackers(job.trackers)
     run_dir = _make_run_dir(job)
     callbacks = _callbacks(job, run_dir)
-    told = callbacks.beside(None)
+    options = LaunchOptions(
+        on_event=callbacks.beside(None),
+        as_threads=not processes,
+        listening=listening,
+        on_address=on_address,
+    )
     try:
-        Launcher(job, cast, run_dir, (), told, not processes, listening, on_address=on_address).run()
+        Launcher(plan, run_dir, options).run()
     finally:
         callbacks.end(lambda: Run.load(run_dir))
     return Run.load(run_dir)
@@ -195,10 +205,10 @@ def _listening(listen: str | Listening | None, wait: int) -> Listening | None:
 
 
 def _place(job: Job, processes: bool | None) -> str | None:
-    """Where other processes find the job; None where they cannot, and threads have to do.
+    """The place where other processes find the job; None where they cannot, and nodes are threads.
 
     Raises:
-        ConfigError: they cannot, but have to.
+        ConfigError: they cannot, but `processes` asks for processes.
     """
     if job.spec is not None:
         return job.spec
@@ -219,7 +229,7 @@ def _load(path: Path, job: Job) -> Run:
 
 
 def _make_run_dir(job: Job) -> Path:
-    """A new, empty directory: the one asked for, or runs/<utc>-<name>."""
+    """Makes a new, empty directory: the one asked for, or runs/<utc>-<name>."""
     try:
         return _new_run_dir(job)
     except OSError as error:

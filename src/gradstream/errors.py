@@ -1,4 +1,4 @@
-"""Exceptions, sorted by who must act.
+"""All exceptions of gradstream, sorted by the side that must act.
 
 ::
 
@@ -22,7 +22,7 @@
     SystemExit
     └── Interrupted                     you stopped the run, and can resume it: exit status 75
 
-Every message says what, got, expected, where (rank, step, peer) and a remedy.
+Every message says what is wrong, the value given, the value expected, where (rank, step, peer), and a remedy.
 Expected outcomes (a stale push, a duplicate) are results, never exceptions.
 """
 
@@ -67,7 +67,7 @@ EXIT_CODES = {
     130: "interrupted by Ctrl-C; nothing more was saved",
     143: "ended by SIGTERM; nothing more was saved",
 }
-"""Exit statuses of the command line. Schedulers may act on them: they stay what they are."""
+"""Exit statuses of the command line. Schedulers rely on them: they do not change."""
 
 
 RESUMABLE = 75
@@ -93,9 +93,9 @@ class UnknownNameError(ConfigError):
     """A name that is not in a registry; the message carries the nearest match.
 
     Args:
-        kind: what was being looked up, "strategy" for example.
-        got: the name as written.
-        known: every legal name.
+        kind: kind of the name, "strategy" for example.
+        got: the unknown name.
+        known: all valid names.
     """
 
     def __init__(self, kind: str, got: str, known: Iterable[str]) -> None:
@@ -107,11 +107,11 @@ class UnknownNameError(ConfigError):
 
 
 class DivergedError(GradstreamError):
-    """A replay has left the run that was recorded; the message says at which shard, chunk and update."""
+    """A replay differs from the recorded run; the message names the first shard, chunk and update."""
 
 
 class ReplicasDifferError(GradstreamError):
-    """Workers whose replicas must be the same have others; the message says since which step, and of what."""
+    """Replicas that must be equal differ between workers; the message names the step and the values."""
 
 
 class PreflightError(GradstreamError):
@@ -121,7 +121,7 @@ class PreflightError(GradstreamError):
 
 
 class UserCodeError(GradstreamError):
-    """A function of the user's raised. `traceback_text` is its own traceback.
+    """A function of the user has raised. `traceback_text` is the traceback of that function.
 
     Args:
         message: one line that names the rank and the step.
@@ -142,7 +142,7 @@ class DataError(UserCodeError, ValueError):
 
 
 class PeerLostError(GradstreamError, ConnectionError):
-    """The connection to a peer broke. What was in flight is unknown: 0 or 1 times applied.
+    """The connection to a peer broke. A request in flight was applied once or not at all.
 
     A push is safe to retry with the same sequence number; a fetch always is.
     """
@@ -155,7 +155,7 @@ class PeerLostError(GradstreamError, ConnectionError):
 
 
 class DeadlineError(GradstreamError, TimeoutError):
-    """A peer was silent for longer than its deadline. As after `PeerLostError`, safe to retry."""
+    """A peer was silent for longer than allowed. As after `PeerLostError`, a retry is safe."""
 
     exit_status: ClassVar[int] = 4
 
@@ -165,7 +165,7 @@ class DeadlineError(GradstreamError, TimeoutError):
 
 
 class RefusedError(GradstreamError):
-    """A peer understood and refused; nothing was applied. `code` is a name of `wire.Code`."""
+    """A peer understood the request and refused it; nothing was applied. `code` is a name of `v1.Code`."""
 
     def __init__(self, peer: str, code: str, message: str) -> None:
         super().__init__(f"{peer} refused ({code}): {message}")
@@ -175,7 +175,7 @@ class RefusedError(GradstreamError):
 
 
 class JoinRefusedError(RefusedError):
-    """A launcher does not let this machine in, or is not the one that was meant. Nothing was started here."""
+    """A launcher refuses this machine, or is not the expected launcher. Nothing was started on this machine."""
 
     exit_status: ClassVar[int] = 2
 
@@ -185,23 +185,23 @@ class DiskError(GradstreamError, OSError):
 
 
 class ClosedError(GradstreamError):
-    """The object was closed before, by this side."""
+    """The object was used after it was closed."""
 
 
 class InternalError(GradstreamError):
-    """An invariant of gradstream's own does not hold. Please report it."""
+    """An invariant of gradstream does not hold. Please report it."""
 
 
 class Interrupted(SystemExit):  # nothing went wrong
     """The run was stopped by Ctrl-C or SIGTERM, and can be resumed.
 
-    Not an error: as KeyboardInterrupt, it passes by `except Exception`. Uncaught, it ends a script
-    with exit status 75 (EX_TEMPFAIL): run me again.
+    It is no error: `except Exception` does not catch it, as with KeyboardInterrupt. Uncaught, it ends a
+    script with exit status 75 (EX_TEMPFAIL: run it again).
 
     Args:
         path: the run directory; None for a simulation.
-        checkpoint: the folder in it that the run resumes from; "" where it begins anew.
-        command: what resumes it.
+        checkpoint: folder in it from which the run resumes; "" where the run begins anew.
+        command: command line that resumes the run.
     """
 
     def __init__(self, path: Path | None, checkpoint: str, command: str = "") -> None:

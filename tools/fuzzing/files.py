@@ -30,7 +30,7 @@ from gradstream.job.registry import describe, optimizer_of_text, text_of_optimiz
 from gradstream.job.settings import apply, from_texts
 from gradstream.job.settings.sources import from_toml_text
 from gradstream.recording import entries, log
-from gradstream.run.node import NodeSpec
+from gradstream.run.node_spec import NodeSpec
 from gradstream.sparse.data import from_csr
 from gradstream.sparse.svmlight import from_svmlight
 from gradstream.strategies.downpour import Downpour

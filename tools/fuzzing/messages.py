@@ -292,10 +292,10 @@ def _command(data: bytes) -> None:
 
 
 def _enrol(data: bytes) -> None:
-    roster = MachineMembers("here", machines=2, workers_per_machine=1, facts={"torch": "1"})
-    seat = roster.enrol(v1.Enrol.FromString(data[1:]))
-    json.dumps(roster.state)
-    assert roster.state.isprintable()
+    members = MachineMembers("here", machines=2, workers_per_machine=1, facts={"torch": "1"})
+    seat = members.enrol(v1.Enrol.FromString(data[1:]))
+    json.dumps(members.state)
+    assert members.state.isprintable()
     if isinstance(seat, v1.Refuse):
         raise GradstreamError("refused")
     event = MachineEvent(

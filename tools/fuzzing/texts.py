@@ -166,7 +166,7 @@ def _run_directory(data: bytes) -> None:
     for event in events:
         progress.update(event)
         scalars.update(event)
-        assert progress.news(event).isprintable() and progress.line().isprintable()
+        assert progress.notice(event).isprintable() and progress.line().isprintable()
     staleness_by(events, "link")
     trace_json(events)
     page(PageSource(events=events, title="title", info=info)).encode()

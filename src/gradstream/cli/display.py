@@ -23,11 +23,11 @@ PLAIN_EVERY_FRACTION = 0.1
 
 
 class Display:
-    """A context manager; hand its `on_event` to `train` or `simulate`.
+    """Shows the progress of a run. A context manager; pass its `on_event` to `train` or `simulate`.
 
     Args:
-        console: where to; standard error by default. rich honours NO_COLOR and TERM.
-        now: seconds, for the pace of plain lines.
+        console: output; standard error by default. rich honours NO_COLOR and TERM.
+        now: returns the time in seconds; decides when plain lines are due.
     """
 
     def __init__(self, console: Console | None = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -57,16 +57,16 @@ class Display:
             self._console.print(self._progress.line(), markup=False)
 
     def on_event(self, event: EventDict) -> None:
-        """Takes in one event of the run and shows what is due."""
+        """Handles one event of the run, and shows the lines that are due."""
         self._progress.update(event)
-        said = self._progress.news(event)
-        if said:
-            self._console.print(said, markup=False)
+        notice = self._progress.notice(event)
+        if notice:
+            self._console.print(notice, markup=False)
         if self._live is None:
             self._show_plain()
 
     def _show_plain(self) -> None:
-        """A line whenever some seconds have passed and something has changed, or a tenth is done."""
+        """Prints a line when a tenth of the run is done, or some seconds after the last one."""
         now_s, fraction = self._now(), self._progress.fraction
         grown = fraction >= self._shown_fraction + PLAIN_EVERY_FRACTION
         if self._progress.step and (grown or now_s >= self._shown_at_s + PLAIN_EVERY_S):

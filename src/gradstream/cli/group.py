@@ -38,7 +38,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does; one that there is not is answered with the nearest."""
+        """Finds a command as click does; an error names the nearest one."""
         known = self.list_commands(ctx)
         near = difflib.get_close_matches(args[0], known, n=1, cutoff=0.5)
         if args[0] not in known and near:
@@ -46,7 +46,7 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command. What goes wrong is said on stderr, and ends with its `exit_code`."""
+        """Runs a command; prints an error on stderr, and exits with its `exit_code`."""
         try:
             return super().invoke(ctx)
         except GradstreamError as error:
@@ -63,7 +63,7 @@ class CommandGroup(click.Group):
 
 
 ERROR_BYTES = 1 << 17
-"""Of what is shown of an error: other nodes may have worded it."""
+"""Longest message of an error that is shown: it may come from another node."""
 
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {means}" for code, means in EXIT_CODES.items())
 
@@ -83,4 +83,4 @@ def main() -> None:
       gradstream train mine.py --workers 4
       gradstream simulate mine.py --workers 64
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it would write to stderr comes in our words
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our errors say it already

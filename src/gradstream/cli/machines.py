@@ -1,4 +1,4 @@
-"""Options of runs on several machines, and where the token comes from."""
+"""Options of runs on several machines, and the sources of the token."""
 
 from __future__ import annotations
 
@@ -22,28 +22,34 @@ TOKEN = "GRADSTREAM_TOKEN"  # a name
 
 
 def listen_options(command: Command) -> Command:
-    """The options of a command that starts runs on several machines."""
+    """Adds the options of a command that starts runs on several machines."""
     options = [
         click.option(
             "--listen", metavar="ADDR[:PORT]", help="Train on several machines: this one's address for them."
         ),
         click.option(
-            "--wait", type=int, metavar="N", help="How many machines, this one included; --workers is N then."
+            "--wait",
+            type=int,
+            metavar="N",
+            help="Number of machines, this one included; --workers is N then.",
         ),
         click.option(
-            "--workers-per-machine", type=int, metavar="K", help="Of each machine; --workers is N x K then."
+            "--workers-per-machine",
+            type=int,
+            metavar="K",
+            help="Workers on each machine; --workers is N x K then.",
         ),
         click.option(
             "--servers-on",
             type=click.Choice(["all", "launcher"]),
             help="Where shards run: one or more on each machine (all), or all on this one.",
         ),
-        click.option("--wait-s", type=float, metavar="SECONDS", help="How long to wait for them: 600."),
+        click.option("--wait-s", type=float, metavar="SECONDS", help="How long to wait for machines (600)."),
         click.option("--insecure", is_flag=True, help="With --listen: plain text, no certificates."),
         click.option(
             "--token-file",
             type=click.Path(path_type=Path, dir_okay=False),
-            help=f"Holds a token; or {TOKEN}.",
+            help=f"File that holds a token; or variable {TOKEN}.",
         ),
     ]
     for option in reversed(options):
@@ -52,18 +58,20 @@ def listen_options(command: Command) -> Command:
 
 
 def token_options(command: Command) -> Command:
-    """The options by which a command is told a token."""
+    """Adds the options of a command that needs a token."""
     file = click.Path(path_type=Path, dir_okay=False)
     for option in (
-        click.option("--token-file", type=file, help="Holds the token; so it is not seen in `ps`."),
-        click.option("--token", help=f"That the launcher has printed; or in the variable {TOKEN}."),
+        click.option(
+            "--token-file", type=file, help="File that holds the token, which `ps` then does not show."
+        ),
+        click.option("--token", help=f"Token that the launcher has printed; or variable {TOKEN}."),
     ):
         command = option(command)
     return command
 
 
 def token_of(token: str | None, file: Path | None) -> str | None:
-    """The token: of the option, the file, or the environment.
+    """The token of the option, of the file, or of the environment.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -86,10 +94,10 @@ def listening_of(
     token_file: Path | None,
     workers: int | None,
 ) -> Listening | None:
-    """What was said about other machines; None where training is on this one alone.
+    """The settings for other machines; None where training is on this machine alone.
 
     Raises:
-        ConfigError: options that need --listen, without it; numbers that do not fit.
+        ConfigError: an option needs --listen, or the numbers of machines and workers contradict.
     """
     from gradstream.run.remote.address import Address
     from gradstream.run.remote.listening import Listening, workers_each

@@ -1,4 +1,4 @@
-"""Options that commands share, and the job that they make: layer over layer of settings."""
+"""Options that several commands share, and the job with these settings."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ __all__ = ["JobCommand", "arguments_of_job", "config_options", "job_options", "j
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 FILE = "gradstream.toml"
-"""Settings of all jobs in its folder."""
+"""Name of the file with settings for all jobs in its folder."""
 
 KEYS = {"algorithm": "strategy.algorithm", "lr": "optimizer.lr", "tracker": "trackers"}
-"""Options whose key has another name."""
+"""Keys of options that differ from the option's name."""
 
 
 ARGUMENTS = f"{__name__}.arguments"
 
 
 class JobCommand(click.Command):
-    """A command about a job: what comes after "--" are the arguments of the job file, not its own."""
+    """A command about a job: words after "--" are arguments of the job file."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does, with the words up to "--"."""
+        """Parses the words up to "--" as click does."""
         at = args.index("--") if "--" in args else len(args)
         ctx.meta[ARGUMENTS] = args[at + 1 :]
         return super().parse_args(ctx, args[:at])
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        """As click has them, with what may follow."""
+        """The usage line of click, with the arguments of the job file."""
         return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS OF JOB]"]
 
 
 def arguments_of_job() -> list[str]:
-    """What the command line that is being carried out has after "--"."""
+    """The words after "--" on the command line of the current command."""
     context = click.get_current_context(silent=True)
     return [] if context is None else context.meta.get(ARGUMENTS, [])
 
 
 def job_options(command: Command) -> Command:
-    """The argument JOB and the options of every command that runs one; see `load_job_with`."""
+    """Adds the argument JOB and the options of a command that runs a job; see `load_job_with`."""
     return _decorated(command, [*_job_options(), json_option])
 
 
 def config_options(command: Command) -> Command:
-    """The same without --json."""
+    """Adds the same as `job_options`, without --json."""
     return _decorated(command, _job_options())
 
 
@@ -60,25 +60,37 @@ def _job_options() -> list[Callable[[Any], Any]]:
     return [
         click.argument("job", metavar="JOB"),
         click.option("--strategy", metavar="NAME", help="Name, or file.py:Class."),
-        click.option("--algorithm", metavar="NAME", help="How workers sum without a server: ring."),
+        click.option(
+            "--algorithm", metavar="NAME", help="Allreduce algorithm of strategies without a server: ring."
+        ),
         click.option("--optimizer", metavar="NAME", help="Name of an update rule: adam."),
         click.option("--lr", type=float, help="Learning rate of the optimizer."),
-        click.option("--workers", type=int, help="How many replicas of the model."),
-        click.option("--servers", type=int, help="How many shards of the parameter server."),
+        click.option("--workers", type=int, help="Number of replicas of the model."),
+        click.option("--servers", type=int, help="Number of shards of the parameter server."),
         click.option("--batch-size", type=int, help="Samples per minibatch of one worker."),
         click.option("--epochs", type=int, help="Passes over the data."),
         click.option("--steps", type=int, help="Minibatches per worker, instead of --epochs."),
-        click.option("--device", metavar="NAME", help="What workers compute on: cpu, cuda, cuda:1, auto."),
-        click.option("--carrier", metavar="NAME", help="What chunks travel by: auto, grpc, tcp, shm."),
-        click.option("--seed", type=int, help="Of parameters, order of samples and dropout."),
+        click.option("--device", metavar="NAME", help="Device of the workers: cpu, cuda, cuda:1, auto."),
+        click.option("--carrier", metavar="NAME", help="Carrier of chunks: auto, grpc, tcp, shm."),
+        click.option("--seed", type=int, help="Seed of parameters, order of samples and dropout."),
         click.option(
-            "--tracker", metavar="NAME", multiple=True, help="Curves go there, too: wandb, mlflow, trackio."
+            "--tracker",
+            metavar="NAME",
+            multiple=True,
+            help="Service that gets the curves: wandb, mlflow, trackio.",
         ),
-        click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="Where it is kept."),
         click.option(
-            "--allow-lost", is_flag=True, default=None, help="Go without what a lost worker's loop had left."
+            "--run-dir", type=click.Path(path_type=Path, file_okay=False), help="Directory of the run."
         ),
-        click.option("--record", is_flag=True, default=None, help="So that it can be replayed."),
+        click.option(
+            "--allow-lost",
+            is_flag=True,
+            default=None,
+            help="Finish without data of a lost worker's own loop.",
+        ),
+        click.option(
+            "--record", is_flag=True, default=None, help="Record the order of events, for gradstream replay."
+        ),
         click.option(
             "--set",
             "settings",
@@ -101,25 +113,25 @@ def _decorated(command: Command, options: Sequence[Callable[[Any], Any]]) -> Com
 
 
 def json_option(command: Command) -> Command:
-    """The option --json."""
+    """Adds the option --json."""
     return click.option("--json", "as_json", is_flag=True, help="Figures as one JSON object.")(command)
 
 
 def load_job_with(
     spec: str, *, config: Path | None = None, settings: Sequence[str] = (), **given: Any
 ) -> Job:
-    """The job that a spec names, under all settings that are there for it.
+    """Loads the job that a spec names, with its settings.
 
-    Later ones are stronger: the job file, a TOML file, the environment, the command line.
+    Later sources are stronger: the job file, a TOML file, the environment, the command line.
 
     Args:
         spec: as for `gradstream.job.files.load_job`.
-        config: the TOML file; None is the one beside the job, if there is one.
-        settings: "key=value".
-        given: other options by name; None is not given.
+        config: the TOML file; None takes the one beside the job, if there is one.
+        settings: texts "key=value".
+        given: other options by name; None for one that is not given.
 
     Raises:
-        ConfigError: no such job, an unknown key, a value of the wrong type.
+        ConfigError: there is no such job, a key is unknown, or a value has a wrong type.
     """
     from gradstream.job.files import load_job
     from gradstream.job.settings import Setting, apply, from_environment, from_texts, from_toml
@@ -129,14 +141,14 @@ def load_job_with(
         for name, value in given.items()
         if value not in (None, ())
     ]
-    texts = from_texts(settings)  # wrong ones are said before the job file is run
+    texts = from_texts(settings)  # raises before the job file is run
     path = config or _beside(spec)
     layers = [from_toml(path) if path else [], from_environment(os.environ), [*typed, *texts]]
     return apply(load_job(spec, argv=[spec.partition(":")[0], *arguments_of_job()]), layers)
 
 
 def _beside(spec: str) -> Path | None:
-    """The settings file in the folder of a job file; of a module, in the current one."""
+    """The settings file beside a job file; for a module, in the current folder."""
     place = spec.partition(":")[0]
     path = (Path(place).parent if place.endswith(".py") else Path()) / FILE
     return path if path.is_file() else None

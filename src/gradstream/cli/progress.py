@@ -1,4 +1,4 @@
-"""What a run is doing now, in one line: a pure state fed with events."""
+"""Describes the state of a run in one line: a pure state machine of its events."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["ProgressLine"]
 
 WINDOW_S = 10.0
-"""Rates are means over this much of the run's own time."""
+"""Rates are means over these seconds of the run's own time."""
 
 LINE_BYTES = 1024
 
 LOGGED_SHOWN = 4
-"""Figures of a loop's own on the line, the loss included; the table at the end has all."""
+"""Number of a user's own metrics on the line, the loss included; the table at the end has all of them."""
 
 LOSS_MEMORY = 0.95
 """The loss shown is an exponential moving average over minibatches, with this decay."""
@@ -79,7 +79,7 @@ class ProgressLine:
         self._exchanged = False  # nodes tell what they have exchanged from time to time
 
     def update(self, event: EventDict) -> None:
-        """Takes in one event; kinds that a progress line does not show are passed over."""
+        """Handles one event; ignores the kinds that a progress line does not show."""
         self._now_s = max(self._now_s, event["time_s"])
         match event["event"]:
             case "started":
@@ -107,14 +107,14 @@ class ProgressLine:
             case _:
                 pass
 
-    def news(self, event: EventDict) -> str:
-        """What is worth a line of its own about an event that `update` has taken in; else "".
+    def notice(self, event: EventDict) -> str:
+        """A line on an event that the user should know of, after `update`; else "".
 
-        Names and reasons in it are those of other nodes: they are escaped.
+        Names and reasons in it come from other nodes, so they are escaped.
         """
-        return escaped(self._news(event), LINE_BYTES)
+        return escaped(self._notice(event), LINE_BYTES)
 
-    def _news(self, event: EventDict) -> str:
+    def _notice(self, event: EventDict) -> str:
         match event["event"]:
             case "drive":
                 return turn_text(event)
@@ -180,17 +180,17 @@ class ProgressLine:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the end at the present rate, None while not known."""
+        """Seconds to the end at the present rate; None while unknown."""
         rate = self._rate(self._steps)
         return max(self.total_steps - self.step, 0) / rate if rate > 0 and self.total_steps else None
 
     @property
     def fraction(self) -> float:
-        """How much of the run is done, 0 to 1; 0 while not known."""
+        """The part of the run that is done, 0 to 1; 0 while unknown."""
         return min(self.step / self.total_steps, 1.0) if self.total_steps else 0.0
 
     def line(self) -> str:
-        """The run in one line; what is not known yet is left out."""
+        """The run in one line, without figures that are not known yet."""
         return escaped(self._line(), LINE_BYTES)
 
     def _line(self) -> str:
@@ -210,7 +210,7 @@ class ProgressLine:
         machines = len(set(self._machines.values()))
         on = f" on {machines + 1} machines" if machines else ""
         held = len(self._held & self.workers)
-        back = f" ({held} held back)" if held else ""
+        back = f" ({held} paused)" if held else ""
         if self.workers:  # at the end all of them have left
             parts.append(f"{len(self.workers)}/{self._expected_workers} workers{on}{back}")
         if self._exchanged:
@@ -222,7 +222,7 @@ class ProgressLine:
 
 
 def _evaluation(event: EventDict) -> str:
-    """Such as "held out: accuracy 91.2%, top5 0.99"; what was not told is left out."""
+    """Such as "held out: accuracy 91.2%, top5 0.99"; without values that are None."""
     named = {"accuracy": event["accuracy"], "loss": event["loss"], **event["metrics"]}
     shown = [
         f"{name} {value:.1%}" if name == "accuracy" else f"{name} {value:.4g}"

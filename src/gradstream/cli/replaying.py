@@ -1,4 +1,4 @@
-"""A replay on the command line: what is looked for, and how an update is shown."""
+"""`gradstream replay`: where to stop, and how an update is shown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradstream.run.result import Run
 __all__ = ["ReplayQuery", "record_of", "rows_of", "show_replay"]
 
 MANY = 16
-"""Sample ids that are shown."""
+"""Largest number of sample ids that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ReplayQuery:
 
     @property
     def found(self) -> Found | None:
-        """As a question of each update; None goes to the end. Raises ConfigError for several places."""
+        """A predicate of the update to stop at; None goes to the end. Raises ConfigError for several places."""
         if (self.worker is None) != (self.step is None):
             raise ConfigError("--worker and --step go together: --worker 2 --step 120")
         if self.chunk is not None and self.version is None:
@@ -58,7 +58,7 @@ class ReplayQuery:
 
 
 def show_replay(run: Path, asked: ReplayQuery, *, watch: bool, anyway: bool, as_json: bool) -> None:
-    """Replays a run, and prints what was asked for.
+    """Replays a run, and prints the update that was asked for, or a summary.
 
     Raises:
         ConfigError: there is no such update.
@@ -144,7 +144,7 @@ def rows_of(update: ReplayedUpdate) -> list[tuple[str, str]]:
 
 
 def record_of(update: ReplayedUpdate) -> dict[str, Any]:
-    """An update as JSON holds it; numbers that it cannot hold are null."""
+    """An update as JSON; numbers that JSON cannot hold are null."""
 
     def number(value: float) -> float | None:
         return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""What a command says at the end: figures, as a table or as JSON, or what went wrong."""
+"""The output at the end of a command: figures as a table or as JSON, or an error."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def evaluate(run: Run) -> Evaluation | None:
 
 
 def keep_evaluation(run: Run, found: Evaluation) -> None:
-    """Adds what the final parameters are worth to the run's events, where they do not say so yet.
+    """Adds the evaluation of the final parameters to the run's events, where it is missing.
 
-    So lists and reports show it. A directory that cannot be written is left as it is, and that is said.
+    Lists and reports show it then. Where the directory cannot be written, a message says so.
     """
     if run.path is None or any(row["final"] for row in run.evaluations):
         return

@@ -1,4 +1,4 @@
-"""Runs a job under a progress display, then says what came of it."""
+"""Runs a job under a progress display, and prints its figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OnEvent = Callable[["EventDict"], None]
 
 
 def run_and_show(run_job: Callable[[OnEvent], Run], as_json: bool) -> None:
-    """Progress goes to stderr; figures to stdout, as a table or as one JSON object."""
+    """Runs a job with progress on stderr; prints figures on stdout, as a table or as one JSON object."""
     from gradstream.cli.display import Display
     from gradstream.cli.report import evaluate, json_text, show
 
@@ -32,10 +32,10 @@ def run_and_show(run_job: Callable[[OnEvent], Run], as_json: bool) -> None:
 
 
 def show_dry_run(job: Job, as_json: bool) -> None:
-    """Checks a job by running a little of it, and prints what was found.
+    """Checks a job by a dry run, and prints the result of each check.
 
     Raises:
-        PreflightError: a check failed. The findings have been printed.
+        PreflightError: a check failed. The results have been printed.
     """
     import dataclasses
     import json
@@ -44,16 +44,14 @@ def show_dry_run(job: Job, as_json: bool) -> None:
     from gradstream.errors import PreflightError
     from gradstream.preflight import dry_run
 
-    findings = dry_run(job)
+    results = dry_run(job)
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+        click.echo(json.dumps([dataclasses.asdict(result) for result in results]))
     else:
-        verdicts = [f"{'ok' if one.ok else 'FAILED':6}  {one.seconds:4.1f} s" for one in findings]
-        print_rows(
-            [(f.name, f"{verdict}  {f.detail}") for f, verdict in zip(findings, verdicts, strict=True)]
-        )
-        click.echo(f"{sum(one.seconds for one in findings):.1f} s in all", err=True)
-    last = findings[-1]
+        verdicts = [f"{'ok' if one.ok else 'FAILED':6}  {one.seconds:4.1f} s" for one in results]
+        print_rows([(f.name, f"{verdict}  {f.detail}") for f, verdict in zip(results, verdicts, strict=True)])
+        click.echo(f"{sum(one.seconds for one in results):.1f} s in all", err=True)
+    last = results[-1]
     if not last.ok:
         if last.trace:
             click.echo(f"\n{last.trace.rstrip()}", err=True)

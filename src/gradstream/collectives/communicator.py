@@ -208,7 +208,7 @@ class Communicator:
 
     async def _connect_data_socket(self, rank: int, connected: dict[int, DataSocket]) -> None:
         name = self.names[rank]
-        socket = await self._endpoint.line(name, f"exchange/{self._epoch}", dial=self.rank < rank)
+        socket = await self._endpoint.data_socket(name, f"exchange/{self._epoch}", dial=self.rank < rank)
         if socket is not None:
             connected[rank] = DataSocket(socket, name)
 

@@ -1,7 +1,7 @@
-"""Trainers of other libraries as the training loops of a session. One module for each library.
+"""Runs trainers of other libraries as the training loops of a session. One module for each library.
 
 Each module needs its library: `pip install 'gradstream[transformers]'`, `gradstream[lightning]` or
-`gradstream[accelerate]`. The strategy must join gradients: `synchronous` or `allreduce`.
+`gradstream[accelerate]`. The strategy must average gradients: `synchronous` or `allreduce`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ __all__ = ["wrap"]
 
 
 def wrap(session: Session, model: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """`Session.wrap` for a library that goes on with its own model and optimizers.
+    """Calls `Session.wrap` for a library that keeps its own model and optimizers.
 
     Args:
-        session: of this worker.
+        session: session of this worker.
         model: modules to train.
         optimizers: optimizers that the library steps.
 
     Raises:
-        ConfigError: the strategy would put other optimizers in their place.
+        ConfigError: the strategy needs other optimizers in their place.
     """
     given: Any = list(optimizers)
     if session.wrap(list(model), given)[1] is not given:
         raise ConfigError(
             "integrations: the session's strategy makes updates on the servers, but the library steps its "
-            'own optimizer. Use a strategy that joins gradients: "synchronous" or "allreduce"'
+            'own optimizer. Use a strategy that averages gradients: "synchronous" or "allreduce"'
         )

@@ -1,13 +1,13 @@
-"""Loops on an `accelerate.Accelerator` whose gradients gradstream joins, in the place of torch.distributed.
+"""Averages the gradients of loops on an `accelerate.Accelerator`, in place of torch.distributed.
 
     session = gradstream.join()
     set_process(session)
     accelerator = Accelerator()
     model, optimizer, loader = prepare(session, accelerator, model, optimizer, loader)
 
-accelerate then knows the worker's rank, so only worker 0 is its main process, but believes that the process
-is the only one. So it wraps nothing in DistributedDataParallel, and divides no data; `prepare` lets it divide
-the data of training, as it would among its own processes.
+accelerate then has the worker's rank, so only worker 0 is its main process, but a number of processes of 1. So it
+wraps no module in DistributedDataParallel, and divides no data. `prepare` has it divide the training data, as
+it would among its own processes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ __all__ = ["one_of", "prepare", "set_process", "set_rank"]
 def set_process(session: Session) -> None:
     """Keeps accelerate from starting torch.distributed, and gives the worker a GPU of its own.
 
-    Call it before the first `Accelerator`, `PartialState` or `TrainingArguments`. It removes RANK and the
-    like from the environment. Where the machine has several GPUs, it leaves one in CUDA_VISIBLE_DEVICES.
+    Call it before the first `Accelerator`, `PartialState` or `TrainingArguments`. It removes RANK, WORLD_SIZE,
+    LOCAL_RANK and LOCAL_WORLD_SIZE from the environment. If the machine has several GPUs, it sets
+    CUDA_VISIBLE_DEVICES to one of them.
     """
     if session.world_size == 1:
         return
@@ -47,42 +48,42 @@ def set_process(session: Session) -> None:
 
 
 def prepare(session: Session, accelerator: Any, *objects: Any, seed: int = 0) -> Any:
-    """`accelerator.prepare` for what is trained with; joins the gradients. Once per session.
+    """Calls `accelerator.prepare` for training, and averages the gradients. Call it once per session.
 
-    Loaders are divided among the workers as accelerate divides them, so pass those of training only; give
-    those of an evaluation to `accelerator.prepare`, and every worker goes through all of them. Of
-    `accelerator`, `no_sync`, `accumulate` and `wait_for_everyone` work across workers; `gather`, `reduce` and
-    `broadcast` leave values as they are.
+    accelerate divides the loaders among the workers, so pass only those of training. Pass those of an evaluation
+    to `accelerator.prepare`: every worker then iterates over all of the data. `accelerator.no_sync`,
+    `accumulate` and `wait_for_everyone` work across workers; `gather`, `reduce` and `broadcast` return their
+    argument unchanged.
 
     Args:
-        session: of this worker.
+        session: session of this worker.
         accelerator: an `Accelerator`.
         objects: models, optimizers, loaders and schedulers.
-        seed: of the order in which a loader shuffles that has no generator of its own.
+        seed: seed of the order of loaders that shuffle and have no generator of their own.
 
     Returns:
         What `accelerator.prepare` returns.
 
     Raises:
-        ConfigError: see `Session.wrap`; or the strategy does not join gradients.
+        ConfigError: see `Session.wrap`; or the strategy does not average gradients.
     """
     if session.world_size == 1:
         return accelerator.prepare(*objects)
     set_rank(session, accelerator)
     with one_of(session), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # each sampler without a generator gets one that is seeded from here
+        torch.manual_seed(seed)  # accelerate seeds the generator of a sampler without one from here
         prepared = accelerator.prepare(*objects)
     several = prepared if isinstance(prepared, tuple) else (prepared,)
     for one in several:
         if isinstance(one, AcceleratedScheduler):
-            one.step = _called_as_one_of(session, one.step)  # it makes as many steps as there are processes
+            one.step = _called_as_one_of(session, one.step)  # it makes one step for each process
     models = [one for one in several if isinstance(one, nn.Module)]
     wrap(session, models, [one.optimizer for one in several if isinstance(one, AcceleratedOptimizer)])
     return prepared
 
 
 def set_rank(session: Session, accelerator: Any) -> None:
-    """Tells accelerate which worker this is, and an accelerator how workers accumulate and wait."""
+    """Sets the worker's rank in accelerate, and the functions by which an accelerator accumulates and waits."""
     for state in (PartialState._shared_state, AcceleratorState._shared_state):
         state["distributed_type"], state["num_processes"] = DistributedType.NO, 1
         state["process_index"] = state["local_process_index"] = session.rank
@@ -93,7 +94,7 @@ def set_rank(session: Session, accelerator: Any) -> None:
 
 @contextmanager
 def one_of(session: Session) -> Iterator[None]:
-    """Inside, accelerate divides data as one of the session's workers."""
+    """Inside, accelerate has the session's number of processes, and divides data by it."""
     states = (PartialState._shared_state, AcceleratorState._shared_state)
     for state in states:
         state["num_processes"] = session.world_size

@@ -1,11 +1,11 @@
-"""A session as the strategy of a `lightning.Trainer`.
+"""Runs a session as the strategy of a `lightning.Trainer`.
 
     session = gradstream.join()
     trainer = Trainer(strategy=GradstreamStrategy(session))
     trainer.fit(module, loader)
 
-Loaders of training are divided by `Session.shard`. Each worker validates and tests on all of the data, so
-what is computed of them is the same on all workers, and so are the decisions that are made by it.
+`Session.shard` divides the loaders of training. Each worker validates and tests on all of the data, so metrics
+are equal on all workers, and so are decisions that depend on them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = ["GradstreamStrategy"]
 
 
 class GradstreamStrategy(ParallelStrategy):
-    """Joins gradients over the workers of a session. Several GPUs of a machine are taken in turn, by rank.
+    """Averages gradients over the workers of a session. Worker r takes GPU r modulo their number.
 
-    `reduce` and `broadcast` leave a value as it is: a figure of training that is logged is that of this
-    worker's minibatches, `sync_dist=True` or not.
+    `reduce` and `broadcast` return their argument unchanged: a training metric that is logged is that of this
+    worker's minibatches, even with `sync_dist=True`.
 
     Args:
-        session: of this worker; of `synchronous` or `allreduce`.
-        options: as of lightning's `ParallelStrategy`.
+        session: session of this worker, with the strategy `synchronous` or `allreduce`.
+        options: arguments of lightning's `ParallelStrategy`.
     """
 
     strategy_name = "gradstream"
@@ -54,12 +54,12 @@ class GradstreamStrategy(ParallelStrategy):
 
     @property
     def local_rank(self) -> int:
-        """Rank of this worker: sessions do not number the workers of a machine."""
+        """Rank of this worker in the run, since sessions do not number the workers of a machine."""
         return self._session.rank
 
     @property
     def world_size(self) -> int:
-        """How many workers there are."""
+        """Number of workers."""
         return self._session.world_size
 
     @property
@@ -73,7 +73,7 @@ class GradstreamStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def setup(self, trainer: Trainer) -> None:
-        """Takes over model and optimizers when they are ready."""
+        """Wraps model and optimizers when they are ready."""
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             wrap(self._session, [self.lightning_module], self.optimizers)
@@ -97,30 +97,30 @@ class GradstreamStrategy(ParallelStrategy):
         return self._session.shard(dataloader)
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits for all workers, once there is a model that is trained."""
+        """Waits for all workers, if the trainer fits a model."""
         if name is not None and name.endswith("_dataloader()"):
-            # Lightning names the loaders that it prepares next: nothing else tells them apart.
+            # Only this name tells which loaders Lightning prepares next.
             self._loads_training = name == "train_dataloader()"
         else:
             self._session.barrier()
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Leaves it as it is."""
+        """Returns its argument unchanged."""
         return tensor
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  # its name
-        """Leaves it as it is."""
+        """Returns its argument unchanged."""
         return decision
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Leaves it as it is."""
+        """Returns its argument unchanged."""
         return obj
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Raises ConfigError, where there are others."""
+        """Raises ConfigError if there are other workers."""
         if self._session.world_size == 1:
             return tensor
         raise ConfigError(
-            "GradstreamStrategy: all_gather is not supported, sessions exchange gradients only. Each worker "
-            "validates on all of the data, so what is computed there need not be gathered"
+            "GradstreamStrategy: all_gather is not supported, since sessions exchange only gradients. Each worker "
+            "validates on all of the data, so its metrics are complete: leave the call out"
         )

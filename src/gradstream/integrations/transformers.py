@@ -1,12 +1,12 @@
-"""`transformers.Trainer` as the training loop of a session.
+"""Runs a `transformers.Trainer` as the training loop of a session.
 
     session = gradstream.join()
     set_process(session)
-    trainer = JointTrainer(model, TrainingArguments(...), train_dataset=data, session=session)
+    trainer = GradstreamTrainer(model, TrainingArguments(...), train_dataset=data, session=session)
     trainer.train()
 
-Data are divided as under `DistributedDataParallel`, and so are steps and schedules counted. Each worker
-evaluates on all of the data. Worker 0 saves and logs; the loss that it logs is that of its own minibatches.
+Data are divided, and steps and schedules are counted, as under `DistributedDataParallel`. Each worker evaluates
+on all of the data. Worker 0 saves and logs; the loss that it logs is that of its own minibatches.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from gradstream.integrations import wrap
 from gradstream.integrations.accelerate import one_of, set_process, set_rank
 from gradstream.session.session import Session
 
-__all__ = ["JointTrainer", "set_process"]
+__all__ = ["GradstreamTrainer", "set_process"]
 
 
-class JointTrainer(Trainer):
-    """A `Trainer` whose gradients are joined over the workers of a session.
+class GradstreamTrainer(Trainer):
+    """A `Trainer` whose gradients are averaged over the workers of a session.
 
     For a trainer derived from `Trainer`, derive from both, this one first:
-    `class JointSFTTrainer(JointTrainer, SFTTrainer)`.
+    `class GradstreamSFTTrainer(GradstreamTrainer, SFTTrainer)`.
 
     Args:
-        args, kwargs: as of `Trainer`.
-        session: of this worker; of `synchronous` or `allreduce`.
+        args, kwargs: arguments of `Trainer`.
+        session: session of this worker, with the strategy `synchronous` or `allreduce`.
     """
 
     def __init__(self, *args: Any, session: Session, **kwargs: Any) -> None:
@@ -41,24 +41,24 @@ class JointTrainer(Trainer):
         if session.world_size > 1:
             set_rank(session, self.accelerator)
             self.state.is_world_process_zero = self.state.is_local_process_zero = session.is_main
-            self.add_callback(_Joining(session))
+            self.add_callback(_WrapCallback(session))
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """See `Trainer`. This worker's part."""
+        """See `Trainer`. Returns this worker's part of the loader."""
         many = self._session.world_size > 1
         with one_of(self._session) if many else contextlib.nullcontext():
             loader: DataLoader[Any] = super().get_train_dataloader()
         return loader
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """See `Trainer`. Where the loss is a mean over tokens, means over workers are weighted by them."""
+        """See `Trainer`. If the loss is a mean over tokens, means over workers are weighted by tokens."""
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             self._session.samples(int(num_items_in_batch))
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-class _Joining(TrainerCallback):
-    """Takes over model and optimizer when they are ready, and waits for worker 0 to save."""
+class _WrapCallback(TrainerCallback):
+    """Wraps model and optimizer when they are ready, and has all workers wait while worker 0 saves."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

@@ -1,3 +1,3 @@
-"""A job: what a user asks for, found by name, validated, and told to other processes."""
+"""A job: a run as the user asks for it; finds its parts by name, checks it, and describes it as JSON."""
 
 __all__ = ()

@@ -1,9 +1,9 @@
-"""Callbacks: objects of the user's that are told of a run while it goes on.
+"""Callbacks: the user's objects that get the events of a run while it goes on.
 
-They see events, in the process that called `train`, and nothing waits for them: each has a thread and a
-bounded queue of its own. One that raises is dropped, with its traceback on stderr, once; one that
-is too slow misses events, and how many is said at the end. Neither can stop or slow down a run.
-A simulation calls them at once, on its own thread: virtual time does not pass meanwhile.
+They run in the process that called `train`, each on a thread of its own with a bounded queue, so that no
+callback can stop or slow down a run. A callback that raises is not called again, and its traceback is
+printed. One that is too slow misses events; their number is printed at the end. A simulation calls them on
+its own thread, during which no virtual time passes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 __all__ = ["METHODS", "Callbacks", "check_callbacks"]
 
 METHODS = ("on_start", "on_step", "on_evaluate", "on_log", "on_end")
-"""Each may be left out: on_start(info), on_step(event), on_evaluate(event), on_log(event), on_end(run)."""
+"""A callback has some of: on_start(info), on_step(event), on_evaluate(event), on_log(event), on_end(run)."""
 
 METHOD_OF_EVENT = {"started": "on_start", "step": "on_step", "evaluated": "on_evaluate", "log": "on_log"}
 
 QUEUE_EVENTS = 4096
 PATIENCE_S = 30.0
-"""How long a callback may take to catch up, once the run is over."""
+"""Seconds that a callback may take to catch up once the run is over."""
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Raises ConfigError for one that would never be called: it has none of the methods."""
+    """Raises ConfigError for a callback that has none of the methods."""
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise ConfigError(f"callbacks={callbacks!r}: expected a list of objects")
     for index, callback in enumerate(callbacks):
@@ -49,9 +49,9 @@ class Callbacks:
 
     Args:
         callbacks: checked by `check_callbacks`.
-        info: what `on_start` gets besides the fields of the started event: name, run_dir.
-        threads: one for each; without, they are called at once.
-        complain: gets what is to be said loudly; None puts it on stderr.
+        info: entries that `on_start` gets besides the fields of the started event: name, run_dir.
+        threads: whether each has a thread of its own; otherwise they are called directly.
+        complain: called with messages for the user; None prints them on stderr.
     """
 
     def __init__(
@@ -67,30 +67,30 @@ class Callbacks:
         self._info = dict(info)
 
     def tell(self, event: EventDict) -> None:
-        """One event of the run. Never raises, never waits."""
+        """Passes an event of the run to the callbacks. Never raises, never waits."""
         method = METHOD_OF_EVENT.get(event["event"])
         if method is None:
             return
-        told = {**event, **self._info} if method == "on_start" else event
+        argument = {**event, **self._info} if method == "on_start" else event
         for listener in self._listeners:
-            for call, what in listener.condensed(method, told):
-                listener.tell(call, what)
+            for call, condensed in listener.condensed(method, argument):
+                listener.tell(call, condensed)
 
     def beside(self, on_event: Callable[[EventDict], None] | None) -> Callable[[EventDict], None]:
-        """A function that tells the callbacks of an event, and `on_event` too."""
+        """A function that passes an event to the callbacks, and then to `on_event`."""
 
-        def told(event: EventDict) -> None:
+        def notify(event: EventDict) -> None:
             self.tell(event)
             if on_event is not None:
                 on_event(event)
 
-        return told
+        return notify
 
     def end(self, load: Callable[[], object]) -> None:
-        """The run is over, well or not: `run.summary["failed"]` says. Waits for those that lag, for a while.
+        """Ends the callbacks of a finished or failed run; waits up to PATIENCE_S for those that lag behind.
 
         Args:
-            load: gives the run; not asked where nobody listens.
+            load: returns the run; called only where there are callbacks.
         """
         if not self._listeners:
             return
@@ -98,7 +98,7 @@ class Callbacks:
         try:
             run = load()
         except GradstreamError:
-            pass  # it was over before it had left anything to load
+            pass  # the run ended before there was anything to load
         for listener in self._listeners:
             listener.tell_end(run)
         for listener in self._listeners:
@@ -111,7 +111,7 @@ def _say(text: str) -> None:
 
 
 class _Listener:
-    """One callback, called at once."""
+    """One callback, called directly."""
 
     def __init__(self, callback: Any, complain: Callable[[str], object]) -> None:
         self._callback = callback
@@ -122,13 +122,13 @@ class _Listener:
     def name(self) -> str:
         return type(self._callback).__name__
 
-    def condensed(self, method: str, told: Any) -> list[tuple[str, Any]]:
-        """The calls that an event becomes, made before they queue: of our own trackers, points."""
+    def condensed(self, method: str, argument: Any) -> list[tuple[str, Any]]:
+        """The calls that an event becomes; our trackers condense events to points before they are queued."""
         condense = getattr(self._callback, "condense", None)
-        return [(method, told)] if condense is None else condense(method, told)
+        return [(method, argument)] if condense is None else condense(method, argument)
 
-    def tell(self, method: str, told: Any) -> None:
-        self._call(method, told)
+    def tell(self, method: str, argument: Any) -> None:
+        self._call(method, argument)
 
     def tell_end(self, run: object | None) -> None:
         if run is not None:
@@ -137,12 +137,12 @@ class _Listener:
     def close(self) -> None:
         pass
 
-    def _call(self, method: str, told: Any) -> None:
+    def _call(self, method: str, argument: Any) -> None:
         call = getattr(self._callback, method, None)
         if call is None or self._dropped:
             return
         try:
-            call(told)
+            call(argument)
         except Exception:
             self._dropped = True
             text = traceback.format_exc().rstrip()
@@ -162,11 +162,11 @@ class _Threaded(_Listener):
         self._thread = threading.Thread(target=self._work, name=f"callback-{self.name}", daemon=True)
         self._thread.start()
 
-    def tell(self, method: str, told: Any) -> None:
+    def tell(self, method: str, argument: Any) -> None:
         if not hasattr(self._callback, method) or self._dropped:
             return
         try:
-            self._queue.put_nowait((method, told))
+            self._queue.put_nowait((method, argument))
         except queue.Full:
             self._num_missed += 1
 
@@ -181,7 +181,7 @@ class _Threaded(_Listener):
                 self._queue.put(("on_end", run), timeout=PATIENCE_S)
             self._queue.put(None, timeout=PATIENCE_S)
         except queue.Full:
-            pass  # it hangs: said below
+            pass  # the callback hangs: close() prints a message
 
     def close(self) -> None:
         self._thread.join(PATIENCE_S)
@@ -192,5 +192,5 @@ class _Threaded(_Listener):
             )
 
     def _work(self) -> None:
-        while (told := self._queue.get()) is not None:
-            self._call(*told)
+        while (argument := self._queue.get()) is not None:
+            self._call(*argument)

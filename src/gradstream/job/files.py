@@ -1,12 +1,12 @@
-"""Job files: how a run is found again by every one of its nodes, without pickling anything.
+"""Loads job files, by which every node of a run makes the job again, without pickling anything.
 
-A job is named by a spec: "module:function", "file.py:function", or "file.py". A file of the last
-kind defines `job()`, or is a script that calls `gradstream.train(...)`: it is run under another
-name, and the first call that starts a run tells what the job is instead of starting it. Where the
-script guards that call with `if __name__ == "__main__"`, it is run once more under that name.
+A spec names a job: "module:function", "file.py:function", or "file.py". A file of the last kind defines
+`job()`, or is a script that calls `gradstream.train(...)`. Such a script runs under another name, and the
+first call that would start a run yields the job instead. Where the script guards that call with
+`if __name__ == "__main__"`, it runs once more under that name.
 
-A script may start several runs, one after the other. Its nodes come to the later ones by being
-told where the earlier ones are kept: the call that made such a run returns it.
+A script may start several runs, one after the other. Nodes of a later one get the run directories of the
+earlier ones: the calls that made those return them.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = [
 ]
 
 Asked: TypeAlias = Model | Callable[[], Model] | Job | Callable[[], Job]
-"""What `train` and `simulate` take first."""
+"""The first argument of `train` and `simulate`."""
 
 JOB_MODULE = "__gradstream_job__"
 """The `__name__` under which a node runs a job file."""
 
 
 class _Captured(BaseException):
-    """Ends a job file at the call that would start its run. Not an Exception: scripts catch those."""
+    """Ends a job file at the call that would start its run. Not an Exception, which scripts may catch."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _Captured(BaseException):
 
 @dataclasses.dataclass(slots=True)
 class _Reading:
-    """A job file is being read: up to the call that is asked for."""
+    """State while a job file is being read up to the call that starts its run."""
 
     earlier: list[Path]  # runs that are over already
     simulated: bool  # whether a simulation counts as well
@@ -68,17 +68,18 @@ _reading: _Reading | None = None
 
 
 def intercept(job: Job, *, simulated: bool = False) -> Path | None:
-    """What a function that starts runs calls first, with the job as it was asked for.
+    """Called first by every function that starts runs: ends the job file where it is only read for its job.
 
     Args:
-        simulated: the run is a simulation. Nodes of a real run are not asked to read up to a
-            simulation; one that comes before is done again by each of them.
+        job: the job of the call.
+        simulated: whether the run is a simulation. A node of a real run does not stop reading at a
+            simulation; it does the simulation again.
 
     Returns:
-        None: start the run. A path: this call's run is kept there; load it instead.
+        None to start the run; or the directory of this call's run, which is to be loaded instead.
 
     Raises:
-        BaseException: a private one, where the file is only being read for its job.
+        BaseException: a private one, where the file is only read for its job.
     """
     if _reading is None or (simulated and not _reading.simulated):
         return None
@@ -107,16 +108,16 @@ def _command_line(argv: Sequence[str]) -> Iterator[None]:
 
 
 def load_job(spec: str, *, earlier: Sequence[Path] | None = None, argv: Sequence[str] | None = None) -> Job:
-    """The job that a spec names.
+    """Loads the job that a spec names.
 
     Args:
         spec: "file.py", "file.py:function" or "module:function".
-        earlier: for nodes: run directories of the runs that the script makes before this one.
-        argv: what the file finds as `sys.argv`, here and on the nodes of its run; None: this process's own.
+        earlier: run directories of the runs that the script makes before this one; nodes give them.
+        argv: `sys.argv` for the file, here and on the nodes of its run; None takes that of this process.
 
     Raises:
-        ConfigError: no such file or function, or no job comes of it.
-        UserCodeError: what the file itself has raised.
+        ConfigError: there is no such file or function, or it does not make a job.
+        UserCodeError: the file has raised an error.
     """
     argv = tuple(sys.argv if argv is None else argv)
     place, colon, function = spec.rpartition(":")
@@ -133,7 +134,7 @@ def load_job(spec: str, *, earlier: Sequence[Path] | None = None, argv: Sequence
 
 
 def digest_of(spec: str) -> str:
-    """SHA-256 of the file that a job's spec names, "" where there is none; not of what that imports."""
+    """SHA-256 of the file that a job's spec names, without the modules it imports; "" where there is none."""
     place, colon, _ = spec.rpartition(":")
     place = place if colon else spec
     try:
@@ -181,7 +182,7 @@ ALONE = {
 
 @contextmanager
 def _as_lone_rank() -> Iterator[None]:
-    """A script that makes a process group before it says what it asks for is the only one in it meanwhile."""
+    """Lets a script that makes a process group before its call of `train` be the only rank in it."""
     if "RANK" in os.environ:
         yield
         return
@@ -200,7 +201,7 @@ def _as_lone_rank() -> Iterator[None]:
 
 
 def _read(path: Path, name: str) -> ModuleType:
-    """Runs a job file. Raises UserCodeError, with what of the traceback is the user's, where it fails."""
+    """Runs a job file. Raises UserCodeError, with the user's part of the traceback, where it fails."""
     try:
         with _as_lone_rank():
             return load_module(path, name)
@@ -225,7 +226,7 @@ def _from_guarded(path: Path, earlier: Sequence[Path] | None) -> Job:
         with _capturing(earlier):
             _read(path, "__main__")
     except _Captured as captured:
-        # The job's own classes go on living in the module they were defined in.
+        # The job keeps the module in which its classes are defined alive.
         return captured.job
     finally:
         if main is not None:
@@ -253,12 +254,12 @@ def _call(module: ModuleType, function: str, spec: str) -> Job:
 
 
 def job_of(given: Asked, data: object) -> Model | Callable[[], Model] | Job:
-    """The job that a function makes, where `given` is one and there is no data; else what is given.
+    """The job that `given` returns, where it is a function and there is no data; else `given` itself.
 
-    A function that a module holds is found there by other processes too: a notebook may import it.
+    Other processes find a function of a module too, also where a notebook has imported it.
 
     Raises:
-        ConfigError: it makes something else.
+        ConfigError: the function does not return a job.
     """
     if data is not None or not inspect.isfunction(given):
         return cast("Model | Job", given)
@@ -275,10 +276,10 @@ def job_of(given: Asked, data: object) -> Model | Callable[[], Model] | Job:
 
 
 def script_of_caller() -> str:
-    """The file of the script that is running: what its nodes have to read.
+    """The file of the running script, which its nodes read.
 
     Raises:
-        ConfigError: there is none, as in a notebook or on a prompt.
+        ConfigError: there is none, as in a notebook or at a prompt.
     """
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)

@@ -1,4 +1,4 @@
-"""The `Job`: everything that a run is told."""
+"""The `Job`: a training run as the user asks for it."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ __all__ = [
 
 
 Data = Dataset | str | tuple[Any, Any]
-"""What a run trains on: a data set, its name, or the pair (inputs, targets) of arrays."""
+"""The data of a run: a data set, its name, or the pair (inputs, targets) of arrays."""
 
 RIVALS = frozenset({"epochs", "steps"})
-"""To give one of them takes back what was said before about the others."""
+"""Fields that exclude each other: a later value of one removes an earlier value of the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,71 +50,78 @@ class Job:
 
     Args:
         model: a `Model`, or a function without arguments that makes one.
-        data: what to train on; a name or "file.py:function" is looked up (`gradstream data info`), a pair of
-            arrays (inputs, targets) becomes `from_arrays(inputs, targets)`.
-        strategy: how to distribute: a name, "file.py:Class", or a Strategy.
+        data: the data set; the name of one or "file.py:function" is looked up (`gradstream data info`), and a
+            pair of arrays (inputs, targets) becomes `from_arrays(inputs, targets)`.
+        strategy: the method of distribution: a name, "file.py:Class", or a Strategy.
         strategy_options: fields of the strategy, where it is given by name.
-        optimizer: the update rule: a name or an Optimizer; None leaves it to the strategy.
+        optimizer: the update rule: a name or an Optimizer; None takes the strategy's default.
         groups: settings of the update rule for some parameters, by patterns of their names:
             [{"match": "*.bias", "weight_decay": 0.0}, {"match": "head.*", "lr_scale": 10.0}]. Later ones win.
-        workers: how many replicas of the model.
-        servers: how many shards of the parameter server; None is one, or none for a strategy without.
+        workers: number of replicas of the model.
+        servers: number of shards of the parameter server; None is 1, or 0 for a strategy without a server.
         batch_size: samples per minibatch of one worker: one number, or one per worker.
         shares: relative amounts of data, one per worker: of each round, or, where the epoch is divided into
             partitions, of each epoch. Refused where workers take minibatches from a queue. "measured": the
-            sizes of the workers' minibatches follow their measured speed, and have as many samples together.
-            Where nobody waits for others, as under Downpour, that is needless: fast workers take more
-            minibatches.
-        assignment: without rounds, who gets which minibatch. "queue": each worker takes the next ones of the
-            epoch as it needs them. "partitions": each has a part of every epoch, as large as its share, and
-            others take what is left of it when they are done with theirs. None: as the strategy has it,
-            and partitions where the data is a stream.
-        accumulate: k: a step goes through k minibatches, one after the other, and counts as one with
-            the joined minibatch, in the memory of a small one.
-        clip_norm: greatest length of a worker's mean gradient over a step, clipped before the exchange.
-        clip_value: greatest size of an element of it. Both keep exchange from overlapping backprop.
+            sizes of the workers' minibatches follow their measured speed; their sum stays the same. Where no
+            worker waits for others, as under Downpour, fast workers take more minibatches without it.
+        assignment: how minibatches are assigned to workers, for strategies without rounds. "queue": each
+            worker takes the next one of the epoch when it needs it. "partitions": each has a part of every
+            epoch, as large as its share; workers that have finished theirs help the others. None: as the
+            strategy chooses, and partitions where the data is a stream.
+        accumulate: number k of minibatches per step. A worker computes them one after the other; the step
+            counts as one with the joined minibatch, but needs only the memory of a small one.
+        clip_norm: greatest norm of a worker's mean gradient over a step, clipped before the exchange.
+        clip_value: greatest absolute value of an element of that gradient. With either of the two, the
+            exchange does not overlap with backpropagation.
         epochs: passes over the data. Exactly one of `epochs` and `steps` is given.
-        steps: steps per worker: minibatches, or k of them.
-        evaluate_every: steps (synchronous: rounds) between two looks at held-out samples, or "epoch". The
-            worker of the lowest rank looks while the others go on or wait for it; besides, at the end.
-        metrics: functions (outputs, targets) to a number, by name, asked in each evaluation and in
-            `Run.evaluate`: the mean over the samples of a batch. Or the place of one: "file.py:top5".
+        steps: steps per worker: minibatches, or k of them with `accumulate`.
+        evaluate_every: steps (synchronous: rounds) between two evaluations on held-out samples, or "epoch".
+            The worker of the lowest rank evaluates, while the others go on or wait for it; there is one more
+            evaluation at the end.
+        metrics: functions from (outputs, targets) of a batch to a number, the mean over its samples, by name.
+            Each evaluation and `Run.evaluate` compute them. Or their places: "file.py:top5".
         until: ends the run before its epochs or steps do: `gradstream.until(accuracy=0.9, seconds=3600)`.
-        callbacks: objects told of the run in the process that calls `train`, by those of these methods that
-            they have: on_start(info), on_step(event), on_evaluate(event), on_log(event), on_end(run).
-        trackers: where the curves of a run on real machines go besides: "tensorboard", "wandb", "mlflow",
-            "trackio".
-        seed: of initial parameters, order of samples and dropout.
+        callbacks: objects with some of these methods, which are called in the process that calls `train`:
+            on_start(info), on_step(event), on_evaluate(event), on_log(event), on_end(run).
+        trackers: services that also get the curves of a run on real machines: "tensorboard", "wandb",
+            "mlflow", "trackio".
+        seed: seed of initial parameters, order of samples and dropout.
         name: part of the run directory's name; None takes the job file's.
-        run_dir: where the run is kept; None makes runs/<utc>-<name>.
-        record_machine: whether the run directory says on which machine, in which environment, by which
-            command and at which commit of git the run was made, with which versions.
-        record: note in which order things happen, so that the run can be replayed bit for bit:
-            `gradstream.replay.replay`. Of strategies that go through servers.
-        allow_lost: a training loop of your own ends well without data of a lost worker that the others could
-            not take over. They can where `session.shard` has made its DataLoader. Otherwise the run says
-            what is missing, and ends with an error.
+        run_dir: the run directory; None makes runs/<utc>-<name>.
+        record_machine: whether the run directory holds machine, environment, command, commit of git and
+            versions of packages.
+        record: whether nodes record the order of events, so that `gradstream.replay.replay` repeats the run
+            bit for bit. For strategies that use servers.
+        allow_lost: whether a run with your own training loop may finish without data of a lost worker that
+            the others could not take over (they can where `session.shard` has made the DataLoader). If not,
+            such a run ends with an error that says what is missing.
         chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 4194304. None is 262144;
             where all nodes exchange through shared memory, more for large models
             (`server.chunks.shared_chunk_elems`). It changes no result.
-        checkpoint_every: about how often a checkpoint is kept: a number of steps, "epoch", or a time such
-            as "10min"; None only when the run is stopped. None is made at the end: the result is.
-        keep_last: how many of the newest checkpoints are kept.
-        keep_best: keep the one with the best evaluation besides, where the run is evaluated.
-        device: what a `from_torch` model is computed on: "cpu", "cuda" (worker r takes GPU r modulo their
-            number on its machine), "cuda:1", or "auto": an accelerator where a machine has one. What is
-            exchanged stays in main memory.
-        carrier: what chunks travel by between two nodes: "grpc", "tcp" or "shm", or "auto", which takes the
-            best that both have. Membership is on gRPC in any case.
-        connections: over how many sockets "tcp" carries bulk between two nodes: several fill a long fat line
-            that one does not.
+        checkpoint_every: steps between two checkpoints, "epoch", or a time such as "10min"; None makes one
+            only when the run is stopped. At the end of a run there is its result and no checkpoint.
+        keep_last: number of newest checkpoints that are kept.
+        keep_best: whether the checkpoint with the best evaluation is kept too, where the run is evaluated.
+        device: device of a `from_torch` model: "cpu", "cuda" (worker r takes GPU r modulo the number of GPUs
+            of its machine), "cuda:1", or "auto": an accelerator where a machine has one. Gradients and
+            parameters are exchanged through main memory.
+        carrier: how chunks travel between two nodes: "grpc", "tcp" or "shm", or "auto", which takes the
+            best that both have. Membership always uses gRPC.
+        connections: number of sockets per pair of nodes that "tcp" uses for bulk data; several can fill a
+            fast link with a long delay that one cannot.
         deadlines: see `Deadlines`.
-        spec: where nodes find model and data: "file.py", "file.py:function", "module:function".
+        spec: place where nodes find model and data: "file.py", "file.py:function", "module:function".
             Filled in by `load_job` and `train`.
         argv: command line that nodes find as `sys.argv` when they read the job file: the launcher's own.
             Filled in by `load_job` and `train`.
-        origins: where values were given that are not the job file's, by key: "workers",
+        origins: origin of each value that is not the job file's, by key: "workers",
             "strategy.push_every". Filled in by `train` and `gradstream.job.settings`.
+
+    Example:
+        >>> job = gs.Job(model, data, strategy="ssp", workers=2, batch_size=8, epochs=2)
+        >>> run = gs.simulate(job)
+        >>> run.summary["steps"]
+        16
     """
 
     model: Model | Callable[[], Model] = field(kw_only=False)
@@ -206,13 +213,13 @@ def make_job(
     data: Data | None = None,
     **options: Unpack[JobOptions],
 ) -> Job:
-    """A job from the arguments of `train` and `simulate`: model, data and options, or a job to change.
+    """Makes a job from the arguments of `train` and `simulate`: model, data and options, or a job to change.
 
-    One of `epochs` and `steps` takes back the other of the job that is changed.
+    A new value of `epochs` or `steps` removes the other one from the job that is changed.
 
     Raises:
-        UnknownNameError: no such option; says the nearest one.
-        ConfigError: a model without data.
+        UnknownNameError: there is no such option; the message names the nearest one.
+        ConfigError: there is a model but no data.
     """
     known = [entry.name for entry in dataclasses.fields(Job)]
     for name in options:
@@ -231,13 +238,14 @@ def make_job(
 
 
 def build_model(job: Job, rank: int = 0) -> Model:
-    """The job's model, for its device; made now where the job has a function that makes it.
+    """The job's model on its device; calls the job's function where the job has one instead of a model.
 
     Args:
-        rank: of the worker that computes with it.
+        job: of the run.
+        rank: rank of the worker that computes with the model.
 
     Raises:
-        ConfigError: what came of it is not a model, or cannot be computed on the device.
+        ConfigError: the function did not return a model, or the model cannot be moved to the device.
     """
     model = job.model
     if not hasattr(model, "gradient") and callable(model):
@@ -258,10 +266,11 @@ def build_model(job: Job, rank: int = 0) -> Model:
 
 
 def spread_out(job: Job, origin: str) -> Job:
-    """The job of a run whose nodes are not all on one machine: what is left open is chosen for a network.
+    """The job with defaults for a network, for a run whose nodes are not all on one machine.
 
     Args:
-        origin: by what that is known, as `Job.origins` has it.
+        job: of the run.
+        origin: origin of these values for `Job.origins`.
     """
     if job.chunk_elems is not None:
         return job
@@ -270,7 +279,7 @@ def spread_out(job: Job, origin: str) -> Job:
 
 
 def is_open_ended(job: Job) -> bool:
-    """Whether loops of the user's own bring the data, nobody knows how much."""
+    """Whether training loops of the user's own bring the data, of an unknown amount."""
     return hasattr(job.data, "loop")
 
 

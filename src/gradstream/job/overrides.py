@@ -1,4 +1,4 @@
-"""A job's plain values: as other processes are told of them, and put into a job again."""
+"""Writes a job's plain values as JSON for other processes, and puts them into a job again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def overrides(job: Job) -> dict[str, Any]:
 
 
 def _place_of(metric: str | Metric) -> str:
-    """Where to find it; "" if only running the job file again brings it forth."""
+    """The place of a metric; "" where other processes have to take it from the job file."""
     try:
         return metric if isinstance(metric, str) else place_of(metric)
     except ConfigError:
@@ -37,10 +37,10 @@ def _place_of(metric: str | Metric) -> str:
 
 
 def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
-    """The job with the fields that `overrides` has made of another.
+    """The job with the fields that `overrides` has written.
 
     Raises:
-        ConfigError: a field that a job does not have, or that is not of its type.
+        ConfigError: a field is unknown, or its value has a wrong type.
     """
     values = dict(fields)
     try:
@@ -55,11 +55,13 @@ def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
         }
         return dataclasses.replace(job, **values)
     except (KeyError, TypeError, MismatchError) as error:
-        raise ConfigError(f"the fields of a job that another node has told: {error}") from error
+        raise ConfigError(
+            f"the fields of the job in the description of the run are wrong: {error}"
+        ) from error
 
 
 def _check(values: Mapping[str, Any]) -> None:
-    """Raises MismatchError for a field that is not what JSON holds of a job's."""
+    """Raises MismatchError for a field that a job does not have, or a value of a wrong type."""
     hints = {**typing.get_type_hints(Job), "run_dir": str | None, "metrics": Mapping[str, str]}
     for name, value in values.items():
         if name in _NOT_PLAIN or name not in hints:
@@ -77,7 +79,7 @@ def _own_metric(job: Job, name: str) -> str | Metric:
 
 
 def plain(value: Any) -> Any:
-    """A value of a field, as JSON holds it."""
+    """The value of a field as JSON holds it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, Path):

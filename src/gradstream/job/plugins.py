@@ -1,11 +1,11 @@
-"""Plugins: members of a family that installed packages offer, found by entry point.
+"""Plugins: strategies, update rules, codecs, data sets and carriers of installed packages.
 
-A package offers a strategy, say, by two lines of its `pyproject.toml`:
+A package registers one by an entry point, in two lines of its `pyproject.toml`:
 
     [project.entry-points."gradstream.strategies"]
     patient = "acme.sgd:Patient"
 
-Looking for offers reads metadata only: no code of a package runs until its member is asked for.
+Listing plugins reads metadata only: no code of a package runs until the plugin is loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from gradstream.errors import ConfigError
 
-__all__ = ["GROUPS", "HOUSE", "Plugin", "choose", "installed", "key_of"]
+__all__ = ["BUILT_IN", "GROUPS", "Plugin", "choose", "installed", "key_of"]
 
 GROUPS = {
     "strategy": "gradstream.strategies",
@@ -30,8 +30,8 @@ GROUPS = {
 }
 """Entry-point group of each family."""
 
-HOUSE = "gradstream"
-"""Origin of the house's own members."""
+BUILT_IN = "gradstream"
+"""Origin of the built-in members."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Plugin:
         kind: the family, a key of `GROUPS`.
         name: short name.
         place: "module:attribute".
-        origin: the package that offers it, with its version.
+        origin: the package that registers it, with its version.
     """
 
     kind: str
@@ -54,17 +54,17 @@ class Plugin:
         return f"{self.place} ({self.origin})"
 
     def load(self) -> Any:
-        """The member itself; imports its module.
+        """Imports the member.
 
         Raises:
-            ConfigError: that failed; says with what. Nothing else is affected.
+            ConfigError: the import failed; the message has the error.
         """
         module, _, name = self.place.partition(":")
         try:
             found = importlib.import_module(module)
             for part in name.split("."):
                 found = getattr(found, part)
-        except (Exception, SystemExit) as error:  # code of others: it may raise what it likes
+        except (Exception, SystemExit) as error:  # the package's code may raise anything
             last = traceback.format_exception_only(error)[-1].strip()
             raise ConfigError(
                 f"{self.kind} {self.name!r} of {self.origin} cannot be loaded from {self.place}: {last}; "
@@ -74,7 +74,7 @@ class Plugin:
 
 
 def installed(kind: str) -> list[Plugin]:
-    """What installed packages offer of a family, sorted by name and place."""
+    """The members of a family that installed packages register, sorted by name and place."""
     offers = []
     for entry in importlib.metadata.entry_points(group=GROUPS[kind]):
         package = entry.dist
@@ -84,18 +84,18 @@ def installed(kind: str) -> list[Plugin]:
     return sorted(offers, key=lambda offer: (key_of(offer.name), offer.place, offer.origin))
 
 
-def choose(kind: str, house: Mapping[str, str], name: str) -> Plugin | None:
-    """The member of this name: the house's own, or a plugin; None if there is none.
+def choose(kind: str, built_in: Mapping[str, str], name: str) -> Plugin | None:
+    """The built-in member or plugin of this name; None if there is none.
 
     Args:
         kind: the family.
-        house: the house's own members, place by name.
-        name: however it is spelt: case does not count, and _ is -.
+        built_in: places of the built-in members, by name.
+        name: the name; case does not matter, nor whether it has _ or -.
 
     Raises:
-        ConfigError: several have this name; says which, and how to name each of them.
+        ConfigError: several members have this name; the message lists them.
     """
-    own = [Plugin(kind, key, place, HOUSE) for key, place in house.items()]
+    own = [Plugin(kind, key, place, BUILT_IN) for key, place in built_in.items()]
     found = [offer for offer in (*own, *installed(kind)) if key_of(offer.name) == key_of(name)]
     if len(found) > 1:
         both = " and ".join(map(str, found))
@@ -107,5 +107,5 @@ def choose(kind: str, house: Mapping[str, str], name: str) -> Plugin | None:
 
 
 def key_of(name: str) -> str:
-    """What two names that count as one have in common."""
+    """The normal form of a name: equal for two names that count as one."""
     return name.lower().replace("_", "-")

@@ -1,8 +1,7 @@
-"""Names of strategies, update rules, data sets and carriers: the only place that knows the concrete classes.
+"""Finds strategies, update rules, data sets and carriers by name: only this module lists the concrete classes.
 
-Adding a method is one new file and one line here. A user's own class needs no line: it is named
-by where it is, "file.py:Class" or "module:Class". An installed package's is named as the package
-says (see `plugins`).
+A new method is one new file and one line here. A user's own class needs no line: it is named by its place,
+"file.py:Class" or "module:Class". An installed package registers a name (see `plugins`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, cast
 
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, UnknownNameError
-from gradstream.job.plugins import GROUPS, HOUSE, Plugin, choose, installed
+from gradstream.job.plugins import BUILT_IN, GROUPS, Plugin, choose, installed
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule, groups_of
 from gradstream.strategies.base import Strategy
@@ -90,15 +89,15 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
     "data set": DATASETS,
     "transport": TRANSPORTS,
 }
-"""The house's own members of each family, place by name."""
+"""Places of the built-in members of each family, by name."""
 
 
 def find_strategy(spec: str | Strategy, options: Mapping[str, Any] | None = None) -> Strategy:
-    """A strategy by name, by place ("mine.py:Mine"), or as it is, with these fields.
+    """Finds a strategy by name or place ("mine.py:Mine"), or takes an object; sets these fields of it.
 
     Raises:
-        UnknownNameError: no such strategy, or it has no such option; says the nearest one.
-        ConfigError: the file, or the class in it, cannot be had.
+        UnknownNameError: there is no such strategy or option; the message names the nearest one.
+        ConfigError: the file or the class in it cannot be loaded.
     """
     found = _find("strategy", spec, options or {})
     if not isinstance(found, Strategy):
@@ -109,7 +108,7 @@ def find_strategy(spec: str | Strategy, options: Mapping[str, Any] | None = None
 
 
 def find_optimizer(spec: str | Optimizer, options: Mapping[str, Any] | None = None) -> Optimizer:
-    """An update rule, likewise. Raises the same."""
+    """Finds an update rule in the same way as `find_strategy`, with the same errors."""
     _check_ours(spec)
     found = _find("optimizer", spec, options or {})
     missing = [name for name in ("lr", "state_names", "apply") if not hasattr(found, name)]
@@ -122,7 +121,7 @@ def find_optimizer(spec: str | Optimizer, options: Mapping[str, Any] | None = No
 
 
 def _check_ours(spec: object) -> None:
-    """Raises ConfigError for an optimizer of torch, or its class."""
+    """Raises ConfigError for an optimizer of torch, or for its class."""
     cls = spec if isinstance(spec, type) else type(spec)
     if any(base.__module__ == "torch.optim.optimizer" for base in cls.__mro__):
         own = cls.__name__ if cls.__name__.lower() in OPTIMIZERS else "SGD"
@@ -134,11 +133,11 @@ def _check_ours(spec: object) -> None:
 
 
 def find_dataset(spec: str, options: Mapping[str, Any] | None = None) -> Dataset:
-    """A data set by name or place: what the function or class there makes of these arguments.
+    """Finds a data set by name or place, and makes it with these arguments.
 
     Raises:
-        UnknownNameError, ConfigError: as for strategies; or what comes of it is no data set.
-        DataError: its data cannot be read.
+        UnknownNameError, ConfigError: as `find_strategy`; or the function does not return a data set.
+        DataError: the data cannot be read.
     """
     found = _find("data set", spec, options or {})
     if not (hasattr(found, "batch") or hasattr(found, "feed")) or not hasattr(found, "num_samples"):
@@ -149,17 +148,17 @@ def find_dataset(spec: str, options: Mapping[str, Any] | None = None) -> Dataset
 
 
 def catalogue(kind: str) -> list[Plugin]:
-    """All members of a family that have a name: the house's own, then those of installed packages."""
-    own = [Plugin(kind, name, place, HOUSE) for name, place in FAMILIES[kind].items()]
+    """All members of a family that have a name: the built-in ones, then those of installed packages."""
+    own = [Plugin(kind, name, place, BUILT_IN) for name, place in FAMILIES[kind].items()]
     return [*own, *installed(kind)]
 
 
 def class_of(kind: str, spec: Any) -> Callable[..., Any]:
-    """What makes a member of a family: its class, or a function for data sets and some names of ours.
+    """The class of a member of a family; a function for data sets and some built-in names.
 
     Args:
-        kind: "strategy" or "optimizer", for example: a key of `plugins.GROUPS`.
-        spec: its name, its place, its class, or the object itself.
+        kind: a key of `plugins.GROUPS`, such as "strategy" or "optimizer".
+        spec: name, place, class, or the member itself.
 
     Raises:
         ConfigError, UnknownNameError: as `find_strategy`.
@@ -174,10 +173,11 @@ def text_of_optimizer(
     groups: Sequence[Mapping[str, Any]] = (),
     ranges: Sequence[tuple[str, int, int]] = (),
 ) -> str:
-    """One of our update rules as text, the same for equal rules; `optimizer_of_text` reads it.
+    """Writes a built-in update rule as text, the same for equal rules; `optimizer_of_text` reads it.
 
     Args:
-        groups: as of a job, of the names in `ranges`.
+        optimizer: the update rule.
+        groups: parameter groups as in `Job.groups`, by the names in `ranges`.
         ranges: (name, start, stop) of parts of the flat vector, where there are groups.
     """
     described = describe(optimizer)
@@ -189,7 +189,7 @@ def text_of_optimizer(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rule:
-    """What a text says of an update rule; `place` is called "class" in it."""
+    """An update rule as a text has it; the text calls `place` "class"."""
 
     place: str
     fields: Mapping[str, Any]
@@ -198,7 +198,7 @@ class _Rule:
 
 
 def _check_plain(fields: Mapping[str, Any]) -> None:
-    """Raises ValueError where a field names code: a table would be made into an object of its class."""
+    """Raises ValueError for a field that is a table: it would be made into an object of a class that it names."""
     for name, value in fields.items():
         if isinstance(value, Mapping) or (
             isinstance(value, list | tuple) and any(isinstance(one, Mapping | list) for one in value)
@@ -207,10 +207,10 @@ def _check_plain(fields: Mapping[str, Any]) -> None:
 
 
 def optimizer_of_text(text: str) -> tuple[Optimizer, GroupedRule | None]:
-    """The update rule that a worker has named, and the same with what some ranges have of their own.
+    """Reads the update rule of a worker; the second value also has the settings of groups, or is None.
 
     Raises:
-        ConfigError: it is none of ours: a place of code is not taken from a peer.
+        ConfigError: the rule is not built in: no code is loaded because a peer names it.
     """
     try:
         described = parse_json(text, max_bytes=MAX_RULE_BYTES)
@@ -236,7 +236,7 @@ def optimizer_of_text(text: str) -> tuple[Optimizer, GroupedRule | None]:
 
 
 def describe(value: Any) -> dict[str, Any]:
-    """What `find_…` needs to make it again elsewhere, as JSON holds it.
+    """Describes an object as JSON, from which `find_…` makes it again in another process.
 
     Returns:
         {"class": ..., "fields": {...}, "defaults": {...}}. The class is "module:Class", or
@@ -254,10 +254,10 @@ def describe(value: Any) -> dict[str, Any]:
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """Where every node finds a function or a class: "file.py:name" or "module:name".
+    """The place at which every node finds a function or a class: "file.py:name" or "module:name".
 
     Raises:
-        ConfigError: nowhere: it is a lambda, a method, or was made inside of another function.
+        ConfigError: it has no place: it is a lambda, a method, or was defined inside another function.
     """
     name = getattr(function, "__qualname__", type(function).__name__)
     module = sys.modules.get(getattr(function, "__module__", ""))
@@ -271,7 +271,7 @@ def place_of(function: Callable[..., Any]) -> str:
 
 
 def find_function(place: str) -> Callable[..., Any]:
-    """The function at a place; that of a file that this process has read already is not read again.
+    """The function at a place. A file that this process has run already is not run again.
 
     Raises:
         ConfigError, UnknownNameError: no such file, module or function.
@@ -292,7 +292,7 @@ def find_function(place: str) -> Callable[..., Any]:
 
 
 def _scripts(path: Path) -> list[ModuleType]:
-    """Modules that have come of running a file under a name of ours, or as the main script."""
+    """The modules of a file that this process has run as the main script, or under a name of ours."""
     return [
         module
         for module in list(sys.modules.values())
@@ -301,7 +301,7 @@ def _scripts(path: Path) -> list[ModuleType]:
 
 
 def _is_script(module: ModuleType) -> bool:
-    """Whether a module has no name that it could be imported by in another process."""
+    """Whether a module has no name by which another process could import it."""
     special = module.__name__.startswith(("__", "_gradstream_"))
     return special and str(getattr(module, "__file__", "")).endswith(".py")
 
@@ -330,7 +330,7 @@ def check_places(value: Any) -> None:
 
 
 def revived(value: Any) -> Any:
-    """The object or function that `describe` has put into a field as a table; anything else as it is."""
+    """Makes the object or function that `describe` has written as a table; returns other values unchanged."""
     if isinstance(value, Mapping) and value.keys() == {"function"}:
         return find_function(_text(value["function"]))
     if isinstance(value, Mapping) and value.keys() == {"class", "fields"}:
@@ -352,10 +352,11 @@ def load_module(path: Path, name: str | None = None) -> ModuleType:
     """Runs a Python file as a module, once per name. Its folder becomes importable.
 
     Args:
+        path: the file.
         name: its `__name__`; None makes one from the path.
 
     Raises:
-        ConfigError: there is no such file. What the file itself raises is passed on.
+        ConfigError: there is no such file. Errors that the file itself raises are passed on.
     """
     path = path.resolve()
     if not path.is_file():
@@ -388,7 +389,7 @@ def _find(kind: str, spec: Any, options: Mapping[str, Any]) -> Any:
 
 
 def _class(kind: str, spec: str) -> Callable[..., Any]:
-    """What makes a member; for names, and for data sets, it may be a function."""
+    """The class of a member; a function for some names, and for data sets."""
     assert kind in GROUPS, kind
     place, colon, name = spec.rpartition(":")
     if not colon:
@@ -429,7 +430,7 @@ def _make(kind: str, name: str, cls: Callable[..., Any], options: Mapping[str, A
 
 
 def _check_complete(kind: str, name: str, cls: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raises ConfigError where an option is missing that has no default."""
+    """Raises ConfigError where an option without a default is missing."""
     missing = [
         entry.name
         for entry in inspect.signature(cls).parameters.values()

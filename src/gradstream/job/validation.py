@@ -1,4 +1,4 @@
-"""What can be wrong with a job, found before anything is started."""
+"""Checks a job before anything is started."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ __all__ = ["check", "check_resumed", "check_script", "check_strategy", "whole"]
 
 
 def check(job: Job) -> None:
-    """Looks at everything that can be wrong without starting anything.
+    """Checks the arguments of a job.
 
     Raises:
-        ConfigError: names the argument, what it is, and what it may be.
+        ConfigError: an argument is wrong; the message has its name, its value, and the values expected.
     """
     if not any(hasattr(job.data, name) for name in ("batch", "feed", "loop")) or not hasattr(
         job.data, "num_samples"
@@ -59,7 +59,7 @@ def check(job: Job) -> None:
         raise ConfigError(f"carrier={job.carrier!r}: expected one of {', '.join(CHOICES)}")
     device_of(job.device)
     if job.device != "cpu" and hasattr(job.model, "gradient"):
-        build_model(job)  # says whether it can be moved there
+        build_model(job)  # raises where the model cannot be moved to the device
     _check_evaluation(job)
     check_callbacks(job.callbacks)
 
@@ -119,7 +119,7 @@ def _check_evaluation(job: Job) -> None:
 
 
 def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
-    """Looks at what a strategy cannot do, or not together with what else is asked for. Raises ConfigError."""
+    """Raises ConfigError where a strategy does not support another argument of the job."""
     _check_quorum(job, strategy)
     if job.assignment is not None and strategy.partitioning == "rounds":
         raise ConfigError(
@@ -189,7 +189,7 @@ def _check_drive(job: Job, strategy: Strategy) -> None:
 
 
 def _check_shared(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
-    """Raises where a vector that workers write without waiting for each other cannot do what is asked for."""
+    """Raises ConfigError where a vector that workers write without locks does not support the job."""
     name = type(strategy).__name__
     check_compiler(f"what {name} does to shared memory")
     if is_open_ended(job):
@@ -203,7 +203,7 @@ def _check_shared(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
 
 
 def check_resumed(job: Job, resume: Resume) -> None:
-    """Another seed, or other data, is another order of samples: what is done of it means nothing then."""
+    """Raises ConfigError where seed or data changed: the samples that are done are those of another order."""
     for name, got, expected in (
         ("seed", job.seed, resume.seed),
         ("samples of the data", job.data.num_samples, resume.num_samples),
@@ -214,7 +214,7 @@ def check_resumed(job: Job, resume: Resume) -> None:
             )
 
 
-# What a training loop of the user's own decides itself.
+# Fields that a training loop of the user's own decides by itself.
 _OF_THE_LOOP = (
     "optimizer",
     "groups",
@@ -233,7 +233,7 @@ _OF_THE_LOOP = (
 
 
 def check_script(job: Job) -> None:
-    """Raises ConfigError where a script is asked for what its own loop decides."""
+    """Raises ConfigError where a field is given that the script's own loop decides."""
     defaults = {entry.name: entry for entry in dataclasses.fields(Job)}
     for name in _OF_THE_LOOP:
         entry, value = defaults[name], getattr(job, name)
@@ -250,7 +250,7 @@ def _is_positive(value: object) -> bool:
 
 
 def whole(name: str, value: object, *, least: int, other: str = "") -> None:
-    """Raises ConfigError for what is no whole number of at least `least`; `other` is what else it may be."""
+    """Raises ConfigError for a value that is not an integer >= `least`; `other` adds alternatives to the message."""
     try:
         number = operator.index(cast(Any, value))
     except TypeError:

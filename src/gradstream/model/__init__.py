@@ -1,4 +1,4 @@
-"""What the user brings, as a `Model` on one flat vector: from functions, a PyTorch module, or JAX."""
+"""Makes a `Model` on one flat vector out of functions, a PyTorch module, or JAX functions."""
 
 from gradstream.model.base import Layout, Model, Reduction, Slot
 from gradstream.model.batch import Batch

@@ -1,8 +1,7 @@
-"""A batch's arrays on their way to the user: numpy or torch, copied only where they must be.
+"""Converts a batch's arrays to numpy or torch for the user's functions, and copies only where it must.
 
-Floating-point arrays are cast to the model's own dtype (numpy's default is float64, a model's
-float32; mixing the two would silently double the work or fail deep inside the user's code).
-Integers, bytes and booleans stay as they are.
+Floating-point arrays are cast to the model's dtype. numpy's default is float64, a model's float32; mixing the
+two would silently double the work or fail inside the user's code. Integers, bytes and booleans stay unchanged.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ _NUMPY_DTYPES: dict[torch.dtype, type[np.floating[Any]]] = {
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[np.floating[Any]]:
-    """The numpy dtype that is a model's torch dtype."""
+    """The numpy dtype of a torch dtype."""
     return np.dtype(_NUMPY_DTYPES[dtype])
 
 
 def for_numpy(tree: Any, dtype: torch.dtype) -> Any:
     """The same tree with numpy arrays in place of arrays and tensors of any kind.
 
-    What is no array of numbers (text, None) stays as it is.
+    Leaves that are not numbers (text, None) stay unchanged.
     """
 
     def convert(leaf: Any) -> Any:
@@ -59,6 +58,6 @@ def for_torch(tree: Any, dtype: torch.dtype) -> Any:
 def _from_numpy(array: np.ndarray[Any, Any]) -> torch.Tensor:
     if array.flags.writeable:
         return torch.from_numpy(array)
-    with warnings.catch_warnings():  # torch has no read-only tensors; a module does not write its inputs
+    with warnings.catch_warnings():  # torch has no read-only tensors; modules do not write their inputs
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(array)

@@ -1,8 +1,8 @@
-"""One backward pass that lands in the flat gradient vector and says how far it has come.
+"""Runs one backward pass that fills the flat gradient vector, and reports how far it has come.
 
-Autograd hands each parameter's gradient over when its last contribution is in; it is moved into
-its place of the flat vector at once and dropped, so there is never a second whole gradient.
-What is reported is the *prefix*: a tensor that is ready out of order waits for those before it.
+Autograd delivers each parameter's gradient when its last contribution is complete. It is moved into the flat
+vector and dropped, so there is never a second whole gradient. The length of the finished *prefix* is reported:
+a tensor that is ready out of order waits for those before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradstream.errors import GradientError
 from gradstream.model.base import Layout, Slot
-from gradstream.model.factors import FactorPair, KeptLayers
+from gradstream.model.factors import FactorPair, FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
@@ -25,7 +25,7 @@ __all__ = ["Backprop", "Pass", "RowSink", "Sink"]
 
 
 class Pass:
-    """The backward pass from the loss. A loss may hold others, for gradients of its own (`autograd.grad`)."""
+    """Recognises the backward pass from the loss: computing a loss may run others (`autograd.grad`)."""
 
     __slots__ = ("_number",)
 
@@ -33,23 +33,23 @@ class Pass:
         self._number: int | None = None
 
     def begin(self, gradient: torch.Tensor) -> None:
-        """A hook of the loss: the pass that comes here is it."""
+        """A hook of the loss: the pass that calls it is the one from the loss."""
         del gradient
         self._number = torch._C._current_graph_task_id()
 
     @property
     def under_way(self) -> bool:
-        """Whether the node that asks runs in it."""
+        """Whether the calling node runs in that pass."""
         return torch._C._current_graph_task_id() == self._number
 
 
 class Sink:
-    """Where one parameter's gradient lands: the first contribution replaces, later ones add.
+    """Collects one parameter's gradient: the first contribution replaces the old content, later ones are added.
 
     Args:
         view: the parameter's place in the flat gradient vector, in its own shape.
         of: the pass that fills it.
-        kept: takes the gradient instead, where that is one product; None where it is to be formed.
+        kept: takes the factors of a gradient that is one product; None where the product is computed.
     """
 
     __slots__ = ("kept", "of", "ready", "view", "written")
@@ -62,18 +62,18 @@ class Sink:
         self.ready = False
 
     def add(self, gradient: torch.Tensor) -> None:
-        """Takes a contribution that exists as a tensor."""
+        """Adds a contribution that exists as a tensor."""
         self._form()
         if self.written:
             self.view.add_(gradient)
-        elif gradient.is_sparse:  # of a row-sparse tensor, where all of it is wanted
+        elif gradient.is_sparse:  # of a row-sparse tensor whose whole gradient is wanted
             self.view.zero_().add_(gradient.coalesce())
         else:
             self.view.copy_(gradient)
         self.written = True
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Takes the contribution left @ right without making a tensor of it."""
+        """Adds the contribution left @ right, without a temporary tensor."""
         if self.kept is not None and not self.written and self.kept.take(left, right):
             self.written = True
             return
@@ -85,7 +85,7 @@ class Sink:
         self.written = True
 
     def clear(self) -> None:
-        """There is no contribution: zero."""
+        """Sets the gradient to zero: there is no contribution."""
         if self.kept is not None:
             self.kept.clear()
         else:
@@ -98,11 +98,11 @@ class Sink:
 
 
 class RowSink:
-    """Where the gradient of one row-sparse parameter lands: rows.
+    """Collects the gradient of one row-sparse parameter, as rows.
 
     Args:
-        rows: of all tables.
-        table: which.
+        rows: gradients of all row-sparse parameters.
+        table: place of this parameter.
         of: the pass that fills it.
     """
 
@@ -116,36 +116,36 @@ class RowSink:
         self.ready = False
 
     def add(self, gradient: torch.Tensor) -> None:
-        """Takes a contribution, which must be sparse in its first dimension."""
+        """Adds a contribution, which must be sparse in its first dimension."""
         if not gradient.is_sparse or gradient.sparse_dim() != 1:
             raise self._dense()
         self._rows.add(self._table, gradient._indices()[0].cpu(), gradient._values().cpu())
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """A linear layer uses the table as its weight."""
+        """Raises GradientError: a linear layer uses the table as its weight."""
         raise self._dense()
 
     def clear(self) -> None:
-        """There is no contribution: no rows."""
+        """Does nothing: there is no contribution, and so there are no rows."""
 
     def _dense(self) -> GradientError:
         return GradientError(
-            f"gradient of {self._table.name!r} is dense, expected rows of it: it belongs to an embedding "
-            "with sparse=True, and something else uses all of it; build the embedding with sparse=False"
+            f"gradient of {self._table.name!r}: got a dense one, expected rows, since an embedding with "
+            "sparse=True has this weight; another layer uses all of it: build the embedding with sparse=False"
         )
 
 
 class Backprop:
-    """A context in which `loss.backward()` fills the flat gradient. Used for one pass.
+    """A context in which one backward pass from a loss fills the flat gradient.
 
-    Leaving it, in whatever way, takes the hooks off and leaves no `.grad` on the parameters.
+    On exit it removes its hooks, and sets `.grad` of all parameters to None.
 
     Args:
         layout: places of the parameters.
         parameters: the leaves, one per slot of the layout, in its order.
         gradient: (E,) the flat vector to fill.
-        report: told the length of the ready prefix as it grows.
-        kept: whose gradients are to be kept as factors. Their places in `gradient` are left as they are.
+        report: called with the length of the finished prefix as it grows.
+        kept: layers whose gradients are kept as factors. Their places in `gradient` are not written.
         rows: takes the gradients of row-sparse parameters; `gradient` is then that of `layout.rest`.
     """
 
@@ -155,7 +155,7 @@ class Backprop:
         parameters: Sequence[nn.Parameter],
         gradient: torch.Tensor,
         report: Report,
-        kept: KeptLayers | None = None,
+        kept: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> None:
         landing = layout if rows is None else layout.rest
@@ -165,7 +165,9 @@ class Backprop:
         self._parameters = parameters
         self._report = report
         self._prefix = 0  # how many sinks from the front are ready
-        self._hooked: list[tuple[Node, RemovableHandle]] = []  # leaves hold their nodes weakly: we must
+        self._hooked: list[
+            tuple[Node, RemovableHandle]
+        ] = []  # leaves hold their nodes by weak references only
         self._pass = Pass()
         views = dict(landing.views(gradient))
         self.sinks: list[Sink | RowSink] = [
@@ -178,8 +180,8 @@ class Backprop:
     def __enter__(self) -> Backprop:
         for index, parameter in enumerate(self._parameters):
             parameter.grad = None
-            # The node that gathers a leaf's gradient runs once all contributions are in, also when
-            # each of them went into the sink directly: a hook on the tensor would not fire then.
+            # The node that accumulates a leaf's gradient runs after all contributions, even if each went
+            # into the sink directly. A hook on the tensor would not run then.
             node = get_gradient_edge(parameter).node
             self._hooked.append((node, node.register_hook(self._hook(index))))
         return self
@@ -192,10 +194,10 @@ class Backprop:
             parameter.grad = None
 
     def run(self, loss: torch.Tensor) -> None:
-        """The backward pass from a scalar loss.
+        """Runs the backward pass from a scalar loss.
 
-        `loss.backward()` suspends an active function mode; recomputing a checkpointed part would
-        then take another path than its forward pass took. The engine itself suspends nothing.
+        `loss.backward()` suspends an active function mode, so a checkpointed part would be recomputed on
+        another path than its forward pass took. The engine itself does not suspend it.
         """
         loss.register_hook(self._pass.begin)  # type: ignore[no-untyped-call]
         torch.autograd.Variable._execution_engine.run_backward(
@@ -203,7 +205,7 @@ class Backprop:
         )
 
     def finish(self) -> None:
-        """Zero where no gradient came (a parameter that the loss does not depend on); all is ready."""
+        """Sets gradients to zero where none came (the loss does not depend on the parameter), and reports all."""
         for sink in self.sinks:
             if not sink.written:
                 sink.clear()
@@ -220,8 +222,9 @@ class Backprop:
         sink, parameter = self.sinks[index], self._parameters[index]
         if sink.ready:
             raise GradientError(
-                f"{self._layout.slots[index].name}: its gradient arrived twice in one backward pass, "
-                "after it was reported final; with torch.utils.checkpoint use use_reentrant=False"
+                f"{self._layout.slots[index].name!r}: its gradient arrived twice in one backward pass, after it "
+                "was sent. Activation checkpointing causes this: call torch.utils.checkpoint with "
+                "use_reentrant=False"
             )
         if parameter.grad is not None:
             sink.add(parameter.grad)

@@ -1,8 +1,8 @@
-"""The `Model` contract: what the user brings, seen as one flat vector.
+"""The `Model` contract: a user's model on one flat vector.
 
-Parameters are any tree of arrays to their owner; inside gradstream they are one contiguous
-vector in backward order, the layer whose gradient is ready first at the front, in which each
-tensor is a view. So "the first n elements are final" describes the state of a backprop.
+For the user, parameters are any tree of arrays. Inside gradstream they are one contiguous vector, of which each
+tensor is a view, in backward order: the layer whose gradient is ready first stands at the front. So "the first
+n elements are final" describes how far a backward pass has come.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Layout:
         dtype: torch.dtype,
         row_sparse: Container[str] = (),
     ) -> Layout:
-        """Packs (name, shape) pairs, given in backward order. Those named by `row_sparse` are so."""
+        """Packs (name, shape) pairs, given in backward order. `row_sparse` names the row-sparse ones."""
         slots, start = [], 0
         for name, shape in tensors:
             stop = start + math.prod(shape)
@@ -79,28 +79,28 @@ class Layout:
 
     @property
     def rest(self) -> Layout:
-        """The other tensors alone, packed: what a gradient has besides rows."""
+        """Layout of the other tensors alone: a gradient without its rows."""
         tensors = [(slot.name, slot.shape) for slot in self.slots if not slot.row_sparse]
         return Layout.of(tensors, self.dtype)
 
     @property
     def lead_bytes(self) -> int:
-        """How far past a multiple of 64 bytes flat vectors begin, so that the largest tensor begins at one.
+        """Bytes past a multiple of 64 at which flat vectors begin, so that the largest tensor begins at one.
 
-        Tensors follow one another without gaps, so most cut cache lines: a matrix product is written a
-        quarter slower to such a place (measured, AVX-512, 1500 x 49152: 0.53 s against 0.40 s).
+        Tensors follow one another without gaps, so most begin inside a cache line. A matrix product is written
+        to such a place a quarter slower (measured, AVX-512, 1500 x 49152: 0.53 s against 0.40 s).
         """
         largest = max(self.slots, key=lambda slot: slot.stop - slot.start, default=None)
         return 0 if largest is None else -largest.start * self.dtype.itemsize % ALIGNMENT_BYTES
 
     @property
     def milestones(self) -> tuple[int, ...]:
-        """The ends of the tensors: what a backprop reports as it goes."""
+        """The ends of the tensors, which a backward pass reports as it goes."""
         return tuple(slot.stop for slot in self.slots)
 
     @property
     def fingerprint(self) -> int:
-        """64 bits that differ when a name, shape, place, the dtype or what is row-sparse does. Never 0."""
+        """64 bits that differ if a name, a shape, a place, the dtype or a row-sparse mark differs. Never 0."""
         text = repr((self.dtype, [(s.name, s.shape) for s in self.slots]))
         if self.tables:
             text += repr([slot.name for slot in self.tables])
@@ -113,20 +113,20 @@ class Layout:
 
 
 class Model(Protocol):
-    """A model's outputs and gradients, on flat vectors. One worker drives one instance.
+    """Computes a model's outputs and gradients on flat vectors. Each worker has an instance of its own.
 
-    One that holds more than its parameters has two more methods (see `model.buffers`):
+    A model that has buffers (see `model.buffers`) has two more methods:
 
         buffers() -> Mapping[str, np.ndarray]               copies
-        load_buffers(buffers: Mapping[str, np.ndarray])     names that it does not know are passed over
+        load_buffers(buffers: Mapping[str, np.ndarray])     ignores names that it does not know
 
-    One that can tell its loss on held-out samples has another, for where no accuracy can be told:
+    A model that can compute its loss on held-out samples has these, used where there is no accuracy:
 
         held_out_loss(parameters, batch: Batch) -> float    mean or sum, as `reduction` says; evaluation mode
-        calls_itself: bool                                  its loss may not need `outputs`, nor they work
+        calls_itself: bool                                  the loss calls the module; `outputs` may not work
 
-    One whose layout has row-sparse tensors takes `rows: RowGradient` in `gradient`: their gradients go there,
-    and into a vector of `layout.rest` alone goes what is left. Without it everything goes into (E,).
+    A model whose layout has row-sparse tensors takes `rows: RowGradient` in `gradient`. If it is given, their
+    gradients go there, and all others into a vector of `layout.rest`. Otherwise all go into (E,).
     """
 
     reduction: Reduction
@@ -152,7 +152,7 @@ class Model(Protocol):
         """Writes the gradient of the loss at `parameters` (E,) into `gradient` (E,).
 
         Args:
-            seed: for dropout and the like; a function of (run seed, worker, step).
+            seed: seed of random numbers (dropout); a function of (run seed, worker, step).
             report: call with n once the first n elements of `gradient` are final; values grow,
                 the last one is E.
 
@@ -160,7 +160,7 @@ class Model(Protocol):
             The loss (mean or sum over samples, as `reduction` says; NaN where unknown).
 
         Raises:
-            GradientError: wrong shape or dtype, naming the tensor, what it got and expected.
+            GradientError: a gradient has the wrong shape or dtype; the message names the tensor.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""A batch: what a data set gives and a model takes, and the trees that its parts may be."""
+"""A batch, which a data set gives and a model takes, and the trees that its parts may be."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Batch:
     Args:
         inputs: an array or tensor, or a tree of them, samples along the first axis. Samples of
             varying length come as a list with one array for each, or padded.
-        targets: likewise; None where the inputs are all there is.
-        num_samples: how many. 0 where a worker has no share in a round.
+        targets: arrays or tensors of the same kind; None where there are only inputs.
+        num_samples: number of samples; 0 where a worker has none in a round.
         ids: the position of each sample in the data set; empty in a stream, whose samples have none.
     """
 
@@ -45,7 +45,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Tree) -> Tree:
 
 
 def leaves_of(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, leaf) in order; a path is what one would write behind the tree's name: "['x'][0]"."""
+    """(path, leaf) in order. A path is the Python expression behind the tree's name: "['x'][0]"."""
     if isinstance(tree, Mapping):
         for key, branch in tree.items():
             yield from leaves_of(branch, f"{path}[{key!r}]")

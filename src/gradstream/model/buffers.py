@@ -1,7 +1,7 @@
-"""Buffers: what a model holds besides its parameters, of each replica its own, such as running means.
+"""Buffers: arrays besides the parameters that each replica has of its own, such as running means.
 
-They are not trained and not exchanged while training goes on. Where one model is wanted, for
-evaluation or a checkpoint, those of all workers are averaged, weighted by samples gone through.
+They are neither trained nor exchanged during training. For an evaluation or a checkpoint, which need one model,
+the buffers of all workers are averaged, weighted by the samples that each has trained on.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Buffers = Mapping[str, np.ndarray[Any, Any]]
 
 
 def buffers_of(model: object) -> dict[str, np.ndarray[Any, Any]]:
-    """Copies of a model's buffers; {} of one that has none, or knows no such thing."""
+    """Copies of a model's buffers; {} for a model without any."""
     give = getattr(model, "buffers", None)
     return {} if give is None else dict(give())
 
 
 def load_buffers(model: object, buffers: Buffers) -> None:
-    """Sets a model's buffers, where it has some. Names that it does not know are passed over.
+    """Sets a model's buffers, if it has any. Names that the model does not know are ignored.
 
     Raises:
-        ConfigError: one is missing, or of another shape.
+        ConfigError: a buffer is missing, or has another shape.
     """
     take = getattr(model, "load_buffers", None)
     if take is not None:
@@ -39,7 +39,7 @@ def load_buffers(model: object, buffers: Buffers) -> None:
 
 @contextmanager
 def with_buffers(model: object, buffers: Buffers) -> Iterator[None]:
-    """A model with other buffers for a while. Raises ConfigError as `load_buffers` does."""
+    """Inside, the model has these buffers. Raises ConfigError as `load_buffers` does."""
     own = buffers_of(model)
     try:
         if buffers:
@@ -50,15 +50,15 @@ def with_buffers(model: object, buffers: Buffers) -> Iterator[None]:
 
 
 def average_buffers(replicas: Sequence[tuple[float, Buffers]]) -> dict[str, np.ndarray[Any, Any]]:
-    """One set of buffers out of several replicas'.
+    """Averages the buffers of several replicas.
 
-    Of floating-point ones the mean, weighted; computed in float64. Of integers and booleans (a count
-    of batches, a flag) the largest. The mean of running variances is an approximation: it leaves out
-    how far the means of the replicas are apart.
+    Floating-point buffers become the weighted mean, computed in float64. Integers and booleans (a count of
+    batches, a flag) become the largest. The mean of running variances is an approximation: it leaves out the
+    distances between the replicas' means.
 
     Args:
-        replicas: (samples it has gone through, its buffers) of each. If no replica has any samples,
-            all weigh the same.
+        replicas: (number of samples that it has trained on, its buffers) of each. If no replica has any
+            samples, all have the same weight.
 
     Raises:
         ConfigError: replicas differ in names or shapes.
@@ -67,7 +67,10 @@ def average_buffers(replicas: Sequence[tuple[float, Buffers]]) -> dict[str, np.n
         return {}
     shapes = [{name: array.shape for name, array in buffers.items()} for _, buffers in replicas]
     if any(other != shapes[0] for other in shapes[1:]):
-        raise ConfigError(f"replicas have buffers of different names or shapes: {shapes}")
+        raise ConfigError(
+            f"buffers: got different names or shapes from the workers, {shapes}; expected the same on all: build "
+            "the model alike on every worker"
+        )
     weights = np.array([weight for weight, _ in replicas], dtype=np.float64)
     if not weights.any():
         weights = np.ones(len(replicas))

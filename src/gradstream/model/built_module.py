@@ -1,4 +1,4 @@
-"""A PyTorch module as built: its parameters as views of a flat vector, its buffers its own."""
+"""A PyTorch module whose parameters are views of a flat vector."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["Build", "BuiltModule", "as_numpy", "build_module", "trained_of"]
 Build = Callable[[], nn.Module]
 
 _built: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
-"""Parts with trained parameters that a `build()` has returned in this process, by id."""
+"""Submodules with trained parameters that a `build()` has returned in this process, by id."""
 
 
 class BuiltModule:
-    """The one module of a `TorchModel`, without trained parameters of its own.
+    """The module of a `TorchModel`, whose trained parameters are views of a flat vector.
 
-    They are dropped once their shapes are known, so that memory holds the flat vector alone.
+    The module's own copies are dropped once their shapes are known, so that memory holds only the flat vector.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -56,7 +56,7 @@ class BuiltModule:
         ]
 
     def point_at(self, flat: torch.Tensor) -> None:
-        """Makes the parameters views of `flat`. Free where they are already: views keep its memory."""
+        """Makes the parameters views of `flat`. Does nothing if they are already."""
         at = (flat.data_ptr(), flat.numel())
         if at == self._at:
             return
@@ -69,12 +69,12 @@ class BuiltModule:
         """Raises ConfigError for a vector that cannot hold the parameters."""
         if flat.dtype != self.layout.dtype or flat.numel() != self.layout.elems:
             raise ConfigError(
-                f"parameters are {flat.numel()} x {flat.dtype}; this model's are "
-                f"{self.layout.elems} x {self.layout.dtype}: take the length and dtype from its layout"
+                f"parameters: got a vector of {flat.numel()} x {flat.dtype}, expected "
+                f"{self.layout.elems} x {self.layout.dtype}: take length and dtype from the model's layout"
             )
 
     def training(self, on: bool) -> None:
-        """Switches to the modes that `build` left the parts in, or all to eval()."""
+        """Sets submodules to the modes in which `build` left them, or all to eval()."""
         if self._training == on:
             return
         self.module.train(on)
@@ -83,8 +83,8 @@ class BuiltModule:
         self._training = on
 
     @property
-    def outer_layers(self) -> list[FactoredLayer]:
-        """Weights of wide linear layers that have one name: no other layer uses them."""
+    def factored_layers(self) -> list[FactoredLayer]:
+        """Wide linear layers whose weight has one name, so that no other layer uses it."""
         linear = {id(part.weight) for part in self.module.modules() if isinstance(part, nn.Linear)}
         num_names = Counter(self.names.values())
         return [
@@ -94,7 +94,7 @@ class BuiltModule:
         ]
 
     def wide(self, backprop: Backprop) -> AbstractContextManager[object]:
-        """The direct path for wide layers; nothing where the model has none."""
+        """The context that `WideLinear` needs; an empty one if the model has no wide layer."""
         triples = zip(self.layout.slots, self.parameters, backprop.sinks, strict=True)
         wide = [(parameter, sink) for slot, parameter, sink in triples if _is_wide(slot)]
         return WideLinear(*zip(*wide, strict=True)) if wide else nullcontext()
@@ -115,7 +115,7 @@ def _is_wide(slot: Slot) -> bool:
 
 
 def build_module(build: Build, seed: int) -> nn.Module:
-    """What `build()` gives under this seed. Raises ConfigError unless it is a module that can be trained."""
+    """Calls `build()` under this seed. Raises ConfigError unless it returns a module that can be trained."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(seed)
         module = build()
@@ -144,14 +144,14 @@ def build_module(build: Build, seed: int) -> nn.Module:
 
 
 def trained_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters that require a gradient, the last one first: that is about backward order."""
+    """Parameters that require a gradient, the last one first, which is about backward order."""
     return [(name, p) for name, p in module.named_parameters() if p.requires_grad][::-1]
 
 
 def _names(
     module: nn.Module, trained: list[tuple[str, nn.Parameter]]
 ) -> tuple[dict[str, str | None], dict[str, torch.Tensor]]:
-    """Name of every parameter -> the name that it is trained under, or None; and those frozen, by name."""
+    """(every parameter's names, each with the name under which it is trained or None; frozen ones by name)."""
     trained_as = {id(parameter): name for name, parameter in trained}
     names: dict[str, str | None] = {}
     frozen: dict[str, torch.Tensor] = {}
@@ -163,7 +163,7 @@ def _names(
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """In main memory. Numpy has no bfloat16: its values are float32 there."""
+    """The tensor as a numpy array; bfloat16, which numpy lacks, becomes float32."""
     wide = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
     array: np.ndarray[Any, Any] = wide.cpu().numpy()
     return array
@@ -175,7 +175,8 @@ def _dtype_of(trained: list[tuple[str, nn.Parameter]]) -> torch.dtype:
         return next(iter(dtypes))
     if not dtypes:
         raise ConfigError(
-            "from_torch: the module has no parameters that require a gradient; nothing to train"
+            "from_torch: the module has no parameters that require a gradient, so there is nothing to train: "
+            "set requires_grad=True on those to train"
         )
     got = ", ".join(f"{dtype} ({name})" for dtype, name in dtypes.items())
     raise ConfigError(

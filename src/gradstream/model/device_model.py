@@ -1,4 +1,4 @@
-"""A PyTorch model that a device computes, while the vectors that are exchanged stay in main memory."""
+"""A PyTorch model that a device computes, while the exchanged vectors stay in main memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradstream.model.base import Reduction
 from gradstream.model.batch import Batch, map_leaves
 from gradstream.model.built_module import Build, BuiltModule
 from gradstream.model.devices import Streams, device_of, streams_of
-from gradstream.model.factors import KeptLayers
+from gradstream.model.factors import FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.model.staging import Staging
 from gradstream.model.torch_module import Loss, LossOf, TorchModel, finite_loss, usable
@@ -28,11 +28,12 @@ __all__ = ["DeviceModel", "on_device"]
 def on_device(model: TorchModel, name: str, rank: int = 0) -> TorchModel:
     """The same model, not yet built, for a worker that computes on a device.
 
-    It keeps no layer as factors, on no machine: all workers of a run exchange the same.
+    It offers no factors, on any device, since all workers of a run must exchange the same vectors.
 
     Args:
-        name: see `Job.device`.
-        rank: of the worker.
+        model: the user's model.
+        name: name of the device; see `Job.device`.
+        rank: number of the worker.
 
     Raises:
         ConfigError: torch has no such device here.
@@ -41,16 +42,17 @@ def on_device(model: TorchModel, name: str, rank: int = 0) -> TorchModel:
     if device.type != "cpu":
         return DeviceModel(*model.given, streams=partial(streams_of, device))
     fresh = TorchModel(*model.given)
-    fresh.keeps_factors = False
+    fresh.offers_factors = False
     return fresh
 
 
 class DeviceModel(TorchModel):
-    """See `TorchModel`: what is given to it, and what it gives, is in main memory.
+    """A `TorchModel` that computes on a device. Its arguments and results are in main memory.
 
     Args:
-        streams: makes the copies. Called when something is first computed, so that nobody else touches the
-            device: shards and the launcher look at the layout alone.
+        build, loss, reduction, loss_of, spread: see `from_torch`.
+        streams: returns the copy streams. Called before the first computation, so that only a worker uses the
+            device: shards and the launcher read only the layout.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class DeviceModel(TorchModel):
         streams: Callable[[], Streams],
     ) -> None:
         super().__init__(build, loss, reduction, loss_of, spread)
-        self.keeps_factors = False
+        self.offers_factors = False
         self._make_streams = streams
         self._staging: Staging | None = None
 
@@ -76,10 +78,10 @@ class DeviceModel(TorchModel):
         *,
         seed: int,
         report: Report,
-        kept: KeptLayers | None = None,
+        kept: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> float:
-        """See `TorchModel.gradient`. Nobody waits for the device before all of backprop is asked for."""
+        """See `TorchModel.gradient`. Waits for the device only after the whole backward pass is queued."""
         if batch.num_samples == 0:
             return super().gradient(parameters, batch, gradient, seed=seed, report=report)
         built, staging, losses = self._module(), self._placed(), list[float]()
@@ -111,7 +113,7 @@ class DeviceModel(TorchModel):
             return super().held_out_loss(parameters, batch)
 
     def _placed(self) -> Staging:
-        """The way to the device. The first use moves the module there, and a loss that is one."""
+        """The vectors on the device. The first use moves the module there, and a loss that is a module."""
         if self._staging is None:
             built, streams = self._module(), self._make_streams()
             staging = Staging(built.layout.elems, built.layout.dtype, streams)
@@ -123,7 +125,7 @@ class DeviceModel(TorchModel):
         return self._staging
 
     def _show(self, built: BuiltModule, parameters: torch.Tensor) -> None:
-        """See `TorchModel._show`: the module's parameters are views of a vector on the device."""
+        """See `TorchModel._show`: copies the parameters to the device."""
         built.check(parameters)
         self._placed().show(parameters)
 

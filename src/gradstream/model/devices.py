@@ -1,7 +1,7 @@
-"""Devices beside the CPU: which there are, and how copies between one and main memory are made.
+"""Finds the devices beside the CPU, and copies between one and main memory.
 
-`Streams` makes each copy at once, which every device of torch can. `CudaStreams` asks for copies and goes
-on: the device makes them beside its computations, and an event says when one is done.
+`Streams` makes each copy at once, which works on every device of torch. `CudaStreams` queues copies and returns:
+the device makes them beside its computations, and an event tells when one has ended.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from gradstream.errors import ConfigError
 __all__ = ["Copied", "CudaStreams", "Streams", "device_of", "streams_of"]
 
 PIN_BYTES = 1 << 20
-"""Vectors from this size on are worth pinning."""
+"""Smaller vectors are not pinned: it would not pay."""
 
 MAX_PINNED = 8
-"""Vectors that stay pinned: more than the parameters and gradients that a worker goes round in."""
+"""The most vectors that stay pinned, more than the parameters and gradients that a worker uses in turn."""
 
 
 def device_of(name: str, rank: int = 0) -> torch.device:
     """The device that a name means on this machine.
 
     Args:
-        name: "cpu", a device as torch has it ("cuda:1"), "cuda" for the worker's share of those there are, or
-            "auto": the same of whatever accelerator there is, and the CPU where there is none.
-        rank: of the worker. Worker r takes the device r modulo their number: workers of one machine have
+        name: "cpu"; a device as torch names it ("cuda:1"); "cuda" for one of the GPUs, by rank; or "auto" for
+            one of the machine's accelerators of any kind, by rank, or the CPU if there is none.
+        rank: number of the worker. Worker r takes device r modulo their number. Workers of one machine have
             consecutive ranks, so they spread evenly.
 
     Raises:
@@ -48,7 +48,7 @@ def device_of(name: str, rank: int = 0) -> torch.device:
         device = torch.device(kind if name == "auto" else name)
     except (RuntimeError, TypeError):
         device = torch.device("meta")
-    index = cast(int | None, device.index)  # torch's types leave the None out
+    index = cast(int | None, device.index)  # torch's type hints lack the None
     if device.type == "cpu" and index is None:
         return device
     if device.type != kind or (index or 0) >= count:
@@ -61,19 +61,19 @@ def device_of(name: str, rank: int = 0) -> torch.device:
 
 
 class Copied(Protocol):
-    """Tells when a copy has been made: torch's events are such."""
+    """Tells when a copy has ended. torch's events have these methods."""
 
     def query(self) -> bool:
-        """Whether it has."""
+        """Whether the copy has ended."""
         ...
 
     def synchronize(self) -> None:
-        """Returns when it has."""
+        """Waits until the copy has ended."""
         ...
 
 
 class _AtOnce:
-    """Of a copy that had been made before anybody could ask."""
+    """A copy that has ended already."""
 
     def query(self) -> bool:
         return True
@@ -86,7 +86,7 @@ class Streams:
     """Copies between main memory and a device; this one makes each at once.
 
     Args:
-        device: with its index.
+        device: the device, with its index.
 
     Attributes:
         generators: indices of the devices whose random numbers a model may draw.
@@ -97,29 +97,29 @@ class Streams:
         self.generators: Sequence[int] = ()
 
     def current(self) -> AbstractContextManager[object]:
-        """While it is active, the device is that of this thread: "cuda" means this one."""
+        """Inside, this thread's "cuda" is this device."""
         return nullcontext()
 
     def pin(self, host: torch.Tensor) -> None:
-        """Lets the device read and write this memory by itself, which is faster. Copies do without, too."""
+        """Lets the device read and write this memory directly, which makes copies faster."""
 
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """New main memory for a copy of `tensor`."""
         return torch.empty_like(tensor, device="cpu")
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` on the device, for computations that are asked for from here on.
+        """`tensor` on the device, for computations that are queued after this call.
 
-        What it had in main memory stays as it is until they are done.
+        Its copy in main memory must not change until they have ended.
         """
         return tensor.to(self.device)
 
     def to_host(self, source: torch.Tensor, view: torch.Tensor) -> Copied:
-        """Copies what the computations asked for so far make of `source` into main memory.
+        """Copies `source` into main memory, as the computations that are queued so far leave it.
 
         Args:
-            source: on the device; not written before the copy is made.
-            view: of the same shape, in main memory; undefined before the copy is made.
+            source: tensor on the device; must not be written before the copy has ended.
+            view: tensor of the same shape in main memory; undefined before the copy has ended.
         """
         view.copy_(source)
         return _AtOnce()
@@ -129,14 +129,14 @@ class CudaStreams(Streams):
     """Copies that a CUDA device makes beside its computations.
 
     Args:
-        device: with its index.
+        device: the device, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.generators = (device.index,)
         self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pinned: OrderedDict[int, torch.Tensor] = OrderedDict()  # which keeps the memory
+        self._pinned: OrderedDict[int, torch.Tensor] = OrderedDict()  # holding a tensor keeps its memory
         weakref.finalize(self, _unpin_all, self._pinned).atexit = False
 
     def current(self) -> AbstractContextManager[object]:
@@ -145,7 +145,7 @@ class CudaStreams(Streams):
         return context
 
     def pin(self, host: torch.Tensor) -> None:
-        """See `Streams.pin`: in its place, so nothing is copied on the CPU. Pageable memory stays right."""
+        """See `Streams.pin`. Pins the memory where it is, so nothing is copied on the CPU."""
         memory = host.untyped_storage()
         at, size_bytes = memory.data_ptr(), memory.nbytes()
         if at in self._pinned:
@@ -153,7 +153,7 @@ class CudaStreams(Streams):
         elif size_bytes >= PIN_BYTES and _PINS_OUTLIVE_FORKS and not host.is_pinned():
             portable = 1  # for all threads' contexts
             if int(_cudart().cudaHostRegister(at, size_bytes, portable)) != 0:
-                with suppress(RuntimeError):  # torch would blame its next kernel for that: this one
+                with suppress(RuntimeError):  # or torch would raise this error at its next kernel
                     torch.zeros(1, device=self.device)
                 return
             self._pinned[at] = host
@@ -176,7 +176,7 @@ class CudaStreams(Streams):
         if not source.is_cuda:
             return super().to_host(source, view)
         self._out.wait_stream(torch.cuda.current_stream(self.device))
-        source.record_stream(self._out)  # whoever lets go of it before the copy is made
+        source.record_stream(self._out)  # keeps its memory until the copy has ended
         with torch.cuda.stream(self._out):
             view.copy_(source, non_blocking=True)
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -185,15 +185,15 @@ class CudaStreams(Streams):
 
 
 def streams_of(device: torch.device) -> Streams:
-    """How to copy to and from a device."""
+    """The copy streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else Streams(device)
 
 
 def _outlive_forks(release: str) -> bool:
-    """Whether memory that is pinned in its place stays so in a process that forks (for a data loader).
+    """Whether memory that is pinned in place stays so in a process that forks (for a data loader).
 
-    Linux copies pinned pages for the child from 5.10 on. Before, the parent could be left with other pages
-    than those the device knows.
+    From Linux 5.10 on, fork copies pinned pages for the child. Before that, the parent could be left with
+    pages other than those that the device uses.
     """
     version = re.match(r"(\d+)\.(\d+)", release)
     return version is not None and (int(version[1]), int(version[2])) >= (5, 10)
@@ -208,7 +208,7 @@ def _cudart() -> Any:
 
 def _unpin(at: int, host: torch.Tensor) -> None:
     _cudart().cudaHostUnregister(at)
-    del host  # not before
+    del host  # frees the memory after it is unregistered
 
 
 def _unpin_all(pinned: OrderedDict[int, torch.Tensor]) -> None:

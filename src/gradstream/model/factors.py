@@ -1,9 +1,13 @@
-"""Factors: the gradient of a linear layer as the two thin matrices whose product it is.
+"""Sufficient factors: the gradient of a linear layer as two thin matrices, whose product it is.
 
     y = x Wᵀ + b on a batch of K rows:   ∇W = δᵀ x,   δ = ∂ℓ/∂y (K×M),   x (K×Q)
 
-K(M+Q) numbers instead of M·Q. A model that offers them has an attribute `outer_layers` and takes
-`kept` in its `gradient`; which layers are kept as factors is for others to decide.
+These are K(M+Q) numbers instead of M·Q. A model that offers them has an attribute `factored_layers`, and its
+`gradient` takes `kept`. The strategy decides which layers are exchanged as factors.
+
+Reference:
+    Zhang and others, Poseidon: an efficient communication architecture for distributed deep learning on GPU
+    clusters, 2017.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["FactorPair", "FactoredLayer", "KeptLayers", "outer_layers_of"]
+__all__ = ["FactorPair", "FactorPairs", "FactoredLayer", "factored_layers_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +26,8 @@ class FactoredLayer:
     """A weight (M, Q) whose gradient may be the product of two factors.
 
     Args:
-        name: of the weight.
-        start: its first element in the flat vector.
+        name: name of the weight.
+        start: first element of the weight in the flat vector.
         outputs, inputs: M and Q.
     """
 
@@ -34,34 +38,35 @@ class FactoredLayer:
 
     @property
     def elems(self) -> int:
-        """M·Q."""
+        """Elements of the weight, M·Q."""
         return self.outputs * self.inputs
 
     @property
     def stop(self) -> int:
-        """The end of its range in the flat vector."""
+        """End of the weight in the flat vector."""
         return self.start + self.elems
 
     def factor_elems(self, rows: int) -> int:
-        """K(M+Q)."""
+        """Elements of both factors for K rows, K(M+Q)."""
         return rows * (self.outputs + self.inputs)
 
     def place(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its (M, Q) of a flat vector."""
+        """The view (M, Q) of the weight in a flat vector."""
         return flat[self.start : self.stop].view(self.outputs, self.inputs)
 
 
 class FactorPair:
-    """Where the factors of one layer's gradient land, of one minibatch.
+    """Holds the factors of one layer's gradient, for one minibatch.
 
     Args:
-        layer: which.
-        delta: (K, M).
+        layer: the layer.
+        delta: (K, M), δ of the formula above.
         x: (K, Q).
 
     Attributes:
-        state: "empty" until the backward pass gets there, and where the loss does not depend on the
-            layer; "refused" where its gradient is not one product of a row per sample, and was formed.
+        state: "empty" before the backward pass reaches the layer, or if the loss does not depend on it;
+            "kept" with factors; "refused" where the gradient is not one product with a row per sample, and
+            was computed instead.
     """
 
     __slots__ = ("delta", "layer", "state", "x")
@@ -73,7 +78,7 @@ class FactorPair:
         self.state: Literal["empty", "kept", "refused"] = "empty"
 
     def take(self, left: torch.Tensor, right: torch.Tensor) -> bool:
-        """Keeps left @ right = δᵀ x, if it can.
+        """Keeps the factors of left @ right = δᵀ x. Returns False where it cannot.
 
         Args:
             left: (M, rows).
@@ -87,22 +92,22 @@ class FactorPair:
         return True
 
     def refuse(self, view: torch.Tensor) -> None:
-        """There is more than one product: what was kept is formed in its place (M, Q) after all."""
+        """Computes the kept product into `view` (M, Q), since another contribution follows."""
         if self.state == "kept":
             torch.mm(self.delta.t(), self.x, out=view)
         self.state = "refused"
 
     def clear(self) -> None:
-        """No gradient: the product is zero."""
+        """Sets both factors to zero: there is no gradient."""
         self.delta.zero_()
         self.x.zero_()
 
 
-KeptLayers = Mapping[str, FactorPair]
-"""By name of the weight."""
+FactorPairs = Mapping[str, FactorPair]
+"""The factors of several layers, by the name of the weight."""
 
 
-def outer_layers_of(model: object) -> Sequence[FactoredLayer]:
-    """The layers whose factors a model can keep, in the order of the flat vector."""
-    found: Sequence[FactoredLayer] = getattr(model, "outer_layers", ())
+def factored_layers_of(model: object) -> Sequence[FactoredLayer]:
+    """The layers whose factors a model offers, in the order of the flat vector."""
+    found: Sequence[FactoredLayer] = getattr(model, "factored_layers", ())
     return found

@@ -1,7 +1,6 @@
-"""What a model's state has besides trained parameters and buffers, and no run changes.
+"""Parts of a model's state that no run changes: frozen parameters, and second names of tied ones.
 
-Frozen parameters, and second names of tied ones. Whoever loads a file of parameters into the module
-expects them there: `module.load_state_dict(tensors)` is strict.
+A file of parameters must have them too, since `module.load_state_dict(tensors)` is strict.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ __all__ = ["Fixed", "extra_of", "fixed_of", "load_fixed"]
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Tensors of a model that nobody trains.
+    """Tensors of a model that are not trained.
 
     Args:
-        frozen: parameters that require no gradient, by every name that they have.
-        second: further names of trained parameters, each with the one in the layout.
+        frozen: parameters that require no gradient, under all of their names.
+        second: further names of trained parameters, each with its name in the layout.
     """
 
     frozen: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
@@ -29,24 +28,24 @@ class Fixed:
 
 
 def fixed_of(model: object) -> Fixed:
-    """A model's fixed tensors; none of one that knows no such thing."""
+    """A model's fixed tensors; none for a model without such a method."""
     give = getattr(model, "fixed", None)
     return Fixed() if give is None else give()
 
 
 def extra_of(model: object) -> Mapping[str, np.ndarray[Any, Any]]:
-    """What a loop of the user's own has to go on with besides its model: what its optimizer remembers.
+    """The further state from which a user's own loop goes on, such as that of its optimizer.
 
-    Names begin with `checkpoint.own_state.EXTRA`. {} of a model that knows no such thing.
+    Names begin with `checkpoint.own_state.EXTRA`. {} for a model without such a method.
     """
     give = getattr(model, "extra", None)
     return {} if give is None else give()
 
 
 def load_fixed(model: object, frozen: Mapping[str, np.ndarray[Any, Any]]) -> None:
-    """Sets frozen parameters, and what `extra_of` has given, where a model lets them be set.
+    """Sets frozen parameters, and the state that `extra_of` has returned, if the model has a method for it.
 
-    Names that it does not know are passed over.
+    Names that the model does not know are ignored.
     """
     take = getattr(model, "load_fixed", None)
     if take is not None:

@@ -1,4 +1,4 @@
-"""`from_functions`: three functions on numpy arrays as a `Model` on flat vectors."""
+"""`from_functions`: makes a `Model` on flat vectors out of functions on numpy arrays."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def from_functions(
     dtype: Literal["float32", "float64"] = "float32",
     row_sparse: Sequence[str] = (),
 ) -> FunctionsModel:
-    """A model from functions on numpy arrays.
+    """Makes a model out of functions on numpy arrays.
 
-    Parameters are a dict of arrays, dicts and lists of such, or one array. The functions get them
-    as read-only views. A dict's order should be that of the computation, input side first: the
-    gradients of its last entries are exchanged first.
+    Parameters are one array, or a dict or list of arrays, which may be nested. The functions receive them as
+    read-only views. A dict should have the order of the computation, input side first: the gradients of its
+    last entries are exchanged first.
 
     Args:
-        init: seed to initial parameters; a pure function. Arrays are cast to `dtype`.
-        outputs: (parameters, inputs) to outputs, samples along the first axis.
-        gradients: (parameters, inputs, targets) to gradients in the structure, shapes and dtype of
-            the parameters, or to the tuple (loss, gradients).
-        loss: (outputs, targets) to a number; used where `gradients` gives no loss. Without it the
-            loss of such a model is unknown (NaN).
+        init: function from a seed to initial parameters, without side effects. Arrays are cast to `dtype`.
+        outputs: function from (parameters, inputs) to outputs, samples along the first axis.
+        gradients: function from (parameters, inputs, targets) to gradients in the structure, shapes and
+            dtype of the parameters, or to the tuple (loss, gradients).
+        loss: function from (outputs, targets) to a number, used where `gradients` returns no loss. Without it
+            the loss of such a model is unknown (NaN).
         reduction: whether gradients and loss are the mean or the sum over samples.
-        dtype: of the parameters. Floating-point inputs and targets are cast to it.
-        row_sparse: names of arrays (nested names joined by dots) of which a minibatch touches few rows.
-            `gradients` returns `gradstream.model.Rows` for them, and a strategy that can sends these rows alone.
+        dtype: dtype of the parameters. Floating-point inputs and targets are cast to it.
+        row_sparse: names of arrays (nested names joined by dots) of which a minibatch uses few rows.
+            `gradients` returns `gradstream.model.Rows` for them; strategies that support it send only these.
 
     Raises:
-        ConfigError: an argument is wrong; or, on first use, `init` gives no tree of number arrays.
+        ConfigError: an argument is wrong; or, on first use, `init` returns no tree of number arrays.
 
     Example:
         >>> model = from_functions(
@@ -77,7 +77,7 @@ def from_functions(
 
 
 class FunctionsModel:
-    """A user's functions, given views of the flat vector. Made by `from_functions`."""
+    """Calls a user's functions with views of the flat vector. Made by `from_functions`."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class FunctionsModel:
 
     @cached_property
     def _shapes(self) -> Tree:
-        """The parameters' tree with (shape) tuples for leaves: what the first `init` gave."""
+        """The tree of parameters that `init(0)` returns, with shapes (tuples) in place of arrays."""
         tree = self._init(0)
         found = iter([_number_array(name, leaf).shape for name, leaf in leaves(tree)])
         return rebuild(tree, lambda name: next(found))
@@ -109,14 +109,15 @@ class FunctionsModel:
         """Names and places of the arrays, the last of the tree first."""
         named = list(leaves(self._shapes))
         if not named:
-            raise ConfigError("from_functions: init(seed) returned no arrays; nothing to train")
+            raise ConfigError("from_functions: init(seed) returned no arrays, expected at least one to train")
         shapes = dict(named)
         for name in self._row_sparse:
             if name not in shapes:
                 raise UnknownNameError("row-sparse array", name, list(shapes))
             if not shapes[name]:
                 raise ConfigError(
-                    f"from_functions: row_sparse names {name!r}, which is a number without rows"
+                    f"from_functions: row_sparse names {name!r}, which is a single number; expected an array with "
+                    "rows along its first axis"
                 )
         return Layout.of(named[::-1], self._dtype, self._row_sparse)
 
@@ -126,7 +127,7 @@ class FunctionsModel:
         arrays = {name: _number_array(name, leaf) for name, leaf in leaves(tree)}
         if {name: a.shape for name, a in arrays.items()} != dict(leaves(self._shapes)):
             raise ConfigError(
-                f"from_functions: init({seed}) gave other names or shapes than init(0); "
+                f"from_functions: init({seed}) returned other names or shapes than init(0), expected the same: "
                 "they must not depend on the seed"
             )
         for name, view in self.layout.views(parameters):
@@ -183,7 +184,7 @@ class FunctionsModel:
         return {name: views[name].numpy() for name in reversed(views)}
 
     def _views(self, parameters: torch.Tensor) -> Tree:
-        """The user's own tree, of read-only views: who writes parameters in place gets an error."""
+        """The user's tree with read-only views, so that writing parameters in place raises an error."""
         views = {name: view.numpy() for name, view in self.layout.views(parameters)}
         for view in views.values():
             view.flags.writeable = False
@@ -221,11 +222,11 @@ class FunctionsModel:
 
 
 def _number_array(name: str, leaf: Any) -> np.ndarray[Any, Any]:
-    """An initial parameter as an array, if it is one of real numbers."""
+    """An initial parameter as an array. Raises ConfigError unless it has real numbers."""
     array = np.asarray(leaf)
     if array.dtype.kind not in "fiu":
         raise ConfigError(
-            f"from_functions: init() gave {type(leaf).__name__} of dtype {array.dtype} for {name!r}; "
+            f"from_functions: init() returned {type(leaf).__name__} of dtype {array.dtype} for {name!r}; "
             "expected an array of real numbers (containers are dicts and lists)"
         )
     return array
@@ -234,7 +235,7 @@ def _number_array(name: str, leaf: Any) -> np.ndarray[Any, Any]:
 def _checked(
     name: str, leaf: Any, shape: tuple[int, ...], dtype: np.dtype[np.floating[Any]]
 ) -> np.ndarray[Any, Any]:
-    """One gradient, if it has the parameter's shape and dtype. Python numbers fit a 0-d parameter."""
+    """Checks a gradient against the parameter's shape and dtype. Python numbers fit a 0-d parameter."""
     array = np.asarray(leaf)
     if array.shape != shape:
         raise GradientError(
@@ -251,10 +252,11 @@ def _checked(
 def _checked_rows(
     slot: Slot, leaf: Any, dtype: np.dtype[np.floating[Any]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row numbers and values of one row-sparse gradient, if they fit the parameter."""
+    """Row numbers and values of a row-sparse gradient, checked against the parameter."""
     if not isinstance(leaf, Rows):
         raise GradientError(
-            f"gradient of {slot.name!r} is {type(leaf).__name__}, expected gradstream.model.Rows: it is row-sparse"
+            f"gradient of {slot.name!r} is {type(leaf).__name__}, expected gradstream.model.Rows, since "
+            "row_sparse names it"
         )
     numbers = np.asarray(leaf.numbers)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
@@ -275,5 +277,7 @@ def _loss_value(loss: Any) -> float:
         )
     value = float(array.reshape(())[()])
     if not math.isfinite(value):
-        raise GradientError(f"loss is {value}; lower the learning rate or look at the inputs of this batch")
+        raise GradientError(
+            f"loss is {value}, expected a finite number: lower the learning rate, or check this batch's inputs"
+        )
     return value

@@ -1,7 +1,7 @@
-"""`from_jax`: pure functions of JAX as a `Model` on flat vectors.
+"""`from_jax`: makes a `Model` on flat vectors out of pure functions of JAX.
 
-JAX is imported when a model is first used: never before a fork, since it starts threads. Its
-configuration is the user's: nothing here changes it, and `jax.distributed` is not touched.
+JAX is imported when a model is first used, never before a fork, since it starts threads. This module does not
+change JAX's configuration, and does not use `jax.distributed`.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ def from_jax(
     reduction: Reduction = "mean",
     dtype: Literal["float32", "float64"] = "float32",
 ) -> JaxModel:
-    """A model from pure functions of JAX. Needs the extra: `pip install 'gradstream[jax]'`.
+    """Makes a model out of pure functions of JAX. Needs the extra: `pip install 'gradstream[jax]'`.
 
-    Differentiating and compiling is done here: `outputs` and `loss` are traced by `jax.jit`, once for
-    each shape of batch. Parameters are any pytree; their names are its paths, joined by dots. Its
-    order should be that of the computation, as in `from_functions` (JAX sorts the keys of dicts).
+    It differentiates and compiles the functions: `jax.jit` traces `outputs` and `loss` once for each shape of
+    batch. Parameters are any pytree; their names are its paths, joined by dots. The pytree should have the
+    order of the computation, as in `from_functions` (JAX sorts the keys of dicts).
 
     Args:
-        init: seed to initial parameters; a pure function. Arrays are cast to `dtype`.
-        outputs: (parameters, inputs) to outputs, samples along the first axis.
-        loss: (parameters, batch) or (parameters, batch, rng) to a scalar, or to (scalar, aux), of which
-            aux is dropped. The batch is the pair (inputs, targets), or all inputs where there are no
-            targets. `rng` is a JAX key, a function of (run seed, worker, step): for dropout.
+        init: pure function from a seed to initial parameters. Arrays are cast to `dtype`.
+        outputs: function from (parameters, inputs) to outputs, samples along the first axis.
+        loss: function from (parameters, batch) or (parameters, batch, rng) to a scalar, or to (scalar, aux),
+            of which aux is dropped. The batch is the pair (inputs, targets), or the inputs if there are no
+            targets. `rng` is a JAX key for dropout, a function of (run seed, worker, step).
         reduction: whether the loss is the mean or the sum over samples.
-        dtype: of the parameters. Floating-point inputs and targets are cast to it. For "float64" JAX's
+        dtype: dtype of the parameters. Floating-point inputs and targets are cast to it. For "float64" JAX's
             64-bit mode is on while these functions run, and nowhere else.
 
     Raises:
-        ConfigError: an argument is wrong; or, on first use, JAX is not installed or `init` gives no
-            tree of number arrays.
+        ConfigError: an argument is wrong; or, on first use, JAX is not installed or `init` returns
+            no tree of number arrays.
 
     Example:
         >>> model = from_jax(
@@ -76,19 +76,19 @@ def from_jax(
 
 @dataclass(frozen=True)
 class _Functions:
-    """What the first use of JAX makes: the tree of parameters, and compiled functions of it."""
+    """The structure of the parameters and the compiled functions, made on first use."""
 
     treedef: Any
     layout: Layout
-    names: tuple[str, ...]  # of the leaves, in the tree's order
+    names: tuple[str, ...]  # names of the leaves, in the tree's order
     outputs: Callable[[Any, Any], Any]
     loss_and_gradient: Callable[[Any, Any, Any], Any]
 
 
 class JaxModel:
-    """A user's JAX functions, given the flat vector's parts. Made by `from_jax`.
+    """Calls a user's JAX functions with views of the flat vector. Made by `from_jax`.
 
-    Holds no state of a replica: simulated workers share one, and what it has compiled.
+    It has no state of a replica, so simulated workers share one instance and its compiled functions.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class JaxModel:
         shapes = {slot.name: slot.shape for slot in functions.layout.slots}
         if treedef != functions.treedef or {name: array.shape for name, array in named.items()} != shapes:
             raise ConfigError(
-                f"from_jax: init({seed}) gave another tree or other shapes than init(0); "
+                f"from_jax: init({seed}) returned another tree or other shapes than init(0), expected the same: "
                 "they must not depend on the seed"
             )
         for name, view in functions.layout.views(parameters):
@@ -151,9 +151,10 @@ class JaxModel:
             value = float(loss)
             if not math.isfinite(value):
                 raise GradientError(
-                    f"loss is {value}; lower the learning rate or look at the inputs of this batch"
+                    f"loss is {value}, expected a finite number: lower the learning rate, or check this "
+                    "batch's inputs"
                 )
-            # Results are JAX's memory, looked at without a copy, and copied to their places once.
+            # Results are read in JAX's memory, and copied once, to their places.
             for slot, (name, view) in zip(
                 functions.layout.slots, functions.layout.views(gradient), strict=True
             ):
@@ -166,7 +167,7 @@ class JaxModel:
         with self._precision():
             found = self._functions.outputs(self._tree(parameters), for_numpy(inputs, self._dtype))
             array = np.asarray(found)
-        if array.dtype.kind not in "biufc":  # bfloat16, which neither numpy nor torch reads
+        if array.dtype.kind not in "biufc":  # bfloat16, which torch cannot read from numpy
             array = array.astype(np.float32)
         return torch.from_numpy(array.copy())
 
@@ -176,7 +177,7 @@ class JaxModel:
         return {name: views[name].numpy() for name in self._functions.names}
 
     def _tree(self, parameters: torch.Tensor) -> Any:
-        """The user's own tree, of views. JAX reads them before its results are waited for."""
+        """The user's tree with views. JAX has read them when its results are there."""
         return self._functions.treedef.unflatten(self.tree(parameters).values())
 
     def _precision(self) -> AbstractContextManager[Any]:
@@ -193,7 +194,7 @@ class JaxModel:
         with self._precision():
             named, treedef = _named(jax, self._init(0))
         if not named:
-            raise ConfigError("from_jax: init(seed) returned no arrays; nothing to train")
+            raise ConfigError("from_jax: init(seed) returned no arrays, expected at least one to train")
         layout = Layout.of([(name, array.shape) for name, array in reversed(named.items())], self._dtype)
 
         def scalar(parameters: Any, batch: Any, seed: Any) -> Any:
@@ -215,18 +216,18 @@ def _jax() -> ModuleType:
 
 
 def _takes_rng(loss: Loss) -> bool:
-    """Whether the loss has a third argument that must be given, or one that is called rng or key."""
+    """Whether the loss has a third argument without a default, or one named rng or key."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         parameters = [p for p in inspect.signature(loss).parameters.values() if p.kind in positional]
     except (TypeError, ValueError):
-        return False  # a callable that does not say: it gets two
+        return False  # the signature is not known: pass two arguments
     third = parameters[2] if len(parameters) > 2 else None
     return third is not None and (third.default is third.empty or third.name in ("rng", "key"))
 
 
 def _named(jax: ModuleType, tree: Any) -> tuple[dict[str, Array], Any]:
-    """Arrays by the dotted path of each, in the tree's order, and the structure of the tree."""
+    """(arrays by their dotted paths, in the tree's order; structure of the tree)."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     named: dict[str, Array] = {}
     for path, leaf in leaves:
@@ -236,17 +237,20 @@ def _named(jax: ModuleType, tree: Any) -> tuple[dict[str, Array], Any]:
             array = array.astype(np.float32)
         if array.dtype.kind not in "fiu":
             raise ConfigError(
-                f"from_jax: init() gave {type(leaf).__name__} of dtype {array.dtype} for {name!r}; "
+                f"from_jax: init() returned {type(leaf).__name__} of dtype {array.dtype} for {name!r}; "
                 "expected an array of real numbers"
             )
         if name in named:
-            raise ConfigError(f"two arrays are named {name!r}; do not use dots in the keys of nested dicts")
+            raise ConfigError(
+                f"from_jax: two arrays are named {name!r}, expected different names: names of nested keys are "
+                "joined by dots, so do not use dots in the keys"
+            )
         named[name] = array
     return named, treedef
 
 
 def _scalar(found: Any) -> Any:
-    """The loss of what a loss function returned, looked at while it is traced."""
+    """Takes the loss from the result of a loss function, and checks it while it is traced."""
     loss = found[0] if isinstance(found, tuple) else found
     if isinstance(found, tuple) and len(found) != 2:
         raise GradientError(f"loss() returned a tuple of {len(found)}, expected a scalar or (scalar, aux)")
@@ -260,5 +264,5 @@ def _scalar(found: Any) -> Any:
 
 
 def _seed32(seed: int) -> np.uint32:
-    """What JAX makes a key of, in its 32-bit mode as in the other."""
+    """A seed for a JAX key, the same in 32-bit and 64-bit mode."""
     return np.uint32((seed ^ (seed >> 32)) & 0xFFFFFFFF)

@@ -1,8 +1,8 @@
-"""Row-sparse gradients: of a table with a million rows, a minibatch touches a hundred.
+"""Row-sparse gradients: a minibatch uses a hundred rows of a table that has a million.
 
-A tensor is *row-sparse* where the model says so: `nn.Embedding(..., sparse=True)` in PyTorch, names given to
-`from_functions`. Its gradient is then a list of row numbers and their values, from backprop to the update
-rule on the shard. The whole tensor is never gone through.
+The model says which tensors are *row-sparse*: `nn.Embedding(..., sparse=True)` in PyTorch, names passed to
+`from_functions`. From the backward pass to the update rule on the shard, the gradient of such a tensor is a list
+of row numbers and their values. No step reads or writes the whole tensor.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Rows:
     """What `gradients` of `from_functions` returns for a row-sparse array: the rows that have a gradient.
 
     Args:
-        numbers: (n,) integers, which rows along the first axis. A row that comes twice has the sum of both.
-        values: (n, ...) their gradients, in the parameter's dtype.
+        numbers: (n,) integers, indices of rows along the first axis. Values of a repeated row are added up.
+        values: (n, ...) gradients of these rows, in the parameter's dtype.
     """
 
     numbers: np.ndarray[Any, Any]
@@ -34,11 +34,11 @@ class Rows:
 
 
 TableRows = tuple[torch.Tensor, torch.Tensor]
-"""Row numbers (n,), int64, growing, each once; and their values (n, row_elems)."""
+"""Row numbers (n,), int64, ascending, each once; and their values (n, row_elems)."""
 
 
 def merged(numbers: torch.Tensor, values: torch.Tensor, num_rows: int) -> TableRows:
-    """Rows in growing order, each once: what a row has several times is summed up, in the order given.
+    """Rows in ascending order, each once. Values of a repeated row are added up in the order given.
 
     Args:
         numbers: (n,) int64, from 0 to num_rows - 1.
@@ -52,11 +52,11 @@ def merged(numbers: torch.Tensor, values: torch.Tensor, num_rows: int) -> TableR
 
 
 class RowGradient:
-    """The gradient of all row-sparse tensors of a model: of a minibatch, or summed up over several.
+    """The gradients of all row-sparse tensors of a model, for one minibatch or summed over several.
 
     Args:
-        tables: those tensors.
-        dtype: of their elements.
+        tables: the row-sparse tensors.
+        dtype: dtype of their elements.
     """
 
     def __init__(self, tables: Sequence[Slot], dtype: torch.dtype) -> None:
@@ -74,14 +74,14 @@ class RowGradient:
         return parts[0]
 
     def add(self, table: Slot, numbers: torch.Tensor, values: torch.Tensor, weight: float = 1.0) -> None:
-        """Adds weight · rows. They are not copied where the weight is 1.
+        """Adds weight · rows. With weight 1 they are not copied.
 
         Args:
-            numbers: (n,) integers, in any order, each any number of times.
+            numbers: (n,) integers in any order, with repetitions.
             values: (n, ...) elements of these rows.
 
         Raises:
-            GradientError: there is no such row.
+            GradientError: a row number is out of range.
         """
         if not len(numbers):
             return
@@ -97,7 +97,7 @@ class RowGradient:
         self._rows[table.name].append(rows if weight == 1.0 else (rows[0], rows[1] * weight))
 
     def replace(self, table: Slot, numbers: torch.Tensor, values: torch.Tensor) -> None:
-        """Puts these rows in the place of all that a table has: numbers growing, each once."""
+        """Replaces all rows of a table. Numbers must be ascending, each once."""
         self._rows[table.name] = [(numbers, values)]
 
     def add_all(self, other: RowGradient, weight: float = 1.0) -> None:
@@ -112,7 +112,7 @@ class RowGradient:
             self.replace(table, numbers, values * factor)
 
     def clamp(self, bound: float) -> None:
-        """Cuts each value off at -bound and bound."""
+        """Clips each value to [-bound, bound]."""
         for table in self.tables:
             numbers, values = self[table]
             self.replace(table, numbers, values.clamp(-bound, bound))
@@ -124,5 +124,5 @@ class RowGradient:
 
     @property
     def num_rows(self) -> int:
-        """Rows that have a gradient, of all tables."""
+        """Number of rows that have a gradient, in all tables."""
         return sum(len(self[table][0]) for table in self.tables)

@@ -1,10 +1,10 @@
-"""Between the flat vectors in main memory, which are exchanged, and a device that computes.
+"""Copies flat vectors between main memory, where they are exchanged, and a device that computes.
 
     parameters (E,)  ── one copy ──▶  flat on the device; the module's parameters are views of it
     gradient (E,)    ◀── a copy as often as enough of it is ready, while backprop goes on ──  flat there
 
-A copy out goes by a stream of its own, behind the computations that it needs and beside those that follow.
-What it brings is reported once its event says that it has arrived, and not before.
+Copies to main memory run on a stream of their own, after the computations that they need and beside those that
+follow. Elements are reported when the event of their copy says that they have arrived.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradstream.runtime.base import Report
 __all__ = ["COPY_ELEMS", "Landing", "Staging"]
 
 COPY_ELEMS = 1 << 16
-"""A gradient is copied out in pieces of at least so many elements: a copy costs some microseconds."""
+"""A gradient is copied in pieces of at least so many elements, since a copy costs some microseconds."""
 
 
 class Staging:
@@ -30,8 +30,8 @@ class Staging:
 
     Args:
         elems: E.
-        dtype: of the parameters.
-        streams: of the device.
+        dtype: dtype of the parameters.
+        streams: copy streams of the device.
     """
 
     def __init__(self, elems: int, dtype: torch.dtype, streams: Streams) -> None:
@@ -40,16 +40,16 @@ class Staging:
         self._gradient = torch.empty_like(self.parameters)
 
     def show(self, parameters: torch.Tensor) -> None:
-        """What is computed from here on sees these (E,). They may change when that is done."""
+        """Copies parameters (E,) to the device, for the next computations. They may change once those have ended."""
         self.parameters.copy_(parameters, non_blocking=True)
 
     @contextmanager
     def landing(self, gradient: torch.Tensor, report: Report) -> Iterator[Landing]:
-        """A gradient's way into main memory. No copy is under way any more when this is left.
+        """Copies a gradient to main memory as it is computed. On exit, all copies have ended.
 
         Args:
             gradient: (n,) in main memory, n <= E; written.
-            report: told the length of the prefix that has arrived, as it grows.
+            report: called with the length of the prefix that has arrived, as it grows.
         """
         self.streams.pin(gradient)
         landing = Landing(self.streams, self._gradient[: len(gradient)], gradient, report)
@@ -60,13 +60,13 @@ class Staging:
 
 
 class Landing:
-    """One gradient on its way from the device into main memory.
+    """Copies one gradient from the device to main memory, piece by piece.
 
     Args:
-        streams: make the copies.
-        source: (n,) on the device: where backprop writes it.
+        streams: copy streams of the device.
+        source: (n,) on the device, where the backward pass writes it.
         gradient: (n,) in main memory.
-        report: told what has arrived.
+        report: called with the length of the prefix that has arrived.
     """
 
     def __init__(
@@ -76,34 +76,34 @@ class Landing:
         self._streams = streams
         self._gradient = gradient
         self._report = report
-        self._asked = 0  # elements whose copies were asked for
+        self._asked = 0  # elements whose copies are queued
         self._under_way: deque[tuple[Copied, Callable[[], None]]] = deque()
 
     def scalar(self, value: torch.Tensor, then: Callable[[float], None]) -> None:
-        """Has `then` called with a number of the device: not now, but before what follows is reported."""
+        """Copies a number, and calls `then` with it, before any element that is copied later is reported."""
         host = self._streams.pinned_like(value)
         copied = self._streams.to_host(value, host)
         self._under_way.append((copied, lambda: then(float(host))))
 
     def ready(self, elems: int) -> None:
-        """A `Report` for backprop: so many elements from the front are written there, or will be."""
+        """Takes the reports of a backward pass: `elems` from the front are written on the device, or queued."""
         if elems - self._asked >= COPY_ELEMS or elems == len(self.source):
             piece = slice(self._asked, elems)
             copied = self._streams.to_host(self.source[piece], self._gradient[piece])
             self._under_way.append((copied, partial(self._report, elems)))
             self._asked = elems
-        self._tell(wait=False)
+        self._report_arrived(wait=False)
 
     def finish(self) -> None:
         """Reports the rest, piece by piece as it arrives."""
-        self._tell(wait=True)
+        self._report_arrived(wait=True)
 
     def abandon(self) -> None:
-        """Returns once nothing is under way; reports nothing."""
+        """Waits for all copies, and reports nothing."""
         while self._under_way:
             self._under_way.popleft()[0].synchronize()
 
-    def _tell(self, *, wait: bool) -> None:
+    def _report_arrived(self, *, wait: bool) -> None:
         while self._under_way:
             copied, then = self._under_way[0]
             if wait:

@@ -1,4 +1,4 @@
-"""`from_torch`: a PyTorch module and a loss as a `Model` on flat vectors."""
+"""`from_torch`: makes a `Model` on flat vectors out of a PyTorch module and a loss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import Build, BuiltModule, as_numpy, build_module, trained_of
-from gradstream.model.factors import FactoredLayer, KeptLayers
+from gradstream.model.factors import FactoredLayer, FactorPairs
 from gradstream.model.fixed import Fixed
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
@@ -38,33 +38,33 @@ def from_torch(
     loss_of: LossOf = "outputs",
     spread: bool = False,
 ) -> TorchModel:
-    """A model from a function that builds a PyTorch module, and a loss.
+    """Makes a model out of a function that builds a PyTorch module, and a loss.
 
-    Trained are the parameters that require a gradient, under their own names. Tied weights count once,
-    and are saved under each of their names. Frozen parameters come from a `build()` under a fixed seed,
-    so that all workers have the same ones; they are saved too. Buffers (a BatchNorm's running means)
-    are each worker's own while it trains, and are averaged by samples for evaluation and for the saved
-    model; those that are not persistent are never exchanged. Gradients are computed in the train() mode
-    that `build` left its modules in, outputs in eval() mode. torch's generator is seeded for each
-    gradient by (run seed, worker, step), so that dropout is reproducible. The weight of an embedding with
-    sparse=True is row-sparse: a strategy that can sends its touched rows alone.
+    Parameters that require a gradient are trained, under their own names. Tied weights count once, and are
+    saved under each of their names. Frozen parameters come from a `build()` under a fixed seed, so all workers
+    have the same; they are saved too. Each worker has buffers (a BatchNorm's running means) of its own while it
+    trains; for an evaluation and for the saved model they are averaged, weighted by samples. Buffers that are
+    not persistent are never exchanged. Gradients are computed in the modes in which `build` left its modules,
+    outputs in eval() mode. For each gradient, torch's generator is seeded by (run seed, worker, step), so
+    dropout is reproducible. The weight of an embedding with sparse=True is row-sparse: strategies that support
+    it send only the rows that were used.
 
     Args:
         build: returns a new module, initialised with torch's generator (which is seeded).
-        loss: (outputs, targets) to a scalar tensor, `torch.nn.functional.cross_entropy` for one.
-            Floating-point inputs and targets are cast to the parameters' dtype. torch.autocast
-            may be used in it, and in the module.
+        loss: function from (outputs, targets) to a scalar tensor, such as
+            `torch.nn.functional.cross_entropy`. Floating-point inputs and targets are cast to the parameters'
+            dtype. The loss and the module may use torch.autocast.
         reduction: whether `loss` is the mean or the sum over samples.
-        loss_of: "batch" for a loss of another shape: (module, batch) to a scalar tensor. It calls the
-            module itself; the batch is the pair (inputs, targets), or all inputs where there are no
-            targets. `spread` is then the loss's own affair, but for `outputs`.
-        spread: how inputs that are a dict or a tuple get to the module: as one argument, or with
-            True as keywords, or as several arguments.
+        loss_of: "batch" for a loss that calls the module itself: a function from (module, batch) to a scalar
+            tensor. The batch is the pair (inputs, targets), or the inputs if there are no targets. `spread`
+            then concerns only `outputs`.
+        spread: True passes inputs that are a dict to the module as keyword arguments, and those that are a
+            tuple as several arguments. False passes them as one argument.
 
     Raises:
-        ConfigError: `build` is a module, or `loss` no function; on first use, where `build` returns no
-            module, the same one again, or one whose parameters are none, of several dtypes, or neither
-            float32 nor float64.
+        ConfigError: `build` is a module, or `loss` is not a function. On first use: `build` returns no
+            module, or the same one twice, or the module has no parameters to train, or several dtypes, or one
+            that is neither float32 nor float64.
 
     Example:
         >>> model = from_torch(lambda: nn.Linear(3, 1), nn.functional.mse_loss)
@@ -74,7 +74,7 @@ def from_torch(
     if isinstance(build, nn.Module):
         raise ConfigError(
             f"from_torch: build is a module, {type(build).__name__}; expected a function that builds one, "
-            "since every worker has its own"
+            "since each worker has its own: pass a function, such as lambda: Net()"
         )
     _check_loss(loss)
     if reduction not in ("mean", "sum"):
@@ -85,7 +85,7 @@ def from_torch(
 
 
 def _check_loss(loss: object) -> None:
-    """Raises ConfigError for a class, or what cannot be called."""
+    """Raises ConfigError for a class, or an object that cannot be called."""
     if isinstance(loss, type):
         got, remedy = f"the class {loss.__name__}", f"an instance of it, {loss.__name__}()"
     elif not callable(loss):
@@ -96,18 +96,18 @@ def _check_loss(loss: object) -> None:
 
 
 class TorchModel:
-    """A PyTorch module whose parameters are views of whichever flat vector was given last.
+    """A PyTorch module whose parameters are views of the flat vector that was passed last.
 
-    One at a time: not for use from two threads at once. Made by `from_torch`.
+    It must not be used from two threads at once. Made by `from_torch`.
 
     Attributes:
         given: its arguments: `TorchModel(*model.given)` is the same model, not yet built.
-        keeps_factors: whether it has `outer_layers`.
+        offers_factors: whether `factored_layers` may have layers.
     """
 
     def __init__(self, build: Build, loss: Loss, reduction: Reduction, loss_of: LossOf, spread: bool) -> None:
         self.given = build, loss, reduction, loss_of, spread
-        self.keeps_factors = True
+        self.offers_factors = True
         self.reduction: Reduction = reduction
         self._build = build
         self._loss = loss
@@ -121,17 +121,18 @@ class TorchModel:
         return self._module().layout
 
     @property
-    def outer_layers(self) -> Sequence[FactoredLayer]:
-        """Wide linear layers with a weight of their own: see `model.factors`."""
-        return self._module().outer_layers if self.keeps_factors else ()
+    def factored_layers(self) -> Sequence[FactoredLayer]:
+        """Wide linear layers whose weight no other layer uses; see `model.factors`."""
+        return self._module().factored_layers if self.offers_factors else ()
 
     def init(self, seed: int, parameters: torch.Tensor) -> None:
-        """Fills the flat vector with what `build()` gives under this seed; see `Model.init`."""
+        """Fills the flat vector with the parameters of `build()` under this seed; see `Model.init`."""
         layout = self.layout
         fresh = trained_of(build_module(self._build, seed))
         if [(name, tuple(p.shape)) for name, p in fresh] != [(s.name, s.shape) for s in layout.slots]:
             raise ConfigError(
-                "from_torch: build() gave other names or shapes than the time before; it must not"
+                "from_torch: build() returned other parameter names or shapes than at its first call; expected the "
+                "same at each call, whatever the seed"
             )
         with torch.no_grad():
             for (_, parameter), (_, view) in zip(fresh, layout.views(parameters), strict=True):
@@ -145,14 +146,14 @@ class TorchModel:
         *,
         seed: int,
         report: Report,
-        kept: KeptLayers | None = None,
+        kept: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> float:
         """Writes the gradient at `parameters` into `gradient`; see `Model.gradient`.
 
         Args:
-            kept: layers of `outer_layers` whose gradient is to be kept as factors. Their places in
-                `gradient` are left as they are, where they are not refused.
+            kept: layers of `factored_layers` whose gradient is kept as factors. Their places in `gradient`
+                are not written, unless the layer is refused.
             rows: takes the gradients of row-sparse parameters; `gradient` is then that of `layout.rest`.
 
         Raises:
@@ -186,7 +187,7 @@ class TorchModel:
 
     @property
     def calls_itself(self) -> bool:
-        """Whether the loss calls the module, in a way of its own: `loss_of="batch"`."""
+        """Whether the loss calls the module itself: `loss_of="batch"`."""
         return self._takes_batch
 
     def held_out_loss(self, parameters: torch.Tensor, batch: Batch) -> float:
@@ -200,7 +201,7 @@ class TorchModel:
     def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
         """Parameters under all of their names, in the module's own order.
 
-        Trained ones are numpy views of the flat vector; frozen ones are there as well.
+        Trained ones are numpy views of the flat vector; frozen ones are included.
         """
         built = self._module()
         views = dict(built.layout.views(parameters))
@@ -221,10 +222,10 @@ class TorchModel:
         return {name: as_numpy(buffer).copy() for name, buffer in self._module().buffers()}
 
     def load_buffers(self, buffers: Buffers) -> None:
-        """Sets the persistent buffers; names that are none of them are passed over.
+        """Sets the persistent buffers. Names that the module does not have are ignored.
 
         Raises:
-            ConfigError: one is missing, or of another shape. Those before it have been set.
+            ConfigError: a buffer is missing, or has another shape. Those before it have been set.
         """
         for name, buffer in self._module().buffers():
             array = buffers.get(name)
@@ -242,7 +243,7 @@ class TorchModel:
         return self._built
 
     def _show(self, built: BuiltModule, parameters: torch.Tensor) -> None:
-        """From here on the module has these parameters (E,)."""
+        """Sets the parameters (E,) of the module."""
         built.point_at(parameters)
 
     def _tensors(self, tree: Any) -> Any:
@@ -264,20 +265,23 @@ class TorchModel:
 
 
 def usable(loss: torch.Tensor) -> torch.Tensor:
-    """The loss, if it is one number that can be differentiated. Raises GradientError."""
+    """Raises GradientError unless the loss is one number that can be differentiated. Returns it."""
     if not isinstance(loss, torch.Tensor):
         raise GradientError(f"loss is a {type(loss).__name__}, expected a scalar tensor: do not call .item()")
     if loss.numel() != 1:
         raise GradientError(f"loss has shape {tuple(loss.shape)}, expected a scalar: take its mean or sum")
     if not loss.requires_grad:
         raise GradientError(
-            "loss does not depend on any parameter; is there a .detach() or no_grad() on its way?"
+            "loss does not depend on any parameter, expected one that can be differentiated: remove .detach() or "
+            "no_grad() between the parameters and the loss"
         )
     return loss
 
 
 def finite_loss(value: float) -> float:
-    """The number, if it is one to go on from. Raises GradientError."""
+    """Raises GradientError unless the loss is a finite number. Returns it."""
     if not math.isfinite(value):
-        raise GradientError(f"loss is {value}; lower the learning rate or look at the inputs of this batch")
+        raise GradientError(
+            f"loss is {value}, expected a finite number: lower the learning rate, or check this batch's inputs"
+        )
     return value

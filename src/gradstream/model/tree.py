@@ -1,4 +1,4 @@
-"""Trees of arrays: dicts and lists of them, or a single one."""
+"""Trees of arrays: dicts and lists of arrays, or a single array."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tree = Any
 """A dict or list of trees, or a leaf: anything else. Tuples are leaves here (shapes, for one)."""
 
 ROOT = "parameters"
-"""The name of the only leaf of a tree that is a single array."""
+"""Name of the array in a tree that is a single array."""
 
 
 def leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
@@ -25,7 +25,10 @@ def leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
     seen: set[str] = set()
     for name, leaf in _walk(tree, ()):
         if name in seen:
-            raise ConfigError(f"two arrays are named {name!r}; do not use dots in the keys of nested dicts")
+            raise ConfigError(
+                f"parameters: two arrays are named {name!r}, expected different names: names of nested keys are "
+                "joined by dots, so do not use dots in the keys"
+            )
         seen.add(name)
         yield name, leaf
 

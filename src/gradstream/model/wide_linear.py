@@ -1,9 +1,8 @@
-"""Wide linear layers whose weight gradient is computed where it is wanted.
+"""Computes the weight gradients of wide linear layers directly in the flat vector.
 
-The ordinary path makes the gradient of a weight as a new tensor and then copies it into the
-flat vector. For a 49152 x 1500 layer that is 295 MB of fresh memory and two more passes over it
-in each step. Here the product is written straight into the flat vector: the same kernel on the
-same operands, so the same bits.
+torch makes the gradient of a weight as a new tensor, which is then copied into the flat vector. For a layer of
+49152 x 1500 that takes 295 MB of new memory and two more passes over it in each step. Here the same kernel
+writes the product of the same operands into the flat vector: the bits are the same.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from gradstream.model.backprop import RowSink, Sink
 __all__ = ["WIDE_ELEMS", "WideLinear"]
 
 WIDE_ELEMS = 1 << 20
-"""From so many elements on a weight is wide: below, a copy costs less than the detour."""
+"""Elements from which a weight is wide. For smaller ones a copy costs less than the detour."""
 
 
 class WideLinear(TorchFunctionMode):
-    """While active, `linear` with one of the given weights writes that weight's gradient directly.
+    """A context in which `linear` with one of the given weights writes the weight's gradient directly.
 
-    Forward and backward pass must both run inside it. A weight that is used in other ways too
-    (tied to an embedding, say) gets those contributions on the ordinary path, and they add up.
+    Forward and backward pass must both run inside it. Contributions of other uses of the weight (an embedding
+    that is tied to it) take the ordinary path, and are added.
 
     Args:
-        weights: the parameters to watch for.
-        sinks: where the gradient of each lands.
+        weights: the weights of the wide layers.
+        sinks: what collects the gradient of each.
     """
 
     def __init__(self, weights: Iterable[nn.Parameter], sinks: Iterable[Sink | RowSink]) -> None:
@@ -45,7 +44,7 @@ class WideLinear(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Sends a fitting call of `linear` through `_Linear`, anything else on its way."""
+        """Sends calls of `linear` with one of the weights through `_Linear`; leaves others unchanged."""
         if func is torch.nn.functional.linear:
             return self._linear(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -64,7 +63,7 @@ class WideLinear(TorchFunctionMode):
 
 
 def _plain(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Whether all is of one dtype and gradients are wanted: not under autocast, no_grad or torch.func."""
+    """Whether all have one dtype and gradients are wanted: not under autocast, no_grad or torch.func."""
     return (
         torch.is_grad_enabled()
         and weight.requires_grad
@@ -76,9 +75,9 @@ def _plain(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 class _Linear(torch.autograd.Function):
-    """y = x Wᵀ + b, with dL/dW = (dL/dy)ᵀ x going into a sink instead of being returned.
+    """y = x Wᵀ + b, whose backward adds dL/dW = (dL/dy)ᵀ x to a sink instead of returning it.
 
-    In other passes than the sink's, which a loss makes for gradients of its own, it is an ordinary layer.
+    In a backward pass other than the sink's, which a loss runs for gradients of its own, it returns dL/dW.
     """
 
     @staticmethod

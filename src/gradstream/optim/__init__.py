@@ -1,4 +1,4 @@
-"""Update rules, one file per method, state in and state out, on any range; and schedules of their rate."""
+"""Update rules, one file per method, and schedules of their learning rate."""
 
 from gradstream.optim.adagrad import Adagrad
 from gradstream.optim.adam import Adam, AdamW

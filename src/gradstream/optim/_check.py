@@ -1,4 +1,4 @@
-"""Checks of hyper-parameters, with one wording for all rules."""
+"""Checks hyper-parameters, with one wording for all rules."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def require(holds: bool, rule: str, name: str, got: object, expected: str) -> No
 
 
 def positive(rule: str, name: str, got: float) -> None:
-    """Demands a finite number above 0."""
+    """Raises ConfigError unless `got` is a finite number above 0."""
     require(_is_number(got) and got > 0, rule, name, got, "a finite number > 0")
 
 
 def not_negative(rule: str, name: str, got: float) -> None:
-    """Demands a finite number, 0 or above."""
+    """Raises ConfigError unless `got` is a finite number of at least 0."""
     require(_is_number(got) and got >= 0, rule, name, got, "a finite number >= 0")
 
 
 def fraction(rule: str, name: str, got: float) -> None:
-    """Demands a number in [0, 1)."""
+    """Raises ConfigError unless `got` is a number in [0, 1)."""
     require(_is_number(got) and 0 <= got < 1, rule, name, got, "a number in [0, 1)")
 
 

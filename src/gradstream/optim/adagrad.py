@@ -1,4 +1,4 @@
-"""Adagrad: a learning rate per parameter that falls with the squares it has seen."""
+"""Adagrad: a learning rate for each parameter, which falls with the sum of its squared gradients."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Adagrad:
     Args:
         lr: learning rate, > 0; or a schedule (`optim.schedules`).
         eps: keeps the quotient finite, > 0.
-        initial_accumulator: what s begins with; larger values tame the first steps, which are
-            of size lr in every parameter when it is 0.
+        initial_accumulator: initial value of s. If it is 0, the first step changes every parameter by lr;
+            larger values make the first steps smaller.
         weight_decay: L2 regularisation.
 
     Raises:
@@ -37,6 +37,13 @@ class Adagrad:
         Duchi, Hazan, Singer, Adaptive subgradient methods for online learning and stochastic
         optimization, 2011. The server's rule in Dean and others, Large scale distributed deep
         networks, 2012.
+
+    Example:
+        >>> weights, gradient = torch.ones(2), torch.tensor([1.0, 2.0])
+        >>> state = {"sum": torch.zeros(2)}
+        >>> gs.optim.Adagrad(lr=0.5).apply(weights, gradient, state, lr=0.5, step=1)
+        >>> weights
+        tensor([0.5000, 0.5000])
     """
 
     lr: Rate = 0.01
@@ -57,12 +64,12 @@ class Adagrad:
 
     @property
     def state_init(self) -> float:
-        """What the sum of squares begins with."""
+        """Initial value of the sum of squares."""
         return self.initial_accumulator
 
     @property
     def skips_zeros(self) -> bool:
-        """Without weight decay."""
+        """True without weight decay."""
         return not self.weight_decay
 
     def apply(

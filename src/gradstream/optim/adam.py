@@ -15,7 +15,7 @@ __all__ = ["Adam", "AdamW"]
 
 @dataclass(frozen=True, slots=True)
 class Adam:
-    """Momentum and a scale per parameter, both corrected for having begun at 0.
+    """Momentum and a scale for each parameter, both corrected for their start at 0.
 
     ::
 
@@ -36,6 +36,13 @@ class Adam:
 
     Reference:
         Kingma, Ba, Adam: a method for stochastic optimization, 2015.
+
+    Example:
+        >>> weights, gradient = torch.ones(2), torch.tensor([1.0, 2.0])
+        >>> state = {"exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+        >>> gs.optim.Adam(lr=0.5).apply(weights, gradient, state, lr=0.5, step=1)
+        >>> weights
+        tensor([0.5000, 0.5000])
     """
 
     lr: Rate = 1e-3
@@ -59,7 +66,7 @@ class Adam:
 
     @property
     def state_init(self) -> float:
-        """Both means begin at 0."""
+        """0, for both means."""
         return 0.0
 
     def apply(
@@ -117,6 +124,12 @@ class AdamW(Adam):
 
     Reference:
         Loshchilov, Hutter, Decoupled weight decay regularization, 2019.
+
+    Example:
+        >>> optimizer = gs.optim.AdamW(lr=1e-3, weight_decay=0.1)
+        >>> run = gs.simulate(model, data, optimizer=optimizer, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["optimizer"]
+        'adamw'
     """
 
     weight_decay: float = 0.01

@@ -1,8 +1,8 @@
-"""Weight decay as a part of the gradient: g ← g + λ·w, at the parameters w that the gradient is of.
+"""Weight decay as a part of the gradient: g ← g + λ·w, where w are the parameters at which g was computed.
 
-An update rule adds λ·w once an update. Where an update is the sum of several gradients, or a worker makes
-steps of its own in between, that is too little: each gradient must bring its own. Then the worker adds it,
-and the shards carry out the rule without it (`Strategy.decays_gradients`).
+An update rule adds λ·w once for each update. That is too little where an update is the sum of several gradients,
+or where a worker makes steps of its own in between. Then the worker adds λ·w to each gradient, and the shards
+apply the rule without it (`Strategy.decays_gradients`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["l2_of", "without_l2"]
 def l2_of(rule: Optimizer) -> float:
     """λ of the term λ·w that a rule adds to the gradient; 0 where it adds none.
 
-    AdamW takes its decay off the parameters and not off the gradient, once an update: that is no such term.
-    Neither is anything that a rule of the user's does.
+    AdamW subtracts its decay from the parameters, not from the gradient, so it has no such term. A rule of the
+    user's is taken to have none.
     """
     if isinstance(rule, SGD | Adagrad | Adam) and not isinstance(rule, AdamW):
         return rule.weight_decay
@@ -29,7 +29,7 @@ def l2_of(rule: Optimizer) -> float:
 
 
 def without_l2(rule: Optimizer) -> Optimizer:
-    """The same rule, for gradients that have the term already."""
+    """The same rule for gradients that contain the term already."""
     if isinstance(rule, SGD | Adagrad | Adam) and l2_of(rule):
         return dataclasses.replace(rule, weight_decay=0.0)
     return rule

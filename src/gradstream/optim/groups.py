@@ -1,15 +1,14 @@
-"""Parameter groups: hyper-parameters of their own for parts of the model, chosen by name.
+"""Parameter groups: other hyper-parameters for some parameters, which are selected by name.
 
     groups = [{"match": "*.bias", "weight_decay": 0.0}, {"match": "head.*", "lr_scale": 10.0}]
 
-A parameter has the settings of every group that matches its name; where two set the same thing, the
-later one counts (`head.bias` has both above). A name is matched here to its range of the flat vector, and
-each range gets a rule of its own.
+A parameter has the settings of every group that matches its name (`head.bias` has both above); if two groups
+set the same field, the later one counts. Each name is mapped to its range of the flat vector, and each range
+gets its own rule.
 
-Fused kernels round the elements at the end of a range differently from those inside, so ranges are
-not simply updated one by one: a block of 64 elements that several ranges share is computed whole with
-each of their rules, and each range takes its own elements of it. So an element's bits depend on its rule
-alone, not on where a range, a chunk or a shard ends.
+Fused kernels round the elements at the end of a range differently from those inside. So a block of 64 elements
+that several ranges share is computed whole with each of their rules, and each range takes its own elements of
+the result. An element's bits then depend only on its rule, and not on where a range, a chunk or a shard ends.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from gradstream.optim.decay import without_l2
 __all__ = ["GroupedRule", "ParameterGroup", "Range", "groups_of"]
 
 BLOCK_ELEMS = 64
-"""Ranges that begin at multiples of this have the bits of the whole; chunks begin at such."""
+"""Ranges that begin at multiples of this have the bits of the whole vector. Chunks begin at multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
-    """What some parameters have of their own.
+    """Settings for the parameters whose names match.
 
     Args:
-        match: patterns of names with *, ? and [..]; one of them must fit.
-        lr_scale: factor of the learning rate, 0 holds the parameters still; None says nothing about it.
-        settings: fields of the update rule.
+        match: patterns of names with *, ? and [..]; one of them must match.
+        lr_scale: factor of the learning rate; 0 freezes the parameters, None leaves the rate to other groups.
+        settings: fields of the update rule with their values.
     """
 
     match: tuple[str, ...]
@@ -49,16 +48,17 @@ class ParameterGroup:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
-        """Whether a parameter belongs to it."""
+        """Whether the group matches a parameter's name."""
         return any(fnmatchcase(name, pattern) for pattern in self.match)
 
 
 def groups_of(given: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> tuple[ParameterGroup, ...]:
-    """Groups as a job has them, checked against the update rule.
+    """Checks the groups of a job against its update rule.
 
     Raises:
-        UnknownNameError: a setting that the rule does not have; says the nearest one.
-        ConfigError: no pattern, a value out of its range, or a setting that must be the same everywhere.
+        UnknownNameError: the rule does not have a setting; the message names the nearest one.
+        ConfigError: a group has no pattern, a value is out of its range, or a setting must be the same for all
+            parameters.
     """
     groups = []
     for index, entry in enumerate(given):
@@ -84,16 +84,18 @@ def _table(entry: object) -> Mapping[str, Any]:
 
 
 def _rule_with(optimizer: Optimizer, settings: Mapping[str, Any], where: str) -> Optimizer:
-    """The update rule with these fields of its own."""
+    """The update rule with these fields replaced."""
     if not settings:
         return optimizer
     record = cast(Any, optimizer)
     if not dataclasses.is_dataclass(record):
-        raise ConfigError(f"{where}: {type(optimizer).__name__} is no dataclass, so only lr_scale can be set")
+        raise ConfigError(
+            f"{where}: {type(optimizer).__name__} is not a dataclass, so groups can set only lr_scale"
+        )
     names = [entry.name for entry in dataclasses.fields(record) if entry.init and entry.name != "lr"]
     for name in settings:
         if name == "lr":
-            raise ConfigError(f"{where}: lr is the same for all; give lr_scale, which multiplies it")
+            raise ConfigError(f"{where}: lr is the same for all groups: set lr_scale, which multiplies it")
         if name not in names:
             raise UnknownNameError(f"setting of {where}", name, [*names, "lr_scale", "match"])
     try:
@@ -102,8 +104,9 @@ def _rule_with(optimizer: Optimizer, settings: Mapping[str, Any], where: str) ->
         raise ConfigError(f"{where}: {error}") from error
     if (rule.state_names, rule.state_init) != (optimizer.state_names, optimizer.state_init):
         raise ConfigError(
-            f"{where}: {', '.join(settings)} would change what state the rule keeps "
-            f"({_state(rule)}, elsewhere {_state(optimizer)}); that must be the same for all parameters"
+            f"{where}: {', '.join(settings)} would change the state of the update rule ({_state(rule)}, "
+            f"elsewhere {_state(optimizer)}), which must be the same for all parameters: leave it out here, or set "
+            "it in the optimizer"
         )
     return rule
 
@@ -114,7 +117,7 @@ def _state(rule: Optimizer) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements [start, stop) under one rule, at `lr_scale` times the rate."""
+    """Elements [start, stop) with one rule, at `lr_scale` times the learning rate."""
 
     start: int
     stop: int
@@ -123,15 +126,15 @@ class Range:
 
 
 class GroupedRule:
-    """An update rule with settings of their own for some ranges of the flat vector.
+    """An update rule with other settings for some ranges of the flat vector.
 
     Args:
-        optimizer: the rule, for all that no group matches.
-        groups: checked with it by `groups_of`.
+        optimizer: the rule for all parameters that no group matches.
+        groups: groups that `groups_of` has checked.
         tensors: (name, start, stop) of every parameter, in the order of the vector.
 
     Raises:
-        UnknownNameError: a pattern that no name fits; says the nearest name.
+        UnknownNameError: a pattern matches no name; the message gives the nearest name.
     """
 
     def __init__(
@@ -155,16 +158,16 @@ class GroupedRule:
 
     @property
     def skips_zeros(self) -> bool:
-        """Where the rule of each range does."""
+        """True where it is for the rule of each range."""
         return all(skips_zeros(one.rule) for one in self._ranges)
 
     @property
     def ranges(self) -> Sequence[Range]:
-        """What it is made of, in the order of the vector."""
+        """Ranges with one rule each, in the order of the vector."""
         return self._ranges
 
     def without_l2(self) -> GroupedRule:
-        """The same, for gradients that have their weight decay already; see `optim.decay`."""
+        """The same rule for gradients that contain their weight decay already; see `optim.decay`."""
         same = copy.copy(self)
         same._ranges = [dataclasses.replace(one, rule=without_l2(one.rule)) for one in self._ranges]
         return same
@@ -189,7 +192,7 @@ class GroupedRule:
         """One update in place; see `Optimizer.apply`.
 
         Args:
-            offset: where in the flat vector the elements begin: a multiple of 64.
+            offset: index of the first element in the flat vector, a multiple of 64.
         """
         elems = len(parameters)
         ranges = [
@@ -221,10 +224,10 @@ class GroupedRule:
         lr: float,
         step: int,
     ) -> None:
-        """One update in place of some elements; see `Optimizer.apply`.
+        """Updates some elements in place; see `Optimizer.apply`.
 
         Args:
-            places: (n,) int64, growing: where in the flat vector each of them belongs.
+            places: (n,) int64, ascending: index of each element in the flat vector.
         """
         for one in self._ranges:
             low, high = torch.searchsorted(places, torch.tensor([one.start, one.stop])).tolist()
@@ -242,10 +245,10 @@ def _apply_shared(
     lr: float,
     step: int,
 ) -> None:
-    """Updates a block with the rules of several ranges: each takes its elements of the whole block's update.
+    """Updates a block with the rule of each range, and takes from each result the range's own elements.
 
     Args:
-        vectors: parameters under "", and the state.
+        vectors: the parameters under "", and the state vectors by name.
     """
     before = {name: vector.clone() for name, vector in vectors.items()}
     for one in ranges:

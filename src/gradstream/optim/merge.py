@@ -1,4 +1,4 @@
-"""What shards do where the workers carry out the run's update rule: they put together what is pushed."""
+"""Rules by which shards merge pushes where the workers themselves apply the run's update rule."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["Add", "Outer", "Replace"]
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """w ← w + d, of differences: no rate, no state. To who applies it, an `Optimizer` like others."""
+    """w ← w + d, for pushes of differences d. An `Optimizer` without state, which ignores the rate."""
 
     lr: Rate = 1.0
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """None."""
+        """No state."""
         return ()
 
     @property
     def state_init(self) -> float:
-        """Of nothing."""
+        """0; there is no state."""
         return 0.0
 
     def apply(
@@ -40,17 +40,17 @@ class Add:
         lr: float,
         step: int,
     ) -> None:
-        """One update in place; `gradient` is the difference, and `lr` no part of it."""
+        """Adds the difference, which is passed as `gradient`; ignores `lr`."""
         parameters.add_(gradient)
 
 
 @dataclass(frozen=True, slots=True)
 class Replace(Add):
-    """w ← x, of parameters: those of one worker to the bit, or a weighted sum of several workers'.
+    """w ← x, for pushes of parameters x: those of one worker, or a weighted sum of several workers'.
 
     Args:
-        states: names of the state vectors of the workers' rule that shards hold too, for pushes of these.
-        begin: what they begin with.
+        states: names of the state vectors of the workers' rule, where workers push these too.
+        begin: initial value of their elements.
     """
 
     states: tuple[str, ...] = ()
@@ -58,12 +58,12 @@ class Replace(Add):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Those of the workers' rule."""
+        """State vectors of the workers' rule."""
         return self.states
 
     @property
     def state_init(self) -> float:
-        """As in the workers' rule."""
+        """Initial value in the workers' rule."""
         return self.begin
 
     def apply(
@@ -75,19 +75,19 @@ class Replace(Add):
         lr: float,
         step: int,
     ) -> None:
-        """One update in place; `gradient` holds the new parameters."""
+        """Sets the parameters to the new ones, which are passed as `gradient`."""
         parameters.copy_(gradient)
 
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """An update rule at a rate of its own: the one that comes with a push is that of the workers' steps.
+    """An outer update rule with its own learning rate: it ignores that of a push, which is of local steps.
 
     Args:
-        rule: of the shards; its `lr` is a number.
+        rule: update rule of the shards; its `lr` is a number.
 
     Raises:
-        ConfigError: its `lr` is a schedule. Those go by minibatches, and shards count updates.
+        ConfigError: its `lr` is a schedule. Schedules count minibatches, and shards count updates.
     """
 
     rule: Optimizer
@@ -96,23 +96,23 @@ class Outer:
         if callable(self.rule.lr):
             raise ConfigError(
                 f"the strategy's outer optimizer is {self.rule}, whose lr is a schedule; expected a number: "
-                "schedules go by a worker's minibatches, of which shards know nothing. Give one to the run's "
-                "own optimizer, which is the workers'"
+                "schedules count a worker's minibatches, which shards do not know. Use the schedule in the run's "
+                "own optimizer, which the workers apply"
             )
 
     @property
     def lr(self) -> Rate:
-        """The rule's own."""
+        """The learning rate of the rule."""
         return self.rule.lr
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Those of the rule."""
+        """State vectors of the rule."""
         return self.rule.state_names
 
     @property
     def state_init(self) -> float:
-        """As in the rule."""
+        """Initial value in the rule."""
         return self.rule.state_init
 
     def apply(
@@ -124,5 +124,5 @@ class Outer:
         lr: float,
         step: int,
     ) -> None:
-        """One update in place; `lr` is no part of it."""
+        """Makes one update in place, at the rule's own rate; ignores `lr`."""
         self.rule.apply(parameters, gradient, state, lr=cast(float, self.rule.lr), step=step)

@@ -1,16 +1,16 @@
 """Learning rates that change: pure functions of where a minibatch lies in the run.
 
-A schedule is anything that can be called with a `Position` and returns a rate: one of these
-classes, or a function of your own at the top level of a file. The position is that of the minibatch and not
-that of the worker or of a server's version. So a rate does not depend on the number of shards,
-on who computes the minibatch (one of a dead worker keeps its rate), or on how often a run was stopped.
+A schedule is a function from a `Position` to a learning rate: an instance of one of these classes, or a function
+of your own at the top level of a file. The position is that of the minibatch, not that of the worker or of a
+server's version. So the rate does not depend on the number of shards, on the worker that computes the minibatch
+(a minibatch of a dead worker keeps its rate), or on how often the run was stopped.
 
-    synchronous     step r is round r, the same rate for all workers
-    asynchronous    step t has W minibatches in a row of the epoch, whoever takes them; in partitions, each
-                    worker's t-th
+    synchronous     step r is round r, with the same rate for all workers
+    asynchronous    step t has W consecutive minibatches of the epoch, whichever workers take them; in
+                    partitions, the t-th minibatch of each worker
 
-A rate travels with each push. What is pushed, or applied, together is a sum Σ η_i/η·g_i at one rate η, that
-of its first gradient (the first one above 0): under SGD each gradient moves the parameters at its own rate.
+Each push carries a rate. Gradients that are pushed or applied together are a sum Σ η_i/η·g_i at one rate η, that
+of the first gradient whose rate is above 0: under SGD each gradient moves the parameters at its own rate.
 """
 
 from __future__ import annotations
@@ -49,9 +49,14 @@ class Position:
     """Where a minibatch lies in its run.
 
     Args:
-        step: rounds before it; without rounds, a W-th of the minibatches before it, of W workers.
-        num_steps: of the whole run.
+        step: number of rounds before it; without rounds, of minibatches before it, divided by the W workers.
+        num_steps: number of steps of the whole run.
         steps_per_epoch: of a data epoch.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> position.epoch, position.fraction
+        (5.0, 0.5)
     """
 
     step: int
@@ -60,20 +65,20 @@ class Position:
 
     @property
     def epoch(self) -> float:
-        """Data epochs before it: 2.5 is the middle of the third."""
+        """Number of data epochs before it: 2.5 is the middle of the third epoch."""
         return self.step / self.steps_per_epoch
 
     @property
     def fraction(self) -> float:
-        """How much of the run lies before it, from 0 to below 1."""
+        """Share of the run that lies before it, in [0, 1)."""
         return self.step / self.num_steps
 
     def steps(self, count: float, unit: Unit) -> float:
-        """`count` steps or data epochs, in steps."""
+        """The number of steps in `count` steps or data epochs."""
         return count if unit == "steps" else count * self.steps_per_epoch
 
     def after(self) -> Position:
-        """That of the next minibatch; what has been done with this one."""
+        """The position of the next minibatch."""
         return Position(self.step + 1, self.num_steps, self.steps_per_epoch)
 
     def since(self, start: int) -> Position:
@@ -89,7 +94,7 @@ Rate = float | Schedule
 
 
 def learning_rate(rule: str, got: object, name: str = "lr") -> None:
-    """Demands a finite number above 0, or a schedule."""
+    """Raises ConfigError unless `got` is a finite number above 0, or a schedule."""
     if not callable(got):
         positive(rule, name, cast(float, got))
 
@@ -98,40 +103,46 @@ def rate_at(lr: Rate, position: Position) -> float:
     """The learning rate at a position; a number is the same everywhere.
 
     Raises:
-        ConfigError: a schedule gave something else than a finite number of at least 0.
+        ConfigError: the schedule has not returned a finite number of at least 0.
     """
     if not callable(lr):
         return lr
     rate: object = lr(position)
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
         raise ConfigError(
-            f"the learning-rate schedule gave {rate!r} at step {position.step} of {position.num_steps}; "
+            f"the learning-rate schedule returned {rate!r} at step {position.step} of {position.num_steps}; "
             "expected a finite number >= 0"
         )
     return float(rate)
 
 
 def nominal_rate(lr: Rate) -> float:
-    """What a schedule calls its rate (`lr`), which rates of local steps are given relative to.
+    """The `lr` of a schedule, to which rates of local steps are relative.
 
     Raises:
-        ConfigError: it has none: a function.
+        ConfigError: the schedule is a function, which has no `lr`.
     """
     nominal = getattr(lr, "lr", None) if callable(lr) else lr
     if isinstance(nominal, int | float):
         return nominal
     raise ConfigError(
-        f"a rate of local steps beside the schedule {lr!r}: a function has no rate that it could be "
-        "relative to; leave the local rate out, or use a schedule with a field lr, such as gradstream.schedules.Cosine"
+        f"a rate of local steps beside the schedule {lr!r}: a function has no field lr to which it could be "
+        "relative; leave the local rate out, or use a schedule with a field lr, such as "
+        "gradstream.schedules.Cosine"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """The same rate everywhere; what a plain number means.
+    """The same rate at every step, as a plain number means.
 
     Args:
         lr: learning rate, > 0.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.Constant(lr=0.1)(position)
+        0.1
     """
 
     lr: float
@@ -140,19 +151,24 @@ class Constant:
         positive("Constant", "lr", self.lr)
 
     def __call__(self, position: Position) -> float:
-        """Lr."""
+        """The rate."""
         return self.lr
 
 
 @dataclass(frozen=True, slots=True)
 class StepDecay:
-    """Multiplies the rate at regular distances: lr · factor^⌊t / every⌋.
+    """Multiplies the rate at regular intervals: lr · factor^⌊t / every⌋.
 
     Args:
-        lr: rate at the begin, > 0.
-        every: distance, > 0.
-        factor: > 0.
+        lr: rate at the start, > 0.
+        every: length of an interval, > 0.
+        factor: factor of the rate after each interval, > 0.
         unit: what `every` counts: "epochs" or "steps".
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.StepDecay(lr=0.5, every=2, factor=0.5)(position)
+        0.125
     """
 
     lr: float
@@ -173,19 +189,24 @@ class StepDecay:
 
 @dataclass(frozen=True, slots=True)
 class BackOff:
-    """Constant in phases that grow longer as the rate falls: lr · factorᵏ in phase k, of first/factorᵏ.
+    """Constant in phases that get longer as the rate falls: phase k has rate lr · factorᵏ and length first/factorᵏ.
 
-    So the rate falls as 1/t: after as many phases as take t, it is lr / (1 + t·(1/factor - 1)/first).
+    So the rate falls as 1/t: at the end of the phase that ends at t, it is lr / (1 + t·(1/factor - 1)/first).
 
     Args:
         lr: rate of phase 0, > 0.
         first: length of phase 0, > 0.
-        factor: from one phase to the next, in (0, 1).
+        factor: factor of the rate from one phase to the next, in (0, 1).
         unit: what `first` counts: "epochs" or "steps".
 
     Reference:
-        Niu, Recht, Ré, Wright, HOGWILD!, 2011: the back-off scheme of §5, which needs no strong convexity
-        constant to be known, and no rate of every single step.
+        Niu, Recht, Ré, Wright, HOGWILD!, 2011: the back-off scheme of §5, which needs neither the strong
+        convexity constant nor a rate for every step.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.BackOff(lr=1.0, first=1, factor=0.5)(position)
+        0.25
     """
 
     lr: float
@@ -214,8 +235,13 @@ class Linear:
     """A straight line over the run: lr + (end - lr) · t/T.
 
     Args:
-        lr: rate at the begin, > 0.
+        lr: rate at the start, > 0.
         end: rate that the last step has nearly reached, >= 0.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.Linear(lr=0.5)(position)
+        0.25
     """
 
     lr: float
@@ -235,11 +261,16 @@ class Cosine:
     """Half a cosine over the run: end + (lr - end) · (1 + cos(π t/T)) / 2.
 
     Args:
-        lr: rate at the begin, > 0.
+        lr: rate at the start, > 0.
         end: rate that the last step has nearly reached, >= 0.
 
     Reference:
         Loshchilov, Hutter, SGDR: stochastic gradient descent with warm restarts, 2017; no restarts.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> round(gs.schedules.Cosine(lr=0.5)(position), 6)
+        0.25
     """
 
     lr: float
@@ -256,14 +287,19 @@ class Cosine:
 
 @dataclass(frozen=True, slots=True)
 class InverseRoot:
-    """Falls as the root of time: lr / √(1 + t / over). What regret bounds of online learning are for.
+    """Falls as the inverse root of time, as in regret bounds of online learning: lr / √(1 + t / over).
 
     Args:
-        lr: rate at the begin, > 0.
+        lr: rate at the start, > 0.
         over: steps after which the rate is lr/√2, > 0; 1 is lr/√(t + 1).
 
     Reference:
         Zinkevich, Online convex programming and generalized infinitesimal gradient ascent, 2003.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> round(gs.schedules.InverseRoot(lr=0.5, over=50)(position), 6)
+        0.353553
     """
 
     lr: float
@@ -280,17 +316,22 @@ class InverseRoot:
 
 @dataclass(frozen=True, slots=True)
 class OneCycle:
-    """Up to `lr` and down again, both as half cosines.
+    """Rises to `lr` and falls again, both as half cosines.
 
     Args:
         lr: the highest rate, > 0.
-        rise: share of the run that the way up takes, in (0, 1).
-        start: rate at the begin; lr / 25 if None.
+        rise: share of the run in which the rate rises, in (0, 1).
+        start: rate at the start; lr / 25 if None.
         end: rate at the end; start / 10,000 if None.
 
     Reference:
         Smith, Topin, Super-convergence, 2018. Defaults as in PyTorch's `OneCycleLR`, whose momentum is
         not cycled here.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.OneCycle(lr=0.5, rise=0.5)(position)
+        0.5
     """
 
     lr: float
@@ -320,12 +361,17 @@ class Warmup:
     """Any schedule, times a ramp that rises to 1 in the first n steps: min(1, (t + 1) / n).
 
     Args:
-        then: a rate, or a schedule; it sees the whole run, this part included.
+        then: a rate, or a schedule of the whole run, these steps included.
         length: n, > 0.
         unit: what `length` counts: "steps" or "epochs".
 
     Reference:
         Goyal and others, Accurate, large minibatch SGD, 2017.
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.Warmup(0.5, length=102)(position)
+        0.25
     """
 
     then: Rate
@@ -339,7 +385,7 @@ class Warmup:
 
     @property
     def lr(self) -> float:
-        """The rate that the schedule behind it is named by."""
+        """The `lr` of the schedule `then`."""
         return nominal_rate(self.then)
 
     def __call__(self, position: Position) -> float:
@@ -350,13 +396,18 @@ class Warmup:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One schedule, and from a step on another, for which the run begins there.
+    """One schedule up to a step, and another one after it, whose run begins at that step.
 
     Args:
-        first: until then.
-        at: where the second begins, > 0.
-        then: from there on; a `Cosine` takes what is left of the run. `first` sees the whole run.
+        first: schedule of the steps before `at`. Its run is the whole one.
+        at: start of the second schedule, > 0.
+        then: schedule of the steps from `at` on. A `Cosine` covers the rest of the run.
         unit: what `at` counts: "steps" or "epochs".
+
+    Example:
+        >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
+        >>> gs.schedules.Chain(0.5, at=5, then=gs.schedules.Linear(0.25))(position)
+        0.25
     """
 
     first: Rate
@@ -372,7 +423,7 @@ class Chain:
 
     @property
     def lr(self) -> float:
-        """The rate that the first schedule is named by."""
+        """The `lr` of the first schedule."""
         return nominal_rate(self.first)
 
     def __call__(self, position: Position) -> float:

@@ -29,7 +29,7 @@ class SGD:
         lr: learning rate, > 0; or a schedule (`optim.schedules`).
         momentum: share of the velocity kept from one update to the next, in [0, 1).
         dampening: share of the gradient that does not enter the velocity.
-        nesterov: look ahead; needs momentum > 0 and dampening = 0.
+        nesterov: uses Nesterov's momentum; needs momentum > 0 and dampening = 0.
         weight_decay: L2 regularisation: the gradient of weight_decay/2 · |w|² is added.
 
     Raises:
@@ -37,7 +37,13 @@ class SGD:
 
     Reference:
         Sutskever, Martens, Dahl, Hinton, On the importance of initialization and momentum in deep
-        learning, 2013. As in PyTorch, and unlike there, the velocity is kept free of `lr`.
+        learning, 2013. As in PyTorch, and unlike that paper, the velocity does not contain `lr`.
+
+    Example:
+        >>> weights, gradient = torch.ones(2), torch.tensor([1.0, 2.0])
+        >>> gs.optim.SGD(lr=0.5).apply(weights, gradient, {}, lr=0.5, step=1)
+        >>> weights
+        tensor([0.5000, 0.0000])
     """
 
     lr: Rate
@@ -57,17 +63,17 @@ class SGD:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The velocity, where there is momentum."""
+        """The velocity, if there is momentum."""
         return ("momentum_buffer",) if self.momentum else ()
 
     @property
     def state_init(self) -> float:
-        """The velocity begins at rest."""
+        """0, the initial velocity."""
         return 0.0
 
     @property
     def skips_zeros(self) -> bool:
-        """Without momentum and weight decay."""
+        """True without momentum and weight decay."""
         return not self.momentum and not self.weight_decay
 
     def apply(

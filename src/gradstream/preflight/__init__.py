@@ -1,4 +1,4 @@
-"""`gradstream train --dry-run`: a few minibatches for real, before hours are spent.
+"""`gradstream train --dry-run`: checks a job by a few real minibatches, before hours are spent.
 
 Everything that a run needs is tried once, cheapest first; the first check that fails is the last one.
 Of a job: the configuration, the model, memory and disk by estimate, then real processes (`job_trial.py`).
@@ -22,10 +22,10 @@ __all__ = ["CheckResult", "dry_run", "estimate", "samples_per_s"]
 
 
 def dry_run(job: Job) -> list[CheckResult]:
-    """Checks a job by running a little of it. Leaves nothing behind, whatever comes of it.
+    """Checks a job by running a little of it. Leaves no files.
 
     Returns:
-        What was found, in order; only the last can be a failure.
+        The results of the checks, in order; only the last can be a failure.
     """
     kind = ScriptDryRun if is_script(job) else JobDryRun
     with tempfile.TemporaryDirectory(prefix="gradstream-") as folder, ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""How long an allreduce takes among real processes: what is asked for, started, and found.
+"""Measures how long an allreduce takes among real processes.
 
-A folder is all that the ranks need to have in common: the plan lies in it, each rank leaves its address
-and, at the end, its times there. So ranks may be processes of this machine, or of network namespaces.
+The ranks share only a folder: it holds the plan, and each rank writes its address and, at the end, its times
+there. So ranks may be processes of this machine, or of network namespaces.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradstream.transport.proof import new_secret
 __all__ = ["ALGORITHM_NAMES", "AllreducePlan", "AllreduceResult", "measure_here", "result_of"]
 
 ALGORITHM_NAMES = ("auto", "shared", "hierarchical", "messages", *ALGORITHMS)
-"""What can be measured: what `form_group` chooses, one of its kinds, or one algorithm."""
+"""The choices: the group that `form_group` chooses, one of its kinds, or one algorithm."""
 
 RANK = "gradstream.preflight.allreduce_rank:main"
 LIMIT_S = 600.0
@@ -35,7 +35,7 @@ ITEMSIZE_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllreducePlan:
-    """What is measured.
+    """The settings of a measurement.
 
     Args:
         ranks: processes.
@@ -77,16 +77,16 @@ class AllreducePlan:
 
     @property
     def kind(self) -> str:
-        """Of the group, for `form_group`: one algorithm by name is measured as messages are."""
+        """The kind of group for `form_group`; a single algorithm runs over messages."""
         return "messages" if self.algorithm in ALGORITHMS else self.algorithm
 
     def save(self, folder: Path) -> None:
-        """For the ranks to read."""
+        """Writes the plan for the ranks."""
         (folder / "plan.json").write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, folder: Path) -> AllreducePlan:
-        """The plan in a folder."""
+        """Reads the plan in a folder."""
         return cls(**json.loads((folder / "plan.json").read_text()))
 
 

@@ -135,7 +135,7 @@ class _Rank:
     def _carried_out(
         self, group: Group, figures: MeasuredCosts | None, carriers: Sequence[str]
     ) -> dict[str, Any]:
-        """Kind, algorithm, carriers, figures and prediction; rank 0 alone is told of them."""
+        """Kind, algorithm, carriers, figures and prediction; only on rank 0."""
         formed = self._chosen
         if formed is None:
             return {}

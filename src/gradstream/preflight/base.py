@@ -1,4 +1,4 @@
-"""What the dry runs of all jobs have in common: real processes, up to a checkpoint."""
+"""The common part of all dry runs: a few minibatches on real processes, up to a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from gradstream.preflight.results import Check
 from gradstream.report.summary import EventDict
 from gradstream.report.units import size_text
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.nodes import RunPlan
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import RunPlan, plan_run
 from gradstream.run.reopen import kept_parameters
 from gradstream.run.result import Run
 from gradstream.runtime.resources import free_disk_bytes
@@ -28,16 +27,16 @@ from gradstream.runtime.resources import free_disk_bytes
 __all__ = ["DryRun"]
 
 STEPS = 1
-"""Minibatches of each worker before the run is asked to stop. This one warms up, and is not measured; by the
-time that the run stops, each has at least begun the next."""
+"""Minibatches of each worker before the run is asked to stop. The first one warms up, and is not measured; by
+the time that the run stops, each worker has at least begun the next."""
 
 
 class DryRun(ABC):
-    """The checks of one job, and what they share.
+    """The checks of one job, and their shared state.
 
     Args:
-        job: to look at.
-        run_dir: to be made, and thrown away.
+        job: the job to check.
+        run_dir: run directory to make; the caller removes it.
         stack: closes the processes.
     """
 
@@ -50,12 +49,12 @@ class DryRun(ABC):
     @property
     @abstractmethod
     def checks(self) -> Mapping[str, Check]:
-        """By name, in the order in which they are made."""
+        """The checks by name, in their order."""
 
     @cached_property
-    def cast(self) -> RunPlan:
+    def plan(self) -> RunPlan:
         """The job, as its nodes will play it. Raises ConfigError for what is wrong with it."""
-        return cast_of(self.job, "dry-run")
+        return plan_run(self.job, "dry-run")
 
     @cached_property
     def run(self) -> Run:
@@ -66,7 +65,7 @@ class DryRun(ABC):
         def on_event(event: EventDict) -> None:
             if event["event"] == "step":
                 steps[event["rank"]] += 1
-            elif event["event"] == "exchange":  # told every second or so
+            elif event["event"] == "exchange":  # about once a second
                 seen.update(pushes=event["pushes"], fetches=event["fetches"])
 
         def enough() -> bool:
@@ -77,8 +76,7 @@ class DryRun(ABC):
         self._run_dir.mkdir(exist_ok=True)
         try:
             return launch(
-                job,
-                cast_of(job, secrets.token_hex(8)),
+                plan_run(job, secrets.token_hex(8)),
                 self._run_dir,
                 on_event=on_event,
                 as_threads=job.spec is None,
@@ -88,33 +86,33 @@ class DryRun(ABC):
         except Interrupted:
             pass
         if not enough():
-            raise KeyboardInterrupt  # it was not the trial that stopped it
+            raise KeyboardInterrupt  # the user has stopped it
         return Run.load(self._run_dir)
 
     def tried(self) -> Job:
-        """The job that is run a little."""
+        """The job of the trial run."""
         return quiet(self.job)
 
     @cached_property
     def kept(self) -> Path:
-        """The parameters that it has left, verified."""
+        """The verified parameters that the trial run has left."""
         return kept_parameters(self._run_dir)
 
     def configuration(self) -> str:
-        """What it is about to run."""
-        cast = self.cast
-        if self.job.spec is not None:  # it loads torch while the next checks are made
-            environment = node_environment(self.job.workers, shards=cast.servers > 0)
+        """Check: the plan of the run can be made."""
+        plan = self.plan
+        if self.job.spec is not None:  # starts to load torch during the next checks
+            environment = node_environment(self.job.workers, shards=plan.servers > 0)
             self._cluster = self._stack.enter_context(LocalCluster(self._run_dir / "logs", environment))
-        names = f"{type(cast.strategy).__name__.lower()}, {self.rule()}"
-        return f"{names}, {count(cast.workers, 'worker')}, {count(cast.servers, 'server')}"
+        names = f"{type(plan.strategy).__name__.lower()}, {self.rule()}"
+        return f"{names}, {count(plan.workers, 'worker')}, {count(plan.servers, 'server')}"
 
     def rule(self) -> str:
-        """The update rule, as far as it is known."""
-        return type(self.cast.optimizer).__name__
+        """Name of the update rule, as far as it is known."""
+        return type(self.plan.optimizer).__name__
 
     def disk(self, final_bytes: int, checkpoint_bytes: int) -> str:
-        """Whether final parameters, and as many checkpoints as are kept, have room."""
+        """Check: the disk has room for the final parameters and the checkpoints that are kept."""
         folder = Path(self.job.run_dir or "runs").resolve()
         kept = self.job.keep_last + 1  # the next one is there before the oldest goes
         free, need = free_disk_bytes(folder), final_bytes + kept * checkpoint_bytes
@@ -127,7 +125,7 @@ class DryRun(ABC):
         return text
 
     def processes(self) -> str:
-        """Whether every kind of exchange took place."""
+        """Check: minibatches, pushes and fetches took place."""
         figures = self.run.summary
         counts = f"{figures['steps']} minibatches, {figures['pushes']} pushes, {figures['fetches']} fetches"
         if not (figures["steps"] and figures["pushes"] and figures["fetches"]):
@@ -137,7 +135,7 @@ class DryRun(ABC):
         return f"{counts}{loss}; peak of own memory: {', '.join(peaks)}"
 
     def checkpoint(self) -> str:
-        """Whether one could be made, and is whole."""
+        """Check: a checkpoint was made, and is valid."""
         failed = [event for event in self.run.events if event["event"] == "checkpoint_failed"]
         if failed:
             raise PreflightError(f"none could be made: {failed[-1]['who']}: {failed[-1]['message']}")
@@ -148,7 +146,7 @@ class DryRun(ABC):
         return f"{count(len(list(file.parent.iterdir())), 'file')}, {size_text(size)}, verified"
 
     def pace(self) -> tuple[float, str] | None:
-        """Samples a second, and what they were measured over; None where too little was run."""
+        """Samples per second, and a text on how they were measured; None where too little was run."""
         steps = [event for event in self.run.events if event["event"] == "step"]
         rate = samples_per_s(steps)
         if rate is None:

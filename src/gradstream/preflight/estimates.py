@@ -1,4 +1,4 @@
-"""Figures of a dry run: memory before anything is started, and the pace of what was run."""
+"""Figures of a dry run: an estimate of memory, and the measured speed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["by_role", "count", "estimate", "quiet", "samples_per_s"]
 
 
 def estimate(job: Job, model: Model) -> dict[str, dict[str, int]]:
-    """Bytes of the vectors of each node, by name: what the nodes themselves ask for, shape-only.
+    """Bytes of the vectors of each node, by name, as the nodes request them in a shape-only simulation.
 
-    In a shape-only simulation the real nodes run with memory that has sizes and no elements.
+    Its nodes are the real ones, with vectors that have a size and no elements.
     """
     little = dataclasses.replace(quiet(job), model=model, epochs=None, steps=1)
     run = simulate(little, config=SimulationConfig(shape_only=True))
@@ -30,12 +30,12 @@ def estimate(job: Job, model: Model) -> dict[str, dict[str, int]]:
 
 
 def quiet(job: Job) -> Job:
-    """A job that nobody else is told of, and that does nothing on the way."""
+    """The job without callbacks, trackers, evaluations and regular checkpoints."""
     return dataclasses.replace(job, evaluate_every=None, checkpoint_every=None, callbacks=(), trackers=())
 
 
 def samples_per_s(events: Sequence[EventDict]) -> float | None:
-    """The rate of all workers, each from the end of its first minibatch to the end of its last."""
+    """Samples per second of all workers, each from the end of its first minibatch to the end of its last."""
     times: dict[int, list[tuple[float, int]]] = {}
     for event in events:
         if event["event"] == "step" and event["samples"]:
@@ -49,7 +49,7 @@ def samples_per_s(events: Sequence[EventDict]) -> float | None:
 
 
 def by_role(by_node: Mapping[str, Any]) -> dict[str, Any]:
-    """What the first node of each role has; of shards that is the largest."""
+    """The value of the first node of each role; the first shard is the largest."""
     roles: dict[str, Any] = {}
     for node in sorted(by_node):
         roles.setdefault(node.partition("-")[0], by_node[node])

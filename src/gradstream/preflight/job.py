@@ -1,4 +1,4 @@
-"""A dry run of a job: nothing is started that estimates say cannot end well."""
+"""The dry run of a job: starts no process where estimates of memory and disk exceed what is free."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from gradstream.runtime.resources import free_memory_bytes
 __all__ = ["JobDryRun"]
 
 TEST_SAMPLES = 64
-"""How many held-out samples are looked at."""
+"""Number of held-out samples that are evaluated."""
 
 PROCESS_BYTES = 200_000_000
-"""Python, torch and gRPC in each process, beside its vectors."""
+"""Memory of Python, torch and gRPC in each process, without its vectors."""
 
 
 class JobDryRun(DryRun):
@@ -41,7 +41,7 @@ class JobDryRun(DryRun):
             "data": self._data,
             "memory": self._memory,
             "disk": lambda: self.disk(
-                self._vector_bytes, (1 + len(self.cast.shards_optimizer.state_names)) * self._vector_bytes
+                self._vector_bytes, (1 + len(self.plan.shards_optimizer.state_names)) * self._vector_bytes
             ),
             "processes": self.processes,
             "checkpoint": self.checkpoint,
@@ -55,7 +55,7 @@ class JobDryRun(DryRun):
 
     @property
     def _chunk_elems(self) -> int:
-        return self.cast.chunk_elems_of(self._model.layout)
+        return self.plan.chunk_elems_of(self._model.layout)
 
     def tried(self) -> Job:
         """See `DryRun`."""
@@ -64,7 +64,7 @@ class JobDryRun(DryRun):
     def _look_at_model(self) -> str:
         layout = self._model.layout
         tensors = count(len(layout.slots), "tensor")
-        chunks = f", exchanged in chunks of {self._chunk_elems:,}" if self.cast.servers else ""
+        chunks = f", exchanged in chunks of {self._chunk_elems:,}" if self.plan.servers else ""
         return f"{layout.elems:,} parameters in {tensors}, {size_text(self._vector_bytes)}{chunks}"
 
     def _data(self) -> str:
@@ -74,7 +74,7 @@ class JobDryRun(DryRun):
 
     def _memory(self) -> str:
         job = dataclasses.replace(self.job, chunk_elems=self._chunk_elems)
-        need, num_processes = estimate(job, self._model), len(self.cast.node_names)
+        need, num_processes = estimate(job, self._model), len(self.plan.node_names)
         total = sum(sum(vectors.values()) for vectors in need.values()) + num_processes * PROCESS_BYTES
         parts = [f"{role}: {_formula(vectors)}" for role, vectors in by_role(need).items()]
         text = (
@@ -118,7 +118,7 @@ class JobDryRun(DryRun):
 
 
 class _Few:
-    """Some held-out samples of a data set, evenly from first to last: they may be sorted."""
+    """Held-out samples of a data set at equal distances, since they may be sorted."""
 
     def __init__(self, data: Dataset, num_samples: int) -> None:
         self._data = data

@@ -1,4 +1,4 @@
-"""What the checks of a dry run find."""
+"""Runs the checks of a dry run and collects their results."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gradstream.errors import UserCodeError
 __all__ = ["Check", "CheckResult", "carry_out"]
 
 Check = Callable[[], str]
-"""Returns its figures, or raises what is wrong."""
+"""A check: returns its figures as a text, or raises an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What one check has found.
+    """The result of one check.
 
     Args:
         name: of the check.
@@ -35,17 +35,17 @@ class CheckResult:
 
 
 def carry_out(checks: Mapping[str, Check]) -> list[CheckResult]:
-    """All checks in turn, up to the first that fails."""
-    findings = []
+    """Runs the checks in turn, up to the first that fails."""
+    results = []
     for name, check in checks.items():
         begun_s = time.perf_counter()
         try:
             detail = check()
-            findings.append(CheckResult(name, True, detail, time.perf_counter() - begun_s))
+            results.append(CheckResult(name, True, detail, time.perf_counter() - begun_s))
         except Exception as error:
-            findings.append(_failure(name, error, time.perf_counter() - begun_s))
+            results.append(_failure(name, error, time.perf_counter() - begun_s))
             break
-    return findings
+    return results
 
 
 def _failure(name: str, error: Exception, seconds: float) -> CheckResult:

@@ -50,7 +50,7 @@ class ScriptDryRun(DryRun):
         return f"{self._started['num_parameters']:,} parameters, exchanged in vectors of {exchanged}"
 
     def _memory(self) -> str:
-        """Against what was free before: nobody is stopped for it, the run has fitted in."""
+        """Check: shows the peak of memory and what was free before. It never fails: the run has fitted in."""
         peaks: Mapping[str, int] = self.run.summary["peak_own_bytes"]
         text = f"{size_text(sum(peaks.values()))} at the peak of the first steps, in all processes together"
         return text if self._free_bytes is None else f"{size_text(self._free_bytes)} were free; {text}"
@@ -67,11 +67,11 @@ class ScriptDryRun(DryRun):
         return started[-1]
 
     def _vectors(self, role: str) -> Mapping[str, int]:
-        """Bytes by name, on the first node of a role that has told."""
-        told = {
+        """Bytes of vectors by name, on the first node of a role."""
+        by_node = {
             event["node"]: event["vectors_bytes"] for event in self.run.events if event["event"] == "memory"
         }
-        found: Mapping[str, int] = by_role(told).get(role, {})
+        found: Mapping[str, int] = by_role(by_node).get(role, {})
         return found
 
     @property
@@ -79,7 +79,7 @@ class ScriptDryRun(DryRun):
         return self._vectors("worker").get("parameters", 0)
 
     def _disk(self) -> str:
-        """By the files of the checkpoint that was made: it has the state of the loop's own optimizer."""
+        """Check: the disk has room for checkpoints of this size, with the state of the loop's own optimizer."""
         return self.disk(
             self.kept.stat().st_size, sum(file.stat().st_size for file in self.kept.parent.iterdir())
         )

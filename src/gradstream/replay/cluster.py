@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from gradstream.coordinator.client.member import Member
-from gradstream.data.base import Dataset
 from gradstream.errors import DivergedError
 from gradstream.model.base import Model
 from gradstream.recording import Closed, FetchAsked, LogPart, Pushed
@@ -25,7 +24,8 @@ from gradstream.replay.membership import ReplayedMember, ReplayedMembers
 from gradstream.replay.schedule import ReplayListener, ReplaySchedule
 from gradstream.replay.update import ReplayedUpdate
 from gradstream.replay.update_assembler import UpdateAssembler
-from gradstream.run.nodes import RunPlan, shard_name, worker_name
+from gradstream.run.nodes import shard_config, worker_config
+from gradstream.run.plan import RunPlan, shard_name, worker_name
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
@@ -51,9 +51,8 @@ class ReplayCluster(ReplayListener):
     """A replay that is under way.
 
     Args:
-        cast: of the run, without what only a coordinator does.
+        plan: of the run, without its evaluations.
         model: copied for each worker.
-        data: of the run.
         parts: of the recording, by node.
         ids: the samples of a minibatch.
         storage: where the run goes on from a checkpoint: its directory, which is not written.
@@ -62,22 +61,21 @@ class ReplayCluster(ReplayListener):
 
     def __init__(
         self,
-        cast: RunPlan,
+        plan: RunPlan,
         model: Model,
-        data: Dataset,
         parts: Mapping[str, LogPart],
         ids: Callable[..., Any],
         storage: Storage | None,
         *,
         keep: bool,
     ) -> None:
-        self._cast, self._model, self._data, self._parts = cast, model, data, parts
-        self._virtual = VirtualCluster(cast.seed, INSTANT, _Overlay(storage))
+        self._plan, self._model, self._parts = plan, model, parts
+        self._virtual = VirtualCluster(plan.job.seed, INSTANT, _Overlay(storage))
         self._network = MemoryNetwork(self._virtual)
         layout = model.layout
-        self._chunk_map = ChunkMap(layout.elems, cast.chunk_elems_of(layout), cast.servers)
+        self._chunk_map = ChunkMap(layout.elems, plan.chunk_elems_of(layout), plan.servers)
         self._book = UpdateAssembler(self._chunk_map, layout.dtype, model.tree, ids, keep=keep)
-        self._scripts = [ReplaySchedule(parts[shard_name(rank)], self) for rank in range(cast.servers)]
+        self._scripts = [ReplaySchedule(parts[shard_name(rank)], self) for rank in range(plan.servers)]
         self._shards: list[ShardNode] = []
         self._num_moved = 0
         self._news = asyncio.Event()
@@ -175,9 +173,9 @@ class ReplayCluster(ReplayListener):
 
     async def _begin(self) -> None:
         roster = ReplayedMembers(self._notice())
-        for rank in range(self._cast.servers):
+        for rank in range(self._plan.servers):
             name = shard_name(rank)
-            config = replace(self._cast.shard_config(rank, self._model), order=self._scripts[rank])
+            config = replace(shard_config(self._plan, rank, self._model), order=self._scripts[rank])
             runtime, endpoint, member = await self._place(name, roster)
             shard = ShardNode(runtime, endpoint, member, config)
             self._shards.append(shard)
@@ -185,7 +183,7 @@ class ReplayCluster(ReplayListener):
         for node in roster.notice.nodes:
             if node.role == "worker":
                 config_of_worker = replace(
-                    self._cast.worker_config(node.rank, copy.deepcopy(self._model), self._data),
+                    worker_config(self._plan, node.rank, copy.deepcopy(self._model)),
                     watch=self._book,
                 )
                 runtime, endpoint, member = await self._place(node.name, roster)
@@ -196,7 +194,7 @@ class ReplayCluster(ReplayListener):
 
     async def _bury(self) -> None:
         """Kills every node, and cancels until all tasks have ended: clean-up waits for what never comes."""
-        names = [name for name in self._cast.node_names if self._network.at(f"memory:{name}") is not None]
+        names = [name for name in self._plan.node_names if self._network.at(f"memory:{name}") is not None]
         for name in names:
             self._network.kill(name)
             self._virtual.runtime(name).kill()
@@ -211,7 +209,7 @@ class ReplayCluster(ReplayListener):
         self, name: str, roster: ReplayedMembers
     ) -> tuple[VirtualRuntime, MemoryEndpoint, Member]:
         runtime = self._virtual.runtime(name)
-        endpoint = MemoryEndpoint(self._cast.identity(name, incarnation=1), runtime, self._network)
+        endpoint = MemoryEndpoint(self._plan.identity(name, incarnation=1), runtime, self._network)
         await endpoint.start()
         part = self._parts.get(name)
         entries = () if part is None else part.entries
@@ -245,10 +243,10 @@ class ReplayCluster(ReplayListener):
 
     def _notice(self) -> v1.Notice:
         """Who was in. Workers of a lower rank than the one that gave initial parameters had died before."""
-        cast = self._cast
-        names = [("shard", rank, shard_name(rank)) for rank in range(cast.servers)]
+        plan = self._plan
+        names = [("shard", rank, shard_name(rank)) for rank in range(plan.servers)]
         first = min((rank for rank in self._assigners()), default=0)
-        names += [("worker", rank, worker_name(rank)) for rank in range(first, cast.workers)]
+        names += [("worker", rank, worker_name(rank)) for rank in range(first, plan.workers)]
         return v1.Notice(
             epoch=1,
             phase=v1.Notice.TRAINING,

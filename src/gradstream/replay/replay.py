@@ -21,8 +21,7 @@ from gradstream.recording import FOLDER, JOB_FILE, LogPart, differences, origin_
 from gradstream.replay.cluster import ReplayCluster
 from gradstream.replay.update import ReplayedUpdate
 from gradstream.run.files import read_record
-from gradstream.run.nodes import RunPlan, shard_name
-from gradstream.run.plan import cast_of
+from gradstream.run.plan import RunPlan, plan_run, shard_name
 from gradstream.run.reopen import job_of_run, spec_of_run
 from gradstream.run.result import Run
 from gradstream.runtime.base import Storage
@@ -175,12 +174,12 @@ def replay(
     found = _in_memory(run, job) if isinstance(run, Run) and run.path is None else _on_disk(run, job)
     _check(found.parts, anyway)
     model = build_model(found.job)
-    cast = _cast(found, model.reduction)
-    for rank in range(cast.servers):
+    plan = _plan(found)
+    for rank in range(plan.servers):
         if shard_name(rank) not in found.parts:
             raise ConfigError(f"{shard_name(rank)} has recorded nothing: was the run on several machines?")
     stage = ReplayCluster(
-        cast, model, found.job.data, found.parts, partial(ids_of, cast.plan()), found.storage, keep=keep
+        plan, model, found.parts, partial(ids_of, plan.batch_plan()), found.storage, keep=keep
     )
     return Replay(stage, model, [part.node for part in found.parts.values() if part.torn_bytes])
 
@@ -245,10 +244,10 @@ def _check(parts: Mapping[str, LogPart], anyway: bool) -> None:
         raise ConfigError(f"nodes had different numbers of arithmetic threads ({told}): bits may differ")
 
 
-def _cast(found: _Found, reduction: Any) -> RunPlan:
-    """That of the run, without what only its coordinator did."""
+def _plan(found: _Found) -> RunPlan:
+    """The plan of the run, without its evaluations."""
     try:
-        cast = cast_of(found.job, "replay", resume=found.resume, keeps=False)
+        plan = plan_run(found.job, "replay", resume=found.resume, keeps=False)
     except GradstreamError as error:
         raise ConfigError(f"the job of this run cannot be made any more: {error}") from error
-    return replace(cast, record=False, evaluation=EvaluationPlan(), until=None, reduction=reduction)
+    return replace(plan, evaluation=EvaluationPlan())

@@ -1,4 +1,4 @@
-"""What a cause of slowness is, and from when on one counts."""
+"""The causes of slowness, and the thresholds from which each counts."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ SLOWER = 1.2
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """What holds a run up.
+    """Why a run is slow.
 
     Args:
-        kind: which.
+        kind: of the cause.
         text: one sentence, with the figures it rests on.
-        remedy: what would help.
-        culprit: the node that it names; "" for none.
+        remedy: a change that would help.
+        culprit: the node at fault; "" for none.
     """
 
     kind: Literal[
         "nothing",
         "evaluation",
-        "held back",
+        "paused",
         "checkpoints",
         "slow worker",
         "late worker",
         "busy host",
         "blocked",
         "reading",
-        "turns",
+        "varying steps",
         "machine",
         "chunks",
         "server",

@@ -1,4 +1,4 @@
-"""Charts as SVG text. Colours are classes, so that the page decides what light and dark look like."""
+"""Charts as SVG text. Colours are classes, so that the page chooses those of light and dark mode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOG_FROM = 100
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A named line. `dots` shows its points: what was measured now and then, not all the time."""
+    """A named line. `dots` shows its points, for a figure that is measured now and then."""
 
     name: str
     points: Points
@@ -49,11 +49,11 @@ def line_chart(
     from_zero: bool = False,
     may_log: bool = False,
 ) -> str:
-    """Lines over one pair of axes; "" where there is not a point to draw.
+    """Lines over one pair of axes; "" where there is no point to draw.
 
     Args:
-        curves: what to draw, in the order of its importance.
-        title: what the chart is, for who does not see it.
+        curves: to draw, the most important one first.
+        title: of the chart, for readers who cannot see it.
         x_label: under the axis.
         x_text, y_text: a figure as text.
         from_zero: the vertical axis begins at 0.

@@ -20,7 +20,7 @@ def by_node(events: Iterable[EventDict]) -> defaultdict[str, list[EventDict]]:
 
 
 def rank_order(name: str) -> tuple[str, int]:
-    """What to sort names of nodes by: worker-10 comes after worker-9."""
+    """Sort key for names of nodes: worker-10 comes after worker-9."""
     role, _, rank = name.rpartition("-")
     is_rank = rank.isascii() and rank.isdigit() and len(rank) < 10
     return (role, int(rank)) if is_rank else (name, 0)
@@ -37,7 +37,7 @@ def cpu_s_of(event: EventDict) -> float:
 
 
 def total_of(counter: Iterable[float]) -> float:
-    """What a counter has counted that begins at 0 again with each process of a resumed run."""
+    """The total of a counter that begins at 0 again with each process of a resumed run."""
     total = last = 0.0
     for value in counter:
         total += value - last if value >= last else value

@@ -27,13 +27,13 @@ class Point:
 def training(events: Iterable[EventDict], key: str = "loss", max_points: int = MAX_POINTS) -> list[Point]:
     """A figure of steps: means over equal numbers of successive minibatches, weighted by samples.
 
-    A point stands at the end of what it is the mean of. Minibatches of which the figure is not known
-    count as samples only.
+    A point stands at the end of the minibatches of its mean. Minibatches without the figure count as
+    samples only.
 
     Args:
         events: of the run.
         key: "loss", "lr" or "gradient_norm".
-        max_points: more are not made.
+        max_points: the most points of the curve.
     """
     steps = sorted((event for event in events if event["event"] == "step"), key=lambda e: e["time_s"])
     size = max(1, math.ceil(len(steps) / max_points))
@@ -50,7 +50,7 @@ def training(events: Iterable[EventDict], key: str = "loss", max_points: int = M
 
 
 def evaluated(events: Iterable[EventDict], key: str) -> list[Point]:
-    """What evaluations on held-out samples found: "accuracy", "loss", or a metric's own name."""
+    """A figure of the evaluations on held-out samples: "accuracy", "loss", or a metric's own name."""
     points = []
     for event in events:
         if event["event"] == "evaluated":
@@ -61,9 +61,9 @@ def evaluated(events: Iterable[EventDict], key: str) -> list[Point]:
 
 
 def logged(events: Iterable[EventDict], max_points: int = MAX_POINTS) -> dict[str, list[Point]]:
-    """What loops of the user's own have logged, by name: means of equal numbers of successive values.
+    """Figures that a user's own loop has logged, by name: means of equal numbers of successive values.
 
-    A mean is NaN where a value was no finite number.
+    A mean is NaN where a value was not finite.
     """
     samples = 0
     found: dict[str, list[Point]] = {}

@@ -1,4 +1,4 @@
-"""Why the exchange takes long: one worker's network, tiny chunks, a shard, or what it all goes through."""
+"""Why the exchange takes long: one worker's network, tiny chunks, a shard, or the carrier."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def for_network_of_one(
 ) -> Reason | None:
     """One worker whose contributions come later than all others', by as much as the others wait for it.
 
-    Who is the last to get through a link that all share comes after the others only by its own turn.
+    Where all share a link, the last worker comes after the others by its own transfer alone.
     """
     caused = {one.name: share_for(one, workers) for one in workers}
     worst = max(workers, key=lambda one: caused[one.name])
@@ -39,7 +39,7 @@ def for_network_of_one(
         return None
     return Reason(
         "late worker",
-        f"{worst.name} computes as fast as the others, but what it sends comes late; "
+        f"{worst.name} computes as fast as the others, but its pushes come late; "
         f"the others waited {caused[worst.name]:.0%} of their time for it.",
         f"Look at the network of {worst.name}, which waited "
         f"{waited_for(worst, shards) / worst.total_s:.0%} of its own time for the exchange.",
@@ -55,7 +55,7 @@ def for_exchange(
     Args:
         figures: of the run.
         workers: those with steps.
-        share: of their time that they wait.
+        share: of the workers' time that they wait, 0 to 1.
         cores: of the machine that all nodes share; None where there are several, or none.
         processes: each node is one, so that its CPU seconds are its own.
     """
@@ -83,12 +83,12 @@ def for_exchange(
         )
     steps = sum(worker.steps for worker in workers)
     beside = f", while the busiest shard computed only {busy[busiest]:.0%} of the time" if busy else ""
-    waited = f"the workers waited {share:.0%} of their time for what is exchanged"
+    waited = f"the workers waited {share:.0%} of their time for the exchange"
     return _for_way(figures, f"{waited}, {moved_bytes / steps / 1e6:,.3g} MB a step{beside}.")
 
 
 def _for_way(figures: RunFigures, waited: str) -> Reason:
-    """What it all goes through is what is left."""
+    """The carrier, when no other cause is left."""
     carriers = sorted({carrier for node in figures.nodes for carrier in node.carriers})
     in_place = str(figures.summary.get("group") or "").startswith("shared")
     if in_place or carriers == ["shm"]:
@@ -120,7 +120,7 @@ def _for_chunks(figures: RunFigures, waited_s: float, share: float, moved_bytes:
 def _moved_bytes(figures: RunFigures) -> int:
     if figures.links:
         return sum(link.pushed_bytes + link.fetched_bytes for link in figures.links)
-    # A group of workers tells of its bytes without saying between whom.
+    # A group of workers reports its bytes, and not the pairs between which they went.
     return int(figures.summary.get("pushed_bytes", 0))
 
 

@@ -1,6 +1,6 @@
-"""What became of each worker, shard, link and node of a run, as pure functions of its events.
+"""Figures of each worker, shard, link and node of a run, as pure functions of its events.
 
-Totals over the whole run are `gradstream.report.summary`'s; here they are by who.
+Totals over the whole run are in `gradstream.report.summary`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ShardFigures:
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """What passed between a worker and a shard."""
+    """The exchange between a worker and a shard."""
 
     worker: str
     shard: str
@@ -59,10 +59,10 @@ class NodeFigures:
     """One process.
 
     Args:
-        name, role: who it is.
-        host: of its address; "" where the events do not tell.
+        name, role: of the node.
+        host: of its address; "" where the events do not say.
         carriers: by which it reaches the others.
-        joined_s, left_s: when it came and went; None where it did not, or is not told.
+        joined_s, left_s: when it came and went; None where it did not, or where the events do not say.
         lost: it went without a goodbye.
         cpu_s: CPU seconds, total.
         cpu: cores in use over time.
@@ -85,12 +85,12 @@ class NodeFigures:
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """A run by who. Tuples are in the order of ranks; times count from the begin of training.
+    """Figures of a run by node. Tuples are in the order of ranks; times count from the begin of training.
 
-    `imbalance_s` is how long workers would have waited for one another had only computing taken time:
+    `imbalance_s` is how long workers would have waited for one another if only computing had taken time:
     over all steps and workers, the longest gradient of that step minus its own. `late_s` is by how much
     each worker's contributions came after those of all others, at the shard where that was most. `stood_s` is
-    how long workers stood still for `num_checkpoints`.
+    how long workers were paused for `num_checkpoints`.
     """
 
     summary: Mapping[str, Any]
@@ -116,7 +116,7 @@ class RunFigures:
 
 
 def figures_of(events: Sequence[EventDict]) -> RunFigures:
-    """All figures of a run by who. Of a run without steps most of them are empty."""
+    """All figures of a run by node. Of a run without steps most of them are empty."""
     by_kind: defaultdict[str, list[EventDict]] = defaultdict(list)
     for event in events:
         by_kind[event["event"]].append(event)

@@ -1,8 +1,8 @@
-"""For whom workers waited in a group without servers: told by their steps, seen side by side.
+"""For whom workers waited in a group without servers, found by comparing their steps.
 
-In a group nobody can tell who was last: clocks are not compared, and asking would cost what it measures. But
+In a group no rank knows which one was last: clocks are not compared, and asking would cost time itself. But
 rounds begin together, so a worker whose gradient ended later, counted from the begin of the step,
-kept the others waiting by as much. What is left of the waiting is the exchange itself.
+kept the others waiting by as much. The rest of the waiting is the exchange itself.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["attributed"]
 
 
 def attributed(steps: Sequence[EventDict]) -> list[EventDict]:
-    """Steps whose waiting for the group is due to the slowest worker of their round, as far as it is.
+    """The steps, with their waiting for the group charged to the slowest worker of the round as far as it is due to it.
 
     Args:
-        steps: events "step", of a run without servers or of another: those are left as they are.
+        steps: events "step", of a run without servers. Steps of another run are returned unchanged.
     """
     rounds: defaultdict[int, dict[str, float]] = defaultdict(dict)
     for step in steps:

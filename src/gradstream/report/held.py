@@ -1,4 +1,4 @@
-"""Who was held back when, by what a strategy's drive said: neither slow nor dead, and not idle."""
+"""When a strategy's participation schedule paused which workers: neither slow nor dead, and not idle."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["held_of", "turn_text"]
 
 
 def held_of(turns: Sequence[EventDict], end_s: float) -> Mapping[str, list[tuple[float, float]]]:
-    """By worker, from when to when it was held back.
+    """The intervals in which each worker was paused, by name, in seconds.
 
     Args:
         turns: "drive" events, in the order of time.
-        end_s: of the run.
+        end_s: the end of the run.
     """
     found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     ends = [*(event["time_s"] for event in turns[1:]), end_s]
@@ -30,12 +30,12 @@ def held_of(turns: Sequence[EventDict], end_s: float) -> Mapping[str, list[tuple
 
 
 def turn_text(event: EventDict) -> str:
-    """Such as "alone: worker-0 takes part, 3 workers are held back"; of a "drive" event."""
+    """A "drive" event in words: "alone: worker-0 takes part, 3 workers are paused"."""
     engaged, held = event["engaged"], event["held"]
     who = engaged[0] if len(engaged) == 1 else f"{len(engaged)} workers" if engaged else "nobody"
     parts = [f"{who} take{'s' if len(engaged) < 2 else ''} part"]
     if held:
         other = held[0] if len(held) == 1 else f"{len(held)} workers"
-        parts.append(f"{other} {'is' if len(held) == 1 else 'are'} held back")
+        parts.append(f"{other} {'is' if len(held) == 1 else 'are'} paused")
     phase = f"{event['phase']}: " if event["phase"] else ""
     return phase + ", ".join(parts)

@@ -1,8 +1,8 @@
-"""What a machine does to the gradients on it: other processes hold its cores, or its disk is slow.
+"""Causes of slow gradients in their machine: other processes use its cores, or its disk is slow.
 
 A gradient takes wall time, and has a core for its CPU time. Between the two lie reading samples, waiting for
-a core, and waiting for something else. Linux tells how long a thread waited for a core (`queued_s`);
-elsewhere the machine's load has to do.
+a core, and waiting for something else. Linux reports how long a thread waited for a core (`queued_s`);
+elsewhere the machine's load is used.
 
     reading       the data set, or the disk below it
     a core        held by the nodes of this run, which are too many; or by other processes
@@ -24,11 +24,11 @@ __all__ = ["for_cores", "for_reading", "lost_share", "why_slow"]
 MOST = 0.5
 """Of the time that is to be explained."""
 CROWDED = 1.5
-"""Where nobody says how long threads waited for cores, so many threads for each core are to blame."""
+"""Threads per core: a higher load is to blame where the system does not report how long threads waited for cores."""
 
 
 def lost_share(workers: Sequence[WorkerFigures]) -> float:
-    """The part of its gradients' time in which a worker neither computed nor read: of the median worker."""
+    """The share of its gradients' time in which the median worker neither computed nor read."""
     return statistics.median(one.lost_s / one.compute_s if one.compute_s else 0.0 for one in workers)
 
 
@@ -41,13 +41,13 @@ def why_slow(
     processes: bool,
     cores: int | None,
 ) -> Reason | None:
-    """What its machine does to a worker that computes `slowness` times slower; None for nothing.
+    """Why its machine makes a worker `slowness` times slower; None where the machine is not at fault.
 
     Args:
         figures, processes, cores: see `for_cores`.
         one: the worker.
-        slowness: how many times.
-        about: says so.
+        slowness: how many times slower than the median, > 1.
+        about: a clause that says so.
     """
     excess_s = one.compute_s * (1 - 1 / slowness)
     if one.lost_s >= MOST * excess_s:
@@ -101,7 +101,7 @@ def for_cores(
     if not processes:
         return Reason(
             "machine",
-            _sentence(about, f"the nodes are threads of one process, and compute by turns: {had}"),
+            _sentence(about, f"the nodes are threads of one process, and compute one after the other: {had}"),
             "A job file: its nodes are processes (`gradstream new` writes one).",
             culprit,
         )
@@ -117,7 +117,7 @@ def for_cores(
         return Reason(
             "blocked",
             _sentence(about, f"gradients wait, and not for a core: {had}{_load(workers, used)}"),
-            "Look in the model and the data set for what blocks: a device, a lock, a sleep; or memory that "
+            "Look in the model and the data set for a call that blocks: a device, a lock, a sleep; or memory that "
             "is full, so that pages are read back from the disk.",
             culprit,
         )
@@ -146,13 +146,13 @@ def _used(figures: RunFigures, workers: Sequence[WorkerFigures]) -> float | None
 
 
 def _load(workers: Sequence[WorkerFigures], used: float | None) -> str:
-    """Such as "; the machine's load was 14.2 on 2 cores, of which this run used 0.3"."""
-    told = max(workers, key=lambda one: one.load or 0.0)
-    if told.load is None:
+    """A clause: "; the machine's load was 14.2 on 2 cores, of which this run used 0.3"."""
+    most = max(workers, key=lambda one: one.load or 0.0)
+    if most.load is None:
         return ""
-    on = f" on {told.cores} cores" if told.cores else ""
+    on = f" on {most.cores} cores" if most.cores else ""
     run = f", of which this run used {used:.1f}" if used is not None and on else ""
-    return f"; the machine's load was {told.load:.1f}{on}{run}"
+    return f"; the machine's load was {most.load:.1f}{on}{run}"
 
 
 def _sentence(about: str, why: str) -> str:

@@ -21,12 +21,12 @@ LANE, STEP, BAND = 34, 20, 4
 """Heights: of a lane, of the steps in it, of each of the two bands below them."""
 NUM_COLOURS = 5
 MAX_TOLD = 4
-"""Names that are told of each step to who points at it."""
+"""How many names the tooltip of a step lists."""
 NOTICED = 2e-3
-"""Of the time of all workers: what takes less is drawn, but has no key."""
+"""Share of the time of all workers; a smaller one is drawn, but has no key."""
 
 Styles = Mapping[str, str]
-"""Class of a rectangle by who was waited for."""
+"""Class of a rectangle, by the node that was waited for."""
 
 
 def styles_of(figures: RunFigures) -> dict[str, str]:
@@ -42,7 +42,7 @@ def styles_of(figures: RunFigures) -> dict[str, str]:
 
 
 def keys(figures: RunFigures, styles: Styles) -> str:
-    """What the colours mean: those that one can see."""
+    """The key of the colours in the drawing."""
     least_s = NOTICED * sum(worker.total_s for worker in figures.workers)
     waited: Counter[str] = Counter()
     for worker in figures.workers:
@@ -63,12 +63,12 @@ def keys(figures: RunFigures, styles: Styles) -> str:
     if any(worker.evaluate_s for worker in figures.workers):
         entries.append(("look", "evaluating"))
     if any(worker.held_s for worker in figures.workers):
-        entries.append(("held", "held back"))
+        entries.append(("held", "paused"))
     return "".join(f'<span><i class="{style}"></i>{escape(text)}</span>' for style, text in entries)
 
 
 def timeline_html(timeline: Timeline, styles: Styles) -> str:
-    """Names, lanes, times and buttons; "" where no step was done."""
+    """Names, lanes, times and buttons; "" for a run without steps."""
     seconds = timeline.end_s - timeline.begin_s
     if not timeline.lanes or seconds <= 0:
         return ""

@@ -29,7 +29,7 @@ def run_html(rows: Sequence[tuple[str, str]], events: Sequence[EventDict]) -> st
     """A run as a piece of HTML.
 
     Args:
-        rows: what and its figure.
+        rows: names and figures.
         events: of the run.
     """
     table = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)

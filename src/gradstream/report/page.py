@@ -22,11 +22,11 @@ __all__ = ["PageSource", "page"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSource:
-    """What a report is made of.
+    """The input of a report.
 
     Args:
         events: of the run.
-        title: what the run is called.
+        title: name of the run.
         config: text of its `config.toml`; "" where there is none.
         info: contents of its `run.json`.
         price: of one machine for an hour, in any currency; None leaves the cost out.
@@ -65,7 +65,7 @@ def page(source: PageSource) -> str:
         sections.section(
             "Timeline",
             lanes
-            and f'<figure><figcaption>What each worker did when<div class="keys">{keys(figures, styles)}'
+            and f'<figure><figcaption>The workers over time<div class="keys">{keys(figures, styles)}'
             '<span><i class="push"></i>push under way</span><span><i class="fetch"></i>fetch under way</span>'
             f"</div></figcaption>{lanes}</figure>"
             f'<p class="note">{" ".join(notes)}</p>',
@@ -92,7 +92,7 @@ def page(source: PageSource) -> str:
 
 
 def _drawn(title: str, draw: Callable[[], str]) -> str:
-    """A section; where its events contradict one another, it says so. The others are shown."""
+    """A section. If its events contradict one another, a note takes its place, and the other sections are shown."""
     try:
         return draw()
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:

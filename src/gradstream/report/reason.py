@@ -1,21 +1,20 @@
 """Why a run is slow, in one sentence: a pure function over its figures.
 
-Workers' time is either computing or waiting; and they wait because others compute longer, or because
-of the exchange. Waiting for another worker is the former as far as gradients of one step differ in length
+Workers either compute or wait; they wait because others compute longer, or because of the exchange.
+Waiting for another worker counts as computing as far as gradients of one step differ in length
 (`RunFigures.imbalance_s`); for the rest of it, that worker's contribution was on its way.
 
-    others compute    one worker is slower; or each is by turns, where durations vary
+    others compute    one worker is slower; or a different one in each round, where durations vary
     the exchange      one worker's network is slow; or the cores of the one machine are full; or chunks are
-                      tiny; or a shard is busy all the time; or what it goes through is what is left
-    neither           computing is what takes the time; a slow worker is named even so
+                      tiny; or a shard is busy all the time; otherwise the carrier
+    neither           the time goes into computing; a slow worker is named even so
 
 Gradients take their wall time, and compute for their CPU time. Where the two differ, the machine is to blame
-before the worker: its cores are held by others, or its disk is slow (see `report.host`). Whatever else
-happens on a machine whose cores are held, waiting included, is slower in the same proportion.
+before the worker: other processes use its cores, or its disk is slow (see `report.host`). Everything else
+on such a machine, waiting included, is slower in the same proportion.
 
-One worker also evaluates, and while it does, it does not train: that comes first where it takes long. Where
-a strategy's drive holds workers back, or checkpoints have them stand still, for longer than anything else
-takes, that is the reason.
+One worker also evaluates and does not train meanwhile: that comes first where it takes long. If
+a participation schedule or checkpoints pause workers for longer than anything else takes, that is the reason.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ OF_CORES = ("busy host", "machine")
 
 
 def reason_of(figures: RunFigures, cores: int | None = None, *, processes: bool = True) -> Reason:
-    """What holds a run up most.
+    """Returns the main reason why a run is slow.
 
     Args:
         figures: of the run.
@@ -79,7 +78,7 @@ def reason_of(figures: RunFigures, cores: int | None = None, *, processes: bool 
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """What the workers ran on; the arguments are those of `reason_of`."""
+    """The machines of the workers; the arguments are those of `reason_of`."""
 
     figures: RunFigures
     workers: Sequence[WorkerFigures]
@@ -97,10 +96,10 @@ class _Machine:
         return lost_share(self.workers)
 
     def held_up(self, waiting: float) -> float:
-        """The share of the workers' time that is lost to what holds their cores.
+        """The share of the workers' time that is lost because other processes use their cores.
 
         Args:
-            waiting: the share that they wait: lost in the same proportion where all wait for one machine.
+            waiting: the share that they wait, 0 to 1. On one machine it is lost in the same proportion.
         """
         computing = math.fsum(one.compute_s for one in self.workers) / math.fsum(
             one.total_s for one in self.workers
@@ -113,7 +112,7 @@ class _Machine:
 
 
 def _standing(figures: RunFigures, workers: Sequence[WorkerFigures], waiting: float) -> Reason | None:
-    """What keeps workers from taking steps, if that takes longest; `waiting` is a share of the steps."""
+    """The reason for which workers are paused, if that takes longest; `waiting` is a share of the steps."""
     seconds = figures.seconds
     if not seconds:
         return None
@@ -124,14 +123,14 @@ def _standing(figures: RunFigures, workers: Sequence[WorkerFigures], waiting: fl
     stood = figures.stood_s / seconds
     if held >= max(NOTABLE, stood, (1 - held) * waiting):
         return Reason(
-            "held back",
-            f"Workers are held back {held:.0%} of their time: the strategy says who takes part, and when.",
+            "paused",
+            f"Workers are paused {held:.0%} of their time by the strategy's participation schedule.",
             "A shorter warm start, fewer waves, or a shorter end alone.",
         )
     if stood >= max(NOTABLE, (1 - stood) * waiting):
         return Reason(
             "checkpoints",
-            f"Workers stand still {stood:.0%} of the time for checkpoints: {figures.stood_s:,.1f} s for "
+            f"Workers are paused {stood:.0%} of the time for checkpoints: {figures.stood_s:,.1f} s for "
             f"{figures.num_checkpoints:,} of them.",
             "A longer checkpoint_every; or more free memory: without room for a copy they wait for the disk.",
         )
@@ -154,7 +153,7 @@ def _for_evaluation(figures: RunFigures, workers: Sequence[WorkerFigures], one: 
     )
     return Reason(
         "evaluation",
-        f"{one.name} looks at held-out samples {share:.0%} of the time; the others waited for it, or "
+        f"{one.name} evaluates on held-out samples {share:.0%} of the time; the others waited for it, or "
         f"had nothing left to do, {held_up:.0%} of theirs.",
         "A larger evaluate_every, or fewer held-out samples.",
         one.name,
@@ -172,8 +171,8 @@ def _for_computing(machine: _Machine, share: float) -> Reason:
     slowness = _slowness(worst, workers) or 1.0
     if slowness < SLOWER:
         return Reason(
-            "turns",
-            f"Workers wait for one another {share:.0%} of their time, each by turns: the time of a step "
+            "varying steps",
+            f"Workers wait for one another {share:.0%} of their time, each now and then: the time of a step "
             "varies, and a round takes as long as its slowest worker.",
             "Backup workers (synchronous, backup=1), a strategy that waits for nobody (downpour), or fewer, "
             "larger minibatches.",
@@ -224,6 +223,6 @@ def _computing(machine: _Machine, total_s: float) -> Reason:
 
 
 def _idle(figures: RunFigures, worker: WorkerFigures) -> float:
-    """Of the run, what lies outside of a worker's steps."""
+    """The share of the run outside of a worker's steps."""
     used_s = worker.total_s + worker.held_s
     return max(0.0, 1 - used_s / figures.seconds) if figures.seconds > 0 else 0.0

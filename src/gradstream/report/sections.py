@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 TOGETHER_S = 0.1
-"""Who joins so soon was there from the begin."""
+"""Seconds after the begin; a node that joins sooner counts as there from the begin."""
 MAX_CELLS = 64
 """Of a table of workers by shards; beyond, each side is shown by itself."""
 
@@ -42,7 +42,7 @@ def section(title: str, body: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
-    """A head that begins with ">" is that of figures, to the right. Cells are HTML."""
+    """A column whose head begins with ">" holds figures, aligned to the right. Cells are HTML."""
     right = [name.startswith(">") for name in head]
     names = "".join(
         f'<th scope="col"{" class=n" if to_right else ""}>{escape(name.removeprefix(">"))}</th>'
@@ -181,19 +181,19 @@ def workers(figures: RunFigures, styles: Styles) -> str:
         "its steps",
         ">computing",
         ">evaluating",
-        *([">held back"] if driven else []),
+        *([">paused"] if driven else []),
         ">idle",
         "waited for",
     ]
     about = "Computing is a share of a worker's steps; evaluating and idle are shares of the run."
     if driven:
-        about += " Who is held back takes no part, as the strategy's drive says."
+        about += " A paused worker takes no part, by the strategy's participation schedule."
     return section("Workers", _table([*head, ">a push, a fetch"], rows, about) if rows else "")
 
 
 def uneven(events: Sequence[EventDict]) -> str:
     """How rounds were divided by speed, and which contributions came too late."""
-    about = "Samples of a round by worker, as changed by what was measured."
+    about = "Samples of a round by worker, as set by measured speed."
     head, rows = shares_table(events)
     found = section("Shares", _table(head, rows, about) if rows else "")
     about = "Gradients that came behind their round's update are late; a worker that is late skips rounds."
@@ -299,7 +299,7 @@ def links(figures: RunFigures) -> str:
     up, down = (summary.get(f"whole_{way}_bytes", 0) for way in ("pushed", "fetched"))
     if up > summary.get("pushed_bytes", 0) or down > summary.get("fetched_bytes", 0):
         whole = f"{size_text(up)} ↑ {size_text(down)} ↓"
-        about += f" Only what had changed was sent; all of it would have been {whole}."
+        about += f" Only changed rows were sent; whole chunks would have been {whole}."
     return section("Links", _table(head, rows, about) if figures.links else "")
 
 
@@ -353,7 +353,7 @@ def nodes(figures: RunFigures) -> str:
 
 
 def story(figures: RunFigures) -> str:
-    """Who joined late, left, was lost or failed."""
+    """Nodes that joined late, left, were lost or failed."""
     begin_s = max(figures.begin_s, TOGETHER_S)
     late = [one for one in figures.story if one.what == "joined" and one.time_s > begin_s]
     told = [*late, *(one for one in figures.story if one.what not in ("joined", "left"))]
@@ -376,7 +376,7 @@ def _few(names: Sequence[str], most: int = 12) -> str:
 
 
 def configuration(config: str, info: Mapping[str, Any]) -> str:
-    """What was asked for, and the machine it ran on."""
+    """The settings of the run, and its machine."""
     parts = ""
     if config:
         parts += f"<details open><summary>config.toml</summary><pre>{escape(config)}</pre></details>"

@@ -38,8 +38,8 @@ def straggler_of(
 
     Args:
         steps: events "step".
-        train_s: of the run; None where nobody knows.
-        absent: names of workers that did not wait for the end: they were lost, or held back.
+        train_s: of the run; None where it is not known.
+        absent: names of workers that did not wait for the end: they were lost, or paused.
 
     Returns:
         None where no worker is, or where nobody waits for it, as in asynchronous strategies before the end.

@@ -52,8 +52,8 @@ def evaluations_of(events: Iterable[EventDict]) -> list[dict[str, Any]]:
 def surviving(events: Iterable[EventDict]) -> list[EventDict]:
     """The events without steps and evaluations that came to nothing.
 
-    A resumed run computes again what came after its checkpoint, or everything where there was none:
-    what it counts again is left out of the part before.
+    A resumed run computes the steps after its checkpoint again, or all of them where there was none:
+    the first computation of these is left out.
     """
     out: list[EventDict] = []
     kept: list[EventDict] = []
@@ -150,7 +150,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
 
 
 def _group(events: Sequence[EventDict]) -> str | None:
-    """Such as "messages: butterfly, from 131,072 bytes on ring; alpha 85 µs, beta 0.4 s/GB"."""
+    """The group in words: "messages: butterfly, from 131,072 bytes on ring; alpha 85 µs, beta 0.4 s/GB"."""
     formed = next(iter(_of(events, "group")[-1:]), None)
     if formed is None:
         return None
@@ -302,7 +302,7 @@ def _workers_lost(events: Sequence[EventDict]) -> list[str]:
 
 
 def _absent(events: Sequence[EventDict]) -> set[str]:
-    """Workers that were lost, or held back at the end."""
+    """Workers that were lost, or paused at the end."""
     held = [name for event in _of(events, "drive")[-1:] for name in event["held"]]
     return {*_workers_lost(events), *held}
 

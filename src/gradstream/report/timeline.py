@@ -1,7 +1,7 @@
-"""What each worker did when, as rectangles: computing, waiting (for whom), pushing, fetching.
+"""The work of each worker over time, as rectangles: computing, waiting (for whom), pushing, fetching.
 
 A step is drawn as it was: its gradient where it was computed, waits around it. (How long it waited
-for whom is known, in which order only from what a step looks like: own sums come after the gradient,
+for whom is known, but the order is a guess from the kind of step: own sums come after the gradient,
 answers to a fetch before it.) Where there are more steps than a page can hold, successive ones are
 drawn as one, whose height is divided in proportion.
 """
@@ -54,13 +54,13 @@ class StepSpan:
 
     @property
     def wait_s(self) -> float:
-        """What is not computing."""
+        """Seconds of the step outside of computing."""
         return max(0.0, self.end_s - self.begin_s - self.compute_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A push, a fetch, an evaluation, or a time in which a worker was held back."""
+    """A push, a fetch, an evaluation, or a time in which a worker was paused."""
 
     begin_s: float
     end_s: float
@@ -80,7 +80,7 @@ class TimelineLane:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What all workers did when.
+    """The work of all workers over time.
 
     Args:
         begin_s, end_s: the time shown.
@@ -167,7 +167,7 @@ def _fewer(bands: Sequence[Band], size: int) -> Iterator[Band]:
 
 
 def pieces(span: StepSpan, me: str) -> list[TimelinePiece]:
-    """The waits of a step of the worker `me`. What they leave free of the step is computing."""
+    """The waits of a step of the worker `me`. The rest of the step is computing."""
     rest_s = max(0.0, span.wait_s - sum(seconds for _, seconds in span.waited_for))
     named = [pair for pair in (*span.waited_for, (REST, rest_s)) if pair[1] > 0]
     if span.count > 1:

@@ -129,7 +129,7 @@ def _stale(events: Iterable[EventDict], pids: dict[str, int]) -> Iterator[Slice]
 
 
 def _applies(events: Iterable[EventDict], pids: dict[str, int]) -> Iterator[Slice]:
-    """What a shard has applied between two reports, as one slice at its begin."""
+    """The updates of a shard between two reports, as one slice at the begin of the interval."""
     since_s: dict[str, float] = {}
     done_s: dict[str, float] = {}
     updates: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What a report says of uneven machines: shares by measured speed, and contributions that came too late."""
+"""The part of a report on uneven machines: shares by measured speed, and contributions that came too late."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shares_table(events: Iterable[EventDict]) -> tuple[Row, list[Row]]:
 
 
 def quorums(events: Sequence[EventDict]) -> tuple[Row, list[Row]]:
-    """Head and rows of in how many updates each worker's gradients are, and what became of the others.
+    """Head and rows: how many of each worker's gradients are in updates, and how many came late or were dropped.
 
     Nothing where every update takes all workers.
     """

@@ -1,4 +1,4 @@
-"""What became of each worker of a run, and what its machine was doing, as a pure function of events."""
+"""Figures of each worker of a run and of its machine, as a pure function of events."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class WorkerFigures:
         wait_s: in the rest of its steps.
         waited_for: seconds of `wait_s` by name; itself is its own sums and local steps.
         push_s, fetch_s: mean seconds of a push and of a fetch; None where none was reported.
-        evaluate_s: between steps, looking at held-out samples.
-        held_s: held back by the strategy's drive.
+        evaluate_s: in evaluations on held-out samples, between steps.
+        held_s: paused by the strategy's participation schedule.
         read_s: reading samples, in gradients or before them.
-        cpu_s: of gradients, CPU seconds; None where nobody has measured.
+        cpu_s: of gradients, CPU seconds; None where it was not measured.
         queued_s: its thread of arithmetic could have run and had no core; None likewise.
         load: threads of all processes of its machine that ran or waited for a core; None likewise.
         cores: of its machine; None likewise.
@@ -62,7 +62,7 @@ class WorkerFigures:
 
     @property
     def lost_s(self) -> float:
-        """Seconds of its gradients in which nothing was computed or read; 0 where nobody has measured."""
+        """Seconds of its gradients in which nothing was computed or read; 0 where it was not measured."""
         if self.cpu_s is None:
             return 0.0
         return max(0.0, self.compute_s - self.read_s - self.cpu_s)
@@ -80,7 +80,7 @@ def workers_of(
 
     Args:
         by_kind: events by kind; the steps are `attributed`.
-        held: by worker, when the strategy's drive held it back.
+        held: by worker, when the participation schedule paused it.
     """
     steps = by_node(by_kind["step"])
     durations: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
@@ -125,9 +125,9 @@ class _Machine(TypedDict):
 
 
 def _machine(told: Sequence[EventDict]) -> _Machine:
-    """What a worker's process tells, in its events "cpu", about its arithmetic and its machine.
+    """The arithmetic and the machine of a worker, from its events "cpu".
 
-    A training loop of the user's computes on a thread of its own, which nobody looks at. The process's CPU
+    A training loop of the user's computes on a thread of its own, which is not measured. The process's CPU
     seconds, less those of other work, are then the most that its gradients can have had.
     """
     cpu_s = total_of(event["compute_s"].get("gradient", 0.0) for event in told)

@@ -1,18 +1,17 @@
-"""The configuration in effect: every value of a job, and where it came from."""
+"""The configuration in effect: every value of a run's job, and where it came from."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradstream.job.job import Job
 from gradstream.job.overrides import overrides, plain
 from gradstream.job.registry import describe
-from gradstream.run.plan import num_servers
+from gradstream.run.plan import RunPlan
 
 __all__ = ["Entry", "effective", "to_toml"]
 
@@ -33,11 +32,12 @@ class Entry:
     origin: str
 
 
-def effective(job: Job, strategy: Any, optimizer: Any) -> list[Entry]:
-    """Every value of a job that has been checked, those of its strategy and optimizer included.
+def effective(plan: RunPlan) -> list[Entry]:
+    """Every value of a planned run, those of its strategy and optimizer included.
 
     Values of None, which leave a choice open, are left out.
     """
+    job = plan.job
     own = Path(job.spec.partition(":")[0]).name if job.spec else "given"
 
     def entry(key: str, value: Any, default: Any, otherwise: str = own) -> Entry:
@@ -46,8 +46,8 @@ def effective(job: Job, strategy: Any, optimizer: Any) -> list[Entry]:
 
     entries = []
     defaults = {field.name: plain(_default(field)) for field in dataclasses.fields(job)}
-    values = {**overrides(job), "servers": num_servers(job, strategy)}
-    defaults["servers"] = 1 if strategy.through == "servers" else 0
+    values = {**overrides(job), "servers": plan.servers}
+    defaults["servers"] = 1 if plan.strategy.through == "servers" else 0
     for name, value in values.items():
         default = defaults[name]
         if isinstance(getattr(job, name), Mapping) or not isinstance(value, Mapping):
@@ -55,7 +55,7 @@ def effective(job: Job, strategy: Any, optimizer: Any) -> list[Entry]:
         else:
             inner = default if isinstance(default, Mapping) else {}
             entries += [entry(f"{name}.{key}", part, inner.get(key)) for key, part in value.items()]
-    for name, used in (("strategy", strategy), ("optimizer", optimizer)):
+    for name, used in (("strategy", plan.strategy), ("optimizer", plan.optimizer)):
         described, asked = describe(used), getattr(job, name)
         origin = job.origins.get(name) or ("default" if asked in (None, defaults.get(name)) else own)
         entries.append(Entry(f"{name}.class", described["class"], origin))
@@ -67,8 +67,9 @@ def effective(job: Job, strategy: Any, optimizer: Any) -> list[Entry]:
     return [entry for entry in entries if entry.value is not None]
 
 
-def to_toml(job: Job, entries: Iterable[Entry]) -> str:
-    """The entries as TOML, the origin of each as a comment. It can be given to --config."""
+def to_toml(plan: RunPlan) -> str:
+    """The configuration in effect as TOML, with a comment on the origin of each value; --config reads it."""
+    job = plan.job
     lines = [
         f"# job: {job.spec or 'not in a file'}",
         f"# data: {job.data.name}, {job.data.num_samples or 'an unknown number of'} samples",
@@ -76,7 +77,7 @@ def to_toml(job: Job, entries: Iterable[Entry]) -> str:
     if job.chunk_elems is None:
         lines.append("# chunk_elems: automatic, by the size of the model; the event 'started' tells")
     table = ""
-    for entry in sorted(entries, key=lambda one: "." in one.key):
+    for entry in sorted(effective(plan), key=lambda one: "." in one.key):
         head, _, tail = entry.key.rpartition(".")
         if head != table:
             lines += ["", f"[{head}]"]

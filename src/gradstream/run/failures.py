@@ -1,12 +1,15 @@
-"""From what a node reported of its failure back to an exception.
+"""Turns a failure that a node has reported back into an exception.
 
-Only names and texts travel, never objects: `FailedEvent` has the class name, the message and the
-traceback, and this makes the exception that the launcher, or a simulation, raises in their stead.
+A node reports the class name, the message and the traceback of its exception as texts. The launcher, or a
+simulation, raises the exception that this module makes of them.
 """
 
 from __future__ import annotations
 
 import re
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from gradstream import errors
 from gradstream.errors import (
@@ -23,16 +26,19 @@ from gradstream.errors import (
 )
 from gradstream.untrusted import escaped
 
-__all__ = ["typed_error"]
+__all__ = ["EndedNodes", "typed_error"]
 
 NAME_BYTES, MESSAGE_BYTES, TRACEBACK_BYTES = 128, 8192, 1 << 16
+
+TAIL_LINES, TAIL_BYTES = 5, 1024
+"""The part of a node's log that an error shows."""
 
 _OF_USER = {cls.__name__: cls for cls in (UserCodeError, GradientError, DataError)}
 _OF_PEER = {cls.__name__: cls for cls in (PeerLostError, DeadlineError)}
 
 
 def typed_error(culprit: str, error: str, message: str, traceback_text: str) -> GradstreamError:
-    """The exception that a node has reported by name. Its texts are escaped; newlines stay."""
+    """The exception that a node has reported by name, with its texts escaped except for newlines."""
     culprit, error = escaped(culprit, NAME_BYTES), escaped(error, NAME_BYTES)
     message = escaped(message, MESSAGE_BYTES, newlines=True)
     traceback_text = escaped(traceback_text, TRACEBACK_BYTES, newlines=True)
@@ -49,11 +55,58 @@ def typed_error(culprit: str, error: str, message: str, traceback_text: str) -> 
             if base is InternalError and traceback_text:
                 made.add_note(traceback_text)
             return made
-    # An exception of the user's, outside of the functions that wrap theirs, or a bug of ours.
+    # The user's code raised outside of the functions that we wrap, or this is a bug of ours.
     return UserCodeError(f"{culprit}: {error}: {message}", traceback_text)
 
 
 def _peer_of(culprit: str, message: str) -> tuple[str, str]:
-    """The node that a message begins with, or else the one that sent it, and the rest."""
+    """Splits a message into the node that it begins with, or else `culprit`, and the rest."""
     found = re.match(r"(coordinator|(?:shard|worker)-\d+): (.*)", message, re.DOTALL)
     return (found[1], found[2]) if found else (culprit, message)
+
+
+class EndedNodes:
+    """The nodes of a run that have ended, and the errors that they reported.
+
+    Attributes:
+        statuses: exit status of each node that has ended; minus the number of the signal that killed it.
+    """
+
+    def __init__(self) -> None:
+        self.statuses: dict[str, int] = {}
+        self._errors: dict[str, Mapping[str, Any]] = {}
+
+    @property
+    def first(self) -> str:
+        """The node that ended first."""
+        return next(iter(self.statuses))
+
+    def report(self, name: str, error: Mapping[str, Any]) -> None:
+        """Notes the error, message and traceback that a node has sent."""
+        self._errors[name] = error
+
+    def lose(self, name: str, error: Mapping[str, Any]) -> None:
+        """Notes a node that is lost with its machine, unless it has ended or failed before."""
+        self._errors.setdefault(name, error)
+        self.statuses.setdefault(name, 1)
+
+    def failed_with(self, *errors: type[Exception]) -> str | None:
+        """The first node that reported one of these errors; None for none."""
+        names = [error.__name__ for error in errors]
+        return next((name for name, said in self._errors.items() if said["error"] in names), None)
+
+    def how(self, name: str) -> str:
+        """How the process of a node ended, in words."""
+        status = self.statuses[name]
+        if status >= 0:
+            return f"ended with status {status}"
+        by = " (kill -9, or Linux where memory runs out: see dmesg)" if -status == signal.SIGKILL else ""
+        return f"was killed by signal {-status}{by}"
+
+    def error_of(self, name: str, log_tail: Callable[[str, int], str]) -> GradstreamError:
+        """Why a node ended: the error that it reported, or else its exit status and the end of its log."""
+        said = self._errors.get(name)
+        if said is not None:
+            return typed_error(name, said["error"], said["message"], said["traceback"])
+        shown = escaped(log_tail(name, TAIL_LINES), TAIL_BYTES, newlines=True)
+        return PeerLostError(name, f"its process {self.how(name)}; the end of its log:\n{shown}")

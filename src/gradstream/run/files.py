@@ -1,7 +1,7 @@
-"""The small files of a run directory, read with care: each error names the file and says what to do.
+"""Reads the small files of a run directory; each error names the file and the remedy.
 
-A file may be damaged by a disk, by a crash of the machine or by hand. Readers get a `ConfigError` then, and
-never a traceback of the parser.
+A file may be damaged by a disk, by a crash of the machine or by hand. The caller gets a `ConfigError` then,
+never an exception of the parser.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _REMEDIES = {
     "run.json": "put it back from a copy, or write {} into it: it only says where and when the run was made",
     "nodes.json": "put it back from a copy: without it the run cannot be resumed, evaluated or replayed; "
     "`gradstream report` does not need it",
-    "config.toml": "put it back from a copy, or remove it: it is only shown in the report",
+    "config.toml": "put it back from a copy, or remove it: only the report shows it",
     "job.json": "put it back from a copy: it says which job file was recorded",
 }
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The JSON object that a file of a run directory holds.
+    """Reads the JSON object in a file of a run directory.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ConfigError: it cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or does not hold a JSON object.
     """
     try:
         found = parse_json(path.read_bytes(), max_bytes=MAX_BYTES, max_depth=MAX_DEPTH)
@@ -44,7 +44,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> str:
-    """The text of a `config.toml`, "" where there is none. Raises ConfigError where it is not TOML."""
+    """Reads the text of a `config.toml`; "" without a file. Raises ConfigError where it is not TOML."""
     try:
         text = path.read_text(encoding="utf-8")
         parse_toml(text)

@@ -1,6 +1,6 @@
-"""The events of a run, as its launcher follows them: read as they come, and told to whoever asks.
+"""The events of a run as its launcher follows them: it reads them as they come and passes them to a callback.
 
-The coordinator writes them; the launcher adds a few of its own, and says on stderr what a person must know.
+The coordinator writes them. The launcher adds a few of its own, and prints warnings on stderr.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ __all__ = ["FollowedEvents", "OnEvent"]
 OnEvent = Callable[[Mapping[str, Any]], None]
 
 DISK_AGAIN_S = 60.0
-"""After so long without a word about the disk, it is said once more that it is full."""
+"""Seconds without a message about the disk after which the same message is printed again."""
 
 MESSAGE_BYTES = 1024
-"""Of what a node has said, on stderr."""
+"""Longest part of a node's message that is printed on stderr."""
 
 
 class FollowedEvents:
-    """Events of a run from now on; those that the file holds already are of the run's earlier parts.
+    """Follows the events of a run from now on; the file may hold those of the run's earlier parts.
 
     Args:
-        run_dir: of the run.
+        run_dir: run directory.
         on_event: called with each event.
 
     Attributes:
         last: the latest event of each kind.
-        carriers: by which carrier each node reaches the others.
+        carriers: for each node, the carrier by which it reaches each of the others.
     """
 
     def __init__(self, run_dir: Path, on_event: OnEvent | None) -> None:
@@ -50,30 +50,30 @@ class FollowedEvents:
         self._own = EventLog(
             DiskStorage(run_dir), EVENTS, node="launcher", now=monotonic_ns, tell=self.say_of_disk
         )
-        self._said_ns: dict[str, int] = {}  # what was said of the disk, and when
+        self._said_ns: dict[str, int] = {}  # when each message about the disk was last printed
         self.last: dict[str, Mapping[str, Any]] = {}
         self.carriers: dict[str, Mapping[str, str]] = {}
 
     def read(self) -> None:
-        """Takes what has come since."""
+        """Reads the events that were written since the last call."""
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._read_bytes)
                 data = file.read()
         except OSError:
-            return  # not there yet, or the disk is broken
-        # What is behind the last whole line is read again: a full disk takes it back.
+            return  # there is no file yet, or the disk is broken
+        # A torn last line is read again: the coordinator removes it where the disk is full.
         *lines, self._torn = data.split(b"\n")
         self._read_bytes += len(data) - len(self._torn)
         self.take(lines)
 
     @property
     def skipped(self) -> str:
-        """Says how many lines were no events; "" for none."""
+        """A text on the lines that were no events; "" without any."""
         return self._lines.skipped
 
     def take(self, lines: Iterable[bytes]) -> None:
-        """Takes events that are in the file, or did not get there."""
+        """Handles events that the file holds, or that nodes sent since the disk was full."""
         for event in self._lines.take(b"".join(line + b"\n" for line in lines)):
             self.last[event["event"]] = event
             self._say(event)
@@ -87,7 +87,7 @@ class FollowedEvents:
         self._own.append(encode(event, node="launcher", time_s=0.0))
 
     def mend(self) -> bool:
-        """Removes a line that a coordinator that died has left half written. False where that fails."""
+        """Removes a half-written last line of a coordinator that was killed. False where that fails."""
         if self._torn:
             self._torn = b""
             try:
@@ -98,11 +98,11 @@ class FollowedEvents:
         return True
 
     def say_of_disk(self, text: str, about: str = "") -> None:
-        """Says once what several nodes notice of one disk, and besides what the final parameters wait for.
+        """Prints a message about the disk once, although several nodes notice it.
 
         Args:
             text: the message.
-            about: what else the disk has not taken: that is said besides, and once as well.
+            about: what the disk has not taken; each has a message of its own. The final parameters do too.
         """
         about = text if text.startswith("the final") else about
         now_ns, said_ns = monotonic_ns(), self._said_ns.get(about)
@@ -111,7 +111,7 @@ class FollowedEvents:
         self._said_ns[about] = now_ns
 
     def _say(self, event: Mapping[str, Any]) -> None:
-        """Says on stderr what a person must know of an event."""
+        """Prints events that the user must know of on stderr."""
         if event["event"] == "checkpoint_failed":
             kept = f"{event['kept']} is kept" if event["kept"] else "none is kept yet"
             text = f"no checkpoint of step {event['step']:,} ({event['who']}: {event['message']}); {kept}"

@@ -1,4 +1,4 @@
-"""The runs of a folder, with the figures by which one tells them apart."""
+"""Lists the runs of a folder with their most important figures."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["RunEntry", "list_runs"]
 
 
 class RunEntry(TypedDict):
-    """One run. What its events do not tell is None.
+    """One run; figures that its events do not give are None.
 
-    `damaged` names a file that is damaged, and says what to do; it is "" where none is.
+    `damaged` is a message that names a damaged file and the remedy, or "".
     """
 
     path: Path
@@ -32,7 +32,7 @@ class RunEntry(TypedDict):
 
 
 def list_runs(folder: Path) -> list[RunEntry]:
-    """Every run directory in `folder`, by name, which for runs that were given none is by time.
+    """Every run directory in `folder`, sorted by name; default names begin with the time.
 
     Raises:
         ConfigError: there is no such folder.

@@ -1,35 +1,229 @@
-"""A job becomes a cast: its names found, its data planned, its parts fitted to one another."""
+"""Resolves a job once: `plan_run` finds its names, checks it and makes the `RunPlan` that all nodes share.
+
+The launcher makes the plan of a run. `run.node_spec` writes it as JSON, from which each process makes the same
+plan again; nodes that are threads or simulated share the launcher's.
+"""
 
 from __future__ import annotations
 
-from gradstream._version import __version__
+from dataclasses import dataclass, field
+from typing import cast
+
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy, parse_every
+from gradstream.data.base import BatchPlan, Partitioning, PartitionSpec
+from gradstream.data.done import DataProgress
+from gradstream.data.feed import plan_of
+from gradstream.data.joined import JoinedPlan
+from gradstream.data.ledger import Ledger
+from gradstream.data.open_ledger import OpenLedger
+from gradstream.data.plan import RoundPlan
+from gradstream.data.queue_plan import QueuePlan
+from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job, is_open_ended
-from gradstream.job.registry import find_function, find_optimizer, find_strategy, optimizer_of_text
+from gradstream.job.registry import find_function, find_optimizer, find_strategy
 from gradstream.job.validation import check, check_resumed, check_strategy, whole
-from gradstream.optim.groups import groups_of
-from gradstream.run.nodes import RunPlan
-from gradstream.server.chunks import CHUNK_ELEMS
+from gradstream.model.base import Layout, Model
+from gradstream.optim.base import Optimizer
+from gradstream.optim.groups import GroupedRule, ParameterGroup, groups_of
+from gradstream.optim.merge import Outer, Replace
+from gradstream.server.chunks import CHUNK_ELEMS, shared_chunk_elems
 from gradstream.strategies.base import Strategy
+from gradstream.transport.base import Identity
 from gradstream.transport.offers import shares_memory
 from gradstream.worker.evaluation import EvaluationPlan, Metric
-from gradstream.worker.gradient import Clip
+from gradstream.worker.replica.loop import OwnData
 
-__all__ = ["cast_of", "metrics_of", "num_servers", "policy_of"]
+__all__ = ["COORDINATOR", "RunPlan", "metrics_of", "num_servers", "plan_run", "shard_name", "worker_name"]
+
+COORDINATOR = "coordinator"
 
 
-def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool = True) -> RunPlan:
-    """The run that a job asks for, with its strategy and update rule found and its data planned.
+def shard_name(rank: int) -> str:
+    """Node name of a shard."""
+    return f"shard-{rank}"
+
+
+def worker_name(rank: int) -> str:
+    """Node name of a worker."""
+    return f"worker-{rank}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """A job that was resolved and checked: all that the nodes of a run agree on.
 
     Args:
-        run_id: other runs' nodes are refused.
+        id: name of the run; its nodes refuse those of other runs.
+        job: the job as the user asked for it.
+        strategy: the job's strategy.
+        optimizer: the job's update rule, or the strategy's where the job has none.
+        servers: number of shards of the parameter server.
+        chunk_elems: elements per chunk; None derives them from the size of the model, in shared memory.
+        groups: parameters with settings of their own.
+        evaluation: when held-out samples are evaluated.
+        policy: when checkpoints are made; None makes none, also when the run is stopped.
+        resume: where the run goes on; None where it begins.
+    """
+
+    id: str
+    job: Job
+    strategy: Strategy
+    optimizer: Optimizer
+    servers: int
+    chunk_elems: int | None
+    groups: tuple[ParameterGroup, ...] = ()
+    evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
+    policy: Policy | None = None
+    resume: Resume | None = None
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return self.job.workers
+
+    @property
+    def node_names(self) -> list[str]:
+        """Every node, in the order in which they are best started."""
+        shards = [shard_name(rank) for rank in range(self.servers)]
+        return [COORDINATOR, *shards, *(worker_name(rank) for rank in range(self.workers))]
+
+    def identity(self, name: str, incarnation: int) -> Identity:
+        """The identity of a node before it has joined."""
+        return Identity(self.id, name, incarnation, nodes=1 + self.servers + self.workers)
+
+    # ---- data ---------------------------------------------------------------------------
+
+    @property
+    def open_ended(self) -> bool:
+        """Whether training loops of the user's own bring the data, of an unknown amount."""
+        return is_open_ended(self.job)
+
+    @property
+    def steps_left(self) -> int | None:
+        """Steps of each worker from here on, where their number ends the run."""
+        steps = self.job.steps
+        return steps if steps is None or self.resume is None else max(0, steps - self.resume.rounds)
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the sizes of minibatches follow the measured speed of the workers."""
+        return self.job.shares == MEASURED
+
+    def ledger(self) -> Ledger | OpenLedger:
+        """A new account of every minibatch of the run."""
+        if self.open_ended:
+            return OpenLedger(self.workers, rounds=self.strategy.partitioning == "rounds")
+        helping = self.strategy.partitioning_of_run() != "partitions"  # with what is left of an epoch
+        return Ledger(self.batch_plan(), epochs=self.job.epochs, steps=self.steps_left, helping=helping)
+
+    def batch_plan(self) -> BatchPlan:
+        """Which worker goes through which samples. Raises ConfigError where the numbers do not fit."""
+        job = self.job
+        spec = PartitionSpec(
+            partitioning=self._partitioning,
+            batch_size=job.batch_size,
+            workers=job.workers,
+            seed=job.seed,
+            shares=job.shares,
+            epochs=job.epochs,
+            steps=job.steps and job.steps * job.accumulate,
+            done=self.resume.done if self.resume is not None else DataProgress(),
+        )
+        plan = plan_of(job.data, spec)
+        if job.assignment == "queue" and not isinstance(plan, QueuePlan):
+            raise ConfigError(
+                f"assignment='queue': the data {job.data.name!r} is a stream, is read ahead, or brings its "
+                f"own plan ({plan!r}), so each worker needs a part of its own; leave assignment out: others "
+                "take what is left of a part at its end"
+            )
+        joined = plan if job.accumulate == 1 else JoinedPlan(plan, job.accumulate)
+        if self.balanced:
+            self._check_balanced(plan, joined)
+        return joined
+
+    @property
+    def _partitioning(self) -> Partitioning:
+        """How the data is divided: as the strategy says; where it leaves a choice, as the job says."""
+        own = self.strategy.partitioning_of_run()
+        if own == "rounds":
+            return own
+        return self.job.assignment or ("queue" if self.balanced else own)
+
+    def _check_balanced(self, plan: BatchPlan, joined: BatchPlan) -> None:
+        """Raises ConfigError unless rounds can be divided anew; a resumed run keeps the shares it had."""
+        if isinstance(plan, QueuePlan):
+            return
+        if not isinstance(plan, RoundPlan):
+            raise ConfigError(
+                f"shares='measured': the data {self.job.data.name!r} brings its own plan, {plan!r}, whose "
+                "rounds cannot be divided anew; leave out shares"
+            )
+        before = self.resume.shares if self.resume is not None else ()
+        if len(before) == plan.num_partitions and sum(before) == sum(plan.shares):
+            plan.allot(0, 0, before)
+
+    # ---- update rules -------------------------------------------------------------------
+
+    @property
+    def joint(self) -> bool:
+        """Whether only gradients are exchanged: the user's own loops make each step, on every worker."""
+        return self.open_ended and self.strategy.gives_mean and cast(OwnData, self.job.data).joint
+
+    @property
+    def workers_optimize(self) -> bool:
+        """Whether the workers apply the run's update rule, each to its own parameters."""
+        return self.strategy.through == "group" or self.strategy.pushes != "gradients"
+
+    @property
+    def shards_optimizer(self) -> Optimizer:
+        """The rule by which shards apply a weighted sum of pushes: the run's, or the strategy's outer one."""
+        if self.joint:
+            return Replace()
+        if self.strategy.pushes == "gradients":
+            return self.optimizer
+        return Outer(self.strategy.outer_optimizer(self.optimizer))
+
+    def grouped(self, model: Model) -> GroupedRule | None:
+        """The update rule of a model in which some parameters have settings of their own; else None.
+
+        Args:
+            model: gives the names of its parameters; it is not touched where there are no groups.
+
+        Raises:
+            UnknownNameError: a group matches none of them.
+        """
+        if not self.groups:
+            return None
+        tensors = [(slot.name, slot.start, slot.stop) for slot in model.layout.slots]
+        return GroupedRule(self.optimizer, self.groups, tensors)
+
+    # ---- chunks -------------------------------------------------------------------------
+
+    def chunk_elems_of(self, layout: Layout) -> int:
+        """Elements per chunk, by the model's layout: the same on all nodes, since all have the same model.
+
+        A strategy may exchange blocks of elements that depend on where chunks begin; then the size is fixed.
+        """
+        if self.chunk_elems is not None:
+            return self.chunk_elems
+        if self.strategy.rows(bool(layout.tables)) is not None:
+            return CHUNK_ELEMS
+        return shared_chunk_elems(layout.elems, layout.dtype.itemsize, max(1, self.servers))
+
+
+def plan_run(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool = True) -> RunPlan:
+    """Resolves a job: finds its strategy and update rule, plans its data, and checks that all fit together.
+
+    Args:
+        job: as the user asks for it.
+        run_id: name of the run; its nodes refuse those of other runs.
         resume: where the run goes on; None where it begins.
         keeps: whether there is a disk for checkpoints.
 
     Raises:
-        ConfigError: anything that can be known to be wrong before a node is started.
+        ConfigError: any mistake that can be known before a node is started.
     """
     check(job)
     if resume is not None:
@@ -37,45 +231,26 @@ def cast_of(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool 
     strategy = find_strategy(job.strategy, job.strategy_options)
     optimizer = strategy.optimizer() if job.optimizer is None else find_optimizer(job.optimizer)
     check_strategy(job, strategy, optimizer)
-    model = job.model
-    cast = RunPlan(
-        job=run_id,
-        software=__version__,
+    plan = RunPlan(
+        id=run_id,
+        job=job,
         strategy=strategy,
         optimizer=optimizer,
-        workers=job.workers,
         servers=num_servers(job, strategy),
-        batch_size=job.batch_size,
-        shares=job.shares,
-        assignment=job.assignment,
-        groups=groups_of(job.groups, optimizer),
-        accumulate=job.accumulate,
-        clip=Clip(job.clip_norm, job.clip_value),
-        evaluation=EvaluationPlan(job.evaluate_every, metrics_of(job)),
-        until=job.until,
-        epochs=job.epochs,
-        steps=job.steps,
-        seed=job.seed,
         chunk_elems=_chunk_elems(job, strategy, resume),
-        data=job.data,
-        num_parameters=0,  # told by the model that the first worker registers
-        reduction=getattr(model, "reduction", "mean"),
-        open_ended=is_open_ended(job),
-        find_optimizer=optimizer_of_text,
-        record=job.record,
-        allow_lost=job.allow_lost,
-        policy=policy_of(job) if keeps else None,
+        groups=groups_of(job.groups, optimizer),
+        evaluation=EvaluationPlan(job.evaluate_every, metrics_of(job)),
+        policy=_policy_of(job) if keeps else None,
         resume=resume,
-        deadlines=job.deadlines,
     )
-    cast.ledger()
+    plan.ledger()
     if strategy.through == "servers":
-        strategy.rule(cast.workers, cast.reduction)  # what it raises is said here, and not by a shard's death
-    return cast
+        strategy.rule(job.workers, getattr(job.model, "reduction", "mean"))  # else a shard would raise
+    return plan
 
 
 def _chunk_elems(job: Job, strategy: Strategy, resume: Resume | None) -> int | None:
-    """See `RunPlan.chunk_elems`. A checkpoint's versions are those of its chunks, so these stay as they are."""
+    """See `RunPlan.chunk_elems`. A checkpoint holds a version of each chunk, so a resumed run keeps them."""
     if job.chunk_elems is not None:
         return job.chunk_elems
     if resume is not None:
@@ -85,7 +260,7 @@ def _chunk_elems(job: Job, strategy: Strategy, resume: Resume | None) -> int | N
 
 
 def num_servers(job: Job, strategy: Strategy) -> int:
-    """How many shards there are: as many as are asked for, where the strategy has any. Raises ConfigError."""
+    """Number of shards that the job asks for, where the strategy has any. Raises ConfigError."""
     name = type(strategy).__name__
     if strategy.through != "servers":
         if job.servers:
@@ -97,8 +272,8 @@ def num_servers(job: Job, strategy: Strategy) -> int:
     return 1 if job.servers is None else job.servers
 
 
-def policy_of(job: Job) -> Policy:
-    """When a job's checkpoints are made, and which are kept. Raises ConfigError."""
+def _policy_of(job: Job) -> Policy:
+    """When checkpoints of a job are made, and which are kept. Raises ConfigError."""
     whole("keep_last", job.keep_last, least=1)
     every = parse_every(job.checkpoint_every)
     if every is not None and every.unit == "epochs" and is_open_ended(job):
@@ -110,5 +285,5 @@ def policy_of(job: Job) -> Policy:
 
 
 def metrics_of(job: Job) -> dict[str, Metric]:
-    """The job's metrics as functions. Raises ConfigError for a place where there is none."""
+    """The job's metrics as functions. Raises ConfigError where the place of one holds no function."""
     return {name: find_function(f) if isinstance(f, str) else f for name, f in job.metrics.items()}

@@ -1,4 +1,4 @@
-"""A run directory opened again: the job that it was made from, with parameters that it has kept."""
+"""Opens a run directory again: the job that it was made from, and parameters that it has kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradstream.checkpoint.model_file import load_file
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DataError
 from gradstream.job.job import Job, build_model
-from gradstream.run.node import NodeSpec
+from gradstream.run.node_spec import NodeSpec
 from gradstream.run.plan import metrics_of
 from gradstream.run.result import FINAL_MODEL, Run
 from gradstream.runtime.storage import DiskStorage
@@ -33,7 +33,7 @@ def reopen(path: Path, *, checkpoint: str | None = None, data: Dataset | None = 
         data: another data set than the job's.
 
     Raises:
-        ConfigError: it is not a run directory, its job cannot be read again, or there are no parameters.
+        ConfigError: this is not a run directory, its job cannot be read again, or there are no parameters.
     """
     run = Run.load(path)
     file = kept_parameters(path, checkpoint)
@@ -59,7 +59,7 @@ def job_of_run(path: Path) -> Job:
 
 
 def spec_of_run(path: Path) -> NodeSpec:
-    """What the nodes of a run were told. Raises ConfigError where there is no run, or another version's."""
+    """The description of a run's plan. Raises ConfigError without a run, or for another version's."""
     try:
         spec = NodeSpec.read(path / "nodes.json")
         check_name(spec.id, f"{path / 'nodes.json'}: the run's id")
@@ -71,11 +71,11 @@ def spec_of_run(path: Path) -> NodeSpec:
 def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
     """The file of parameters that a run has kept; see `reopen`. Checkpoints are verified first.
 
-    A newest checkpoint that was torn or altered is passed over for the one before, with a warning.
+    Where the newest checkpoint was torn or altered, the one before is taken, with a warning.
 
     Raises:
-        ConfigError: there is none, or none of this name.
-        DataError: the one of this name was torn or altered, or all of them.
+        ConfigError: there is no checkpoint, or none of this name.
+        DataError: the checkpoint of this name was torn or altered, or all of them were.
     """
     storage = DiskStorage(path)
     if checkpoint is None and (path / FINAL_MODEL).is_file():

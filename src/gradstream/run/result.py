@@ -1,4 +1,4 @@
-"""`Run`: what `train()` and `simulate()` return, and what a run directory can be read back into."""
+"""`Run`: the result of `train()` and `simulate()`, also read back from a run directory."""
 
 from __future__ import annotations
 
@@ -48,11 +48,18 @@ class Run:
             behind them; empty after a shape-only simulation.
         events: every event of the run, as `events.jsonl` holds them.
         info: contents of `run.json`: versions, machine, environment.
-        model: what `evaluate` computes outputs with.
-        data: what `evaluate` looks at by default.
-        metrics: what `evaluate` asks besides, by name.
-        recording: of a simulation that was recorded: files by name, for `gradstream.replay.replay`.
-        job: likewise: what was simulated.
+        model: the model by which `evaluate` computes outputs.
+        data: the data set whose held-out samples `evaluate` takes by default.
+        metrics: further metrics of `evaluate`, by name.
+        recording: files of a recorded simulation, by name, for `gradstream.replay.replay`.
+        job: the job of a recorded simulation.
+
+    Example:
+        >>> run = gs.simulate(model, data, strategy="synchronous", workers=2, batch_size=8, epochs=2)
+        >>> sorted(run.parameters)
+        ['bias', 'weight']
+        >>> len(run.history)
+        16
     """
 
     path: Path | None = None
@@ -72,7 +79,7 @@ class Run:
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        """One row per evaluation on the way, `evaluate_every`: step, epoch, samples, accuracy, loss, ..."""
+        """One row per evaluation during training (`evaluate_every`): step, epoch, samples, accuracy, loss, ..."""
         return evaluations_of(self.events)
 
     @cached_property
@@ -84,7 +91,7 @@ class Run:
         """How stale gradients were: a table, chunks counted by τ.
 
         Args:
-            by: "link" has a row for each worker and shard, "worker", "shard" and "run" sum over the others.
+            by: "link" has a row for each pair of worker and shard; "worker", "shard" and "run" sum over the rest.
 
         Returns:
             Rows of worker, shard, chunks, mean, p50, p99, largest, histogram; none where workers exchange in
@@ -101,7 +108,7 @@ class Run:
             model, data: for `evaluate`; a run directory does not hold them.
 
         Raises:
-            ConfigError: it is not a run directory, or a file in it cannot be read.
+            ConfigError: this is not a run directory, or a file in it cannot be read.
         """
         path = Path(path)
         if not (path / "run.json").is_file():
@@ -122,14 +129,13 @@ class Run:
         Path(path).write_bytes(save(self.parameters))
 
     def evaluate(self, data: Dataset | None = None, *, batch_size: int = 256) -> Evaluation:
-        """Looks at every held-out sample of `data` (default: the data trained on).
+        """Evaluates the model on every held-out sample of `data`, by default of the data that it was trained on.
 
-        Integer targets mean classification, one output per class along the last axis; any other
-        tensor regression. The run's metrics are asked besides.
+        Integer targets mean classification, with one output per class along the last axis; other targets
+        mean regression. The result also holds the run's metrics.
 
         Raises:
-            ConfigError: the run has no model, no data or no parameters, or `data` holds no
-                samples out.
+            ConfigError: the run has no model, no data or no parameters, or `data` has no held-out samples.
             UserCodeError: the model, the data set or a metric raised.
         """
         data = data or self.data
@@ -138,7 +144,7 @@ class Run:
         if not data.num_test_samples:
             raise ConfigError(f"evaluate: the data set {data.name!r} holds no samples out for testing")
         flat = flatten(self.model, self.parameters)
-        with with_buffers(self.model, self.parameters):  # only meanwhile: the model may train again
+        with with_buffers(self.model, self.parameters):  # for this call: the model may be trained again
             return evaluate(self.model, flat, data, self.metrics, batch_size=batch_size)
 
     def report(self, path: str | Path, *, price: float | None = None) -> Path:
@@ -146,7 +152,7 @@ class Run:
 
         Args:
             path: of the file; an existing one is overwritten.
-            price: of one machine for an hour, in any currency: says what the run cost.
+            price: of one machine for an hour, in any currency; the report then shows the cost of the run.
         """
         source = PageSource(
             events=self.events,
@@ -164,7 +170,7 @@ class Run:
         return Path(path)
 
     def __repr__(self) -> str:
-        """A short table of the figures one asks for first."""
+        """A short table of the most important figures."""
         lines = [f"  {name:<10} {value}" for name, value in self._rows()]
         return "\n".join(["Run", *lines])
 
@@ -199,7 +205,7 @@ class _Machine:
 
 @dataclass(frozen=True)
 class _Info:
-    """Those entries of `run.json` that are looked at here."""
+    """The entries of `run.json` that gradstream reads."""
 
     name: str | None = None
     id: str | None = None
@@ -210,7 +216,7 @@ class _Info:
 
 
 def check_info(info: Any) -> None:
-    """Raises ValueError where `run.json` has something else than what is looked at in it."""
+    """Raises ValueError where an entry of `run.json` that gradstream reads has a wrong type."""
     if not isinstance(info, dict):
         raise MismatchError("run.json is no JSON object")
     seen = {name: value for name, value in info.items() if name in _Info.__annotations__}
@@ -225,7 +231,7 @@ def flatten(model: Model, parameters: Arrays) -> torch.Tensor:
     """The flat vector (E,) that holds `parameters` in the places of the model's layout.
 
     Raises:
-        ConfigError: a tensor of the model is missing, or has another number of elements.
+        ConfigError: a tensor of the model is missing, or has a wrong number of elements.
     """
     flat = torch.empty(model.layout.elems, dtype=model.layout.dtype)
     for name, view in model.layout.views(flat):

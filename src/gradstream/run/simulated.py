@@ -1,4 +1,4 @@
-"""A whole run inside one process, on virtual time: every node of the cast, and deaths on demand."""
+"""Runs all nodes of a plan inside one process, on virtual time; a script can kill nodes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from gradstream.coordinator import Coordinator, RunOutcome
-from gradstream.data.base import Dataset
 from gradstream.model.base import Model
-from gradstream.run.nodes import COORDINATOR, RunPlan, shard_name, worker_name
+from gradstream.run.nodes import build_coordinator, build_shard, build_worker
+from gradstream.run.plan import COORDINATOR, RunPlan, shard_name, worker_name
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.virtual import DeadlockError, VirtualCluster
@@ -23,33 +23,30 @@ __all__ = ["Script", "SimulatedCluster"]
 
 
 class SimulatedCluster:
-    """The nodes of a job on a virtual network.
+    """The nodes of a run on a virtual network.
 
     Args:
-        cast: what all nodes agree on.
-        model: copied for each worker; a shape-only one is never run, and shared.
-        data: never read in a shape-only simulation.
-        world: machines and network.
-        on_events: gets JSON lines of events as they happen.
+        plan: of the run.
+        model: copied for each worker, except in a shape-only simulation, which never runs it.
+        config: machines and network.
+        on_events: called with JSON lines of events as they happen.
         storage: the disk of all nodes; an empty one if None.
     """
 
     def __init__(
         self,
-        cast: RunPlan,
+        plan: RunPlan,
         model: Model,
-        data: Dataset,
         config: SimulationConfig,
         on_events: Callable[[bytes], None],
         storage: Storage | None = None,
     ) -> None:
-        self.cast = cast
+        self.plan = plan
         self.coordinator: Coordinator | None = None  # once it has started
-        self.virtual = VirtualCluster(cast.seed, config, storage)
+        self.virtual = VirtualCluster(plan.job.seed, config, storage)
         self.network = MemoryNetwork(self.virtual)
         self.outcomes: dict[str, BaseException | None] = {}  # how each node ended
         self._model = model
-        self._data = data
         self._on_events = on_events
         self._address = ""
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -62,7 +59,7 @@ class SimulatedCluster:
             script: runs beside the nodes, on virtual time: kills some of them, for example.
 
         Returns:
-            What the coordinator concluded; None where it was killed.
+            The outcome according to the coordinator; None where it was killed.
         """
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # results must not depend on this machine's cores
@@ -73,7 +70,7 @@ class SimulatedCluster:
         return self._outcome
 
     def kill(self, name: str) -> None:
-        """SIGKILL: the node's process is gone, at this instant of virtual time."""
+        """Kills a node, as SIGKILL does, at this instant of virtual time."""
         self.network.kill(name)
         self.virtual.runtime(name).kill()
         director = self.virtual.runtime("director")
@@ -85,7 +82,7 @@ class SimulatedCluster:
             self.coordinator.stop()
 
     async def _bury(self, task: asyncio.Task[None]) -> None:
-        """Cancels until it has ended: clean-up code of a dead node waits for timers that never fire."""
+        """Cancels a task until it ends: clean-up code of a dead node waits for timers that never fire."""
         director = self.virtual.runtime("director")
         while not task.done():
             task.cancel()
@@ -93,18 +90,18 @@ class SimulatedCluster:
 
     async def _main(self, script: Script | None) -> None:
         await self._start(COORDINATOR, self._coordinator)
-        for rank in range(self.cast.servers):
+        for rank in range(self.plan.servers):
             await self._start(shard_name(rank), partial(self._shard, rank))
-        for rank in range(self.cast.workers):
+        for rank in range(self.plan.workers):
             await self._start(worker_name(rank), partial(self._worker, rank))
         director = self.virtual.runtime("director")
         if script is not None:
             director.spawn(script(self), name="script")
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _start(self, name: str, play: Callable[[MemoryEndpoint], Coroutine[Any, Any, None]]) -> None:
+    async def _start(self, name: str, run: Callable[[MemoryEndpoint], Coroutine[Any, Any, None]]) -> None:
         runtime = self.virtual.runtime(name)
-        endpoint = MemoryEndpoint(self.cast.identity(name, incarnation=1), runtime, self.network)
+        endpoint = MemoryEndpoint(self.plan.identity(name, incarnation=1), runtime, self.network)
         await endpoint.start()
         if name == COORDINATOR:
             self._address = endpoint.address
@@ -112,12 +109,12 @@ class SimulatedCluster:
 
         async def live() -> None:
             try:
-                await play(endpoint)
+                await run(endpoint)
                 self.outcomes[name] = None
             except BaseException as error:
                 self.outcomes[name] = error
                 if isinstance(error, DeadlockError) or not isinstance(error, Exception):
-                    raise  # Ctrl-C is nobody's death
+                    raise  # Ctrl-C ends no node
             finally:
                 if not runtime.dead:
                     await endpoint.close()
@@ -126,18 +123,18 @@ class SimulatedCluster:
 
     async def _coordinator(self, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(COORDINATOR)
-        self.coordinator = self.cast.coordinator(runtime, endpoint, self._on_events)
+        self.coordinator = build_coordinator(self.plan, runtime, endpoint, self._on_events)
         self._outcome = await self.coordinator.run()
 
     async def _shard(self, rank: int, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)
-        await self.cast.shard(runtime, endpoint, rank, self._model).run()
+        await build_shard(self.plan, runtime, endpoint, rank, self._model).run()
 
     async def _worker(self, rank: int, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)
         model = self._model if self.virtual.config.shape_only else copy.deepcopy(self._model)
-        await self.cast.worker(runtime, endpoint, rank, model, self._data).run()
+        await build_worker(self.plan, runtime, endpoint, rank, model).run()
 
 
 Script = Callable[[SimulatedCluster], Coroutine[Any, Any, None]]
-"""What happens to a simulated run from outside."""
+"""A coroutine function that acts on a simulated run from outside."""

@@ -1,8 +1,8 @@
-"""The `Runtime`: everything a node touches besides arithmetic and the network.
+"""The `Runtime`: everything that a node uses besides arithmetic and the network.
 
-Node code is `async` and takes time, tasks, compute, randomness and disk from here and from
-nowhere else. `RealRuntime` is asyncio and threads; `VirtualRuntime` runs the same coroutines on
-a clock that jumps to the next event, so that one seed is one history, bit for bit.
+Node code is `async`, and takes time, tasks, compute, randomness and disk from its runtime alone.
+`RealRuntime` uses asyncio and threads; `VirtualRuntime` runs the same coroutines on a clock that jumps to
+the next event, so that one seed gives one history, bit for bit.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ Buffer = bytes | bytearray | memoryview
 """Bytes to be written."""
 
 Lane: TypeAlias = Literal["main", "exchange"]
-"""Computations of one lane run one after the other, those of another beside them: "main" is that of
-gradients and updates, "exchange" that of sums which groups make while backprop goes on."""
+"""Computations of one lane run one after the other, and in parallel with those of the other lane: "main" is for
+gradients and updates, "exchange" for sums that groups compute during backprop."""
 
 Report = Callable[[int], None]
-"""Called by computing code: so many elements of the result are final."""
+"""Computing code calls it with the number of elements of the result that are final."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a computation costs, for a world to price. The real runtime measures instead.
+    """The size of a computation, from which a simulation computes its duration. The real runtime measures it.
 
     Args:
-        kind: "gradient", "apply", "copy", "reduce", "evaluate", ...: one of `world.KINDS`.
-        samples: training samples it goes through.
-        elems: vector elements it goes through.
-        brief: so short (tens of microseconds) that handing it to another thread would cost more.
-        elsewhere: another thread computes, while that of the runtime waits: its CPU seconds are not counted.
+        kind: "gradient", "apply", "copy", "reduce", "evaluate", ...: one of `simulation.KINDS`.
+        samples: number of training samples that it processes.
+        elems: number of vector elements that it processes.
+        brief: the work takes so little time (tens of microseconds) that a change of thread would cost more.
+        elsewhere: another thread computes while the runtime's thread waits; the CPU seconds of the
+            runtime's thread are not counted.
     """
 
     kind: str
@@ -77,13 +78,13 @@ class Storage(Protocol):
         ...
 
     def append(self, path: str, *records: bytes) -> int:
-        """Adds records at a file's end in one write: each is there whole, or nothing of it.
+        """Adds records at a file's end in one write. Each record is written whole or not at all.
 
         Returns:
-            How many are there, from the first: fewer than given where the disk has become full.
+            Number of records written, from the first: fewer than given where the disk has become full.
 
         Raises:
-            OSError: none is there; the disk is full or broken.
+            OSError: no record was written; the disk is full or broken.
         """
         ...
 
@@ -92,12 +93,12 @@ class Storage(Protocol):
         ...
 
     def patch(self, path: str, pieces: Iterable[tuple[int, Buffer]]) -> None:
-        """Writes pieces at their offsets (bytes) into a file, made if need be, and makes them durable.
+        """Writes pieces at their offsets in bytes into a file, and makes them durable. Creates the file if needed.
 
-        Several nodes may patch one file at once. Not atomic: after a crash any part may be there.
+        Several nodes may patch one file at once. Not atomic: after a crash any part may be missing.
 
         Raises:
-            FileNotFoundError: its folder is not there; `mkdir` it first.
+            FileNotFoundError: the folder does not exist; call `mkdir` first.
         """
         ...
 
@@ -110,7 +111,7 @@ class Storage(Protocol):
         ...
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder, sorted; nothing where there is none."""
+        """Sorted names of the entries of a folder; empty where the folder does not exist."""
         ...
 
     def mkdir(self, folder: str) -> None:
@@ -118,7 +119,7 @@ class Storage(Protocol):
         ...
 
     def sync(self, folder: str) -> None:
-        """Makes durable which names are in a folder."""
+        """Makes the names in a folder durable."""
         ...
 
     def rename(self, old: str, new: str) -> None:
@@ -126,7 +127,7 @@ class Storage(Protocol):
         ...
 
     def remove(self, path: str) -> None:
-        """Removes a file, or a folder with all that is in it. Nothing there is fine."""
+        """Removes a file, or a folder with its contents. Does nothing where there is none."""
         ...
 
 
@@ -151,16 +152,16 @@ class Runtime(Protocol):
         ...
 
     def expire_after(self, seconds: float, callback: Callable[[], None]) -> Timer:
-        """Calls back after `seconds` in which others had the chance to be heard: see `left_s`.
+        """Calls back after `seconds` in which this node could hear its peers: see `left_s`.
 
-        For deadlines of what others do; `call_later` is for what this node does.
+        For deadlines of other nodes' actions; `call_later` is for actions of this node.
         """
         ...
 
     def left_s(self, since_ns: int, seconds: float) -> float:
-        """How much longer a peer that was heard last at `since_ns` may be silent, of `seconds` in all.
+        """Seconds for which a peer, last heard at `since_ns`, may still be silent, of `seconds` in all.
 
-        Time in which this node stood still itself is not held against the peer: see `runtime.stalls`.
+        Time in which this node itself stood still does not count: see `runtime.stalls`.
         """
         ...
 
@@ -169,7 +170,7 @@ class Runtime(Protocol):
         ...
 
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
-        """Starts a task, and keeps it alive. Whoever spawns must await it, or its failure is only logged."""
+        """Starts a task, and keeps it alive. The caller must await it, or its failure is only logged."""
         ...
 
     async def gather(self, *works: Awaitable[T]) -> list[T]:
@@ -200,26 +201,26 @@ class Runtime(Protocol):
 
         Args:
             fn: the arithmetic. May call `report(elems)` with a growing number, from any thread.
-            work: its price in a simulated world.
-            reads: memory that nobody may write meanwhile.
-            writes: memory that nobody else may touch meanwhile.
+            work: size of the computation, for simulations.
+            reads: memory that no other code may write meanwhile.
+            writes: memory that no other code may read or write meanwhile.
             milestones: the numbers that `fn` will report; a shape-only run reports these.
             on_progress: called on the loop with each number reported; by then the elements of
                 `writes` below that number are given back.
-            shape_only: what to return where no arithmetic is run.
+            shape_only: value to return where no arithmetic is run.
             lane: see `Lane`.
 
         Raises:
-            LentMemoryError: a range is lent already, before anything ran.
+            LentMemoryError: a range is lent already; nothing has run.
             BaseException: whatever `fn` raises.
         """
         ...
 
     async def beside(self, fn: Callable[[], T], *, work: Work) -> T:
-        """Runs `fn()` on a thread of its own, beside computations: for disks, which block.
+        """Runs `fn()` on a separate thread, in parallel with computations: for disks, which block.
 
-        One at a time. As `compute`, it cannot be cancelled; what it reads and writes is for the
-        caller to keep. A shape-only simulation runs nothing and returns None.
+        One call runs at a time. As `compute`, it cannot be cancelled; the caller keeps the memory that it
+        reads and writes. A shape-only simulation runs nothing and returns None.
         """
         ...
 
@@ -227,16 +228,16 @@ class Runtime(Protocol):
         """A generator that depends on the run's seed, the node and `purpose` alone."""
         ...
 
-    def vitals(self, role: str) -> list[Event]:
-        """How the node is doing: CPU, memory and lateness records, of what this runtime can tell."""
+    def process_metrics(self, role: str) -> list[Event]:
+        """Records of CPU, memory and lateness of the process, as far as this runtime can measure them."""
         ...
 
 
 def awaited_later(task: asyncio.Task[T]) -> asyncio.Task[T]:
-    """Keeps asyncio from logging the failure of a task that nobody came to await.
+    """Keeps asyncio from logging the failure of a task that nobody has awaited.
 
-    Whoever awaits the task gets the failure; a node that has failed elsewhere before, and said
-    so, may not get there.
+    Code that awaits the task gets the failure. A node that has failed before, and has reported it, may never
+    await the task.
     """
     task.add_done_callback(_seen)
     return task
@@ -248,7 +249,7 @@ def _seen(task: asyncio.Task[Any]) -> None:
 
 
 class ComputeProgress:
-    """A number that only grows, and tasks that wait for it: elements ready, chunks landed.
+    """A number that only grows, and tasks that wait for it: elements that are ready, chunks that have arrived.
 
     `fail` wakes all waiters, present and future, with an exception.
     """
@@ -262,7 +263,7 @@ class ComputeProgress:
 
     @property
     def value(self) -> int:
-        """The number now."""
+        """The current number."""
         return self._value
 
     def advance(self, value: int) -> None:
@@ -279,7 +280,7 @@ class ComputeProgress:
         self._waiters = waiting
 
     def fail(self, error: BaseException) -> None:
-        """No further growth will come; who waits, now or later, gets `error`."""
+        """Ends the growth: `error` is raised in all tasks that wait now or later."""
         self._failure = error
         waiters, self._waiters = self._waiters, []
         for _, future in waiters:

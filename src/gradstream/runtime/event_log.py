@@ -1,12 +1,12 @@
-"""The events of a run as a file that a full disk delays, and never tears or ends.
+"""`EventLog`: the events of a run as a file. A full disk delays lines, and never tears a line or ends the run.
 
     append ──▶ waiting ──▶ file            while the disk takes them, at once
                   │
                   └─ more than `room_bytes` wait: lost, and counted
 
-What nodes tell all the time (steps, bytes, vitals) is lost first: the last quarter of the room is for events
-that say how the run stands. Once all that waited is written, one event says what was lost, and from when to
-when.
+Frequent events (steps, bytes, process metrics) are lost first: the last quarter of the room is for events that
+describe the state of the run. Once all waiting lines are written, one event says how many were lost, and
+between which times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gradstream.telemetry.events import DiskEvent, encode
 __all__ = ["DISK_ERRORS", "RETRY_S", "EventLog", "disk_error"]
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
-"""What a disk answers that is full, over its quota, broken or read-only. It may pass."""
+"""Errors of a disk that is full, over its quota, broken or read-only. They may pass."""
 
 RETRY_S = 0.5
 ROOM_BYTES = 4 << 20
@@ -47,14 +47,14 @@ _DISK = b'{"event":"%s"' % DiskEvent.name.encode()
 
 
 def disk_error(error: OSError) -> str:
-    """An error of the system in words: "ENOSPC: No space left on device"."""
+    """A system error as text: "ENOSPC: No space left on device"."""
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
     return f"{name}: {error.strerror or error}"
 
 
 @dataclass(slots=True)
 class _Outage:
-    """Since when nothing can be written, why, and what became of what came."""
+    """A time in which nothing can be written: its cause, and how many events were late or lost."""
 
     error: str
     from_s: float
@@ -68,12 +68,12 @@ class EventLog:
     """Adds lines to a file of events. No method raises because of the disk.
 
     Args:
-        storage: where the file is.
-        path: of the file.
-        node: who adds the event that says what was lost.
-        now: nanoseconds, for the time between two tries.
-        tell: says a sentence to the person who has started the run, past the disk.
-        room_bytes: of events that may wait.
+        storage: storage of the file.
+        path: path of the file.
+        node: name of the node in the event that reports losses.
+        now: returns nanoseconds, for the time between two attempts.
+        tell: shows a sentence to the user who has started the run, without the disk.
+        room_bytes: the most bytes of events that may wait.
     """
 
     def __init__(
@@ -103,14 +103,14 @@ class EventLog:
         return list(self._waiting)
 
     def append(self, lines: bytes) -> None:
-        """Adds whole lines: now, or once there is room again."""
+        """Adds whole lines: at once, or once there is room again."""
         for line in lines.splitlines(keepends=True):
             self._take(line)
         if self._outage is None or self._now() >= self._retry_ns:
             self.flush()
 
     def flush(self) -> bool:
-        """Tries to write what waits; returns whether nothing waits any more."""
+        """Tries to write the waiting lines; returns whether none waits any more."""
         try:
             self._write()
             if self._outage is not None:
@@ -153,7 +153,7 @@ class EventLog:
         )
 
     def _conclude(self, outage: _Outage) -> None:
-        """Says what was lost, as the next line of the file."""
+        """Adds an event that reports the losses as the next line of the file."""
         self._outage = None
         event = DiskEvent(
             what="events",
@@ -170,7 +170,7 @@ class EventLog:
         self._take(encode(event, node=self._node, time_s=outage.to_s))
 
     def why_short(self) -> str:
-        """What the file lacks for good if nobody tries any more, as a sentence; "" where it lacks nothing."""
+        """A sentence about the events that the file lacks now; "" where it lacks none."""
         outage = self._outage
         if outage is None:
             return ""
@@ -181,7 +181,7 @@ class EventLog:
 
 
 def _time_s(line: bytes) -> float:
-    """When an event happened; 0 where the line does not say."""
+    """Time of an event in seconds; 0 where the line has none."""
     try:
         return float(json.loads(line)["time_s"])
     except (ValueError, KeyError, TypeError):

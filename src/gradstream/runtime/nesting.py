@@ -1,8 +1,8 @@
-"""One event loop inside of another: what a notebook's cell does that runs a simulation.
+"""One event loop inside another, as in a notebook's cell that runs a simulation.
 
-asyncio lets a thread run one loop at a time, since the outer one stands still while the inner one waits.
-A loop on virtual time waits for nothing that is outside of it: to the outer one it is a function that
-takes its time.
+asyncio lets a thread run one loop at a time, because the outer loop stands still while the inner one waits.
+A loop on virtual time waits for nothing outside of it: for the outer loop it is a function that takes some
+time.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["standing_still"]
 
 @contextmanager
 def standing_still() -> Iterator[None]:
-    """The loop that runs in this thread, if there is one, stands still: another one can run in the context.
+    """Suspends the loop that runs in this thread, if there is one: another loop can run in the context.
 
-    Ctrl-C is a KeyboardInterrupt meanwhile, though asyncio would cancel a task: that would have to wait for
-    the loop that stands still.
+    Ctrl-C raises KeyboardInterrupt meanwhile. asyncio would cancel a task instead, which would have to wait
+    for the suspended loop.
     """
     loop = asyncio._get_running_loop()
     if loop is None:
@@ -43,7 +43,7 @@ def standing_still() -> Iterator[None]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Puts asyncio's own handler of Ctrl-C aside; anybody else's stays, and so does one that ignores it."""
+    """Replaces asyncio's own handler of Ctrl-C; any other handler stays, also one that ignores it."""
     before = signal.getsignal(signal.SIGINT)
     waits = getattr(getattr(before, "func", before), "__module__", "").startswith("asyncio")
     if not waits or threading.current_thread() is not threading.main_thread():

@@ -1,6 +1,6 @@
-"""How this process is doing: how late its loop is, and what memory it has for itself.
+"""Metrics of this process: how late its event loop is, and how much memory it uses.
 
-Both are looked at all the time, on cores that are there for backprop: so they are looked at sparingly.
+Both are measured all the time, on cores that backprop needs: so they are measured rarely.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["LoopLag", "OwnMemory", "load_of_machine", "own_bytes", "queued_s"]
 
 
 class LoopLag:
-    """How late timers fire. Ten samples a second: each wakes the process."""
+    """Measures how late timers fire, with ten samples a second: each sample wakes the process."""
 
     PERIOD_S = 0.1
 
@@ -31,7 +31,7 @@ class LoopLag:
             self._late_s.append(loop.time() - due)
 
     def take(self) -> tuple[float, float]:
-        """(99th percentile, maximum) in seconds since the call before."""
+        """(99th percentile, maximum) of the lateness in seconds since the previous call."""
         late, self._late_s = sorted(self._late_s), []
         if not late:
             return 0.0, 0.0
@@ -39,16 +39,16 @@ class LoopLag:
 
 
 class OwnMemory:
-    """`own_bytes` of this process, and the most that was ever found.
+    """Measures `own_bytes` of this process, and its maximum.
 
-    What is shared takes the system long to tell: it goes through all pages, 20 ms for a gigabyte. So it is
-    asked again when the resident memory, which it knows, has changed by a part of itself, and besides for
-    a small share of the time.
+    With shared memory the system needs long for the answer: it visits all pages, 20 ms for a gigabyte. So
+    this measures again when the resident memory, which is known at once, has changed by `CHANGE`, and
+    otherwise for at most `SHARE_OF_TIME` of the time.
 
     Args:
         shared: see `own_bytes`.
-        read: what tells; takes `shared`.
-        clock: seconds.
+        read: returns the bytes; takes `shared`.
+        clock: returns seconds.
     """
 
     SHARE_OF_TIME = 1e-3
@@ -66,11 +66,11 @@ class OwnMemory:
         self._read = read or (lambda shared: own_bytes(shared=shared))
         self._clock = clock
         self._due_s = 0.0
-        self._resident_bytes = 0  # when it was read last
+        self._resident_bytes = 0  # at the last measurement
         self._now_bytes = 0
 
     def take(self) -> int:
-        """Bytes now, or when they were read last."""
+        """Bytes now, or at the last measurement."""
         resident_bytes = self._read(False)
         if not self._shared:
             self._now_bytes = resident_bytes
@@ -88,7 +88,7 @@ class OwnMemory:
 
 
 def load_of_machine() -> float | None:
-    """Threads of all processes that ran or waited for a core, mean over a minute; None where nobody tells."""
+    """Mean number of threads on the machine that ran or waited for a core, over a minute; None if unknown."""
     try:
         return os.getloadavg()[0]
     except (OSError, AttributeError):
@@ -96,13 +96,13 @@ def load_of_machine() -> float | None:
 
 
 def queued_s(thread: int | None) -> float | None:
-    """Seconds in which a thread of this process could have run and had no core.
+    """Seconds in which a thread of this process was ready to run and had no core.
 
     Args:
-        thread: as `threading.get_native_id` numbers it; None for none.
+        thread: native id of the thread (`threading.get_native_id`); None for none.
 
     Returns:
-        None where the system does not tell: only Linux does.
+        None where the system does not count it: only Linux does.
     """
     if thread is None:
         return None
@@ -114,11 +114,11 @@ def queued_s(thread: int | None) -> float | None:
 
 
 def own_bytes(*, shared: bool = False) -> int:
-    """Resident memory of this process that is not a file's; 0 where the system does not tell.
+    """Bytes of resident memory of this process that belong to no file; 0 where the system does not tell.
 
     Args:
-        shared: it has memory in common with others: a page that n processes have mapped counts as 1/n
-            (proportional set size), so that the sum over all of them is what they take together.
+        shared: the process shares memory with others: a page that n processes have mapped counts as 1/n
+            (proportional set size), so that the sum over all processes is their common use.
     """
     names = ("Pss_Anon:", "Pss_Shmem:") if shared else ("RssAnon:", "RssShmem:")
     try:

@@ -1,7 +1,7 @@
 """Real time: asyncio for waiting, a thread for each lane of arithmetic, the disk for files.
 
-torch and numpy free the GIL in their kernels, so the loop goes on serving the network while a
-gradient is computed. How late the loop runs its timers is measured all the time.
+torch and numpy release the GIL in their kernels, so the loop serves the network while a gradient is
+computed. `LoopLag` measures all the time how late the loop runs its timers.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class RealRuntime(Tasks):
 
     Args:
         node: name of the node.
-        seed: of the run; `random` depends on (seed, node, purpose).
+        seed: seed of the run; `random` depends on (seed, node, purpose).
         root: run directory; None keeps files in memory.
         durable: see `DiskStorage`.
-        core: the one thread of several nodes that share this process, for their arithmetic; None
-            makes one. CPU seconds are then those of the node's arithmetic alone.
-        memory: where its vectors come from; None is memory of its own, which nobody else can map.
+        core: the thread for arithmetic that several nodes of this process share; None makes one. With a
+            shared thread, CPU seconds count the node's arithmetic alone.
+        memory: memory for the node's vectors; None is private memory, which no other process can map.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RealRuntime(Tasks):
         self._own_memory = OwnMemory(shared=isinstance(self.memory, SharedMemory))
         self.compute_s: defaultdict[str, float] = defaultdict(float)  # thread CPU seconds by kind of work
         self._num_running: Counter[Lane] = Counter()  # computations asked for and not completed
-        self._thread: int | None = None  # of `_core`, where it is this node's own
+        self._thread: int | None = None  # of `_core`, where it belongs to this node alone
         self._shares = core is not None
         self._core = core or ThreadPoolExecutor(
             max_workers=1, thread_name_prefix=f"{node}-compute", initializer=self._began
@@ -97,8 +97,8 @@ class RealRuntime(Tasks):
         """See `Runtime.random`."""
         return random.Random(f"{self.seed}/{self.node}/{purpose}")
 
-    def vitals(self, role: str) -> list[Event]:
-        """CPU seconds and memory of this process, how late its loop was, and how full the machine is."""
+    def process_metrics(self, role: str) -> list[Event]:
+        """CPU seconds and memory of this process, the lateness of its loop, and the load of the machine."""
         usage = resource.getrusage(resource.RUSAGE_SELF)
         p99_s, max_s = self.lateness.take()
         vectors = dict(self.memory.allocated_bytes)
@@ -128,7 +128,7 @@ class RealRuntime(Tasks):
         ]
 
     def close(self) -> None:
-        """Lets the threads go that are its own."""
+        """Ends the threads of this runtime."""
         self._disk.shutdown(wait=False, cancel_futures=True)
         self._exchange.shutdown(wait=False, cancel_futures=True)
         if not self._shares:

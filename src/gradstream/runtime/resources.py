@@ -1,4 +1,4 @@
-"""What this machine has free: memory and disk."""
+"""Free memory and disk space of this machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def free_memory_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path | None = None) -> int | None:
-    """Memory that new processes can have without swapping; None where the system does not tell.
+    """Bytes of memory that new processes can use without swapping; None where the system does not tell.
 
-    The least of what the machine has available and what the limits of this process's control group leave.
+    The least of the machine's available memory and the rest of each limit of this process's control groups.
     """
     found = [_available(meminfo), *_left_in_groups(group or _own_group())]
     known = [size for size in found if size is not None]
@@ -42,7 +42,7 @@ def _own_group() -> Path:
 
 
 def _left_in_groups(group: Path) -> list[int]:
-    """What each limit on the way from a control group to the root leaves. Cached files count as free."""
+    """Bytes that each limit from a control group up to the root leaves. Cached files count as free."""
     left = []
     for folder in (group, *group.parents):
         try:

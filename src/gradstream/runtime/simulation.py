@@ -34,7 +34,13 @@ def _at_least_0(owner: Any, *names: str) -> None:
 
 
 class Jitter(Protocol):
-    """A random factor around a cost."""
+    """A random factor around a cost.
+
+    Example:
+        >>> jitter: gs.sim.Jitter = gs.sim.LogNormal(sigma=0.2)
+        >>> gs.sim.Cost(per_sample_s=1e-3, jitter=jitter).jitter
+        LogNormal(sigma=0.2)
+    """
 
     def draw(self, rng: random.Random, count: int) -> float:
         """The factor of the `count`-th computation (from 0) of a node and kind."""
@@ -43,7 +49,12 @@ class Jitter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NoJitter:
-    """Always the same factor."""
+    """Always the same factor.
+
+    Example:
+        >>> gs.sim.NoJitter(factor=2.0).draw(random.Random(0), count=0)
+        2.0
+    """
 
     factor: float = 1.0
 
@@ -54,7 +65,12 @@ class NoJitter:
 
 @dataclass(frozen=True, slots=True)
 class Exponential:
-    """Exponentially distributed, mean 1: memoryless service, as in queueing theory."""
+    """Exponentially distributed, mean 1: memoryless service, as in queueing theory.
+
+    Example:
+        >>> gs.sim.Exponential().draw(random.Random(0), count=0) > 0
+        True
+    """
 
     def draw(self, rng: random.Random, count: int) -> float:
         """-ln(1 - U)."""
@@ -63,7 +79,12 @@ class Exponential:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """exp(N(-s²/2, s²)): mean 1, with the long right tail of real machines."""
+    """exp(N(-s²/2, s²)): mean 1, with the long right tail of real machines.
+
+    Example:
+        >>> gs.sim.LogNormal(sigma=0.0).draw(random.Random(0), count=0)
+        1.0
+    """
 
     sigma: float = 0.1
 
@@ -77,7 +98,13 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Recorded factors, gone through again and again."""
+    """Recorded factors, gone through again and again.
+
+    Example:
+        >>> trace = gs.sim.Trace((1.0, 1.5))
+        >>> [trace.draw(random.Random(0), count) for count in range(3)]
+        [1.0, 1.5, 1.0]
+    """
 
     factors: tuple[float, ...]
 
@@ -88,7 +115,14 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of a computation: (base + samples·per_sample + elems·per_elem) · jitter."""
+    """Seconds of a computation: (base + samples·per_sample + elems·per_elem) · jitter.
+
+    Example:
+        >>> config = gs.sim.SimulationConfig(costs={"gradient": gs.sim.Cost(base_s=0.01, per_sample_s=1e-3)})
+        >>> run = gs.simulate(model, data, config=config, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["steps"]
+        16
+    """
 
     base_s: float = 0.0
     per_sample_s: float = 0.0
@@ -115,6 +149,11 @@ class Link:
             broken connection that nobody reports.
         duplicate: probability that a stream is delivered a second time, later, as by a
             client that retried: answers to the copy go nowhere.
+
+    Example:
+        >>> network = gs.sim.Network(link=gs.sim.Link(latency_s=0.02, jitter_s=0.005))
+        >>> network.link_between("worker-0", "shard-0").latency_s
+        0.02
     """
 
     latency_s: float = 50e-6
@@ -135,6 +174,12 @@ class Partition:
     """Between `start_s` and `stop_s` nothing passes from a node of `sources` to one of `targets`.
 
     One direction only; add the mirror image for a two-way cut. Frames sent meanwhile are lost.
+
+    Example:
+        >>> cut = gs.sim.Partition(1.0, 2.0, frozenset({"worker-0"}), frozenset({"shard-0"}))
+        >>> network = gs.sim.Network(partitions=[cut])
+        >>> network.cut("worker-0", "shard-0", 1.5), network.cut("shard-0", "worker-0", 1.5)
+        (True, False)
     """
 
     start_s: float
@@ -159,6 +204,11 @@ class Network:
         machines: by node name, the machine that a node is on; one of the node's own name where missing.
         partitions: cuts in time.
         header_bytes: what a frame costs on a card besides its payload.
+
+    Example:
+        >>> network = gs.sim.Network(bandwidth_bytes_s=1.25e8, cards={"worker-1": 1.25e7})
+        >>> network.card_bytes_s("worker-0"), network.card_bytes_s("worker-1")
+        (125000000.0, 12500000.0)
     """
 
     bandwidth_bytes_s: float = 1.25e9
@@ -234,6 +284,12 @@ class SimulationConfig:
             enough (a convolution takes more time per element than a dense layer).
         network: see `Network`.
         shape_only: run no arithmetic and hold no vectors: cost and bytes only.
+
+    Example:
+        >>> config = gs.sim.SimulationConfig(speeds={"worker-1": 0.25})
+        >>> run = gs.simulate(model, data, config=config, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["steps"]
+        16
     """
 
     costs: Mapping[str, Cost] = field(default_factory=_no_costs)
@@ -245,12 +301,14 @@ class SimulationConfig:
 
     def __post_init__(self) -> None:
         for kind in self.costs.keys() - KINDS:
-            raise UnknownNameError("kind of work in World.costs", kind, KINDS)
+            raise UnknownNameError("kind of work in SimulationConfig.costs", kind, KINDS)
         for node, speed in self.speeds.items():
             if not speed > 0:
-                raise ConfigError(f"World.speeds[{node!r}] = {speed}: expected a positive number")
+                raise ConfigError(f"SimulationConfig.speeds[{node!r}] = {speed}: expected a positive number")
         if list(self.offsets) != sorted(self.offsets) or not all(0 <= f <= 1 for f in self.offsets):
-            raise ConfigError(f"World.offsets = {self.offsets}: expected growing fractions from 0 to 1")
+            raise ConfigError(
+                f"SimulationConfig.offsets = {self.offsets}: expected growing fractions from 0 to 1"
+            )
 
     def check_names(self, nodes: Collection[str]) -> None:
         """Raises UnknownNameError for a node that the run does not have.
@@ -258,7 +316,7 @@ class SimulationConfig:
         A network may be described for more nodes than a run has, but they must be called as nodes are.
         """
         for node in self.speeds.keys() - set(nodes):
-            raise UnknownNameError("node in World.speeds", node, nodes)
+            raise UnknownNameError("node in SimulationConfig.speeds", node, nodes)
         net = self.network
         cut = {node for one in net.partitions for node in one.sources | one.targets}
         ends = {node for link in net.links for node in link}

@@ -1,13 +1,13 @@
-"""Stalls: when this node stood still itself, and what silence that excuses.
+"""Stalls: the times in which this node itself stood still, and the silence of peers that they excuse.
 
-A process that was stopped (SIGSTOP, a suspended machine), or whose event loop was blocked, wakes up with its
-timers expired, although what others have sent lies unread in its sockets. So it must not take its own stall
-for their silence::
+A process that was stopped (SIGSTOP, a suspended machine), or whose event loop was blocked, wakes up with
+expired timers, although frames of its peers lie unread in its sockets. It must not take its own stall for
+their silence::
 
     heard ───────── stopped ═════════════════ woke ── reads ──────────▶ now
           counted          not counted            counted from here on
 
-`Stalls` decides, from times alone. `StallWatch` finds out on real time.
+`Stalls` decides from times alone. `StallWatch` notices stalls in real time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable
 __all__ = ["StallWatch", "Stalls"]
 
 LONG = 8
-"""A stall of an eighth of a bound or more has the bound begin anew; a shorter one is not counted."""
+"""A stall of an eighth of a bound or more restarts the bound; the time of a shorter one does not count."""
 
 REMEMBERED = 64
 
@@ -27,25 +27,25 @@ _NS = 1_000_000_000
 
 
 class Stalls:
-    """When a node stood still. Times are nanoseconds of the runtime's clock."""
+    """The stalls of a node. Times are nanoseconds of the runtime's clock."""
 
     def __init__(self) -> None:
         self.total_ns = 0
         self._stalls: deque[tuple[int, int]] = deque(maxlen=REMEMBERED)
 
     def add(self, begin_ns: int, end_ns: int) -> None:
-        """The node stood still from the one time to the other, which is now."""
+        """Adds a stall from `begin_ns` to `end_ns`, which is now."""
         self.total_ns += end_ns - begin_ns
         self._stalls.append((begin_ns, end_ns))
 
     def left_ns(self, since_ns: int, bound_ns: int, now_ns: int) -> int:
-        """How much longer a peer may be silent; 0 or less where it has been silent for too long.
+        """Time for which a peer may still be silent; 0 or less where it has been silent for too long.
 
-        After a stall it has an eighth of the bound at least: in that time this node reads what has come.
+        After a stall the peer has at least an eighth of the bound: this node reads its sockets meanwhile.
 
         Args:
-            since_ns: when the peer was heard last.
-            bound_ns: how long it may be silent.
+            since_ns: time at which the peer was last heard.
+            bound_ns: the longest silence.
             now_ns: the present time.
         """
         counted_ns, woke_ns = now_ns - since_ns, since_ns - bound_ns
@@ -59,18 +59,18 @@ class Stalls:
 
 
 class StallWatch:
-    """Notices stalls of the running event loop: it looks at the clock all the time, and misses looks.
+    """Notices stalls of the running event loop: it looks at the clock regularly, and a look comes too late.
 
-    It begins at the first `look` on a loop, and goes on for as long as that loop runs.
+    It begins at the first `look` on a loop, and continues as long as that loop runs.
 
     Args:
-        stalls: are told.
-        now: nanoseconds of the runtime's clock.
+        stalls: takes the stalls.
+        now: returns nanoseconds of the runtime's clock.
     """
 
     PERIOD_S = 0.25
     SHORTEST_S = 0.25
-    """A look that is later than this was held up by a stall; less is a busy loop."""
+    """A look that is late by more than this was delayed by a stall; by less, by a busy loop."""
 
     def __init__(self, stalls: Stalls, now: Callable[[], int]) -> None:
         self._stalls = stalls

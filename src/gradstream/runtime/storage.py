@@ -21,13 +21,13 @@ class DiskStorage:
 
     Args:
         root: the run directory; parents of a file are made when it is written.
-        durable: what is written survives a power cut. That of a trial, which is removed again, need not.
+        durable: written files survive a power cut. A trial, whose files are removed again, does without.
     """
 
     def __init__(self, root: Path, *, durable: bool = True) -> None:
         self.root = root
         self._durable = durable
-        self._torn: dict[str, tuple[int, int]] = {}  # by file, where a torn record ends and begins
+        self._torn: dict[str, tuple[int, int]] = {}  # by file: end and begin of a torn record
 
     def write(self, path: str, data: bytes) -> None:
         """Atomic and durable: after a crash the file has its old or its new content."""
@@ -46,7 +46,7 @@ class DiskStorage:
         self._sync_folder(target.parent)
 
     def append(self, path: str, *records: bytes) -> int:
-        """See `Storage.append`. Lines of several writers do not mix."""
+        """See `Storage.append`. Records of several writers do not mix."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         data = memoryview(b"".join(records))
@@ -68,7 +68,7 @@ class DiskStorage:
         return len(records)
 
     def _cut_torn(self, file: int, path: str) -> None:
-        """Removes a part of a record from a file's end, unless somebody has written behind it since."""
+        """Removes a torn record from a file's end, unless another writer has added bytes since."""
         if path in self._torn:
             end, whole = self._torn[path]
             try:
@@ -109,7 +109,7 @@ class DiskStorage:
         return (self.root / path).stat().st_size
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder, sorted."""
+        """See `Storage.names`."""
         try:
             return sorted(os.listdir(self.root / folder))
         except FileNotFoundError:
@@ -151,7 +151,7 @@ class DiskStorage:
 
 
 def _whole_records(records: Sequence[bytes], size_bytes: int) -> tuple[int, int]:
-    """How many records lie whole in the first so many bytes of them, and where the last of these ends."""
+    """Number of records that are whole within their first `size_bytes`, and the end of the last of these."""
     ends = list(accumulate(map(len, records)))
     count = bisect_right(ends, size_bytes)
     return count, ends[count - 1] if count else 0
@@ -196,15 +196,15 @@ class MemoryStorage:
         return len(self.read(path))
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder, sorted."""
+        """See `Storage.names`."""
         inside = [path[len(folder) + 1 :] for path in self.files if path.startswith(f"{folder}/")]
         return sorted({name.partition("/")[0] for name in inside})
 
     def mkdir(self, folder: str) -> None:
-        """Folders need not be made here."""
+        """Does nothing: there are no folders in memory."""
 
     def sync(self, folder: str) -> None:
-        """Memory does not outlive a crash anyway."""
+        """Does nothing: memory does not survive a crash."""
 
     def rename(self, old: str, new: str) -> None:
         """See `Storage.rename`."""

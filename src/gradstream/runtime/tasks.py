@@ -1,7 +1,7 @@
-"""Task primitives whose order is defined, on top of asyncio and a runtime's own timers.
+"""Task primitives with a defined order, on top of asyncio and a runtime's timers.
 
-`asyncio.TaskGroup`, `wait` and `as_completed` keep tasks in sets and so leak address order into
-the history; `asyncio.timeout` takes time from the loop. Both runtimes share these instead.
+`asyncio.TaskGroup`, `wait` and `as_completed` keep tasks in sets, so that the history would depend on
+addresses; `asyncio.timeout` takes time from the loop. Both runtimes use these primitives instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Tasks", "finish_despite_cancel", "release_then"]
 T = TypeVar("T")
 
 SLACK_S = 1e-3
-"""asyncio's timers may fire as much too early."""
+"""The most seconds by which asyncio's timers may fire too early."""
 
 _NS = 1_000_000_000
 
@@ -42,7 +42,7 @@ class Tasks(ABC):
         """See `Runtime.call_later`."""
 
     def look(self) -> int:
-        """The time; by then, a stall of this node that has just ended is noted in `stalls`."""
+        """Returns the time, after it has noted in `stalls` a stall of this node that has just ended."""
         return self.now()
 
     def expire_after(self, seconds: float, callback: Callable[[], None]) -> Timer:
@@ -108,7 +108,7 @@ class Tasks(ABC):
 
 
 class _Expiry:
-    """A deadline, which is put off by what this node stood still."""
+    """A deadline, which stalls of this node postpone."""
 
     __slots__ = ("_begun_ns", "_callback", "_seconds", "_tasks", "_timer")
 
@@ -131,7 +131,7 @@ class _Expiry:
 
 
 async def finish_despite_cancel(future: asyncio.Future[T]) -> T:
-    """Awaits to the end; a cancellation meanwhile is raised afterwards.
+    """Awaits a future to its end; raises a cancellation that came meanwhile afterwards.
 
     Arithmetic cannot be interrupted, so the memory it works on cannot be given back earlier.
     """
@@ -145,13 +145,13 @@ async def finish_despite_cancel(future: asyncio.Future[T]) -> T:
             break
     if cancelled is not None:
         if not future.cancelled():
-            future.exception()  # seen: the cancellation wins
+            future.exception()  # retrieved, so that asyncio does not log it: the cancellation is raised
         raise cancelled
     return future.result()
 
 
 def release_then(loans: Loans, on_progress: Report) -> Report:
-    """Reports progress after giving back the written memory that is final."""
+    """Makes a report that first returns the written memory that is final."""
 
     def progressed(elems: int) -> None:
         loans.release_below(elems)

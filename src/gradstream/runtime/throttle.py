@@ -1,4 +1,4 @@
-"""A throttle: one report a second at most, and a count of those that it held back."""
+"""`Throttle`: one report a second at most, and a count of the reports that it held back."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ T = TypeVar("T")
 
 
 class Throttle(Generic[T]):
-    """Passes on the first report at once, and then one each `every_s` for as long as more come.
+    """Passes on the first report at once, and then one every `every_s` seconds while more come.
 
-    A report that is passed on later stands for all that came since the one before: `pass_on` is told how
-    many others there were. None is lost from the count: what was held back last is passed on when its
-    interval has passed, or when the throttle is closed.
+    A later report stands for all that came since the one before; `pass_on` gets the number of the others.
+    The count misses none: the last report that was held back is passed on at the end of its interval, or
+    when the throttle is closed.
 
     Args:
-        runtime: whose clock paces it.
-        pass_on: called with a report, and how many more it stands for.
-        every_s: between two reports.
+        runtime: supplies the clock.
+        pass_on: called with a report, and the number of further reports that it stands for.
+        every_s: seconds between two reports.
     """
 
     def __init__(self, runtime: Runtime, pass_on: Callable[[T, int], None], *, every_s: float = 1.0) -> None:
@@ -35,7 +35,7 @@ class Throttle(Generic[T]):
         self._num_held = 0
 
     def tell(self, report: T, count: int = 1) -> None:
-        """Takes a report, which may stand for `count` alike."""
+        """Takes a report, which may stand for `count` equal ones."""
         if self._timer is None:
             self._pass_on(report, count - 1)
             self._pause()
@@ -43,7 +43,7 @@ class Throttle(Generic[T]):
             self._held, self._num_held = report, self._num_held + count
 
     def close(self) -> None:
-        """Passes on what is still held back."""
+        """Passes on the report that is still held back."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -58,7 +58,7 @@ class Throttle(Generic[T]):
             self._pause()
 
     def _flush(self) -> bool:
-        """Passes on what was held back; False if that is nothing."""
+        """Passes on the report that was held back; False if there is none."""
         report, count = self._held, self._num_held
         self._held, self._num_held = None, 0
         if report is None or not count:

@@ -1,9 +1,9 @@
 """Virtual time: many nodes in one thread, on a clock that jumps to the next event.
 
-When no task can run, the clock goes to the earliest timer and fires it: hours pass in
-milliseconds. Time is in integer nanoseconds, and timers for the same instant fire in an order drawn
-from the seed: one seed is one history, bit for bit, and another seed another interleaving. Where
-nothing is left that could ever happen, the run ends with a `DeadlockError` that lists who waits.
+When no task can run, the clock jumps to the earliest timer and fires it: hours pass in milliseconds.
+Time is in integer nanoseconds. Timers for the same instant fire in an order drawn from the seed: one seed
+gives one history, bit for bit, and another seed gives another interleaving. Where no event is left, the run
+ends with a `DeadlockError` that lists the waiting tasks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class DeadlockError(InternalError):
-    """Every task waits for another, and no timer is left."""
+    """All tasks wait, and no timer is left."""
 
 
 class _ClockTimer:
@@ -63,7 +63,7 @@ class Clock:
         self._heap: list[tuple[int, float, int, _ClockTimer]] = []
 
     def call_at(self, when_ns: int, callback: Callable[[], None]) -> Timer:
-        """Calls back when the clock gets to `when_ns` (at once, but not immediately, if it is past)."""
+        """Calls back when the clock reaches `when_ns`; for a past time, at the next jump of the clock."""
         timer = _ClockTimer(callback)
         self._count += 1
         entry = (max(when_ns, self.now_ns), self._rng.random(), self._count, timer)
@@ -114,7 +114,7 @@ class _JumpingLoop(asyncio.SelectorEventLoop):
         return self._clock.now_ns / 1e9
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Logs what nobody awaited. Ctrl-C in a task is not logged: `run_until_complete` has raised it."""
+        """Logs failures of tasks that nobody awaited, except Ctrl-C: `run_until_complete` has raised it."""
         if not isinstance(context.get("exception"), KeyboardInterrupt | SystemExit):
             super().call_exception_handler(context)
 
@@ -123,9 +123,9 @@ class VirtualCluster:
     """The machines of a simulation: one clock, one seed, one disk, a runtime per node.
 
     Args:
-        seed: of the schedule and of everything drawn at random.
-        world: durations and network.
-        storage: the disk; an empty one if None.
+        seed: seed of the schedule and of all random numbers.
+        config: durations and network.
+        storage: the disk; None is an empty one.
     """
 
     def __init__(
@@ -158,10 +158,10 @@ class VirtualCluster:
 
     @contextmanager
     def looping(self) -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
-        """Gives what runs a coroutine to its end; between two, everything else stands still.
+        """Yields a function that runs a coroutine to its end; between two calls, all tasks stand still.
 
-        Tasks that are left over at the end of the context are cancelled. It works where another event loop
-        is running, too: that one stands still meanwhile.
+        The end of the context cancels tasks that are left over. This works inside a running event loop
+        too: that loop stands still meanwhile.
         """
         loop = _JumpingLoop(self.clock)
 
@@ -190,7 +190,7 @@ class VirtualCluster:
 
 
 class VirtualRuntime(Tasks):
-    """The `Runtime` of one simulated node: a core for each lane, its own random streams, shared clock."""
+    """The `Runtime` of one simulated node: one core for each lane, random streams of the node, the common clock."""
 
     def __init__(self, node: str, cluster: VirtualCluster) -> None:
         super().__init__()
@@ -230,8 +230,8 @@ class VirtualRuntime(Tasks):
         """See `Runtime.random`."""
         return self.cluster.random(f"{self.node}/{purpose}")
 
-    def vitals(self, role: str) -> list[Event]:
-        """Charged compute seconds by kind of work, and the bill of memory."""
+    def process_metrics(self, role: str) -> list[Event]:
+        """Virtual compute seconds by kind of work, and bytes of the node's vectors."""
         used = dict(self.compute_s)
         vectors = dict(self.memory.allocated_bytes)
         total = sum(vectors.values())
@@ -247,9 +247,9 @@ class VirtualRuntime(Tasks):
         ]
 
     def kill(self) -> None:
-        """The node's process is gone: its tasks are cancelled and its timers never fire.
+        """Ends the node as if its process had died: cancels its tasks; its timers never fire.
 
-        Break its connections first (`VirtualNetwork.kill`), or clean-up code would say goodbye.
+        Break its connections first (`MemoryNetwork.kill`), or its clean-up code would send messages.
         """
         self.dead = True
         self.cancel_all()
@@ -266,14 +266,14 @@ class VirtualRuntime(Tasks):
         shape_only: T | None = None,
         lane: Lane = "main",
     ) -> T:
-        """See `Runtime.compute`: the arithmetic runs now, its duration is charged to the clock."""
+        """See `Runtime.compute`: the arithmetic runs now, and its duration passes on the virtual clock."""
         core = self._cores[lane]
         # Computations queue for one core, so they do not conflict with each other.
         with borrow_all(reads, writes, to=f"{self.node}/{work.kind}", queue=core) as loans:
             async with core:
                 reported: list[int] = []
                 if self.cluster.config.shape_only:
-                    result: T = shape_only  # type: ignore[assignment]  # the caller's word for it
+                    result: T = shape_only  # type: ignore[assignment]  # the caller names a T
                     reported = list(milestones)
                 else:
                     result = fn(reported.append)
@@ -284,7 +284,7 @@ class VirtualRuntime(Tasks):
                 return result
 
     async def beside(self, fn: Callable[[], T], *, work: Work) -> T:
-        """See `Runtime.beside`: done now, and charged to the clock beside the node's core."""
+        """See `Runtime.beside`: runs now; its duration passes on the virtual clock, in parallel with the core."""
         async with self._disk:
             result: T = None if self.cluster.config.shape_only else fn()  # type: ignore[assignment]
             await finish_despite_cancel(self._after(self._price(work)))

@@ -1,4 +1,4 @@
-"""A bell: wakes who waits for news."""
+"""`Wakeup`: one task tells another that it has something to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Wakeup"]
 
 
 class Wakeup:
-    """Wakes everybody who waits when it is rung; a ring that nobody waits for is kept."""
+    """Wakes the waiting tasks when it is rung; a ring with no waiting task is kept."""
 
     __slots__ = ("_event",)
 
@@ -18,11 +18,11 @@ class Wakeup:
         self._event = asyncio.Event()
 
     def ring(self) -> None:
-        """Wakes who waits."""
+        """Wakes the waiting tasks."""
         self._event.set()
 
     async def rung(self, runtime: Runtime, seconds: float) -> bool:
-        """Returns whether it was rung within `seconds`, and takes the ring."""
+        """Waits for a ring for at most `seconds`, and consumes it; returns whether it came."""
         try:
             await runtime.within(seconds, self._event.wait())
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""A training loop of the user's own, on many workers."""
+"""Runs a training loop of the user's own on many workers."""
 
 from gradstream.session.joining import join
 from gradstream.session.session import Session

@@ -1,28 +1,131 @@
-"""numpy arrays whose update a loop asks for: alone, and of the joint gradient of all workers."""
+"""numpy arrays whose updates a loop asks for: in one process, and on many workers."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
 
+from gradstream.checkpoint.own_state import EXTRA
 from gradstream.errors import ConfigError, GradientError
+from gradstream.job.registry import text_of_optimizer
+from gradstream.model.base import Layout
+from gradstream.model.buffers import Buffers
 from gradstream.model.check import finite
-from gradstream.model.tree import Tree
+from gradstream.model.fixed import Fixed
+from gradstream.model.tree import Tree, leaves
 from gradstream.optim.base import Optimizer
-from gradstream.session.binding import ArrayBinding
+from gradstream.session.binding import GradientBinding, ParameterBinding
 from gradstream.session.bridge import LoopBridge
-from gradstream.session.joint import JointArrays, JointVector
+from gradstream.session.gradient_vector import GradientVector
 
-__all__ = ["ArrayLoop", "LoneArrays", "rate_of"]
+__all__ = ["ArrayBinding", "ArrayGradients", "ArrayParameters", "LocalUpdates", "rate_of"]
 
 
-class LoneArrays:
-    """Update rules on numpy arrays, without anybody else.
+class ArrayBinding(ParameterBinding):
+    """Copies the flat vector into numpy arrays, which are updated in place.
+
+    Args:
+        arrays: one array, or a tree (dict, list or tuple) of arrays.
+
+    Raises:
+        ConfigError: a leaf is not a writable array, or the arrays have several dtypes or one that is neither
+            float32 nor float64.
+    """
+
+    def __init__(self, arrays: Tree) -> None:
+        self._arrays = dict(_named(arrays))
+        for name, array in self._arrays.items():
+            if not isinstance(array, np.ndarray) or not array.flags.writeable:
+                raise ConfigError(
+                    f"session.exchange: parameter {name!r}: got {type(array).__name__}, expected a numpy array "
+                    "that can be written, since it is updated in place"
+                )
+        dtypes = {array.dtype.name for array in self._arrays.values()}
+        if len(dtypes) != 1 or not dtypes <= {"float32", "float64"}:
+            got = ", ".join(sorted(dtypes)) or "no arrays"
+            raise ConfigError(
+                f"session.exchange: the parameters are {got}; expected one dtype, float32 or float64, for all "
+                "of them: convert them with array.astype(np.float32)"
+            )
+        tensors = [(name, array.shape) for name, array in self._arrays.items()][::-1]
+        self.layout = Layout.of(tensors, getattr(torch, dtypes.pop()))
+        self._gradients: dict[str, np.ndarray[Any, Any]] = {}
+        self._shown = torch.empty(0)
+
+    def check_unchanged(self, where: str) -> None:
+        """See `ParameterBinding.check_unchanged`."""
+        for name, view in self.layout.views(self._shown) if len(self._shown) else ():
+            if not np.array_equal(view.numpy(), self._arrays[name], equal_nan=True):
+                raise ConfigError(
+                    f"{where}: array {name!r} was changed since the exchange before, and the next one would "
+                    "undo that: change it before the first exchange or after session.close, or let the update "
+                    "rule do it (such as weight_decay)"
+                )
+
+    @property
+    def by_name(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """The arrays by name."""
+        return self._arrays
+
+    def check(self, arrays: Tree) -> None:
+        """Raises ConfigError unless these are the arrays of the first call."""
+        for name, array in _named(arrays):
+            if self._arrays.get(name) is not array:
+                raise ConfigError(
+                    f"session.exchange: {name!r} is another array than at the first call: parameters are "
+                    "updated in place, so pass the same arrays each time (w += d instead of w = w + d)"
+                )
+
+    def give(self, gradients: Tree) -> None:
+        """Keeps the gradients for `copy_gradient`.
+
+        Raises:
+            GradientError: a parameter has no gradient, or one of another shape or dtype.
+        """
+        given = {name: np.asarray(array) for name, array in _named(gradients)}
+        if given.keys() != self._arrays.keys():
+            raise GradientError(
+                f"session.exchange: got gradients of {sorted(given)}; expected those of {sorted(self._arrays)}: "
+                "give one for each parameter, zeros where there is none"
+            )
+        for name, array in self._arrays.items():
+            got = given[name]
+            if got.shape != array.shape or got.dtype != array.dtype:
+                raise GradientError(
+                    f"session.exchange: gradient of {name}: got shape {got.shape} {got.dtype}, expected "
+                    f"{array.shape} {array.dtype}, as the parameter has"
+                )
+        self._gradients = given
+
+    def init(self, seed: int, parameters: torch.Tensor) -> None:
+        """See `ParameterBinding.init`."""
+        del seed
+        for name, view in self.layout.views(parameters):
+            view.numpy()[...] = self._arrays[name]
+
+    def set_parameters(self, parameters: torch.Tensor) -> None:
+        """See `ParameterBinding.set_parameters`: copies into the arrays."""
+        for name, view in self.layout.views(parameters):
+            self._arrays[name][...] = view.numpy()
+        self._shown = parameters
+
+    def copy_gradient(self, gradient: torch.Tensor) -> None:
+        """See `ParameterBinding.copy_gradient`."""
+        for name, view in self.layout.views(gradient):
+            view.numpy()[...] = self._gradients[name]
+
+
+class LocalUpdates:
+    """Applies update rules to numpy arrays in this process.
 
     Attributes:
-        state: vectors of the update rule, by name; filled at the first step.
-        counts: "steps", how many there were.
+        state: vectors of the update rule by name, filled at the first step.
+        counts: the number of steps, as "steps".
     """
 
     def __init__(self) -> None:
@@ -30,79 +133,151 @@ class LoneArrays:
         self.counts = {"steps": 0}
 
     def step(self, parameters: Tree, gradients: Tree, rule: Optimizer) -> Tree:
-        """One step, in place. Returns the parameters."""
-        held = ArrayBinding(parameters)
-        held.give(gradients)
-        flat, gradient = (torch.empty(held.layout.elems, dtype=held.layout.dtype) for _ in range(2))
-        held.init(0, flat)
-        held.take(gradient)
+        """Makes one step, in place. Returns the parameters."""
+        binding = ArrayBinding(parameters)
+        binding.give(gradients)
+        flat, gradient = (torch.empty(binding.layout.elems, dtype=binding.layout.dtype) for _ in range(2))
+        binding.init(0, flat)
+        binding.copy_gradient(gradient)
         self.update(flat, gradient, rule)
-        held.show(flat)
+        binding.set_parameters(flat)
         return parameters
 
     def update(self, flat: torch.Tensor, gradient: torch.Tensor, rule: Optimizer) -> None:
-        """One step of a flat vector (n,), in place."""
+        """Makes one step of a flat vector (n,), in place."""
         if not self.state:
             self.state.update({name: torch.full_like(flat, rule.state_init) for name in rule.state_names})
         self.counts["steps"] += 1
         rule.apply(flat, gradient, self.state, lr=rate_of(rule), step=self.counts["steps"])
 
 
-class ArrayLoop:
-    """A loop's arrays, which every worker moves itself by the joint gradient of all.
+class ArrayParameters:
+    """A loop's arrays under a strategy that exchanges parameters: the servers apply the update rule.
 
     Args:
-        parameters: as of `Session.exchange`.
+        parameters: see `Session.exchange`.
+        rule: the update rule of the first step.
 
     Raises:
-        ConfigError: as `ArrayBinding`.
+        ConfigError: see `ArrayBinding`.
+    """
+
+    def __init__(self, parameters: Tree, rule: Optimizer) -> None:
+        self.binding = ArrayBinding(parameters)
+        self._rule: Any = rule
+
+    def rule_text(self) -> str:
+        """The update rule, as the run receives it. The learning rate comes with each step."""
+        return text_of_optimizer(dataclasses.replace(self._rule, lr=1.0))
+
+    def check(self, parameters: Tree, rule: Optimizer) -> None:
+        """Raises ConfigError unless arrays and rule are those of the first step; only `lr` may differ."""
+        if type(rule) is not type(self._rule) or _without_lr(rule) != _without_lr(self._rule):
+            raise ConfigError(
+                f"session.exchange: got the update rule {rule}; expected that of the first step, {self._rule}: "
+                "only lr may change"
+            )
+        self.binding.check(parameters)
+
+
+class ArrayGradients:
+    """A loop's arrays under a strategy that exchanges only gradients: each worker applies the update rule.
+
+    Args:
+        parameters: see `Session.exchange`.
+
+    Raises:
+        ConfigError: see `ArrayBinding`.
     """
 
     def __init__(self, parameters: Tree) -> None:
         self._arrays = ArrayBinding(parameters)
-        self._alone = LoneArrays()
+        self._updates = LocalUpdates()
         layout = self._arrays.layout
         shapes = {slot.name: slot.shape for slot in layout.slots}
-        self._vector = JointVector(shapes, 1, layout.dtype)
-        self.held = JointArrays(self._arrays.by_name, self._vector, self._alone.state, self._alone.counts)
+        self._vector = GradientVector(shapes, 1, layout.dtype)
+        self.binding = ArrayReplicaBinding(self._arrays.by_name, self._vector, self._updates)
 
-    def hello(self, handover: LoopBridge) -> None:
-        """A round without a gradient: returns when all workers are there."""
-        vector = handover.open(1, silent=True).zero_()
+    def synchronize(self, bridge: LoopBridge) -> None:
+        """Makes a round without a gradient: returns when all workers are there."""
+        vector = bridge.open(1, silent=True).zero_()
         self._vector.finish(vector, [[0.0], [0.0], [0.0]], [0, 0, 0, 0])
-        handover.exchange(math.nan)
+        bridge.exchange(math.nan)
 
     def step(
-        self, handover: LoopBridge, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int
+        self, bridge: LoopBridge, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int
     ) -> Tree:
-        """One step of all workers. Returns the parameters.
+        """Makes one step of all workers. Returns the parameters.
 
         Raises:
-            ConfigError: other arrays than those given first.
-            GradientError: gradients that do not fit, or are not finite, on this worker or another.
+            ConfigError: the arrays are not those of the first step.
+            GradientError: the gradients do not fit, or are not finite on this worker or on another one.
         """
-        arrays, room = self._arrays, self._vector.room
+        arrays, elems = self._arrays, self._vector.gradient_elems
         arrays.check(parameters)
         arrays.give(gradients)
-        vector = handover.open(samples)
-        arrays.take(vector[:room])
-        broken = not finite(vector[:room])
+        vector = bridge.open(samples)
+        arrays.copy_gradient(vector[:elems])
+        broken = not finite(vector[:elems])
         if broken:
             vector.zero_()
-        checks = [self._alone.counts["steps"], 0, 0, 0]
+        checks = [self._updates.counts["steps"], 0, 0, 0]
         self._vector.finish(vector, [[1.0], [float(broken)], [1.0]], checks)
-        mean = handover.exchange(math.nan)
+        mean = bridge.exchange(math.nan)
         if self._vector.broken(mean):
             raise GradientError(
-                f"step {checks[0]}: {'this' if broken else 'another'} worker's gradient has a NaN or an "
-                "infinity: lower the learning rate, scale the inputs, or clip it. Nothing was applied"
+                f"session.exchange, step {checks[0]}: {'this' if broken else 'another'} worker's gradient has "
+                "a NaN or an infinity. No worker has applied it. Lower the learning rate, scale the inputs, "
+                "or clip the gradient"
             )
-        flat = torch.empty(room, dtype=mean.dtype)
+        flat = torch.empty(elems, dtype=mean.dtype)
         arrays.init(0, flat)
-        self._alone.update(flat, mean[:room], rule)
-        arrays.show(flat)
-        handover.stepped()
+        self._updates.update(flat, mean[:elems], rule)
+        arrays.set_parameters(flat)
+        bridge.stepped()
         return parameters
+
+
+class ArrayReplicaBinding(GradientBinding):
+    """Presents numpy arrays to the run, of a loop whose own update rule moves them.
+
+    Args:
+        arrays: the user's arrays by name.
+        vector: what a round carries.
+        updates: state of the update rule, and the number of steps.
+    """
+
+    def __init__(
+        self, arrays: Mapping[str, np.ndarray[Any, Any]], vector: GradientVector, updates: LocalUpdates
+    ) -> None:
+        super().__init__(vector)
+        self._arrays = arrays
+        self._updates = updates
+
+    def fixed(self) -> Fixed:
+        """All arrays, since no round carries them."""
+        return Fixed({name: array.copy() for name, array in self._arrays.items()})
+
+    def extra(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """See `model.fixed.extra_of`."""
+        rule, counts = self._updates.state, self._updates.counts
+        state = {f"{EXTRA}rule.{name}": vector.numpy().copy() for name, vector in rule.items()}
+        return {**state, **{f"{EXTRA}{name}": np.array(count) for name, count in counts.items()}}
+
+    def load_fixed(self, frozen: Buffers) -> None:
+        """See `ParameterBinding.load_fixed`."""
+        for name, value in frozen.items():
+            if name in self._arrays:
+                self._arrays[name][...] = value
+            elif name.startswith(f"{EXTRA}rule."):
+                self._updates.state[name.removeprefix(f"{EXTRA}rule.")] = torch.from_numpy(value.copy())
+            elif name.startswith(EXTRA):
+                self._updates.counts[name.removeprefix(EXTRA)] = int(value)
+
+    def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
+        """The user's arrays."""
+        del parameters
+        return dict(self._arrays)
 
 
 def rate_of(rule: Optimizer) -> float:
@@ -113,6 +288,15 @@ def rate_of(rule: Optimizer) -> float:
     """
     if callable(rule.lr):
         raise ConfigError(
-            f"exchange: lr is {rule.lr!r}: a loop of your own gives the rate of each step itself"
+            f"session.exchange: lr is the schedule {rule.lr!r}; expected a number: a loop of your own gives "
+            "each step its learning rate, as SGD(lr=0.1)"
         )
     return rule.lr
+
+
+def _without_lr(rule: Any) -> dict[str, Any]:
+    return {name: getattr(rule, name) for name in rule.__dataclass_fields__ if name != "lr"}
+
+
+def _named(tree: Tree) -> list[tuple[str, Any]]:
+    return list(leaves(list(tree) if isinstance(tree, tuple) else tree))

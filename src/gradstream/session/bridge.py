@@ -1,13 +1,13 @@
-"""Two threads that take turns: the user's loop, and the worker that exchanges for it.
+"""Lets two threads take turns: the user's loop, and the worker that exchanges for it.
 
     worker's arithmetic thread                    user's thread
-    turn(parameters, gradient) ── shows them ──▶  … forward, backward …
+    turn(parameters, gradient) ── sets them  ──▶  … forward, backward …
                                ◀── a gradient ──  step()
     … exchange, new parameters …                  waits in step()
-    turn(parameters, gradient) ── shows them ──▶  step() returns
+    turn(parameters, gradient) ── sets them  ──▶  step() returns
 
-At any time exactly one of them runs. So all changes of parameters happen inside `step`, and the user
-sees parameters that nobody writes.
+Exactly one of the two runs at any time. So parameters change only inside `step`, and the user's thread
+sees parameters that no other thread writes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from gradstream.errors import ClosedError, UserCodeError
 from gradstream.model.buffers import Buffers
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.log import SessionLog
+from gradstream.session.progress import LoopCounts
 from gradstream.telemetry.events import LogEvent
 from gradstream.worker.replica.loop import LoopReplica, Round, Turn
 
@@ -40,15 +41,20 @@ class LoopBridge:
     """Implements `worker.replica.loop.Loop` for a loop that runs in another thread.
 
     Args:
-        held: the parameters that the user holds.
-        log: what the user's loop says of itself; None where it says nothing.
-        joint: gradients alone are exchanged: a turn is a backward, and `stepped` says when a step was made.
+        binding: the user's parameters.
+        log: figures that the user's loop logs; None where it logs none.
+        joint: only gradients are exchanged: a turn is a backward, and `stepped` says when a step was made.
         on_step: called by `stepped`.
+
+    Attributes:
+        ended: whether the user's loop has ended well.
+        visible: the parameters (E,) that the user sees; None before the first turn.
+        counts: what the loop has handed over.
     """
 
     def __init__(
         self,
-        held: ParameterBinding,
+        binding: ParameterBinding,
         log: SessionLog | None = None,
         *,
         joint: bool = False,
@@ -56,53 +62,62 @@ class LoopBridge:
     ) -> None:
         self.joint = joint
         self.ended = False
-        self.batches = 0
-        self.samples = 0
-        self.shown: torch.Tensor | None = None  # the parameters that the user sees
-        self._held = held
+        self.visible: torch.Tensor | None = None
+        self.counts = LoopCounts(joint=joint)
+        self._binding = binding
         self._log = log
+        self._on_step = on_step
         self._condition = threading.Condition()
         self._whose: Literal["worker", "user"] = "worker"
         self._replica: LoopReplica | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._step = Turn(0, 0.0, math.nan)
-        self._round: Round | None = None  # of this turn
-        self._steps = self._pending = 0  # whole ones; samples handed over since
-        self.iterations = 0  # of the loop, where it counts them
-        self._on_step = on_step
-        self._over: BaseException | bool = False  # what the worker has ended with; True: well
-        self._failure: UserCodeError | None = None  # what the user's loop has ended with
+        self._turn = Turn(0, 0.0, math.nan)  # the user's present one, or the last
+        self._round: Round | None = None  # what the worker has given for it
+        self._worker_end: BaseException | bool = False  # the error that the worker has ended with; True: none
+        self._user_failure: UserCodeError | None = None  # the error that the user's loop has ended with
+
+    @property
+    def batches(self) -> int:
+        """Gradients that the loop has handed over."""
+        return self.counts.batches
+
+    @property
+    def samples(self) -> int:
+        """Samples behind them."""
+        return self.counts.samples
 
     def fetch(self) -> torch.Tensor:
-        """The servers' parameters (E,) as they are now. From the user's thread, between steps.
+        """Fetches the servers' present parameters (E,). Called from the user's thread, between steps.
 
         Raises:
-            PeerLostError, DeadlineError: a server is gone.
+            PeerLostError, DeadlineError: a server does not answer.
         """
         assert self._replica is not None
         return self._ask(self._replica.newest())
 
     def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
-        """Says that the loop begins an epoch of a loader: see `Reassignment.begun`. From the user's thread."""
+        """Reports that the loop begins an epoch: see `Reassignment.begun`. Called from the user's thread."""
         assert self._replica is not None and self._event_loop is not None
         say = partial(self._replica.endings.begun, epoch, step, unclear=unclear)
-        with suppress(RuntimeError):  # the run is over: nobody needs to know
+        with suppress(RuntimeError):  # the run is over, and the coordinator with it
             self._event_loop.call_soon_threadsafe(say)
 
     def take_over(
         self, epoch: Epoch, begin: int, step: int, parts: Sequence[int], per_step: int, oldest: int
     ) -> Block | None:
-        """Asks for what lost workers have left: see `Reassignment.take`. From the user's thread, between steps.
+        """Asks the coordinator for minibatches of lost workers: see `Reassignment.take`.
+
+        Called from the user's thread, between steps.
 
         Raises:
-            PeerLostError, DeadlineError: the coordinator is gone.
-            What the worker has failed with.
+            PeerLostError, DeadlineError: the coordinator does not answer.
+            GradstreamError: the worker has ended with this error.
         """
         assert self._replica is not None
         return self._ask(self._replica.endings.take_over(epoch, begin, step, parts, per_step, oldest))
 
     def _ask(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the worker answers; raises what it has ended with, where it ends before."""
+        """Runs `work` in the worker's event loop. Raises the worker's error where it ends before."""
         assert self._event_loop is not None
 
         def notify(_: object) -> None:
@@ -112,12 +127,12 @@ class LoopBridge:
         asked = asyncio.run_coroutine_threadsafe(work, self._event_loop)
         asked.add_done_callback(notify)
         with self._condition:
-            self._condition.wait_for(lambda: self._over or (asked.done() and not asked.cancelled()))
+            self._condition.wait_for(lambda: self._worker_end or (asked.done() and not asked.cancelled()))
             if not asked.done() or asked.cancelled():
-                self._raise_failure()
+                self._raise_worker_end()
         return asked.result()
 
-    # ---- the worker's side --------------------------------------------------------------
+    # ---- called by the worker -----------------------------------------------------------
 
     def begin(self, replica: LoopReplica) -> None:
         """See `Loop.begin`."""
@@ -126,18 +141,18 @@ class LoopBridge:
     def turn(self, parameters: torch.Tensor, given: Round) -> Turn:
         """See `Loop.turn`. Raises UserCodeError where the user's loop has failed."""
         with self._condition:
-            if not self.ended and self._failure is None:
-                self._show(parameters)
+            if not self.ended and self._user_failure is None:
+                self._set_parameters(parameters)
                 self._round = given
                 self._pass_to("user")
                 self._condition.wait_for(lambda: self._whose == "worker")
-            if self._failure is not None:
-                raise self._failure
+            if self._user_failure is not None:
+                raise self._user_failure
             if self.ended:
                 given.gradient.zero_()
-                return Turn(0, self._step.lr, math.nan)
-            self._held.take(given.gradient)
-            return self._step
+                return Turn(0, self._turn.lr, math.nan)
+            self._binding.copy_gradient(given.gradient)
+            return self._turn
 
     def logged(self) -> Iterable[LogEvent]:
         """See `Loop.logged`."""
@@ -145,130 +160,122 @@ class LoopBridge:
 
     def finish(self, parameters: torch.Tensor, buffers: Buffers) -> None:
         """See `Loop.finish`."""
-        self._show(parameters)
-        self._held.load_buffers(buffers)
+        self._set_parameters(parameters)
+        self._binding.load_buffers(buffers)
 
     def over(self, error: BaseException | None) -> None:
-        """The worker has ended, and will take no turn any more."""
+        """Notes that the worker has ended, and takes no more turns; None where it has ended well."""
         with self._condition:
-            self._over = error or True
+            self._worker_end = error or True
             self._condition.notify_all()
 
-    def _show(self, parameters: torch.Tensor) -> None:
-        self.shown = parameters
-        self._held.show(parameters)
+    def _set_parameters(self, parameters: torch.Tensor) -> None:
+        self.visible = parameters
+        self._binding.set_parameters(parameters)
 
-    # ---- the user's side ----------------------------------------------------------------
+    # ---- called by the user's thread ----------------------------------------------------
 
     def first(self) -> None:
-        """Waits for the first turn: everybody is there, and the parameters are those of all.
+        """Waits for the first turn: then all workers are there, with the same parameters.
 
         Raises:
-            What the worker has failed with.
+            GradstreamError: the worker has ended with this error.
         """
         with self._condition:
             self._wait()
 
     def step(self, samples: int, lr: float, loss: float) -> None:
-        """Hands over the gradient that `ParameterBinding.take` finds, and waits for the next turn.
+        """Hands over the gradient that `ParameterBinding.copy_gradient` finds, and waits for the next turn.
 
         Raises:
-            ClosedError: the loop was ended before.
-            What the worker has failed with: whether this gradient was applied is unknown then.
+            ClosedError: the loop has ended before.
+            GradstreamError: the worker has ended with this error. The gradient may have been applied or not.
         """
         with self._condition:
             if self.ended:
-                raise ClosedError("the session was closed: no step can follow")
-            self._raise_failure()
-            self._step = Turn(samples, lr, loss)
-            self.batches += 1
-            self.samples += samples
+                raise ClosedError(
+                    "optimizer.step: the session is closed; make all steps before session.close"
+                )
+            self._raise_worker_end()
+            self._turn = Turn(samples, lr, loss)
+            self.counts.hand_over(samples)
             self._pass_to("worker")
             self._wait()
 
     def open(self, samples: int, *, silent: bool = False) -> torch.Tensor:
-        """Begins a round: the vector (E,) to be written from the front, once the round before is over.
+        """Begins a round, once the one before is over. Returns the vector (E,), to be written from the front.
 
         Args:
-            samples: behind the gradient; 0 changes nothing.
-            silent: it is none of the loop's own steps.
+            samples: samples behind the gradient; 0 changes nothing.
+            silent: the round belongs to no step of the loop.
 
         Raises:
-            As `step`.
+            ClosedError, GradstreamError: see `step`.
         """
         with self._condition:
             if self.ended:
-                raise ClosedError("the session was closed: no backward can follow")
+                raise ClosedError("backward: the session is closed; make all steps before session.close")
             self._wait()
             assert self._round is not None
-            self._step = Turn(samples, 1.0, math.nan, silent)
-            self._round.known(self._step)
+            self._turn = Turn(samples, 1.0, math.nan, silent)
+            self._round.known(self._turn)
             return self._round.gradient
 
     @property
-    def counts(self) -> int:
+    def round_samples(self) -> int:
         """Samples of the round that is open, or was last."""
-        return self._step.samples
+        return self._turn.samples
 
     def report(self, elems: int) -> None:
-        """So many elements from the front are final, and may leave."""
+        """Says that `elems` elements from the front are final, and may be sent."""
         assert self._round is not None
         self._round.report(elems)
 
     def exchange(self, loss: float) -> torch.Tensor:
-        """Ends the round: its vector is whole. Returns the mean (E,) of all workers', until the next `open`.
+        """Ends the round, whose vector is complete. Returns the mean (E,) of all workers', until `open`.
 
         Raises:
-            As `step`.
+            ClosedError, GradstreamError: see `step`.
         """
         with self._condition:
-            self._step = replace(self._step, loss=loss)
-            self.batches += 1
-            if not self._step.silent:
-                self.samples += self._step.samples
-                self._pending += self._step.samples
+            self._turn = replace(self._turn, loss=loss)
+            self.counts.hand_over(self._turn.samples, silent=self._turn.silent)
             self._pass_to("worker")
             self._wait()
-            assert self.shown is not None
-            return self.shown
+            assert self.visible is not None
+            return self.visible
 
     def stepped(self) -> None:
-        """A step was made of what was handed over."""
-        self._steps = self.iterations or self._steps + 1
-        self._pending = 0
+        """Notes that the loop has made a step of all that was handed over."""
+        self.counts.step()
         self._on_step()
-
-    @property
-    def steps(self) -> int:
-        """Steps that the loop has made; of one that calls `Session.skip`, iterations up to its last step."""
-        return self._steps if self.joint else self.batches
 
     @property
     def behind(self) -> tuple[int, int] | None:
         """See `Loop.behind`."""
-        return (self._pending, self._steps) if self.joint else None
+        return self.counts.behind
 
     def end(self, failure: UserCodeError | None = None) -> None:
-        """The loop has ended, well or by an error of the user's. Does not wait."""
+        """Notes that the loop has ended, well or with an error of the user's. Does not wait."""
         with self._condition:
-            self.ended, self._failure = failure is None, failure
+            self.ended, self._user_failure = failure is None, failure
             self._pass_to("worker")
 
     @property
     def error(self) -> BaseException | None:
-        """What the worker has failed with, if it has ended and did not end well."""
-        return self._over if isinstance(self._over, BaseException) else None
+        """The error that the worker has ended with; None where it has ended well, or not yet."""
+        return self._worker_end if isinstance(self._worker_end, BaseException) else None
 
     def _pass_to(self, whose: Literal["worker", "user"]) -> None:
         self._whose = whose
         self._condition.notify_all()
 
     def _wait(self) -> None:
-        self._condition.wait_for(lambda: self._whose == "user" or self._over)
-        self._raise_failure()
+        self._condition.wait_for(lambda: self._whose == "user" or self._worker_end)
+        self._raise_worker_end()
 
-    def _raise_failure(self) -> None:
-        if isinstance(self._over, BaseException):
-            raise self._over
-        if self._over:
-            raise ClosedError("the run is over")
+    def _raise_worker_end(self) -> None:
+        if isinstance(self._worker_end, BaseException):
+            raise self._worker_end
+        if self._worker_end:
+            raise ClosedError("the run has ended, so this worker can make no more steps")

@@ -1,7 +1,7 @@
-"""What keeps a worker in its run besides its own node, where others start the workers.
+"""Runs coordinator and servers, or connects to them, where torchrun or a test starts the workers.
 
-Worker 0 is the `Host`: it runs coordinator and servers. Where there are several machines, each other one is a
-`Guest`: it comes in with the token, and stays until the host says that the run is over.
+Worker 0 is the `Host`: it runs coordinator and servers. If there are several machines, every other worker is
+a `Guest`: it joins with the token, and stays until the host announces the end of the run.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Host:
     """Runs coordinator and servers until the run is over, or this process has ended.
 
     Args:
-        job: of the run, with as many workers as there will be.
-        processes: whether they are processes, or threads of this one.
-        listening: how workers on other machines come in; None where there are none.
+        job: job of the run, with the number of its workers.
+        processes: whether coordinator and servers are processes, or threads of this one.
+        listening: where workers on other machines join; None where there are none.
 
     Attributes:
-        network: what worker 0 is told about its network, once the run is there.
+        network: command-line arguments of this worker's node about its network, once the run has begun.
     """
 
     def __init__(self, job: Job, *, processes: bool = True, listening: Listening | None = None) -> None:
@@ -52,10 +52,10 @@ class Host:
         self._thread = threading.Thread(target=self._live, name="gradstream-host", daemon=True)
 
     def start(self) -> tuple[str, str]:
-        """(file that nodes are told by, address of the coordinator), once it is there.
+        """Starts the run. Returns (path of the nodes' specification, address of the coordinator).
 
         Raises:
-            ConfigError, DeadlineError, PeerLostError, JoinRefusedError: it did not come about.
+            ConfigError, DeadlineError, PeerLostError, JoinRefusedError: the run did not come about.
         """
         self._thread.start()
         self._ready.wait()
@@ -65,41 +65,41 @@ class Host:
         return self._where
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Waits until the run is over and everybody has left."""
+        """Waits until the run is over and all nodes have left."""
         self._thread.join(timeout_s)
 
     @property
     def error(self) -> BaseException | None:
-        """What the run has failed with, once it is over."""
+        """The error with which the run has ended, if any."""
         return self._error
 
     def _live(self) -> None:
         try:
             self._run()
         except BaseException as error:
-            self._error = error  # once the run is on, this process's own worker is told by the coordinator
+            self._error = error  # once the run has begun, the coordinator tells this process's worker
         finally:
             self._ready.set()
 
     def _run(self) -> None:
-        run = host(self._job, self._told, processes=self._processes, listening=self._listening)
+        run = host(self._job, self._begun, processes=self._processes, listening=self._listening)
         if self._processes:
             say(_result(run))
 
-    def _told(self, spec: Path, coordinator: str, network: Sequence[str]) -> None:
+    def _begun(self, spec: Path, coordinator: str, network: Sequence[str]) -> None:
         self.network = network
         self._where = (str(spec), coordinator)
         self._ready.set()
 
 
 class Guest(Host):
-    """One of the other workers, where they are on several machines.
+    """Connects a worker to a host on another machine.
 
     Args:
-        job: as this process asks for it.
-        rank: of the worker.
-        token: of the run.
-        address, fingerprint: of the host.
+        job: the job that this process's script asks for.
+        rank: number of the worker.
+        token: secret of the run.
+        address, fingerprint: address and certificate fingerprint of the host.
     """
 
     def __init__(self, job: Job, rank: int, token: str, address: Address, fingerprint: str) -> None:
@@ -123,7 +123,7 @@ class Guest(Host):
             order = await entrance.order()
             if order.HasField("go"):
                 (node,) = grant.nodes
-                self._told(spec, entrance.coordinator(order.go), entrance.network(node))
+                self._begun(spec, entrance.coordinator(order.go), entrance.network(node))
                 order = await entrance.order()
             else:
                 raise PeerLostError("worker-0", order.over.message)
@@ -131,7 +131,7 @@ class Guest(Host):
 
 
 def _result(run: Run) -> str:
-    """What came of a run, in a line."""
+    """One line about a finished run."""
     made, time_s = run.summary, run.summary["train_s"]
     done = f"{made['samples']:,} samples in {made['steps']:,} minibatches"
     took = "" if time_s is None else f", {time_s:.2f} s"

@@ -1,6 +1,6 @@
-"""The job of a script with a loop of its own: what coordinator and shards need to know of it.
+"""The job of a script with a loop of its own, for the coordinator and the shards.
 
-They do not run the script. The model's sizes and the update rule reach them with the first worker.
+They do not run the script. The first worker sends them the model's sizes and the update rule.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ __all__ = ["OwnLoop", "ScriptModel", "job"]
 
 
 class ScriptModel:
-    """Stands where a job has its model: it is made in the script."""
+    """Takes the place of a job's model, which the script makes."""
 
     reduction: Reduction = "mean"
 
     def gradient(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises ConfigError: it is computed in the script."""
-        raise ConfigError("a script with a training loop of its own computes its gradients itself")
+        """Raises ConfigError: the script computes its gradients."""
+        raise ConfigError(
+            "a script with a training loop of its own computes its gradients itself, so this job has no model"
+        )
 
 
 @dataclass
 class OwnLoop:
-    """Stands where a job has its data set: the script has the data.
+    """Takes the place of a job's data set: the script has the data.
 
     Args:
-        running: the loop of this process, where it is a worker.
-        optimizer: the update rule that it asks for, as text.
-        joint: it exchanges gradients alone where the strategy gives it the mean.
+        running: the loop of this process; None where it is no worker.
+        optimizer: the update rule that the loop's optimizer asks for, as text.
+        joint: only gradients are exchanged, under strategies that return their mean.
     """
 
     running: Loop | None = None
@@ -48,11 +50,12 @@ class OwnLoop:
         """The loop of this process."""
         if self.running is None:
             raise ConfigError(
-                f"worker {rank}: a script with a training loop of its own is started by gradstream train"
+                f"worker-{rank}: this job is a script with a training loop of its own, and this process does not "
+                "run it: start it with gradstream train script.py"
             )
         return self.running
 
 
 def job() -> Job:
-    """The job, but for what the launcher tells its nodes besides."""
+    """The job without the settings that the launcher adds."""
     return Job(ScriptModel(), OwnLoop())  # type: ignore[arg-type]  # stand in for model and data

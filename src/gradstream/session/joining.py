@@ -1,23 +1,25 @@
-"""`gradstream.join()`: finds out how this process was started, and who the others are."""
+"""`gradstream.join()`: finds out how this process was started, and joins the run of the others."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, Interrupted
 from gradstream.job.files import intercept, script_of_caller
 from gradstream.job.job import Deadlines, Job
 from gradstream.job.registry import describe, find_strategy
 from gradstream.run.result import FINAL_MODEL
 from gradstream.session import place, torchrun
-from gradstream.session.exits import at_the_end
 from gradstream.session.job import OwnLoop, ScriptModel
-from gradstream.session.session import LoneSession, Session
+from gradstream.session.session import Session, SingleProcessSession
 from gradstream.session.worker_session import WorkerSession, enter, running
 from gradstream.strategies.base import Strategy
 from gradstream.untrusted import say
@@ -42,24 +44,25 @@ def join(
     allow_lost: bool = False,
     deadlines: Deadlines | None = None,
 ) -> Session:
-    """Joins the run that this script was started for, as one of its workers.
+    """Joins the run for which this script was started, as one of its workers.
 
-    Started by `gradstream train script.py`, it is one of `--workers`; by `torchrun`, one of its
-    processes, of which the first runs coordinator and servers (on several machines all need the same
-    `GRADSTREAM_TOKEN`); by `python`, it is alone, and nothing is
-    started. Where the script has called `init_process_group`, ranks are those of it; it stays the script's.
-    A script is run once more up to this call, to see what it asks for: call it early.
+    Under `gradstream train script.py`, this process is one of `--workers`. Under `torchrun`, it is one of its
+    processes; the first of them runs coordinator and servers, and on several machines all of them need the
+    same `GRADSTREAM_TOKEN`. Under plain `python`, there is a single process, and nothing is started. If the
+    script has called `init_process_group`, ranks are those of its process group, which gradstream does not
+    use otherwise. `gradstream train` runs the script once up to this call before the workers start, to read
+    the arguments: call it early.
 
     Args:
         strategy, strategy_options, servers, seed, name, run_dir, chunk_elems, checkpoint_every, keep_last,
-            trackers, allow_lost, deadlines: as of `Job`. `gradstream train` overrides them by its options.
-        exchange: who moves the bytes of a strategy without servers: short for an entry of `strategy_options`;
-            see `AllReduce`.
-        workers: how many `gradstream train` starts; torchrun and python decide for themselves.
+            trackers, allow_lost, deadlines: see `Job`. Options of `gradstream train` override them.
+        exchange: the `exchange` entry of `strategy_options`: which library sends the data of a strategy
+            without servers; see `AllReduce`.
+        workers: number of workers that `gradstream train` starts. Under torchrun and python it is ignored.
 
     Raises:
-        ConfigError: an argument is wrong, or the environment makes no sense.
-        DeadlineError: under torchrun, its first process did not answer.
+        ConfigError: an argument is wrong, or the environment variables contradict each other.
+        DeadlineError: under torchrun, the first process did not answer.
 
     Example:
         >>> session = join("downpour")  # doctest: +SKIP
@@ -84,20 +87,24 @@ def join(
     )
     intercept(job)
     if running() is not None:
-        raise ConfigError("join() was called before in this process: one script is one worker of one run")
+        raise ConfigError(
+            "join: it was called before in this process; one script is one worker of one run: keep the session "
+            "of the first call"
+        )
     if not describe(find_strategy(strategy, job.strategy_options))["class"]:
         raise ConfigError(
-            "join: the servers do not run this script: name your strategy by place, mine.py:Mine"
+            "join: the strategy is defined in this script, which the servers do not run: move it to a file of "
+            'its own, and name it by file and class, strategy="mine.py:Mine"'
         )
     given = place.assigned()
     if given is not None:
         return enter(WorkerSession(given, given.job().seed))
     ranks = torchrun.of_process_group() or torchrun.of_torchrun(os.environ)
-    return LoneSession() if ranks is None else enter(_under_torchrun(job, *ranks))
+    return SingleProcessSession() if ranks is None else enter(_under_torchrun(job, *ranks))
 
 
 def _script() -> str | None:
-    """The file that `gradstream resume` would run, if there is one."""
+    """The script, which `gradstream resume` runs again; None where there is no file."""
     try:
         return script_of_caller()
     except ConfigError:
@@ -105,7 +112,7 @@ def _script() -> str | None:
 
 
 def _under_torchrun(job: Job, rank: int, size: int) -> WorkerSession:
-    """Rank 0 runs coordinator and shards as processes of its own, and tells the others where."""
+    """Makes the session of a torchrun process. Rank 0 starts coordinator and shards for all."""
     job = dataclasses.replace(job, workers=size, spec=_script())
     assignment, host = torchrun.take_part(job, rank, size)
     session = WorkerSession(assignment, job.seed, host)
@@ -116,16 +123,39 @@ def _under_torchrun(job: Job, rank: int, size: int) -> WorkerSession:
     def fail(error: BaseException) -> None:
         session.fail(error)
         if rank == 0 and not (run_dir / FINAL_MODEL).is_file():
-            say(_left_of(run_dir, resumes=job.spec is not None and session._looked))
+            say(_summary_of(run_dir, resumes=job.spec is not None and session.resumable))
 
     at_the_end(session.finish, fail)
     return session
 
 
-def _left_of(run_dir: Path, *, resumes: bool) -> str:
-    """What is left of a run that has not finished, and how it goes on where it can."""
+def _summary_of(run_dir: Path, *, resumes: bool) -> str:
+    """A line about a run that has ended early: its checkpoint, and how to resume it where that works."""
     folder = place.newest_in(run_dir)
     text = f"gradstream: the run has ended early; {folder or 'no checkpoint'} in {run_dir}"
     if not (folder and resumes):
         return text
     return f"{text}; it goes on, without torchrun: gradstream resume {shlex.quote(str(run_dir))}"
+
+
+def at_the_end(close: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
+    """Registers `close` for the end of the script, and `fail` for an exception that ends it.
+
+    For scripts that gradstream does not start itself (see `script.py` for those). Python joins all threads
+    before it calls `atexit` functions, and a session's threads end only when it is closed. So this registers
+    with `threading`, as `concurrent.futures` does.
+    """
+    before = sys.excepthook
+
+    def end() -> None:
+        try:
+            close()
+        except Interrupted:
+            pass  # the script ends because the run was interrupted
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        fail(error)
+        before(kind, error, trace)  # last, so that it is seen
+
+    sys.excepthook = hook
+    threading._register_atexit(end)  # type: ignore[attr-defined]

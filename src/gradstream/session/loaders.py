@@ -1,4 +1,13 @@
-"""A worker's part of a DataLoader: a DataLoader with the same settings, class and attributes."""
+"""A worker's part of data that was made for one process.
+
+Whole minibatches are distributed in turn: worker r of W takes the minibatches r, r + W, r + 2W, ... in the
+order of one process. Or each minibatch is split: worker r takes its samples r, r + W, ... Either way order,
+sizes, dropped remainders and samplers are the user's own. Under a synchronous strategy a round consists of W
+minibatches of one process, or of one that was split; a worker for which the last round has no minibatch
+repeats one, which counts no samples.
+
+A DataLoader becomes a DataLoader with the same settings, class and attributes.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +16,41 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from gradstream.data.left_over import Epoch
 from gradstream.errors import ConfigError
-from gradstream.session.loaders_divided import is_divided
-from gradstream.session.loaders_draw import EqualDraws
-from gradstream.session.loaders_part import LoaderPart, length_of
+from gradstream.session.loaders_draw import CommonRandomState
+from gradstream.session.loaders_part import LoaderPart, is_divided, length_of
 from gradstream.session.loaders_takeover import EpochSteps, TakeoverOrder
 
-__all__ = ["DealtBatches", "DealtLoader", "DealtStream", "part_of_loader"]
+__all__ = [
+    "LoaderPart",
+    "ShardedBatchSampler",
+    "ShardedIterable",
+    "ShardedLoader",
+    "ShardedStream",
+    "length_of",
+    "part_of",
+]
 
-AT_ONCE = 64
-"""Minibatches, as numbers, that are drawn at once. An order may have no end."""
+BATCHES_AHEAD = 64
+"""Minibatches, as sample indices, that are drawn at once. A sampler may have no end."""
 
 MOST_ORDERS = 4
-"""Epochs whose minibatches are remembered, as numbers: a lost worker may have been some epochs behind."""
+"""Epochs whose minibatches are remembered, as indices: a lost worker may have been some epochs behind."""
 
 
-class Drawn:
-    """What one iteration over a sampler has drawn.
+class SamplerEpoch:
+    """One iteration over a sampler.
 
     Args:
-        epoch: which it is of, from 0.
+        epoch: number of the epoch, from 0.
 
     Attributes:
-        counts: how many samples each minibatch counts: those that were drawn and not yet noted.
+        counts: samples that each minibatch counts, of those that were drawn and not yet given to the loop.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -41,51 +58,50 @@ class Drawn:
         self.counts: deque[int | None] = deque()
 
 
-class DealtBatches:
-    """The minibatches of one worker, as sample numbers, out of a sampler's. Else it is as that sampler.
+class ShardedBatchSampler:
+    """A distributed sampler: gives one worker's minibatches, as sample indices. Else it is as the user's sampler.
 
     Args:
-        batches: the sampler. At each iteration it gives the minibatches of an epoch, as lists of numbers;
-            or, for a loader that does not collate, whatever its dataset is asked for.
-        part: the worker's.
+        batches: the user's sampler. Each iteration gives the minibatches of an epoch, as lists of indices; or,
+            for a loader that does not collate, keys of its dataset.
+        part: which minibatches the worker takes.
         collated: whether the loader makes minibatches out of samples.
 
     Attributes:
-        drawn: by the latest iteration. A new one in each; the loader may draw ahead.
-        orders: by epoch, all minibatches of those that may yet be asked for, where somebody takes over what
-            lost workers leave.
+        latest: the latest iteration, which may be ahead of the loop; None before the first.
+        orders: all minibatches of the last epochs, by epoch, where workers take over those of lost ones.
     """
 
     def __init__(self, batches: Iterable[Any], part: LoaderPart, *, collated: bool) -> None:
         self._batches: Any = batches
         self._part = part
         self._collated = collated
-        self._draws = EqualDraws(part.seed)
-        self.drawn: Drawn | None = None
+        self._random = CommonRandomState(part.seed)
+        self.latest: SamplerEpoch | None = None
         self.orders: dict[int, TakeoverOrder] = {}
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is that of this epoch, from 0; each one after it that of the next."""
-        self._draws.epoch = epoch
+        """Sets the epoch of the next iteration, from 0; each one after it adds 1."""
+        self._random.epoch = epoch
         for sampler in (self._batches, getattr(self._batches, "sampler", None)):
-            tell = getattr(sampler, "set_epoch", None)
-            if tell is not None:
-                tell(epoch)
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        drawn = self.drawn = Drawn(self._draws.epoch)
+        latest = self.latest = SamplerEpoch(self._random.epoch)
         batches = self._drawn()
-        if self._part.takeover is not None and hasattr(self._batches, "__len__"):  # else it may have no end
+        if self._part.takeover is not None and hasattr(self._batches, "__len__"):  # others may have no end
             while len(self.orders) >= MOST_ORDERS:
                 del self.orders[min(self.orders)]
-            order = self.orders[drawn.epoch] = TakeoverOrder()
+            order = self.orders[latest.epoch] = TakeoverOrder()
             batches = order.noted(batches)
         for batch, count in self._part.taken(batches, self._cut, self._size):
-            drawn.counts.append(count)
+            latest.counts.append(count)
             yield batch
 
     def parts(self, epoch: int) -> list[int]:
-        """How many minibatches of an epoch in `orders` are each worker's."""
+        """Number of minibatches of each worker in an epoch of `orders`."""
         order, part = self.orders[epoch], self._part
         if not part.split:
             return [dataclasses.replace(part, rank=rank).count(len(order)) for rank in range(part.world_size)]
@@ -93,76 +109,80 @@ class DealtBatches:
         return [sum(size > rank for size in sizes) for rank in range(part.world_size)]
 
     def part_of(self, epoch: int, rank: int) -> list[tuple[Any, int | None]]:
-        """A worker's minibatches of an epoch in `orders`, each with the samples that it counts."""
+        """A worker's minibatches in an epoch of `orders`, each with the samples that it counts."""
         part = dataclasses.replace(self._part, rank=rank)
         return list(part.taken(self.orders[epoch], self._cut, self._size))
 
     def __len__(self) -> int:
-        return self._part.count(len(self._batches))  # a sampler has one, or says not
+        return self._part.count(len(self._batches))  # TypeError where the sampler has none
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # before __init__ there is no sampler to ask
+        if name.startswith("_"):  # before __init__ there is no sampler
             raise AttributeError(name)
         return getattr(self._batches, name)
 
     def _drawn(self) -> Iterator[Any]:
-        for batch in self._draws.over(lambda: iter(self._batches), AT_ONCE):
+        for batch in self._random.iterate(lambda: iter(self._batches), BATCHES_AHEAD):
             yield batch if hasattr(batch, "__getitem__") or not self._collated else list(batch)
 
     def _cut(self, batch: Any, which: slice) -> Any:
         if self._collated or isinstance(batch, list):
             return batch[which]
         raise ConfigError(
-            f"shard: split=True, but the DataLoader has batch_size=None and its sampler gives {batch!r}: "
-            "expected lists of sample numbers. Deal its minibatches instead, with split=False"
+            f"session.shard: split=True, but the DataLoader has batch_size=None and its sampler gives {batch!r}; "
+            "expected lists of sample indices. Distribute whole minibatches instead, with split=False"
         )
 
     def _size(self, batch: Any) -> int | None:
         return len(batch) if self._collated or isinstance(batch, list) else None
 
 
-class DealtLoader(DataLoader[Any]):
-    """A worker's part of a DataLoader. Made by `part_of_loader`; notes each minibatch that it gives."""
+class ShardedLoader(DataLoader[Any]):
+    """A worker's part of a DataLoader. Notes the samples of each minibatch that it gives."""
 
     _part: LoaderPart
-    _number: int  # of those whose minibatches are taken over, from 0
+    _number: int  # among the loaders whose minibatches are taken over, from 0
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # notes what torch's iterator gives
-        sampler: DealtBatches = self._index_sampler
-        sampler.drawn = None
-        batches = super().__iter__()  # draws at once where it has processes
-        return self._counted(batches, sampler, sampler.drawn)
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # wraps torch's iterator
+        sampler: ShardedBatchSampler = self._index_sampler
+        sampler.latest = None
+        batches = super().__iter__()  # with worker processes this draws indices already
+        return self._counted(batches, sampler, sampler.latest)
 
-    def _counted(self, batches: Iterator[Any], sampler: DealtBatches, drawn: Drawn | None) -> Iterator[Any]:
+    def _counted(
+        self, batches: Iterator[Any], sampler: ShardedBatchSampler, epoch: SamplerEpoch | None
+    ) -> Iterator[Any]:
         try:
-            yield from self._dealt(batches, sampler, drawn)
+            yield from self._noted(batches, sampler, epoch)
         finally:
             self._part.over()
 
-    def _dealt(self, batches: Iterator[Any], sampler: DealtBatches, drawn: Drawn | None) -> Iterator[Any]:
+    def _noted(
+        self, batches: Iterator[Any], sampler: ShardedBatchSampler, epoch: SamplerEpoch | None
+    ) -> Iterator[Any]:
         takeover, steps = self._part.takeover if torch.is_grad_enabled() else None, None
         for batch in batches:
-            drawn = sampler.drawn if drawn is None else drawn
-            if drawn is None or not drawn.counts:
+            epoch = sampler.latest if epoch is None else epoch
+            if epoch is None or not epoch.counts:
                 raise ConfigError(
-                    f"shard: the __iter__ of {type(self).__name__} gives minibatches that its sampler was "
-                    "not asked for: it keeps an iterator from before. Shard a plain DataLoader instead"
+                    f"session.shard: the __iter__ of {type(self).__name__} gives minibatches that its sampler "
+                    "has not drawn: it keeps an iterator from before. Shard a plain DataLoader instead"
                 )
             if takeover is not None:
-                steps = steps or EpochSteps(takeover, Epoch(self._number, drawn.epoch))
+                steps = steps or EpochSteps(takeover, Epoch(self._number, epoch.epoch))
                 steps.next()
-            samples = drawn.counts.popleft()
+            samples = epoch.counts.popleft()
             self._part.note(length_of((batch,)) if samples is None else samples)
             yield batch
         if steps is not None:
             try:
                 yield from self._left_over(sampler, steps)
-            except GeneratorExit:  # the loop may have left a minibatch unused
+            except GeneratorExit:  # the loop may not have used the last minibatch
                 steps.used()
                 raise
 
-    def _left_over(self, sampler: DealtBatches, steps: EpochSteps) -> Iterator[Any]:
-        """What lost workers have left, block by block, up to the end of it."""
+    def _left_over(self, sampler: ShardedBatchSampler, steps: EpochSteps) -> Iterator[Any]:
+        """Minibatches of lost workers, block by block, until none is left."""
         parts: dict[tuple[int, int], list[tuple[Any, int | None]]] = {}
         while (block := steps.take(sampler.parts, sampler.orders)) is not None:
             where = block.epoch.number, block.rank
@@ -174,60 +194,114 @@ class DealtLoader(DataLoader[Any]):
                 yield batch
 
     def _loaded(self, batches: list[Any]) -> Iterator[Any]:
-        """Minibatches, told by their numbers, as this loader would make them: here, one after the other."""
+        """Makes minibatches from their indices as this loader does, in this process, one after the other."""
         place = "batch_sampler" if self.batch_sampler is not None else "sampler"
         alone = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "timeout": 0}
-        # A generator of the user's own stays as on the other workers: none of its numbers is used up.
+        # A generator of the user's own must not advance: it would differ from those of the other workers.
         state = {**vars(self), **alone, place: batches, "generator": None, "_iterator": None}
-        made: DealtLoader = object.__new__(type(self))
+        made: ShardedLoader = object.__new__(type(self))
         vars(made).update(state)
-        return super(DealtLoader, made).__iter__()
+        return super(ShardedLoader, made).__iter__()
 
 
-class DealtStream(DataLoader[Any]):
-    """A worker's part of a DataLoader of an IterableDataset. It goes through all of it."""
+class ShardedStream(DataLoader[Any]):
+    """A worker's part of a DataLoader of an IterableDataset. Iterates over all of it, and leaves out the rest."""
 
     _part: LoaderPart
-    _draws: EqualDraws | None
+    _common_random: CommonRandomState | None
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # leaves out what is of others
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # wraps torch's iterator
         begin = super().__iter__
-        return self._part.noted(begin() if self._draws is None else self._draws.over(begin, 1))
+        return self._part.noted(
+            begin() if self._common_random is None else self._common_random.iterate(begin, 1)
+        )
 
     def __len__(self) -> int:
         return self._part.count(super().__len__())
 
 
-def part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any]:
+def _part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any]:
     """The part of one worker.
 
     Raises:
-        ConfigError: the loader is a part already, or another worker's, or has an order that differs.
+        ConfigError: the loader is a part already, or that of another worker, or its order differs by worker.
     """
-    if isinstance(loader, DealtLoader | DealtStream):
-        raise ConfigError("shard: the loader is this worker's part already; call shard once")
+    if isinstance(loader, ShardedLoader | ShardedStream):
+        raise ConfigError("session.shard: the loader is this worker's part already; call shard once")
     divided = is_divided(loader, part)
-    if divided:  # the user has done it: only count
+    if divided:  # it gives this worker's part already: only count its samples
         part = dataclasses.replace(part, rank=0, world_size=1, split=False, takeover=None)
     state = {**vars(loader), "_part": part, "_iterator": None, "in_order": True}
     if isinstance(loader.dataset, IterableDataset):
         if not (divided or loader.in_order):
             raise ConfigError(
-                "shard: a DataLoader of an IterableDataset with in_order=False: each worker would see its "
-                "minibatches in an order of its own, so some would be taken twice. Make it with in_order=True"
+                "session.shard: got a DataLoader of an IterableDataset with in_order=False: each worker would "
+                "see its minibatches in an order of its own, and some would be used twice. Make the loader "
+                "with in_order=True"
             )
-        return _made(loader, DealtStream, state | {"_draws": None if divided else EqualDraws(part.seed)})
+        random = None if divided else CommonRandomState(part.seed)
+        return _made(loader, ShardedStream, state | {"_common_random": random})
     collated = loader.batch_sampler is not None
     place = "batch_sampler" if collated else "sampler"
-    state[place] = DealtBatches(getattr(loader, place), part, collated=collated)
+    state[place] = ShardedBatchSampler(getattr(loader, place), part, collated=collated)
     state["_number"] = 0 if part.takeover is None else part.takeover.number()
-    return _made(loader, DealtLoader, state)
+    return _made(loader, ShardedLoader, state)
 
 
 def _made(loader: DataLoader[Any], base: type, state: dict[str, Any]) -> DataLoader[Any]:
-    """A loader of the user's own class, as he has set it up, but for what `base` does and `state` has."""
+    """A loader of the user's own class, with the methods of `base` and the attributes `state`."""
     kind = type(loader)
     own = base if kind is DataLoader else type(kind.__name__, (base, kind), {})
     made: DataLoader[Any] = object.__new__(own)
     vars(made).update(state)
     return made
+
+
+class ShardedIterable:
+    """A worker's minibatches of any iterable, or its part of each minibatch.
+
+    Args:
+        batches: all minibatches. Those of other workers are made and dropped.
+        part: which of them the worker takes.
+    """
+
+    def __init__(self, batches: Iterable[Any], part: LoaderPart) -> None:
+        self._batches = batches
+        self._part = part
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._part.noted(self._batches)
+
+    def __len__(self) -> int:
+        return self._part.count(len(self._batches))  # type: ignore[arg-type]  # TypeError where they have none
+
+
+def part_of(data: Any, part: LoaderPart) -> Any:
+    """The part of one worker: see `Session.shard`."""
+    if isinstance(data, DataLoader):
+        return _part_of_loader(data, part)
+    if isinstance(data, IterableDataset):
+        raise ConfigError(
+            "session.shard: got an IterableDataset, expected its DataLoader: shard that, or divide the dataset "
+            "by session.rank yourself"
+        )
+    if isinstance(data, Dataset):
+        size = len(data)  # type: ignore[arg-type]  # map-style: has a length
+        if part.aligned and size % part.world_size:
+            raise ConfigError(
+                f"session.shard: got a Dataset of {size} samples for {part.world_size} workers; expected a "
+                "multiple: the workers make all steps together, and parts of different lengths would make "
+                "different numbers of steps. Shard its DataLoader instead, or leave out "
+                f"{size % part.world_size} samples"
+            )
+        return Subset(data, part.of(range(size)))
+    if isinstance(data, np.ndarray | torch.Tensor) and not part.split:
+        return part.of(data)
+    if isinstance(data, ShardedIterable):
+        raise ConfigError("session.shard: these are this worker's minibatches already; call shard once")
+    if isinstance(data, Iterable):
+        return ShardedIterable(data, part)
+    raise ConfigError(
+        f"session.shard: got {type(data).__name__}; expected a DataLoader, a Dataset, an array, a tensor or an "
+        "iterable of minibatches"
+    )

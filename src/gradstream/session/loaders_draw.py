@@ -1,7 +1,7 @@
-"""Random numbers that are the same on all workers, while the order of a DataLoader is drawn.
+"""Random numbers that are equal on all workers while a DataLoader draws its order.
 
-Workers deal the minibatches of one order among themselves without a word, so each must draw that same
-order, whatever else its process has drawn before.
+The workers divide the minibatches of one order without exchanging messages, so each must draw the same order,
+whatever else its process has drawn before.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["EqualDraws"]
+__all__ = ["CommonRandomState"]
 
 _swapping = threading.RLock()
-"""Several workers may be threads of one process, which has one of each generator."""
+"""Several workers may be threads of one process, which share its generators."""
 
 
-class EqualDraws:
-    """Iterates while the global generators of torch, `random` and numpy stand as on all workers.
+class CommonRandomState:
+    """Iterates with the same state of the global generators of torch, `random` and numpy on all workers.
 
-    Between two elements the generators are those of the process again: nothing of it is disturbed.
+    Between two elements the generators have the state of the process again, which is not disturbed.
 
     Args:
-        seed: the same on all workers.
+        seed: seed of the states, the same on all workers.
 
     Attributes:
-        epoch: the number of the next iteration, from 0. Each iteration adds 1 when its first element is
-            asked for: torch makes iterators that it never uses.
+        epoch: number of the next iteration, from 0. An iteration adds 1 when its first element is taken:
+            torch also makes iterators that it never uses.
     """
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self.epoch = 0
 
-    def over(self, begin: Callable[[], Iterator[Any]], at_once: int) -> Iterator[Any]:
-        """The elements of the iterator that `begin` makes, of which so many are drawn at once."""
+    def iterate(self, begin: Callable[[], Iterator[Any]], at_once: int) -> Iterator[Any]:
+        """The elements of the iterator that `begin` returns, drawn `at_once` at a time."""
         states, source = _seeded((self._seed << 20) + self.epoch), None
         self.epoch += 1
         while True:
@@ -67,8 +67,8 @@ def _seeded(seed: int) -> _States:
 
 
 def _swap(states: _States) -> _States:
-    """Sets the generators, and returns how they stood."""
-    before = (torch.get_rng_state(), random.getstate(), np.random.get_state())  # noqa: NPY002  # the user's samplers draw from it
+    """Sets the states of the generators, and returns those before."""
+    before = (torch.get_rng_state(), random.getstate(), np.random.get_state())  # noqa: NPY002  # the user's samplers use them
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     np.random.set_state(states[2])  # noqa: NPY002

@@ -1,4 +1,9 @@
-"""Which minibatches a worker takes, and how many samples each of them counts."""
+"""Which minibatches a worker takes, and how many samples each of them counts.
+
+Also recognises DataLoaders whose sampler or dataset gives each worker its part already (those of torch,
+accelerate and others). Such a loader must not be divided once more, or most samples would never be used. An
+object that divides data has two attributes: the number of processes, and the index of this one.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
+from gradstream.errors import ConfigError
 from gradstream.session.loaders_takeover import Takeover
 
-__all__ = ["LoaderPart", "cut_of", "length_of"]
+__all__ = ["LoaderPart", "cut_of", "is_divided", "length_of"]
+
+_NAMES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
+"""Attributes of torch's and most samplers; of accelerate's; of mmengine's and of `datasets`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +30,14 @@ class LoaderPart:
 
     Args:
         rank, world_size: r and W.
-        seed: with the number of an epoch it seeds the generators while a DataLoader's order is drawn.
-        split: each minibatch is split among the workers; otherwise whole minibatches are dealt.
+        seed: seeds the generators, together with the epoch, while the order of a DataLoader is drawn.
+        split: each minibatch is split among the workers; otherwise whole minibatches are distributed.
         note: called with the number of samples of each minibatch that the worker takes: 0 for a repeat,
             None where the number cannot be seen.
-        aligned: all workers take the same number of minibatches. A worker for which there is none in the
-            last round takes a repeat, which counts no samples.
-        over: called when the worker has gone through its minibatches, or takes no more of them.
-        takeover: asks for what lost workers have left; None where nobody takes it over.
+        aligned: all workers take the same number of minibatches. A worker for which the last round has none
+            repeats one, which counts no samples.
+        over: called when the worker has taken its last minibatch.
+        takeover: asks for the minibatches of lost workers; None where no worker takes them over.
     """
 
     rank: int
@@ -40,11 +50,11 @@ class LoaderPart:
     takeover: Takeover | None = None
 
     def of(self, samples: Any) -> Any:
-        """Every W-th, from the r-th on, of anything that can be sliced."""
+        """Every W-th element from the r-th on, of anything that can be sliced."""
         return samples[self.rank :: self.world_size]
 
     def count(self, total: int) -> int:
-        """How many of `total` minibatches the worker takes; when they are split, at most."""
+        """Number of minibatches that the worker takes out of `total`; if they are split, at most."""
         if self.split:
             return total
         return len(range(0 if self.aligned else self.rank, total, self.world_size))
@@ -59,8 +69,8 @@ class LoaderPart:
 
         Args:
             batches: the minibatches of one process.
-            cut: gives some samples of a minibatch.
-            size: the number of samples of a minibatch, None where it cannot be seen.
+            cut: returns a slice of the samples of a minibatch.
+            size: returns the number of samples of a minibatch, None where it cannot be seen.
         """
         if self.split:
             for batch in batches:
@@ -76,7 +86,7 @@ class LoaderPart:
         number, repeat = -1, None  # -1: as after a whole round
         for number, batch in enumerate(batches):
             own = number % self.world_size == self.rank
-            if own or number == 0:  # a worker without any repeats the first: the last may be a short one
+            if own or number == 0:  # without a minibatch, repeat the first: the last may be short
                 repeat = batch
             if own:
                 yield batch, size(batch)
@@ -84,7 +94,7 @@ class LoaderPart:
             yield repeat, 0
 
     def noted(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The worker's minibatches out of those of one process, where these are made and not only numbers."""
+        """The worker's minibatches out of those of one process, as made, not as indices. Notes their samples."""
         try:
             for batch, samples in self.taken(batches, cut_of, length_of):
                 self.note(samples)
@@ -94,7 +104,7 @@ class LoaderPart:
 
 
 def cut_of(batch: Any, which: slice) -> Any:
-    """Some samples of a tree of arrays, or of a list of numbers."""
+    """A slice of the samples of a tree of arrays, or of a list of indices."""
     if isinstance(batch, Mapping):
         return {key: cut_of(value, which) for key, value in batch.items()}
     if isinstance(batch, list | tuple) and length_of(batch) is not None:
@@ -106,7 +116,7 @@ def cut_of(batch: Any, which: slice) -> Any:
 
 
 def length_of(values: Any) -> int | None:
-    """Length of the first tensor or array, of one dimension at least, in a tree of them; None without."""
+    """Length of the first tensor or array in a tree that has a dimension; None if there is none."""
     if isinstance(values, torch.Tensor | np.ndarray):
         return len(values) if values.ndim else None
     if isinstance(values, Mapping):
@@ -114,3 +124,43 @@ def length_of(values: Any) -> int | None:
     elif not isinstance(values, list | tuple):
         return None
     return next((found for value in values if (found := length_of(value)) is not None), None)
+
+
+def is_divided(loader: DataLoader[Any], part: LoaderPart) -> bool:
+    """Whether the loader gives this worker's part of the data already, and not all of it.
+
+    Raises:
+        ConfigError: it gives the part of another worker, or one of another number of workers.
+    """
+    for divider in _nested(loader):
+        for total, which in _NAMES:
+            found = getattr(divider, total, None), getattr(divider, which, None)
+            if not all(isinstance(number, int) for number in found):
+                continue
+            if found == (part.world_size, part.rank):
+                return True
+            raise ConfigError(
+                f"session.shard: the loader's {type(divider).__name__} has {total}={found[0]}, "
+                f"{which}={found[1]}; expected {total}={part.world_size}, {which}={part.rank}: "
+                + (
+                    "every worker would see all samples"
+                    if found[0] == 1
+                    else "some samples would not be seen"
+                )
+                + f". Make it with {total}=session.world_size, {which}=session.rank (it does not know of a "
+                "process group that is made later); or pass a loader without it, which shard divides"
+            )
+    return False
+
+
+def _nested(loader: DataLoader[Any]) -> Iterator[Any]:
+    """All objects that may divide the data: samplers inside samplers, or datasets inside iterable ones."""
+    if isinstance(loader.dataset, IterableDataset):
+        seen: list[Any] = [loader.dataset]
+        names = ("dataset", "_distributed")  # the second: datasets.split_dataset_by_node
+    else:
+        seen, names = [loader.batch_sampler, loader.sampler], ("batch_sampler", "sampler")
+    for one in seen:  # grows meanwhile
+        yield one
+        inner = [getattr(one, name, None) for name in names]
+        seen += [found for found in inner if found is not None and not any(found is other for other in seen)]

@@ -1,9 +1,9 @@
-"""What lost workers have left of an epoch, taken over by a worker at the end of its own part.
+"""Takes over a lost worker's minibatches of an epoch, when a worker has finished its own part.
 
 The coordinator knows which steps of a lost worker are in the model. A loader knows all minibatches of the
-epoch, since it draws the order of all of them. So the coordinator names what is left by its place in the lost
-worker's part, and the loader makes it. What is counted here is which minibatches are behind which step: that
-is known only where each step of an epoch has the same number of them.
+epoch, since it draws the order of all of them. So the coordinator names the rest by its place in the lost
+worker's part, and the loader makes those minibatches. This module counts which minibatches belong to which
+step, which is known only where every step of an epoch uses the same number of them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["EpochSteps", "Takeover", "TakeoverOrder"]
 
 
 class TakeoverOrder:
-    """The minibatches of an epoch as their sampler has given them: most often lists of sample numbers.
+    """The minibatches of an epoch as the sampler has given them, most often as lists of sample indices.
 
     Attributes:
-        whole: whether the epoch was drawn to its end.
+        whole: whether the sampler has given all of them.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class TakeoverOrder:
         self._batches: list[Any] = []
 
     def noted(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The same minibatches, each remembered when it is taken."""
+        """The same minibatches; remembers each when it is taken."""
         for batch in batches:
             self._batches.append(_packed(batch))
             yield batch
@@ -44,7 +44,7 @@ class TakeoverOrder:
 
 
 def _packed(batch: Any) -> Any:
-    """A list of integers in eight bytes each; anything else as it is."""
+    """A list of integers as an array of eight bytes each; anything else unchanged."""
     if type(batch) is not list or any(type(one) is bool for one in batch[:1]):
         return batch
     try:
@@ -54,61 +54,61 @@ def _packed(batch: Any) -> Any:
 
 
 class Takeover:
-    """Asks for what lost workers have left, for all loaders of a session.
+    """Connects all loaders of a session with the coordinator, which knows the lost workers.
 
     Args:
-        steps: the number of the loop's next step. A resumed run begins at 0, and what it passes by lies
-            below. None while that is not known.
+        steps: returns the number of the loop's next step, None while it is not known. A resumed run begins
+            at 0; iterations that it skips have numbers below.
 
     Attributes:
-        handover: reaches the coordinator; None before there are steps.
+        bridge: reaches the coordinator; None before the loop can make steps.
     """
 
     def __init__(self, steps: Callable[[], int | None]) -> None:
         self.steps = steps
-        self.handover: LoopBridge | None = None
+        self.bridge: LoopBridge | None = None
         self._num_loaders = 0
 
     def number(self) -> int:
-        """Of a new loader: the same on all workers, whose scripts make the same loaders."""
+        """The number of a new loader: equal on all workers, since their scripts make the same loaders."""
         self._num_loaders += 1
         return self._num_loaders - 1
 
 
 class EpochSteps:
-    """Which steps the minibatches of an epoch are behind; and at its end, what there is to take over.
+    """Counts which steps used the minibatches of an epoch, and asks at its end for those of lost workers.
 
     Args:
-        takeover: of the session.
-        epoch: which one.
+        takeover: connection of the session to the coordinator.
+        epoch: the epoch of one loader.
     """
 
     def __init__(self, takeover: Takeover, epoch: Epoch) -> None:
         self._takeover = takeover
         self._epoch = epoch
         self._begin: int | None = None  # the first step
-        self._given = 0  # minibatches of the own part
-        self._per_step: int | None = None  # 0: not always as many
-        self._asked: int | None = None  # the step that what was taken over last is behind
-        self._parts: list[int] = []  # how many minibatches are each worker's, once this is asked for
+        self._given = 0  # minibatches of this worker's own part
+        self._per_step: int | None = None  # minibatches of a step; 0: not always the same number
+        self._asked: int | None = None  # the step for which a block was taken over last
+        self._parts: list[int] = []  # number of minibatches of each worker, once it is needed
 
     def next(self) -> None:
-        """The loop asks for the next minibatch of its own part."""
-        self._look()
+        """Counts the next minibatch of the worker's own part."""
+        self._count()
         self._given += 1
 
     def take(self, parts: Callable[[int], list[int]], orders: dict[int, TakeoverOrder]) -> Block | None:
-        """What to take over next; None where there is nothing.
+        """The minibatches to take over next; None where there are none.
 
         Args:
-            parts: how many minibatches of an epoch in `orders` are each worker's.
-            orders: by epoch, the minibatches of all workers.
+            parts: returns the number of minibatches of each worker in an epoch of `orders`.
+            orders: minibatches of all workers, by epoch.
         """
         if self._asked is None:
-            self._look()
-        steps, handover = self._takeover.steps(), self._takeover.handover
-        if steps is None or self._begin is None or steps == self._begin or handover is None:
-            return None  # no steps are made with it: a validation
+            self._count()
+        steps, bridge = self._takeover.steps(), self._takeover.bridge
+        if steps is None or self._begin is None or steps == self._begin or bridge is None:
+            return None  # the loop makes no steps with this epoch: a validation
         if not self.used():
             return None
         if self._asked is None:
@@ -119,35 +119,35 @@ class EpochSteps:
         while self._is_whole(orders, back + 1):
             back += 1
         oldest = self._epoch.number - back
-        return handover.take_over(self._epoch, self._begin, steps, self._parts, self._per_step or 0, oldest)
+        return bridge.take_over(self._epoch, self._begin, steps, self._parts, self._per_step or 0, oldest)
 
     def used(self) -> bool:
-        """Whether what was taken over last is behind one step, as it should be. Else that is told."""
+        """Whether the loop has made one step of what it took over last. If not, tells the coordinator."""
         if self._asked is None or self._takeover.steps() == self._asked + 1:
             return True
-        self._tell(unclear=True)
+        self._report(unclear=True)
         return False
 
     def _is_whole(self, orders: dict[int, TakeoverOrder], back: int) -> bool:
         order = orders.get(self._epoch.number - back)
         return order is not None and order.whole
 
-    def _look(self) -> None:
+    def _count(self) -> None:
         steps = self._takeover.steps()
         if steps is None:
             return
         if self._begin is None:
-            # Of a resumed loop that is known after its first minibatch: it passes by, or has made a step.
+            # In a resumed loop this is known after the first minibatch: it was skipped, or a step was made.
             self._begin = 0 if self._given and steps > 0 else steps - self._given
-            self._tell()
+            self._report()
         made = steps - self._begin
         if self._per_step is None and made:
             self._per_step = self._given if made == 1 else 0
         if self._per_step and made != self._given // self._per_step:
             self._per_step = 0
-            self._tell(unclear=True)
+            self._report(unclear=True)
 
-    def _tell(self, *, unclear: bool = False) -> None:
-        handover = self._takeover.handover
-        if handover is not None and self._begin is not None:
-            handover.begun(self._epoch, self._begin, unclear=unclear)
+    def _report(self, *, unclear: bool = False) -> None:
+        bridge = self._takeover.bridge
+        if bridge is not None and self._begin is not None:
+            bridge.begun(self._epoch, self._begin, unclear=unclear)

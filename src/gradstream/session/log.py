@@ -1,9 +1,9 @@
-"""What a training loop of the user's own says of itself: figures that it logs, and the loss of `backward()`.
+"""Collects the figures that a user's own training loop logs, and the losses of its `backward()` calls.
 
     session.log(accuracy=0.9)  ──▶ means by name ──▶ LogEvent, at most ten a second ──▶ the worker's node
     loss.backward()            ──▶ mean          ──▶ loss of the next StepEvent
 
-Numbers are read in the loop's own thread, so a tensor on an accelerator is read on the stream that made it.
+The loop's own thread reads the numbers, so a tensor on an accelerator is read on the stream that computed it.
 It is read when a report is due, not when it is logged.
 """
 
@@ -30,21 +30,21 @@ __all__ = ["MAX_NAMES", "SessionLog"]
 
 MAX_NAMES = 64
 EVERY_NS = 100_000_000
-"""Between two reports of one worker; what is logged meanwhile becomes a mean by name."""
+"""Time between two reports of a worker; figures that are logged in between are averaged by name."""
 
 MAX_WAITING = 100
-"""Reports that wait for the node, which takes them each second. Beyond, values go on to be merged."""
+"""The most reports that wait for the node, which takes them each second. Beyond that, values are averaged."""
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./ -]{0,63}")
-"""What all trackers take."""
+"""Names that all trackers accept."""
 
 
 class SessionLog:
-    """Collects what one worker's loop says of itself. All methods but `take` are called in the loop's thread.
+    """Collects figures and losses of one worker's loop. Call all methods but `take` from the loop's thread.
 
     Args:
-        rank: of the worker.
-        steps: says how many steps the worker has made.
+        rank: number of the worker.
+        steps: returns the number of steps that the worker has made.
     """
 
     def __init__(self, rank: int, steps: Callable[[], int] = lambda: 0) -> None:
@@ -53,20 +53,20 @@ class SessionLog:
         self._total_steps = 0
         self._means: dict[str, _Mean] = {}
         self._loss = _Mean()
-        self._dropped = 0  # values of names beyond the most
+        self._dropped = 0  # values of names beyond MAX_NAMES
         self._due_ns = 0
         self._reports: deque[LogEvent] = deque()
         self.scales = False  # a GradScaler has scaled a loss in this loop
 
     def open(self) -> None:
-        """Hears the losses of `backward()` in this thread from now on, until `close`."""
-        _hear(self)
+        """Records the losses of `backward()` in this thread until `close`."""
+        _start_recording(self)
 
     def log(self, /, **values: Any) -> None:
-        """Takes figures: numbers, or tensors of one element. NaN and infinities are figures, too.
+        """Logs figures: numbers, or tensors of one element. NaN and infinities are allowed.
 
         Raises:
-            ConfigError: a value is no number, or a name has other characters than trackers take.
+            ConfigError: a value is not a number, or a name has characters that trackers do not accept.
         """
         for name, value in values.items():
             mean = self._means.get(name) or self._named(name)
@@ -79,54 +79,54 @@ class SessionLog:
                 got = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)[:80]
                 raise ConfigError(
                     f"session.log({name}=...): got {type(value).__name__} ({got}), expected a number or "
-                    "a tensor of one element: log a mean, or an element"
+                    "a tensor of one element: log its mean, or one element"
                 ) from None
         if monotonic_ns() >= self._due_ns:
             self._report()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """`loss` is differentiated. Its value is remembered, and read with the next step."""
+        """Records the loss of a `backward()` call. Its value is read with the next step."""
         self._loss.add(loss)
 
     def step(self, loss: float = math.nan) -> float:
-        """The loop hands a gradient over.
+        """The loss of the step that the loop hands over.
 
         Args:
-            loss: as the loop gives it; NaN where it does not.
+            loss: loss that the loop has given; NaN where it has given none.
 
         Returns:
-            The loss of the step: that, or else the mean of `backward` since this was asked before, or NaN.
+            That loss, or else the mean of the losses of `backward` since the last call, or NaN.
         """
-        heard = self._loss.take()
+        mean = self._loss.take()
         if monotonic_ns() >= self._due_ns:
             self._report()
-        return heard if math.isnan(loss) else loss
+        return mean if math.isnan(loss) else loss
 
     def total(self, steps: int) -> None:
-        """Says how many steps this worker makes in the whole run: the run's end can be estimated.
+        """Sets the number of steps of this worker in the whole run, from which its end is estimated.
 
         Raises:
-            ConfigError: it is not a whole number of at least 1.
+            ConfigError: `steps` is not a whole number of at least 1.
         """
         whole("session.total: steps", steps, least=1)
         self._total_steps = int(steps)
         self._report(even_if_empty=True)
 
     def close(self) -> None:
-        """Reports what is left, and hears no losses any more. Calling it twice changes nothing."""
-        _unhear(self)
+        """Reports the remaining figures, and records no more losses. A second call does nothing."""
+        _stop_recording(self)
         self._report()
 
     def take(self) -> Iterable[LogEvent]:
-        """The reports since it was asked before, for the run's events. From any one thread."""
+        """The reports since the last call. Call it from one thread, which may be any."""
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def _named(self, name: str) -> _Mean | None:
-        """A mean for a new name; None where there are too many."""
+        """A mean for a new name; None where there are `MAX_NAMES` already."""
         if not NAME.fullmatch(name):
             raise ConfigError(
-                f"session.log: the name {name[:80]!r}: expected 1 to 64 letters (A-Z, a-z), digits and _ . / "
-                "- or space, the first of them a letter, a digit or _"
+                f"session.log: got the name {name[:80]!r}; expected 1 to 64 letters (A-Z, a-z), digits and _ . / "
+                "- or space, beginning with a letter, a digit or _"
             )
         return self._means.setdefault(name, _Mean()) if len(self._means) < MAX_NAMES else None
 
@@ -150,7 +150,7 @@ class SessionLog:
 
 
 class _Mean:
-    """Of numbers. Tensors on an accelerator are added there: nothing waits for them before `take`."""
+    """A mean of numbers. Tensors on an accelerator are added up there, and only `take` waits for them."""
 
     __slots__ = ("_sum", "count")
 
@@ -159,7 +159,7 @@ class _Mean:
         self._sum: float | torch.Tensor = 0.0
 
     def add(self, value: Any) -> None:
-        """Raises TypeError for what is no number."""
+        """Adds a number. Raises TypeError for other values."""
         number = value if type(value) is float else _number(value)
         if isinstance(number, torch.Tensor) and isinstance(self._sum, torch.Tensor):
             number = number.to(self._sum.device)  # where a model is spread over several accelerators
@@ -167,7 +167,7 @@ class _Mean:
         self.count += 1
 
     def take(self) -> float:
-        """The mean since it was taken before; NaN where there was nothing."""
+        """The mean since the last call; NaN where nothing was added."""
         mean = float(self._sum) / self.count if self.count else math.nan
         self.count, self._sum = 0, 0.0
         return mean
@@ -190,14 +190,14 @@ def _number(value: Any) -> float | torch.Tensor:
 # ---- the losses of `backward()` -----------------------------------------------------------
 
 _lock = threading.Lock()
-_hearing: dict[int, SessionLog] = {}  # by the thread of the loop
-_wrapped: dict[tuple[type, str], tuple[Any, Any]] = {}  # method -> (what it was, what stands there)
+_logs: dict[int, SessionLog] = {}  # by the thread of the loop
+_wrapped: dict[tuple[type, str], tuple[Any, Any]] = {}  # method -> (original, wrapper)
 UNSCALED = "_gradstream_unscaled"
 
 
-def _hear(log: SessionLog) -> None:
+def _start_recording(log: SessionLog) -> None:
     with _lock:
-        _hearing[threading.get_ident()] = log
+        _logs[threading.get_ident()] = log
         for (cls, name), wrap in _WRAPPERS.items():
             if (cls, name) not in _wrapped:
                 was = getattr(cls, name)
@@ -205,23 +205,23 @@ def _hear(log: SessionLog) -> None:
                 setattr(cls, name, _wrapped[cls, name][1])
 
 
-def _unhear(log: SessionLog) -> None:
+def _stop_recording(log: SessionLog) -> None:
     with _lock:
-        for thread in [thread for thread, one in _hearing.items() if one is log]:
-            del _hearing[thread]
-        if _hearing:
+        for thread in [thread for thread, one in _logs.items() if one is log]:
+            del _logs[thread]
+        if _logs:
             return
         for (cls, name), (was, ours) in list(_wrapped.items()):
             if (
                 getattr(cls, name) is ours
-            ):  # else somebody has wrapped ours: it stays below, and hears nothing
+            ):  # otherwise other code has wrapped ours, which stays and records nothing
                 setattr(cls, name, was)
                 del _wrapped[cls, name]
 
 
 def _log_of_thread() -> SessionLog | None:
-    """The loop's that runs in this thread; the only one there is where it differentiates in another."""
-    log, logs = _hearing.get(threading.get_ident()), tuple(_hearing.values())
+    """The log of this thread's loop; if it has none and there is only one log, that one."""
+    log, logs = _logs.get(threading.get_ident()), tuple(_logs.values())
     return logs[0] if log is None and len(logs) == 1 else log
 
 
@@ -230,14 +230,14 @@ def _wrap_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     def backward(tensor: torch.Tensor, gradient: Any = None, *rest: Any, **options: Any) -> Any:
         log = _log_of_thread()
         if log is not None and gradient is None:
-            # Of a scaled loss the loss itself is known where it was scaled; what came of it by further
-            # arithmetic (divided by a number of parts, say) is neither.
+            # GradScaler.scale notes the unscaled loss on its result. A loss computed from that result
+            # (divided by a number of minibatches, for example) is neither scaled nor unscaled: leave it out.
             loss = getattr(tensor, UNSCALED, None if log.scales else tensor)
             try:
                 if loss is not None:
                     log.backward(loss)
             except (TypeError, RuntimeError):
-                pass  # no value yet, as while a graph is traced: a loss that is not shown must not end a loop
+                pass  # the loss has no value yet, as while a graph is traced: that must not end the loop
         return original(tensor, gradient, *rest, **options)
 
     return backward
@@ -251,7 +251,7 @@ def _wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
         if log is not None and scaler.is_enabled():
             log.scales = True
             losses, results = ((one,) if isinstance(one, torch.Tensor) else one for one in (outputs, scaled))
-            if isinstance(losses, list | tuple):  # an iterator is used up
+            if isinstance(losses, list | tuple):  # an iterator would be used up
                 for loss, result in zip(losses, results, strict=True):
                     if isinstance(result, torch.Tensor):
                         setattr(result, UNSCALED, loss.detach())

@@ -1,4 +1,4 @@
-"""The optimizer that a session gives back: torch's face, the servers' update.
+"""The optimizer that `Session.wrap` returns where parameters are exchanged.
 
 fused           DistributedOptimizer    step: gradients ──▶ the shards' rule ──▶ parameters
 on the workers  the user's own          step: its own, then before - after ──▶ SGD(1) ──▶ parameters
@@ -6,8 +6,11 @@ on the workers  the user's own          step: its own, then before - after ─�
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,11 +19,15 @@ from gradstream.errors import ConfigError
 from gradstream.job.registry import text_of_optimizer
 from gradstream.session.binding import ModuleBinding
 from gradstream.session.rules import ON_WORKERS, STEPS, ServerRule, is_fresh, options_of, rule_for
-from gradstream.session.watch import ShownParameters
-from gradstream.session.worker_steps import BoundSteps, Step, WorkerSteps, loss_of
+from gradstream.session.watch import ParameterWatch
 from gradstream.strategies.base import Strategy
 
-__all__ = ["DistributedOptimizer", "take_over"]
+__all__ = ["DistributedOptimizer", "several", "take_over"]
+
+K = TypeVar("K")
+
+Step = Callable[[float, float], None]
+"""Hands a step over, with its learning rate and its loss, and waits for the parameters of the next one."""
 
 
 def take_over(
@@ -32,42 +39,64 @@ def take_over(
     where: Callable[[], str],
     *,
     fused: bool = True,
-) -> tuple[DistributedOptimizer | WorkerSteps, ModuleBinding, str]:
-    """(what is stepped, what holds the parameters, the shards' rule as text) of an optimizer.
+) -> tuple[torch.optim.Optimizer, ModuleBinding, str]:
+    """Prepares a model and its optimizer for a strategy that exchanges parameters.
 
     Args:
-        step: see `DistributedOptimizer`.
-        where: names worker and step, for messages.
+        model: the user's module.
+        optimizer: the user's optimizer.
+        strategy: strategy of the run.
+        workers: number of workers.
+        step: hands a step over; see `Step`.
+        where: returns the names of worker and step, for messages.
         fused: see `rule_for`.
 
+    Returns:
+        (the optimizer to step, the binding of the parameters, the shards' update rule as text).
+
     Raises:
-        ConfigError: it cannot be taken over under this strategy; says what to use.
+        ConfigError: the optimizer cannot be used under this strategy.
     """
     rule = rule_for(optimizer, strategy, workers, fused=fused)
     groups = [group["params"] for group in optimizer.param_groups]
     trained = [parameter for group in groups for parameter in group if parameter.requires_grad]
     if rule is None:
-        steps = BoundSteps(model, trained)
-        return WorkerSteps(optimizer, steps, step, where), steps, text_of_optimizer(STEPS)
-    held = ModuleBinding(model, trained)
-    moves = bool(getattr(strategy, "local_momentum", 0.0))  # whatever the rule does without a gradient
-    wrapped = DistributedOptimizer(optimizer, rule, step, held.watch, where, moves=moves)
-    return wrapped, held, rule.text(held.ranges(groups))
+        steps = StepBinding(model, trained)
+        push_steps(optimizer, steps, step, where)
+        return optimizer, steps, text_of_optimizer(STEPS)
+    binding = ModuleBinding(model, trained)
+    moves = bool(getattr(strategy, "local_momentum", 0.0))  # the worker's momentum, whatever the rule is
+    wrapped = DistributedOptimizer(optimizer, rule, step, binding.watch, where, moves=moves)
+    return wrapped, binding, rule.text(binding.ranges(groups))
+
+
+def several(given: Any, kind: type[K]) -> list[K]:
+    """The objects of that type that `Session.wrap` was given, alone or in a list. Raises ConfigError."""
+    several = list(given) if isinstance(given, list | tuple) else [given]
+    for one in several:
+        if not isinstance(one, kind):
+            raise ConfigError(
+                f"session.wrap: got {type(one).__name__}, expected a torch {kind.__name__}, or a list of "
+                "them; for numpy arrays there is session.exchange"
+            )
+    if not several:
+        raise ConfigError(f"session.wrap: got an empty list, expected at least one torch {kind.__name__}")
+    return several
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Looks like the optimizer it stands for, and shares its `param_groups`.
+    """Stands in for a user's optimizer whose updates the servers make. Shares its `param_groups`.
 
-    `step` hands the gradients over and returns when the parameters are those of the next step. The
-    learning rate is read from `param_groups` at each step, so schedulers work, on this optimizer or
-    on the one it stands for. What the rule remembers (momentum) lives on the servers: `state` is empty.
+    `step` hands the gradients over and returns when the parameters are those of the next step. It reads the
+    learning rate from `param_groups` each time, so schedulers work, on this optimizer or on the user's own.
+    The servers hold the state of the update rule (momentum): `state` is empty.
 
     Args:
         inner: the user's optimizer. It is not stepped any more.
-        rule: what the servers do for it.
-        step: called with the learning rate and the loss, NaN where unknown.
-        watch: knows the parameters that are exchanged; None looks at nothing.
-        where: names worker and step, for messages.
+        rule: the update that the servers make in its place.
+        step: hands a step over; see `Step`.
+        watch: checks the parameters that are exchanged; None checks nothing.
+        where: returns the names of worker and step, for messages.
         moves: parameters may move in a step without a gradient, whatever the rule is.
     """
 
@@ -76,19 +105,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         rule: ServerRule,
         step: Step,
-        watch: ShownParameters | None = None,
+        watch: ParameterWatch | None = None,
         where: Callable[[], str] = str,
         *,
         moves: bool = False,
     ) -> None:
         if not is_fresh(inner, rule.optimizer):
             raise ConfigError(
-                f"{type(inner).__name__} has made steps already, or loaded the state of some: what it "
-                f"remembers cannot be taken over by the servers; wrap it before its first step. {ON_WORKERS}"
+                f"session.wrap: {type(inner).__name__} has made steps already, or loaded the state of earlier "
+                "ones (load_state_dict); the servers begin with a fresh state: wrap it before its first step. "
+                f"{ON_WORKERS}"
             )
         super().__init__([dict(group) for group in inner.param_groups], dict(inner.defaults))
         self.inner = inner
-        self.param_groups = inner.param_groups  # the very list: schedulers of either see one another
+        self.param_groups = inner.param_groups  # the same list: schedulers of both optimizers change it
         self._rule = rule
         self._step = step
         self._watch = watch
@@ -100,21 +130,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._members = _members(inner)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all workers' run. Returns what the closure returned.
+        """Makes one step of the run. Returns what the closure returned.
 
         Raises:
-            ConfigError: options besides the learning rate have changed, or those of groups by different
-                factors; or the script has done with parameters, gradients or groups what the servers could
-                not follow. Nothing of the step was made.
-            PeerLostError, UserCodeError, ...: what has ended the run, on this worker or another.
+            ConfigError: an option besides the learning rate has changed, or the rates of groups have changed
+                by different factors; or the script has changed parameters, gradients or groups in a way
+                that the servers do not see. The step is not made.
+            GradstreamError: the run has ended with this error, on this worker or another one.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._check()
-        self.passed()
-        self._step(self._rule.rate(self.param_groups), loss_of(loss))
+        for optimizer in (self, self.inner):
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look at it
+        self._step(self._rule.rate(self.param_groups), _loss_of(loss))
         return loss
 
     def _check(self) -> None:
@@ -124,19 +155,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._watch.check_groups(where, self.param_groups)
         if _members(inner) != self._members:
             raise ConfigError(
-                f"{where}: the groups of the optimizer have other parameters than at session.wrap, where the "
-                f"servers were told which rule is whose: leave them as they are. {ON_WORKERS}"
+                f"{where}: the parameter groups of your {type(inner).__name__} have other parameters than at "
+                "session.wrap, when the servers learned which rule updates which parameter: leave the groups "
+                f"as they are. {ON_WORKERS}"
             )
         if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
             raise ConfigError(
-                f"{where}: a hook was registered for the steps of your {type(inner).__name__}, which makes "
-                f"none: the servers do. Call what it does before or after step(). {ON_WORKERS}"
+                f"{where}: your {type(inner).__name__} has a step hook, which is never called: the servers "
+                f"make the steps. Call the hook's function before or after step() yourself. {ON_WORKERS}"
             )
         for index, (now, then) in enumerate(zip(options_of(self.param_groups), self._options, strict=True)):
             if now != then:
                 changed = {name: value for name, value in now.items() if value != then.get(name)}
                 raise ConfigError(
-                    f"parameter group {index}: {changed} was changed on the way; only lr may be. {ON_WORKERS}"
+                    f"{where}: parameter group {index} was changed after session.wrap: {changed}; only lr may "
+                    f"change. {ON_WORKERS}"
                 )
             if self._watch is not None:
                 if self._moved[index]:
@@ -144,26 +177,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if not self._sparse[index]:
                     self._watch.check_layouts(where, self.param_groups[index], type(inner).__name__)
 
-    def passed(self) -> None:
-        """What torch's schedulers look at: a step was made, now or before the run was resumed."""
-        for optimizer in (self, self.inner):
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises ConfigError once wrapped: the servers know the parameters that there were."""
+        """Raises ConfigError: the servers have only the parameters that the optimizer had at `wrap`."""
         if hasattr(self, "_options"):
-            raise ConfigError("add_param_group: add all parameters before session.wrap")
+            raise ConfigError(
+                "add_param_group: the optimizer is wrapped already, and the servers know only the parameters "
+                f"that it had: add all parameters before session.wrap. {ON_WORKERS}"
+            )
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads `param_groups`: learning rates.
+        """Loads `param_groups`, with their learning rates.
 
         Raises:
-            ConfigError: the state holds more than that, momentum for one: it is the servers'.
+            ConfigError: the dict also has a state (momentum), which the servers hold.
         """
         if state_dict["state"]:
             raise ConfigError(
-                "load_state_dict: what the rule remembers lives on the servers and cannot be loaded here"
+                "load_state_dict: the dict has a state (momentum, running means), but the servers hold the "
+                "state of this optimizer, and it cannot be loaded here: resume the run from its checkpoint "
+                f"(gradstream resume). {ON_WORKERS}"
             )
         groups = self.param_groups
         super().load_state_dict(state_dict)
@@ -174,3 +207,74 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+class StepBinding(ModuleBinding):
+    """A `ModuleBinding` for an optimizer that makes its steps on the worker. Hands over how far each has gone.
+
+    The difference before - after is the gradient of an SGD step at rate 1 that makes the same step, up to the
+    rounding of w - (w - w').
+    """
+
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__(module, parameters)
+        self._shown = self._before = torch.empty(0)
+
+    def begin_step(self) -> None:
+        """Remembers the parameters before the optimizer's step. Called from the user's thread."""
+        if len(self._before) != len(self._shown):
+            self._before = torch.empty_like(self._shown)
+        self._before.copy_(self._shown)
+
+    def set_parameters(self, parameters: torch.Tensor) -> None:
+        """See `ParameterBinding.set_parameters`."""
+        super().set_parameters(parameters)
+        self._shown = parameters
+
+    def copy_gradient(self, gradient: torch.Tensor) -> None:
+        """Writes before - after, and sets the parameters back to those before the step."""
+        before = self.layout.views(self._before)
+        for parameter, (_, was), (_, view) in zip(
+            self._parameters, before, self.layout.views(gradient), strict=True
+        ):
+            torch.sub(was, parameter.detach(), out=view)
+        self._shown.copy_(self._before)  # the worker makes the step, with those of the others
+
+
+def push_steps(
+    optimizer: torch.optim.Optimizer, binding: StepBinding, step: Step, where: Callable[[], str]
+) -> None:
+    """Has every step of an optimizer handed over. The optimizer stays the user's own, with its state and hooks.
+
+    Its `step` is replaced by one that first does the same as before, with closures, hooks and skipped
+    parameters, and then hands over how far the step has gone. So any optimizer can be used, and the script may
+    change its options, and drop or load its state. Checkpoints of the run do not have that state: a script
+    that is to be resumed saves and loads it itself.
+
+    Args:
+        optimizer: the user's optimizer.
+        binding: the parameters.
+        step: called with the learning rate, 1, and the loss, NaN where unknown.
+        where: returns the names of worker and step, for messages.
+    """
+    original = optimizer.step
+
+    @functools.wraps(original)  # keeps the mark of a scheduler that was made before
+    def stepped(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        at = where()
+        binding.check_unchanged(at)
+        binding.begin_step()
+        found = original(*args, **kwargs)
+        binding.watch.check_groups(at, optimizer.param_groups)
+        step(STEPS.lr, _loss_of(found))  # type: ignore[arg-type]  # a number, never a schedule
+        return found
+
+    optimizer.step = types.MethodType(stepped, optimizer)  # type: ignore[method-assign]
+
+
+def _loss_of(found: Any) -> float:
+    """The loss that a step has returned, or NaN where it returned something else."""
+    try:
+        return float(found.detach() if isinstance(found, torch.Tensor) else found)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan

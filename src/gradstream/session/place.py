@@ -1,4 +1,4 @@
-"""As which worker a process that calls `join()` was started. By torchrun: see `torchrun.py`."""
+"""Which worker this process is, if `gradstream train` has started it. For torchrun see `torchrun.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from gradstream.checkpoint import Resume, kept
 from gradstream.job.job import Job
-from gradstream.run.node import NodeSpec
-from gradstream.run.nodes import worker_name
+from gradstream.run.node_spec import NodeSpec
+from gradstream.run.plan import worker_name
 from gradstream.runtime.storage import DiskStorage
 from gradstream.transport.credentials import Credentials
 
@@ -18,14 +18,14 @@ __all__ = ["WorkerPlacement", "assign", "assigned", "handed_out", "newest_in"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlacement:
-    """What a worker needs to know.
+    """Tells a worker its rank, and where to find the run.
 
     Args:
-        rank: of this worker.
-        world_size: how many there are.
-        spec: file with what all nodes of the run are told.
-        coordinator: its address.
-        network: the arguments that tell the worker's node where to listen, and its credentials.
+        rank: number of this worker.
+        world_size: number of workers.
+        spec: path of the file with the specification of all nodes.
+        coordinator: address of the coordinator.
+        network: command-line arguments with the address to listen on, and the credentials.
     """
 
     rank: int
@@ -36,36 +36,36 @@ class WorkerPlacement:
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of the worker's node."""
+        """Command-line arguments of the worker's node."""
         known = ["--spec", self.spec, "--name", worker_name(self.rank), "--coordinator", self.coordinator]
         return [*known, *self.network]
 
-    def told(self) -> NodeSpec:
-        """What all nodes of the run are told."""
+    def node_spec(self) -> NodeSpec:
+        """Reads the specification of all nodes."""
         return NodeSpec.read(Path(self.spec))
 
     def job(self) -> Job:
-        """The job as the launcher has it, but for model and data."""
-        return self.told().load()
+        """The launcher's job, without model and data."""
+        return self.node_spec().load()
 
     def steps_before(self) -> int | None:
-        """How many steps this worker has made before the run was resumed; None where it begins."""
-        resume = self.told().resume
+        """Number of steps that this worker made before the run was resumed; None in a new run."""
+        resume = self.node_spec().resume
         return None if resume is None else Resume.of_json(resume).step_of(worker_name(self.rank))
 
 
 def handed_out(spec: str) -> list[str]:
-    """Credentials, as arguments, of a run whose workers others start: a file of this user's beside the spec.
+    """Command-line arguments with the credentials of a run: a file of this user's beside the specification.
 
     Raises:
-        ConfigError: there is none that only this user can have written. So whoever else can say where the
-            spec is, as other users of this machine can through torch's store, gets no code of theirs run.
+        ConfigError: there is no such file that only this user can have written. Other users of the machine
+            can name a specification through torch's store; this check keeps their code from being run.
     """
     return ["--credentials", str(Credentials.read(Path(spec).parent))]
 
 
 def newest_in(run_dir: Path) -> str:
-    """The folder of the newest checkpoint of a run; "" where there is none."""
+    """Folder of the newest checkpoint of a run; "" where there is none."""
     folders = [one.folder for one in kept(DiskStorage(run_dir))]
     return folders[-1] if folders else ""
 
@@ -74,11 +74,11 @@ _assigned: WorkerPlacement | None = None
 
 
 def assign(assignment: WorkerPlacement) -> None:
-    """This process is a worker that `gradstream train` has started."""
+    """Sets which worker this process is. Called where `gradstream train` has started it."""
     global _assigned
     _assigned = assignment
 
 
 def assigned() -> WorkerPlacement | None:
-    """As which worker `gradstream train` has started this process, if it has."""
+    """Which worker this process is; None where `gradstream train` has not started it."""
     return _assigned

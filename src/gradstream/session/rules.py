@@ -1,12 +1,13 @@
-"""The update rule on the shards that does what an optimizer of `torch.optim` does.
+"""Finds the update rule for the shards that does the same as an optimizer of `torch.optim`.
 
-Where there is none, the optimizer itself runs on each worker, and the rule is `STEPS`: what is pushed is how
-far a step has gone. Not every strategy can do with that (`objection`).
+Where there is none, the optimizer itself runs on each worker, and the shards' rule is `STEPS`: workers push
+how far each step has gone. Some strategies cannot use such pushes (`objection`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from gradstream.server.aggregation import PushHeader
 from gradstream.session.watch import INSTEAD
 from gradstream.strategies.base import Strategy
 
-__all__ = ["STEPS", "ServerRule", "is_fresh", "options_of", "rule_for", "rule_of"]
+__all__ = ["STEPS", "ServerRule", "description_of", "is_fresh", "options_of", "rule_for", "rule_of"]
 
 Group = Mapping[str, Any]
 Range = tuple[str, int, int]
@@ -65,45 +66,45 @@ _RULES: dict[type[torch.optim.Optimizer], Callable[[Group], Optimizer]] = {
 
 _MUST_BE_OFF = ("maximize", "amsgrad", "lr_decay", "differentiable", "capturable")
 
-# What says where or how fast, not what: any value will do.
+# These do not change the result of a step: any value is accepted.
 _NOT_OPTIONS = frozenset({"params", "lr", "initial_lr", "foreach", "fused", "name", "param_names"})
 
 RATIO_TOLERANCE = 1e-6
 
-ON_WORKERS = "Or have session.wrap(model, optimizer, fused=False), which runs the optimizer on each worker"
+ON_WORKERS = "Or call session.wrap(model, optimizer, fused=False), which runs the optimizer on each worker"
 
 STEPS = SGD(lr=1.0)
-"""The rule of pushes that are steps of the workers' own optimizers."""
+"""The shards' rule where workers push the steps of their own optimizers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerRule:
-    """What the servers do for an optimizer.
+    """The update rule by which the servers replace an optimizer.
 
     Args:
-        optimizer: the rule of its first group; its `lr` stands for the one that comes with each push.
-        groups: of each group, what it has of its own: fields of the rule, and "lr_scale", the
-            factor of the first group's learning rate.
+        optimizer: rule of its first group; each push brings its own learning rate in place of this `lr`.
+        groups: for each group, the fields of the rule that differ from the first group's, and "lr_scale",
+            its learning rate divided by the first group's.
     """
 
     optimizer: Optimizer
     groups: tuple[Mapping[str, Any], ...] = ({},)
 
     def text(self, ranges: Sequence[Range]) -> str:
-        """As it travels.
+        """The rule as text, to be sent.
 
         Args:
-            ranges: (number of the group, start, stop) of every part of the flat vector.
+            ranges: (number of the group, start, stop) of each part of the flat vector.
         """
         own = [{"match": str(index), **group} for index, group in enumerate(self.groups) if group]
         return text_of_optimizer(self.optimizer, own, ranges if own else ())
 
     def moves(self, index: int) -> bool:
-        """Whether parameters of this group may move in a step in which they have no gradient."""
+        """Whether parameters of this group may move in a step without a gradient."""
         return not skips_zeros(self._of(index))
 
     def takes_sparse(self, index: int) -> bool:
-        """Whether the optimizer takes sparse gradients of this group in torch."""
+        """Whether torch's optimizer accepts sparse gradients for this group."""
         rule = self._of(index)
         return isinstance(rule, SGD | Adagrad) and not rule.weight_decay
 
@@ -113,10 +114,10 @@ class ServerRule:
         return rule
 
     def rate(self, groups: Sequence[Group]) -> float:
-        """The learning rate to send: the first group's.
+        """The learning rate to send, that of the first group.
 
         Raises:
-            ConfigError: the others' have not kept their ratio to it.
+            ConfigError: the rates of other groups have not kept their ratio to it.
         """
         first = float(groups[0]["lr"])
         for index, (group, own) in enumerate(zip(groups, self.groups, strict=True)):
@@ -124,18 +125,19 @@ class ServerRule:
             if not math.isclose(float(group["lr"]), expected, rel_tol=RATIO_TOLERANCE):
                 got, ratio = float(group["lr"]), own.get("lr_scale", 1.0)
                 raise ConfigError(
-                    f"parameter group {index} has lr={got!r}, group 0 has {first!r}; the ratio was {ratio:g} "
-                    f"when it was wrapped: rates of groups may only change together. {ON_WORKERS}"
+                    f"optimizer.step: parameter group {index} has lr={got!r}, group 0 has lr={first!r}; expected "
+                    f"{ratio:g} times that of group 0, as at session.wrap: the rates of groups may only change "
+                    f"together. {ON_WORKERS}"
                 )
         return first
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> ServerRule:
-    """The update rule of an optimizer.
+    """The update rule that does the same as an optimizer.
 
     Raises:
-        ConfigError: there is none like it, or it has options that the shards do not know, or groups
-            that differ in what must be the same for all.
+        ConfigError: there is none, or the optimizer has options that the shards do not know, or its groups
+            differ in an option that must be the same for all.
     """
     make = _RULES.get(type(optimizer))
     if make is None:
@@ -148,7 +150,8 @@ def rule_of(optimizer: torch.optim.Optimizer) -> ServerRule:
         for name in _MUST_BE_OFF:
             if group.get(name):
                 raise ConfigError(
-                    f"optimizer {type(optimizer).__name__}({name}={group[name]!r}): leave it out"
+                    f"optimizer {type(optimizer).__name__}({name}={group[name]!r}): the servers, which make the "
+                    f"updates, do not have this option: leave {name} out"
                 )
     rules = [make(group) for group in optimizer.param_groups]
     rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
@@ -158,7 +161,8 @@ def rule_of(optimizer: torch.optim.Optimizer) -> ServerRule:
         if rate != rates[0]:
             if not rates[0]:
                 raise ConfigError(
-                    "parameter group 0 has lr=0, so others have no ratio to it; give it another place"
+                    "session.wrap: parameter group 0 has lr=0, and the rates of the other groups are sent as "
+                    "multiples of it: put a group with another rate first"
                 )
             own["lr_scale"] = rate / rates[0]
         groups.append(own)
@@ -172,17 +176,20 @@ def rule_for(
     """The update rule of an optimizer under a strategy; None where the optimizer runs on each worker.
 
     Args:
-        workers: how many.
+        optimizer: the user's optimizer.
+        strategy: strategy of the run.
+        workers: number of workers.
         fused: the shards make the updates, where they have a rule that does the same.
 
     Raises:
-        ConfigError: neither is possible; says why.
+        ConfigError: neither is possible; the message says why.
     """
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
-            f"optimizer {kind}: it evaluates the loss several times a step, and goes by this worker's alone, "
-            "while others move the parameters: use SGD, Adam or another that makes its step of the gradient"
+            f"optimizer {kind}: it evaluates the loss several times a step, on this worker's samples alone, "
+            "while other workers move the parameters. Use SGD, Adam or another optimizer that computes its step "
+            "from the gradient"
         )
     why = f"optimizer {kind}: fused=False"
     if fused:
@@ -193,41 +200,40 @@ def rule_for(
     against = objection(strategy, workers)
     if against:
         raise ConfigError(
-            f"{why}. Nor can it run on the workers, who would push how far each step has gone: {against}; or "
-            f"{INSTEAD}"
+            f"{why}. Nor can the optimizer run on the workers, which would push its steps instead of gradients: "
+            f"{against}; or {INSTEAD}"
         )
     return None
 
 
 def objection(strategy: Strategy, workers: int) -> str:
-    """Why workers cannot push steps of optimizers of their own under a strategy; "" where they can."""
+    """Why workers cannot push steps of their own optimizers under a strategy; "" where they can."""
     name = type(strategy).__name__
     if strategy.through != "servers":
         return f"{name} has no servers, and updates by one rule in all workers"
     if strategy.pushes != "gradients":
         if set(strategy.outer_optimizer(Adam()).state_names) & set(Adam().state_names):
             return (
-                f"{name} averages the state of a rule, and theirs would be in the optimizer: leave that out"
+                f"{name} averages the state of the update rule, which would be in each worker's optimizer: leave "
+                "that option out"
             )
         return ""
     if strategy.correction() is not None:
-        return (
-            f"{name} corrects each push by its square, as that of a gradient; a step has none that means it"
-        )
+        return f"{name} corrects each push by the square of the gradient, and a step is no gradient"
     for option, off in (("local_lr", None), ("local_momentum", 0.0)):
         if getattr(strategy, option, off) != off:
-            return f"{name}({option}=...) scales what a worker does itself, and a step has its rate in it"
+            return f"{name}({option}=...) scales a worker's local steps, and a pushed step contains its rate already"
     late, early = (PushHeader(f"worker-{r}", r, 1, 1, samples=1 + r, base_version=r * 8) for r in range(2))
     if any(weight != 1.0 for weight in strategy.rule(workers, "mean").weights(8, [late, early])):
         return (
-            f"{name} weighs gradients, by how late they are or by their samples, before one rule makes a "
-            "step of their sum; to weigh the steps is another method"
+            f"{name} weighs gradients, by their staleness or their samples, before one rule makes a step of "
+            "their sum; weighing steps is another method"
         )
     return ""
 
 
 def is_fresh(optimizer: torch.optim.Optimizer, rule: Optimizer) -> bool:
-    """Whether what an optimizer remembers is what its rule on the shards begins with."""
+    """Whether the state of an optimizer is the one with which its rule on the shards begins."""
     for state in optimizer.state.values():  # Adagrad fills it before the first step
         if float(state.get("step", 1)) != 0:
             return False
@@ -237,8 +243,15 @@ def is_fresh(optimizer: torch.optim.Optimizer, rule: Optimizer) -> bool:
 
 
 def options_of(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """What an update depends on besides the learning rate, by group."""
+    """The options that change an update, without the learning rate, for each group."""
     return [{name: value for name, value in group.items() if name not in _NOT_OPTIONS} for group in groups]
+
+
+def description_of(*optimizers: object) -> str:
+    """Class and options of the optimizers without the rate, as text: it must be the same on all workers."""
+    options = [options_of(one.param_groups) for one in optimizers if isinstance(one, torch.optim.Optimizer)]
+    kinds = "+".join(sorted({type(one).__name__ for one in optimizers}))
+    return json.dumps({"class": kinds, "fields": {"options": repr(options)}})
 
 
 def _fields(rule: Any) -> dict[str, Any]:

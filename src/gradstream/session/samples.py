@@ -1,8 +1,8 @@
-"""How many samples are behind a worker's gradient: its weight in the mean over workers."""
+"""Counts the samples behind a worker's gradient: its weight in the mean over workers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,106 +11,111 @@ from torch import nn
 
 from gradstream.session.loaders_part import length_of
 
-__all__ = ["SampleCount"]
+__all__ = ["BeforeForward", "SampleCount"]
 
 
 @dataclass(slots=True, eq=False)
 class _Minibatch:
-    """One that was taken from a loader.
+    """A minibatch that the loop has taken from a loader.
 
     Args:
-        samples: that it counts; None where that cannot be seen.
-        loader: that gave it.
-        looked_at: an evaluation has come after it, and no minibatch of another loader in between.
-        over: the loader gives no more.
+        samples: number of samples that it counts; None where that cannot be seen.
+        loader: the loader that gave it.
+        evaluated: an evaluation has followed it, and no minibatch of another loader in between.
+        over: the loader gives no more minibatches.
     """
 
     samples: int | None
     loader: object
-    looked_at: bool = False
+    evaluated: bool = False
     over: bool = False
 
 
 class SampleCount:
     """Counts samples between two exchanges.
 
-    What the user says comes first; then the minibatches from the loaders that `shard` has given; then what
-    the model was called with, in training mode. A repeat, with which a worker fills a round, counts none
-    whatever is said; nor does a minibatch that only an evaluation has looked at. Where the model was called
-    in evaluation mode alone, that is how it is trained.
+    Three sources are tried, in this order: the number that the script has set (`Session.samples`); the
+    minibatches that it has taken from loaders of `shard`; the length of the model's inputs in training mode.
+    A repeated minibatch, with which a worker fills a round, always counts 0. A minibatch that only an
+    evaluation has used does not count. If the model was called in evaluation mode alone, the script trains it
+    in that mode, and those inputs count.
     """
 
     def __init__(self) -> None:
-        self._taken: list[_Minibatch] = []  # that no training pass has come after yet
-        self._noted: list[_Minibatch] = []  # behind the next exchange
-        self._current: _Minibatch | None = None  # of the last exchange, where it was one
+        self._taken: list[_Minibatch] = []  # no training pass has followed these yet
+        self._noted: list[_Minibatch] = []  # these are behind the next exchange
+        self._current: _Minibatch | None = None  # the only one behind the last exchange
         self._last = 1
-        self._said = 0
+        self._set = 0
         self._seen: int | None = None
         self._seen_in_evaluation: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SampleCount:
-        """Another one: what a copied model is called with is behind no gradient of the run."""
+        """A new count: inputs of a copied model are behind no gradient of the run."""
         return SampleCount()
 
     def note(self, samples: int | None, loader: object = None) -> None:
-        """A minibatch is taken from a loader, and counts so many; None where that cannot be seen.
+        """Notes that the loop takes a minibatch from a loader.
 
-        Those that are taken without gradients, for a validation, do not count.
+        A minibatch that is taken with gradients off, for a validation, does not count.
+
+        Args:
+            samples: number of samples that it counts; None where that cannot be seen.
+            loader: the loader that gives it.
         """
         if torch.is_grad_enabled():
-            self._taken = [*self._not_looked_at(), _Minibatch(samples, loader)]
+            self._taken = [*self._not_evaluated(), _Minibatch(samples, loader)]
 
     def over(self, loader: object = None) -> None:
-        """A loader gives no more minibatches: its last one counts again for no exchange that follows."""
+        """Notes that a loader gives no more minibatches: its last one does not count again after this."""
         if torch.is_grad_enabled():
-            self._taken = [one for one in self._taken if not (one.looked_at and one.loader is loader)]
+            self._taken = [one for one in self._taken if not (one.evaluated and one.loader is loader)]
             for one in (*self._taken, *self._noted, self._current):
                 if one is not None and one.loader is loader:
                     one.over = True
 
     def forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The model is called."""
+        """Notes that the model is called."""
         count = length_of((*args, *kwargs.values())) if torch.is_grad_enabled() else None
         if not model.training:
             for one in self._taken:
-                one.looked_at |= one.loader is self._taken[-1].loader
+                one.evaluated |= one.loader is self._taken[-1].loader
             self._seen_in_evaluation = _plus(self._seen_in_evaluation, count)
         elif torch.is_grad_enabled():
             self.see(count)
             self.use()
 
-    def say(self, samples: int) -> None:
-        """The user says how many are behind the next exchange."""
-        self._said = samples
+    def set(self, samples: int) -> None:
+        """Sets the number of samples behind the next exchange."""
+        self._set = samples
 
     def see(self, samples: int | None) -> None:
-        """The model was called with so many, in training mode."""
+        """Notes that the model was called with so many samples, in training mode."""
         self._seen = _plus(self._seen, samples)
 
     @property
     def is_repeat(self) -> bool:
-        """Whether the minibatch that was taken last counts no samples."""
+        """Whether the minibatch that was taken last repeats another, and counts no samples."""
         return [one.samples for one in (*self._noted, *self._taken)][-1:] == [0]
 
     def clear(self) -> None:
-        """Forgets what came since the last exchange: it was made before."""
-        self._taken, self._noted, self._said = [], [], 0
+        """Forgets all samples since the last exchange."""
+        self._taken, self._noted, self._set = [], [], 0
         self._seen = self._seen_in_evaluation = None
 
     def use(self) -> None:
-        """The minibatches that were taken are behind the next exchange, whatever has looked at them."""
+        """Notes that a training pass has used the minibatches that were taken: they count."""
         self._noted += self._taken
         self._taken = []
 
     def take(self) -> int:
-        """How many are behind the exchange that is made now.
+        """The number of samples behind the exchange that is made now.
 
-        Where no minibatch was taken since the last one, as with two losses of one minibatch, it counts
-        again as many as it did; so it does where nothing is known of the new ones.
+        If no minibatch was taken since the last exchange (two losses of one minibatch), the last one counts
+        again. If nothing is known of the new ones, the last number is repeated.
         """
-        if self._noted or self._not_looked_at() or self._seen is not None:
-            self._taken = self._not_looked_at()
+        if self._noted or self._not_evaluated() or self._seen is not None:
+            self._taken = self._not_evaluated()
         self.use()
         noted = [one.samples for one in self._noted]
         if noted:
@@ -119,21 +124,55 @@ class SampleCount:
             noted = [None]
         else:
             noted = [self._current.samples]
-        said = self._said
+        given = self._set
         seen = self._seen_in_evaluation if self._seen is None else self._seen
         self.clear()
         known = [samples for samples in noted if samples is not None]
         if len(known) == len(noted):
-            self._last = said if said and any(known) else sum(known)
-        elif said or seen is None:
-            self._last = said or sum(known) or self._last
+            self._last = given if given and any(known) else sum(known)
+        elif given or seen is None:
+            self._last = given or sum(known) or self._last
         else:
             self._last = seen
         return self._last
 
-    def _not_looked_at(self) -> list[_Minibatch]:
-        return [one for one in self._taken if not one.looked_at]
+    def _not_evaluated(self) -> list[_Minibatch]:
+        return [one for one in self._taken if not one.evaluated]
 
 
 def _plus(before: int | None, count: int | None) -> int | None:
     return before if count is None else (before or 0) + count
+
+
+class BeforeForward:
+    """A forward pre-hook of a wrapped module, with keyword arguments. A copy of it does nothing.
+
+    Modules are copied and saved with their hooks (for a running average, or by `torch.save(model)`); the copy
+    belongs to no run. Modules are compiled with their hooks too: torch would take a number that a hook counts
+    for a constant, and compile again for every other number. So `torch.compile` leaves this hook out.
+
+    Args:
+        called: functions of the module, its arguments and its keyword arguments.
+    """
+
+    def __init__(self, *called: Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any]], None]) -> None:
+        self._called = [torch.compiler.disable(each) for each in called]  # type: ignore[no-untyped-call]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Calls all functions."""
+        for called in self._called:
+            called(module, args, kwargs)
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return _nothing
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _copied, ()
+
+
+def _nothing(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Stands in the place of a hook that was copied."""
+
+
+def _copied() -> Callable[..., None]:
+    return _nothing

@@ -1,4 +1,4 @@
-"""A worker of `gradstream train` that is a script with a training loop of its own."""
+"""Runs a script with a training loop of its own, as one worker of `gradstream train`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from gradstream.errors import RESUMABLE, GradstreamError, Interrupted, UserCodeE
 from gradstream.job.files import traceback_in
 from gradstream.job.registry import load_module
 from gradstream.run.local.ranks import set_environment
-from gradstream.run.node import ABORTED, FAILED, OK, NodeSpec, Say, say_to, traceback_of
+from gradstream.run.node import ABORTED, FAILED, OK, Say, say_to, traceback_of
+from gradstream.run.node_spec import NodeSpec
 from gradstream.run.remote.address import Address
 from gradstream.session.place import WorkerPlacement, assign
 from gradstream.session.worker_session import running
@@ -28,10 +29,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--spec", required=True, type=Path, help="file made by the launcher")
     parser.add_argument("--name", required=True, help="worker-0, ...")
     parser.add_argument("--coordinator", required=True, help="its address")
-    parser.add_argument("--credentials", required=True, help="as the launcher hands them out")
-    parser.add_argument("--listen", default="127.0.0.1:0", help="where other nodes reach this one")
+    parser.add_argument("--credentials", required=True, help="file with credentials, made by the launcher")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="address to listen on")
     parser.add_argument("--insecure", action="store_true", help="plain text on other interfaces")
-    parser.add_argument("--report-fd", type=int, help="where the launcher wants to be told things")
+    parser.add_argument("--report-fd", type=int, help="file descriptor for reports to the launcher")
     given = parser.parse_args(argv)
     say = say_to(given.report_fd)
     spec = NodeSpec.read(given.spec)
@@ -43,10 +44,10 @@ def main(argv: list[str] | None = None) -> int:
     network += ["--insecure"] if given.insecure else []
     assign(WorkerPlacement(rank, size, str(given.spec), given.coordinator, network))
     if rank == 0:
-        sys.stdout = _Shown(sys.stdout, say)
+        sys.stdout = _Tee(sys.stdout, say)
     sys.argv = [spec.script, *spec.argv[1:]]
     status, session = _run(Path(spec.script), given.name, say), running()
-    if status != OK and session is not None and not session._looked:
+    if status != OK and session is not None and not session.resumable:
         say(begins_again=True)
     return status
 
@@ -60,7 +61,7 @@ def _run(script: Path, name: str, say: Say) -> int:
         if error.code not in (None, 0):
             return _failed(UserCodeError(f"{name}: the script ended with status {error.code!r}"), name, say)
     except GradstreamError as error:
-        # The run has failed, here or elsewhere, or the script has misused the session.
+        # the run has failed, here or elsewhere, or the script has misused the session
         return _failed(error, name, say)
     except BaseException as error:
         text = traceback_in(script.resolve(), error)
@@ -83,15 +84,15 @@ def _failed(error: GradstreamError, name: str, say: Say) -> int:
     text = traceback_of(error)
     sys.stderr.write(text)
     if session is not None and session.aborted:
-        return ABORTED  # the coordinator knows
+        return ABORTED  # the coordinator has ended the run and knows why
     if session is not None:
         session.fail(error)
     say(error=type(error).__name__, message=str(error), traceback=text)
     return FAILED
 
 
-class _Shown:
-    """Standard output that the launcher shows as well."""
+class _Tee:
+    """Standard output that goes to the launcher too."""
 
     def __init__(self, log: TextIO, say: Say) -> None:
         self._log = log

@@ -1,11 +1,12 @@
-"""`join()`: a training loop of the user's own, on many workers.
+"""`join()`: runs a training loop of the user's own on many workers.
 
     session = gradstream.join()
     model, optimizer = session.wrap(model, optimizer)
 
-The loop stays as it is. `optimizer.step()` hands the gradients to a worker in another thread of the
-same process, which does with them what its strategy says, and returns with the parameters of the next
-step. Run by plain `python`, a session does nothing at all.
+The loop stays as it is. A worker in another thread of the same process exchanges gradients or parameters, as
+the strategy says: `synchronous` and `allreduce` average the gradients at the end of each backward; the other
+strategies take them at `optimizer.step()`, which returns with the parameters of the next step. In a script
+that plain `python` runs, a session does nothing at all.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch import nn
 
 from gradstream.model.tree import Tree
 from gradstream.optim.base import Optimizer
-from gradstream.session.arrays import LoneArrays
+from gradstream.session.arrays import LocalUpdates
 
-__all__ = ["LoneSession", "Session"]
+__all__ = ["Session", "SingleProcessSession"]
 
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 O = TypeVar("O", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])  # noqa: E741
@@ -32,12 +33,17 @@ class Session:
     """A training loop's part in a run. Made by `gradstream.join`; also a context manager.
 
     Attributes:
-        rank: of this worker, from 0.
-        world_size: how many workers there are.
-        step: how many steps this worker has made, those before the run was resumed included. Alone, where
-            nobody counts, 0.
+        rank: number of this worker, from 0.
+        world_size: number of workers.
+        step: number of steps that this worker has made, with those before the run was resumed. 0 in a
+            session of a single process, which does not count them.
         resumed: whether the run goes on from a checkpoint.
         is_main: whether this is the worker that should print and write files.
+
+    Example:
+        >>> with gs.join("synchronous") as session:  # `python` alone starts it: one worker
+        ...     session.rank, session.world_size, session.is_main
+        (0, 1, True)
     """
 
     rank = 0
@@ -50,7 +56,7 @@ class Session:
 
     @property
     def step(self) -> int:
-        """How many steps this worker has made, those before the run was resumed included."""
+        """Number of steps that this worker has made, with those before the run was resumed."""
         return 0
 
     @property
@@ -59,65 +65,65 @@ class Session:
         return False
 
     def skip(self) -> bool:
-        """Whether the step that the loop comes to was made before the run was resumed.
+        """Whether the next step was made before the run was resumed.
 
-        In a resumed run it is True for as many calls as this worker has made steps, then False, as it
-        always is in a run that begins:
+        In a resumed run, the first calls return True, as many as this worker has made steps; then calls
+        return False. In a new run all calls return False:
 
             for inputs, targets in loader:
                 if session.skip():
                     continue
 
-        So the loop runs through its data to where it was, without computing. What it keeps by step besides,
-        a scheduler for one, it steps there as well.
+        So the loop runs through its data to where it was, without computing. If it changes other things by
+        step, such as a scheduler, it does so before `continue` too.
         """
         return False
 
     def wrap(self, model: M, optimizer: O, *, fused: bool = True) -> tuple[M, O]:
-        """The model and the optimizer to use in the place of yours. Once per session.
+        """Returns the model and the optimizer to use in place of yours. Call it once per session.
 
-        `synchronous` and `allreduce` give both back as they are. From here on everything that the model holds
-        is as on worker 0, and at the end of each backward `p.grad` is the mean over the samples of all
-        workers; the step is your optimizer's, on every worker.
+        `synchronous` and `allreduce` return both unchanged. The state of the model is copied from worker 0,
+        and at the end of each backward `p.grad` is the mean over the samples of all workers; your optimizer
+        makes the step on every worker.
 
-        Other strategies give an optimizer back that exchanges parameters. Trained are those that it has and
-        that require a gradient; all else (buffers, frozen parameters) stays each worker's own; a saved model
-        has the mean of the buffers, and worker 0's of the rest.
+        Other strategies return an optimizer that exchanges parameters. They train the parameters that your
+        optimizer has and that require a gradient. All others (buffers, frozen parameters) stay each worker's
+        own; a saved model has the mean of the buffers, and the frozen parameters of worker 0. These
+        strategies overwrite parameters at each step. If the script has changed a parameter itself since the
+        last step, the next step raises an error.
 
         Waits until all workers are there.
 
         Args:
-            model: a module. Under `synchronous` and `allreduce` also a list or tuple of modules; else in main
-                memory, of float32 or float64 parameters.
-            optimizer: any but LBFGS, or a list or tuple. Under other strategies than these two, and of
-                `torch.optim.SGD`, `Adam`, `AdamW` and `Adagrad`, the servers make the update, with the
-                learning rate that `param_groups` has at each step; such a one is wrapped before its first
-                step. Any other runs on each worker: its step is what is pushed; some strategies cannot do
-                with that.
-            fused: False has any optimizer run on each worker.
-
-        Under strategies that exchange parameters, what a script does to them besides the exchange would undo:
-        the step after it is refused.
+            model: a module. Under `synchronous` and `allreduce` also a list or tuple of modules; under other
+                strategies in main memory, with float32 or float64 parameters.
+            optimizer: any optimizer but LBFGS, or a list or tuple of them. Under strategies other than these
+                two, the servers make the updates of `torch.optim.SGD`, `Adam`, `AdamW` and `Adagrad`, with
+                the learning rate that `param_groups` has at each step; wrap such an optimizer before its
+                first step. Any other optimizer runs on each worker, which pushes its steps; not every
+                strategy can use those.
+            fused: False runs any optimizer on each worker.
 
         Raises:
-            ConfigError: an optimizer or a model that cannot be taken over; says what to use.
-            RefusedError, DeadlineError, PeerLostError: the run did not come about; says who is missing.
+            ConfigError: the strategy cannot train this model or optimizer; the message says what to use.
+            RefusedError, DeadlineError, PeerLostError: the run did not come about; the message says which
+                worker is missing.
         """
         return model, optimizer
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds up this worker's own gradients; the next backward outside joins their sum.
+        """Inside, backward adds up this worker's own gradients; the next backward outside averages their sum.
 
-        For minibatches that are accumulated: one exchange for all of them. Only where gradients are joined;
-        other strategies exchange at each step in any case.
+        Use it to accumulate minibatches with one exchange for all of them. It matters only under
+        `synchronous` and `allreduce`; other strategies exchange at each step in any case.
         """
         yield
 
     def barrier(self) -> None:
-        """Waits until all workers have come here. Call it between steps, where gradients are joined.
+        """Waits until all workers have called it. Call it between steps, after `wrap`.
 
-        Other strategies do not wait; nor does a session before `wrap`.
+        It waits only under `synchronous` and `allreduce`.
         """
 
     def shard(self, data: Any, *, split: bool = False) -> Any:
@@ -125,74 +131,75 @@ class Session:
 
         Args:
             data: a `DataLoader` or any iterable of minibatches: minibatch k goes to worker k mod W, in
-                the order of one process, which must be the same on all workers (that of a DataLoader
-                that shuffles is). A map-style `Dataset`, an array or a tensor: sample i goes to worker
-                i mod W. A tuple of these: the part of each.
-            split: minibatches are not dealt, but each is split: sample i of it goes to worker i mod W.
-                So there are as many steps as alone; a synchronous step has the samples of one alone.
+                the order of one process, which must be the same on all workers (shard makes it so for a
+                DataLoader that shuffles). A map-style `Dataset`, an array or a tensor: sample i goes to
+                worker i mod W. A tuple of these: the part of each.
+            split: splits each minibatch instead: its sample i goes to worker i mod W. The number of steps
+                is that of one process, and a synchronous step has the samples of one minibatch.
         """
         return data
 
     def exchange(
         self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int | None = None
     ) -> Tree:
-        """One step of numpy parameters, in place: what stands where `w -= lr * gradient` stood.
+        """Makes one step of numpy parameters, in place: use it instead of `w -= lr * gradient`.
 
         Args:
-            parameters: arrays of float32 or float64: one, or a dict, list or tuple. The same
-                arrays at each call; they are written. All workers must begin with the same values.
-            gradients: likewise, means over this worker's samples.
-            rule: `gradstream.optim.SGD(lr)` or another update rule. Only its `lr` may change on the way.
-            samples: behind the gradients; None takes the length of the minibatches that `shard`
-                has given since the last step, or 1.
+            parameters: an array of float32 or float64, or a dict, list or tuple of arrays. They are written;
+                pass the same arrays at each call. All workers must begin with the same values.
+            gradients: arrays of the same shapes, each a mean over this worker's samples.
+            rule: `gradstream.optim.SGD(lr)` or another update rule. Only its `lr` may change between calls.
+            samples: number of samples behind the gradients; None takes the length of the minibatches that
+                loaders of `shard` have given since the last step, or 1.
 
         Returns:
             `parameters`.
         """
         del samples
-        return self._alone.step(parameters, gradients, rule)
+        return self._updates.step(parameters, gradients, rule)
 
     def samples(self, count: int) -> None:
-        """Says how many samples are behind the next step, where that cannot be seen.
+        """Sets the number of samples behind the next step, where the session cannot count them.
 
-        Otherwise it is the samples of the minibatches that were taken from `shard`'s loaders since the last
-        step, with gradients on; or else the length of the first tensor that the model was called with, in
-        training mode and with gradients on, added up likewise.
+        Without this call, the session counts the samples of the minibatches that were taken from loaders of
+        `shard` since the last step, with gradients on. If there are none, it adds up the lengths of the first
+        tensor of the model's inputs, in training mode and with gradients on.
         """
 
     def log(self, /, **values: Any) -> None:
-        """Takes figures of the loop, `session.log(loss=loss, accuracy=0.9)`, at any time.
+        """Logs figures of the loop, `session.log(loss=loss, accuracy=0.9)`. Call it at any time.
 
-        They are shown while the run goes on and at its end, with the curves of the report and by trackers. Of
-        what comes within a tenth of a second the mean is kept; of more than 64 names, the first 64. Alone,
-        nothing is done.
+        They are shown while the run goes on and at its end, in the report's curves and by trackers. Figures
+        of one name within a tenth of a second are averaged; of more than 64 names, the first 64 are kept. A
+        session of a single process ignores them.
 
         Args:
-            values: numbers or tensors of one element, by name. NaN is shown as such.
+            values: numbers or tensors of one element, by name. NaN is shown as NaN.
 
         Raises:
-            ConfigError: a value is no number.
+            ConfigError: a value is not a number.
         """
 
     def total(self, steps: int) -> None:
-        """Says how many steps this worker makes in the whole run, such as `epochs * len(loader)`.
+        """Sets the number of steps of this worker in the whole run, such as `epochs * len(loader)`.
 
-        The time that is left can be shown then; else the time that has passed is.
+        The run then shows the time that is left; without it, the time that has passed.
         """
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Inside, the model has the parameters that are on the servers now.
 
-        In between steps of a strategy whose workers differ that is the common model. Each worker gets
-        the parameters of the moment at which it asks.
+        Under a strategy whose workers differ between steps, these are the common model. Each worker gets the
+        parameters of the moment at which it enters.
         """
         yield
 
     def close(self) -> None:
-        """Ends this worker's part. Waits for the others; then the model is final, the same on all workers.
+        """Ends this worker's part, and waits for the others; then the model is final, and equal on all workers.
 
-        No step can follow. Calling it twice changes nothing; a script that ends without it is closed then.
+        Make no step after it. A second call does nothing. A session that is open when its script ends is
+        closed then.
         """
 
     def __enter__(self) -> Self:
@@ -205,10 +212,10 @@ class Session:
             self.close()
 
     @property
-    def _alone(self) -> LoneArrays:
-        alone: LoneArrays = self.__dict__.setdefault("_alone_arrays", LoneArrays())
-        return alone
+    def _updates(self) -> LocalUpdates:
+        updates: LocalUpdates = self.__dict__.setdefault("_local_updates", LocalUpdates())
+        return updates
 
 
-class LoneSession(Session):
-    """The session of a process that is alone: gives everything back as it is."""
+class SingleProcessSession(Session):
+    """The session of a process that is no worker of a run: returns everything unchanged."""

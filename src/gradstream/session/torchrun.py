@@ -1,12 +1,12 @@
-"""Processes that torchrun has started, or anything else that sets up torch.distributed: how they meet.
+"""Connects processes that torchrun has started, or another program that sets up torch.distributed.
 
-Ranks and store are those that are there: what a user's own `init_process_group` has made, or else what
-torchrun says in the environment. Only a few bytes go through the store; groups that exchange are made beside
-the user's, and share nothing with it.
+Ranks and store are those of the user's own `init_process_group`, or else those that torchrun has set in the
+environment. Only a few bytes go through the store; gradstream makes its process groups beside the user's, and
+shares nothing with it.
 
-Whoever reaches the store can read and write it, so no secret goes through it. On one machine rank 0 names a
-file there which only this user can read. On several, all processes know a token; what rank 0 says of where it
-is, and by which certificate it is known, is signed with that, and each process enrols as a machine does.
+Any process that reaches the store can read and write it, so no secret goes through it. On one machine, rank 0
+writes the path of a file there that only this user can read. On several, all processes know a token: with it
+rank 0 signs its address and certificate, and each process joins as a machine does.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from gradstream.transport.socket.unix import host_id
 __all__ = ["of_process_group", "of_torchrun", "take_part"]
 
 KEY = "gradstream/assignment"
-STRETCHED = 200_000  # rounds: a token that somebody has made up is not found by trying words
+KEY_ROUNDS = 200_000  # of PBKDF2: makes it slow to find a weak token by trial
 NO_TOKEN = """\
-the workers are on several machines, and torchrun gives them no secret to trust one another by. Make one:
+the workers are on several machines, and torchrun gives them no secret by which they could trust one another.
+Make one:
 
     (umask 077; openssl rand -hex 16 > gradstream.token)
 
@@ -48,7 +49,7 @@ copy that file to each machine, and start on each of them
 
 
 def of_process_group() -> tuple[int, int] | None:
-    """(rank, world size) of the process group that the user has made; None where there is none, or of one."""
+    """(rank, world size) of the user's process group; None where there is none, or it has one process."""
     dist = torch.distributed
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -56,56 +57,67 @@ def of_process_group() -> tuple[int, int] | None:
 
 
 def of_torchrun(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """(rank, world size) as torchrun has set them; None where it has not, or for one process.
+    """(rank, world size) as torchrun has set them; None where it has not, or has started one process.
 
     Raises:
-        ConfigError: the variables make no sense.
+        ConfigError: the environment variables contradict each other, or are no numbers.
     """
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return None
     try:
         rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     except ValueError as error:
-        raise ConfigError(f"RANK, WORLD_SIZE: expected whole numbers: {error}") from None
+        raise ConfigError(
+            f"environment: RANK={environment['RANK']!r}, WORLD_SIZE={environment['WORLD_SIZE']!r}; expected "
+            f"whole numbers, as torchrun sets them: {error}"
+        ) from None
     if not 0 <= rank < size:
-        raise ConfigError(f"RANK={rank}, WORLD_SIZE={size}: expected a rank from 0 to WORLD_SIZE - 1")
+        raise ConfigError(
+            f"environment: RANK={rank}, WORLD_SIZE={size}; expected a rank from 0 to WORLD_SIZE - 1, as torchrun "
+            "sets it"
+        )
     if size == 1:
         return None
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not environment.get(name):
-            raise ConfigError(f"RANK and WORLD_SIZE are set, but {name} is not: start with torchrun")
+            raise ConfigError(
+                f"environment: RANK and WORLD_SIZE are set, but {name} is not: start the script with torchrun, "
+                "or unset RANK and WORLD_SIZE to run it alone"
+            )
     return rank, size
 
 
 def take_part(job: Job, rank: int, size: int) -> tuple[WorkerPlacement, Host | None]:
-    """This process's part in the run, and what keeps it there.
+    """Joins the run as the worker `rank`. Returns its placement, and the host or guest to keep until the end.
 
     Rank 0 runs coordinator and servers as processes of its own. They listen on loopback, unless there are
     ranks on another machine.
 
     Args:
-        job: as this process asks for it, with its script.
+        job: the job that this process's script asks for.
+        rank: rank of this process.
+        size: number of processes.
 
     Raises:
         ConfigError: there are several machines, and no token.
-        DeadlineError, PeerLostError, JoinRefusedError: it did not come about.
+        DeadlineError, PeerLostError, JoinRefusedError: the run did not come about.
     """
-    meeting = _TorchRendezvous(job, rank, size)
-    return meeting.host() if rank == 0 else meeting.follow()
+    rendezvous = _TorchRendezvous(job, rank, size)
+    return rendezvous.host() if rank == 0 else rendezvous.follow()
 
 
 class _TorchRendezvous:
-    """How the processes of one run find one another, through torch's store."""
+    """Lets the processes of one run find each other through torch's store."""
 
     def __init__(self, job: Job, rank: int, size: int) -> None:
         self._job = job
         self._rank = rank
         self._size = size
-        self._limit_s = job.deadlines.join_s + 60.0  # a process loads torch before
+        self._limit_s = job.deadlines.join_s + 60.0  # a process imports torch first
         self._store = _store(rank, size, self._limit_s)
 
     def host(self) -> tuple[WorkerPlacement, Host]:
-        """The part of rank 0. What fails here is told to the others."""
+        """Joins as rank 0. Tells the other ranks about an error."""
         try:
             found = [json.loads(self._wait_for(_key_of(rank), rank)) for rank in range(1, self._size)]
             away = [one["address"] for one in found if one["host"] != host_id()]
@@ -119,7 +131,7 @@ class _TorchRendezvous:
         return WorkerPlacement(0, self._size, spec, coordinator, host.network), host
 
     def follow(self) -> tuple[WorkerPlacement, Host | None]:
-        """The part of another rank."""
+        """Joins as another rank."""
         me = {"host": host_id(), "address": _own_address()}
         self._store.set(_key_of(self._rank), json.dumps(me))
         said: dict[str, Any] = json.loads(self._wait_for(KEY, 0))
@@ -131,7 +143,7 @@ class _TorchRendezvous:
         token, text = _token(), str(said["signed"])
         if not hmac.compare_digest(_proof(token, str(said["nonce"]), text), str(said["proof"])):
             raise ConfigError(
-                f"rank {self._rank}: what rank 0 has said is not signed with this machine's token: "
+                f"rank {self._rank}: the message of rank 0 is not signed with this machine's token: "
                 "GRADSTREAM_TOKEN, or the file of GRADSTREAM_TOKEN_FILE, must be the same on all machines"
             )
         at = json.loads(text)
@@ -141,7 +153,7 @@ class _TorchRendezvous:
         return WorkerPlacement(self._rank, self._size, spec, coordinator, guest.network), guest
 
     def _listening(self, away: str) -> Listening:
-        """How the others come in: each process as a machine of its own."""
+        """Where the others join: each process as a machine of its own."""
         token = _token()
 
         def tell(address: str, fingerprint: str) -> None:
@@ -164,7 +176,7 @@ class _TorchRendezvous:
         try:
             return bytes(self._store.get(key)).decode()
         except Exception as error:  # torch raises several kinds
-            message = f"said nothing within {self._limit_s:g} s through torch's store: {error}"
+            message = f"did not answer within {self._limit_s:g} s through torch's store: {error}"
             raise DeadlineError(f"worker-{rank}", message) from error
 
 
@@ -173,7 +185,7 @@ def _key_of(rank: int) -> str:
 
 
 def _token() -> str:
-    """The token that all processes know. Raises ConfigError where this one does not."""
+    """The token that all processes know. Raises ConfigError where this process has none."""
     token = token_of_environment(os.environ)
     if token is None:
         raise ConfigError(NO_TOKEN)
@@ -181,13 +193,13 @@ def _token() -> str:
 
 
 def _proof(token: str, nonce: str, text: str) -> str:
-    """That who knows the token has said it."""
-    key = hashlib.pbkdf2_hmac("sha256", token.encode(), nonce.encode(), STRETCHED)
+    """A signature of `text`, which only a process that knows the token can make."""
+    key = hashlib.pbkdf2_hmac("sha256", token.encode(), nonce.encode(), KEY_ROUNDS)
     return hmac.new(key, text.encode(), "sha256").hexdigest()
 
 
 def _own_address() -> str:
-    """The address of this machine on its way to rank 0; "" where nobody says where that is."""
+    """Address of this machine on the route to rank 0; "" where MASTER_ADDR is not set or leads nowhere."""
     try:
         return local_address(Address(os.environ["MASTER_ADDR"]))
     except (KeyError, OSError):
@@ -195,9 +207,9 @@ def _own_address() -> str:
 
 
 def _reachable(away: str) -> Address:
-    """The address of rank 0's machine for the others: MASTER_ADDR, or that on the way to one of them.
+    """Address at which the others reach rank 0's machine: MASTER_ADDR, or the one on the route to one of them.
 
-    Many systems give a machine's own name a loopback address, which leads nobody else here.
+    Many systems give a machine's own name a loopback address, which other machines cannot reach.
     """
     for host in filter(None, (os.environ.get("MASTER_ADDR"), away)):
         try:
@@ -207,15 +219,15 @@ def _reachable(away: str) -> Address:
         if not is_loopback(own):
             return Address(own)
     raise ConfigError(
-        f"MASTER_ADDR={os.environ.get('MASTER_ADDR')!r} is no address at which other machines reach rank 0: "
-        "name one, torchrun --master-addr 10.0.0.1, or with a rendezvous --local-addr"
+        f"MASTER_ADDR={os.environ.get('MASTER_ADDR')!r} is no address at which other machines reach rank 0; "
+        "expected one of this machine: torchrun --master-addr 10.0.0.1, or with a rendezvous --local-addr"
     )
 
 
 def _store(rank: int, size: int, limit_s: float) -> Any:
-    """The key-value store of the user's process group; or that at MASTER_ADDR:MASTER_PORT, torchrun's own.
+    """The key-value store of the user's process group, or torchrun's own at MASTER_ADDR:MASTER_PORT.
 
-    One that rank 0 makes at that place lives as long as the process: others may still be reading.
+    If rank 0 has made it, it lives as long as the process: others may still read it.
     """
     from torch.distributed.rendezvous import rendezvous
 
@@ -229,4 +241,4 @@ def _store(rank: int, size: int, limit_s: float) -> Any:
 
 
 _stores: list[Any] = []
-"""Keeps them alive."""
+"""Keeps stores alive until the process ends."""

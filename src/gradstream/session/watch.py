@@ -1,15 +1,15 @@
-"""Finds out what a script has done to its parameters between two steps, where the exchange would undo it.
+"""Detects changes that a script makes to its parameters between two steps, where the exchange would undo them.
 
-Under an asynchronous or a local strategy, parameters come from the exchange at each step, and the exchange
-hears of gradients alone. Whatever else a script does to a parameter is lost at the next step, without a word.
-So the step refuses to go on. It looks at what has changed, and knows no list of functions that change things:
+Under an asynchronous or a local strategy, each step sets the parameters, and the exchange sees only gradients.
+Any other change that a script makes to a parameter would be lost at the next step without notice. So the step
+raises an error instead. It compares values and keeps no list of functions that change parameters:
 
-* every step looks at each parameter's storage and version, which torch counts up with each write in place;
-* writes through `.data`, numpy or a fused kernel do not count up: so 65,536 elements a step are compared to
-  a copy, from another place each time, and all elements by their sum at the first two steps;
-* every step looks at whether the module still has the parameter.
+* every step compares each parameter's storage and version; torch adds 1 to the version at each in-place write;
+* a write through `.data`, numpy or a fused kernel leaves the version as it is: so every step compares 65,536
+  elements with a copy, at another place each time, and the first two steps compare a sum of all elements;
+* every step checks that the module still has the parameter.
 
-Buffers and frozen parameters are the script's own. They differ between workers, and nobody looks at them.
+Buffers and frozen parameters are the script's own. They may differ between workers, and are not checked.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from torch import nn
 from gradstream.errors import ConfigError
 from gradstream.model.base import Layout
 
-__all__ = ["INSTEAD", "ShownParameters"]
+__all__ = ["INSTEAD", "ParameterWatch"]
 
 SAMPLE_ELEMS = 1 << 16
 """Elements compared at each step: 256 KiB of float32."""
 
-WHOLE_SHOWS = 3
-"""All elements are looked at after so many shows: the first one is of `wrap`, each other one of a step."""
+FULL_CHECKS = 3
+"""How many times all elements are recorded: at `wrap`, and at the first two steps."""
 
 INSTEAD = (
     'use the strategy "synchronous" or "allreduce", where your optimizer makes each step itself, on every '
     "worker, as torch does"
 )
-"""What does everything that a loop does alone."""
+"""The remedy for a loop that changes parameters itself."""
 
 Groups = Sequence[Mapping[str, Any]]
 Mark = tuple[int, int, tuple[int, ...]]
 Link = tuple[dict[str, Any], str, object]
 
 
-class ShownParameters:
-    """What parameters are when the script gets to see them, and whether they still are.
+class ParameterWatch:
+    """Records the parameters when they are set, and checks later that the script has not changed them.
 
     Args:
-        module: the script's.
-        parameters: those that are exchanged, in the order of `layout`.
-        layout: their names and places.
+        module: the script's module.
+        parameters: the parameters that are exchanged, in the order of `layout`.
+        layout: their names and places in the flat vector.
     """
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], layout: Layout) -> None:
@@ -63,74 +63,74 @@ class ShownParameters:
         self._marks: list[Mark] = []
         self._copy, self._copied_at, self._next = torch.empty(0), 0, 0
         self._sums: list[int] = []
-        self._num_shows = 0
+        self._num_records = 0
 
-    def note(self, parameters: torch.Tensor) -> None:
-        """The script sees these (E,) from here on; its parameters are views of them."""
+    def record(self, parameters: torch.Tensor) -> None:
+        """Records the vector (E,) of which the script's parameters are views."""
         self._flat, bits = parameters, _bits(parameters)
         self._marks = [_mark(parameter) for _, parameter in self._parameters]
         self._copied_at = self._next
         self._copy = bits[self._next : self._next + SAMPLE_ELEMS].clone()
         self._next = (self._next + SAMPLE_ELEMS) if self._next + SAMPLE_ELEMS < len(bits) else 0
-        self._num_shows += 1
-        self._sums = self._summed(bits) if self._num_shows <= WHOLE_SHOWS else []
+        self._num_records += 1
+        self._sums = self._summed(bits) if self._num_records <= FULL_CHECKS else []
 
     def check(self, where: str) -> None:
-        """Raises ConfigError where a parameter is not what the script was shown."""
+        """Raises ConfigError where a parameter differs from the one that was recorded."""
         if self._flat is None:
             return
         self._check_module(where)
         for (name, parameter), then in zip(self._parameters, self._marks, strict=True):
             now = _mark(parameter)
             if now != then:
-                what = (
+                change = (
                     f"was written to in place (its version is {now[1]}, it was {then[1]})"
                     if now[0] == then[0] and now[2] == then[2]
                     else "was given other data (`parameter.data = ...`, or the module was moved)"
                 )
-                raise self._changed(name, where, what)
+                raise self._changed(name, where, change)
         place = self._place_changed(_bits(self._flat))
         if place is not None:
             name = next(slot.name for slot in self._layout.slots if place < slot.stop)
             raise self._changed(name, where, "was written to, through `.data`, numpy or a fused kernel")
 
     def check_groups(self, where: str, groups: Groups) -> None:
-        """Raises ConfigError where an optimizer would make a step with a parameter that is not exchanged."""
+        """Raises ConfigError where an optimizer has a parameter with a gradient that is not exchanged."""
         for index, group in enumerate(groups):
             for place, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and id(parameter) not in self._names:
                     raise ConfigError(
                         f"{where}: parameter {place} of group {index}, of shape {tuple(parameter.shape)}, "
                         "has a gradient and is not exchanged: it was added or unfrozen after session.wrap. "
-                        "Give the optimizer all parameters before, with requires_grad=True, and freeze them "
-                        "after that (where the rule has momentum or weight decay: with fused=False); or "
+                        "Pass the optimizer all parameters before wrap, with requires_grad=True, and freeze "
+                        "them after it (with fused=False, if the optimizer has momentum or weight decay); or "
                         f"{INSTEAD}"
                     )
 
     def check_gradients(self, where: str, group: Mapping[str, Any], rule: str) -> None:
-        """Raises ConfigError where a parameter has no gradient: the rule of its group would move it."""
+        """Raises ConfigError where a parameter has no gradient, but the rule of its group would move it."""
         for parameter in group["params"]:
             if parameter.grad is None and id(parameter) in self._names:
                 name = self._names[id(parameter)]
                 frozen = "" if parameter.requires_grad else ", and requires none any more (it was frozen)"
                 raise ConfigError(
-                    f"{where}: parameter {name!r} has no gradient{frozen}. torch leaves it as it is in this "
-                    f"step; {rule} on the servers would move it by its momentum, running means or weight "
-                    "decay. Use SGD without these; or session.wrap(model, optimizer, fused=False), if the "
-                    f"strategy can; or a backward() that reaches all parameters; or {INSTEAD}"
+                    f"{where}: parameter {name!r} has no gradient{frozen}. torch would leave it unchanged in "
+                    f"this step; {rule} on the servers would move it by its momentum, running means or weight "
+                    "decay. Use SGD without these; or call session.wrap(model, optimizer, fused=False), if the "
+                    f"strategy supports it; or make backward() reach all parameters; or {INSTEAD}"
                 )
 
     def check_layouts(self, where: str, group: Mapping[str, Any], rule: str) -> None:
-        """Raises ConfigError where a gradient is sparse, of a rule for which torch takes no such."""
+        """Raises ConfigError where a gradient is sparse, and torch's optimizer accepts no sparse gradients."""
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise ConfigError(
                     f"{where}: the gradient of {self._names.get(id(parameter))!r} has the layout "
-                    f"{parameter.grad.layout}, which {rule} does not take in torch either: use sparse=False, "
-                    "SGD or Adagrad without weight decay, or torch.optim.SparseAdam"
+                    f"{parameter.grad.layout}, which {rule} does not take in torch either: make the layer with "
+                    "sparse=False, or use SGD or Adagrad without weight decay, or torch.optim.SparseAdam"
                 )
 
-    # ---- what has changed ---------------------------------------------------------------
+    # ---- comparisons -------------------------------------------------------------------
 
     def _check_module(self, where: str) -> None:
         if all(table.get(key) is there for table, key, there in self._links):
@@ -139,9 +139,9 @@ class ShownParameters:
         for name, parameter in self._parameters:
             if id(parameter) in gone:
                 raise ConfigError(
-                    f"{where}: the module does not have the parameter {name!r} of session.wrap any more: it, "
-                    "or a part of the module with it, was replaced (load_state_dict(assign=True) does that "
-                    "too). The one that is trained would be in no model: build and load the model before "
+                    f"{where}: the module does not have the parameter {name!r} of session.wrap any more: the "
+                    "parameter, or the submodule that has it, was replaced (load_state_dict(assign=True) does "
+                    "that too), and the model would lack what is trained: build and load the model before "
                     "session.wrap"
                 )
         self._links = self._found()  # the same parameters at other places
@@ -159,7 +159,7 @@ class ShownParameters:
         return None
 
     def _summed(self, bits: torch.Tensor) -> list[int]:
-        """A sum of each parameter's bytes, eight of them at a time."""
+        """For each parameter, the sum of its bytes as 64-bit numbers."""
         sums = []
         for slot in self._layout.slots:
             raw = bits[slot.start : slot.stop].numpy().view(np.uint8)
@@ -168,11 +168,11 @@ class ShownParameters:
         return sums
 
     def _found(self) -> list[Link]:
-        """Where the module has its parts, and its parts the parameters."""
+        """The places of submodules and parameters in the module: (table, key, object)."""
         links: list[Link] = []
         for module in self._module.modules():
             for table in (module._modules, module._parameters):
-                if isinstance(table, dict):  # that of a TorchScript module is none
+                if isinstance(table, dict):  # a TorchScript module has others
                     links += [
                         (table, key, there)
                         for key, there in table.items()
@@ -180,11 +180,11 @@ class ShownParameters:
                     ]
         return links
 
-    def _changed(self, name: str, where: str, what: str) -> ConfigError:
+    def _changed(self, name: str, where: str, change: str) -> ConfigError:
         return ConfigError(
-            f"{where}: parameter {name!r} {what} since it was shown to the script. This strategy sets all "
-            f"parameters at each step, and would undo that: {INSTEAD}; or change it before session.wrap or "
-            "after session.close. To evaluate with others, change it and back in `with session.evaluation():`"
+            f"{where}: parameter {name!r} {change} since the last step. This strategy sets all parameters at each "
+            f"step, and would undo that: {INSTEAD}; or change it before session.wrap or after session.close. To "
+            "evaluate with other values, set them and reset them inside `with session.evaluation():`"
         )
 
 
@@ -193,5 +193,5 @@ def _mark(parameter: nn.Parameter) -> Mark:
 
 
 def _bits(flat: torch.Tensor) -> torch.Tensor:
-    """The elements as whole numbers, so that those that are not numbers are equal to themselves."""
+    """The elements as integers, so that a NaN is equal to itself."""
     return flat.detach().view(torch.int32 if flat.element_size() == 4 else torch.int64)

@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-import torch
 from torch import nn
+from torch.optim import LBFGS
+from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradstream.errors import ClosedError, ConfigError, UserCodeError
-from gradstream.job.registry import find_strategy, text_of_optimizer
+from gradstream.errors import ClosedError, ConfigError
+from gradstream.job.registry import find_strategy
 from gradstream.model.tree import Tree
 from gradstream.optim.base import Optimizer
-from gradstream.session.arrays import ArrayLoop, rate_of
-from gradstream.session.binding import ArrayBinding, ParameterBinding
+from gradstream.session.arrays import ArrayGradients, ArrayParameters, rate_of
+from gradstream.session.binding import ParameterBinding
 from gradstream.session.bridge import LoopBridge
-from gradstream.session.forward import BeforeForward
-from gradstream.session.gradients import JointGradients
+from gradstream.session.gradient_states import WrappedParameters
+from gradstream.session.gradient_vector import vector_of
+from gradstream.session.gradients import GradientReducer
 from gradstream.session.host import Host
-from gradstream.session.joint import JointReplica, layout_of
+from gradstream.session.loaders import LoaderPart, part_of
 from gradstream.session.loaders_takeover import Takeover
 from gradstream.session.log import SessionLog
-from gradstream.session.node import LoopNode
-from gradstream.session.optimizer import DistributedOptimizer, take_over
+from gradstream.session.node import RunConnection
+from gradstream.session.optimizer import several, take_over
 from gradstream.session.place import WorkerPlacement
-from gradstream.session.replica import LoopState
-from gradstream.session.rules import options_of
-from gradstream.session.samples import SampleCount
+from gradstream.session.progress import ResumePoint
+from gradstream.session.replica import LoopState, ReplicaBinding
+from gradstream.session.rules import description_of
+from gradstream.session.samples import BeforeForward, SampleCount
 from gradstream.session.session import M, O, Session
-from gradstream.session.shards import LoaderPart, part_of
-from gradstream.session.worker_steps import WorkerSteps
 from gradstream.strategies.base import Strategy
 
 __all__ = ["WorkerSession", "enter", "running"]
-
-K = TypeVar("K")
 
 _running: WorkerSession | None = None
 
@@ -63,9 +59,9 @@ class WorkerSession(Session):
     """The session of one of several workers.
 
     Args:
-        place: which one.
-        seed: of the order in which `shard` deals.
-        host: what this process runs for all workers, to be waited for at the end; or None.
+        place: which worker this is.
+        seed: seed of the order in which `shard` shuffles, the same on all workers.
+        host: what this process runs for all workers, waited for at the end; or None.
     """
 
     def __init__(self, place: WorkerPlacement, seed: int, host: Host | None = None) -> None:
@@ -73,156 +69,133 @@ class WorkerSession(Session):
         self.world_size = place.world_size
         self._place = place
         self._seed = seed
-        self._host = host
-        self._held: ParameterBinding | None = None
-        self._handover: LoopBridge | None = None
-        self._node: LoopNode | None = None
-        self._rule: Optimizer | None = None
-        self._arrays: ArrayLoop | None = None
-        self._optimizer: DistributedOptimizer | WorkerSteps | None = None
-        self._stepped: Sequence[torch.optim.Optimizer] = ()  # by the loop itself
-        self._samples = SampleCount()
-        self._takeover = Takeover(self._steps_behind)
-        self._gradients: JointGradients | None = None
-        self._guard: RemovableHandle | None = None
-        self._closed = False
-        self._steps_before = place.steps_before()  # None where the run begins
-        self._skipped = 0
         self._log = SessionLog(place.rank, self._steps_made)
-        self._looked = False  # the script has asked where the run goes on
+        self._connection = RunConnection(place, self._log, host)
+        self._resume_point = ResumePoint(place.steps_before())
+        self._samples = SampleCount()
+        self._takeover = Takeover(self._next_step)
+        self._optimizers: Sequence[TorchOptimizer] = ()
+        self._reducer: GradientReducer | None = None
+        self._arrays: ArrayGradients | ArrayParameters | None = None
+        self._step_hook: RemovableHandle | None = None  # on the steps of all optimizers of this process
+        self._closed = False
 
     @property
     def step(self) -> int:
         """See `Session.step`."""
-        self._looked = True
+        self._resume_point.asked = True
         return self._steps_made()
 
-    def _steps_behind(self) -> int | None:
-        """Steps since the run was resumed; below 0 while the script passes by those of before.
-
-        None while there is nothing that makes steps, or it cannot be known whether the script passes by.
-        """
-        made = None if self._handover is None else self._handover.batches
-        before = self._steps_before or 0
-        if made is None or (before and not made and not self._skipped):
-            return None
-        return made + (self._skipped - before if self._skipped else 0)
+    def _next_step(self) -> int | None:
+        """See `ResumePoint.next_step`; None while there is nothing to make steps with."""
+        bridge = self._connection.bridge
+        return None if bridge is None else self._resume_point.next_step(bridge.batches)
 
     def _steps_made(self) -> int:
-        made = 0 if self._handover is None else self._handover.steps
-        return (self._steps_before or 0) + made
+        bridge = self._connection.bridge
+        return self._resume_point.steps + (0 if bridge is None else bridge.counts.steps)
 
     @property
     def resumed(self) -> bool:
         """See `Session.resumed`."""
-        self._looked = True
-        return self._steps_before is not None
+        self._resume_point.asked = True
+        return self._resume_point.is_resumed
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the script asks where the run goes on, so that a resumed run would not begin again."""
+        return self._resume_point.asked
 
     def skip(self) -> bool:
         """See `Session.skip`."""
-        self._looked = True
-        if self._skipped == (self._steps_before or 0):
-            if self._handover is not None:
-                self._handover.iterations += 1
+        if not self._resume_point.skip():
+            if self._connection.bridge is not None:
+                self._connection.bridge.counts.iterations += 1
             return False
-        self._skipped += 1
-        if self._optimizer is not None:
-            self._optimizer.passed()
-        for optimizer in self._stepped:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+        for optimizer in self._optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without it
         self._samples.clear()
         return True
 
     @property
     def aborted(self) -> bool:
-        """Whether the run has ended because of another node: that one tells why."""
-        return self._node is not None and self._node.aborted
+        """Whether the run has ended because of another node, which reports why."""
+        return self._connection.aborted
 
     def wrap(self, model: M, optimizer: O, *, fused: bool = True) -> tuple[M, O]:
         """See `Session.wrap`."""
-        modules, optimizers = _several(model, nn.Module), _several(optimizer, torch.optim.Optimizer)
+        modules, optimizers = several(model, nn.Module), several(optimizer, TorchOptimizer)
         self._check_unused()
-        if self._joint:
-            self._wrap_jointly(modules, optimizers)
+        if self._averages_gradients:
+            self._wrap_replicas(modules, optimizers)
             return model, optimizer
         if len(modules) != 1 or len(optimizers) != 1:
             raise ConfigError(
-                f"wrap: got {len(modules)} models and {len(optimizers)} optimizers; a strategy that "
-                'exchanges parameters trains one with one: use "synchronous" or "allreduce"'
+                f"session.wrap: got {len(modules)} models and {len(optimizers)} optimizers; expected one of "
+                f"each: {type(self._strategy).__name__} exchanges parameters, of one model and one optimizer. "
+                'Use the strategy "synchronous" or "allreduce" for several'
             )
         (module,), (one,) = modules, optimizers
-        wrapped, held, rule = take_over(
+        wrapped, binding, rule = take_over(
             module, one, self._strategy, self.world_size, self._step, self._where, fused=fused
         )
-        self._optimizer = wrapped
-        self._begin(held, rule)
+        self._optimizers = [one, wrapped]
+        self._begin(binding, rule)
         module.register_forward_pre_hook(BeforeForward(self._samples.forward), with_kwargs=True)
-        mine = wrapped if isinstance(wrapped, DistributedOptimizer) else one
-        return model, cast(O, mine if isinstance(optimizer, torch.optim.Optimizer) else [mine])
+        return model, cast(O, wrapped if isinstance(optimizer, TorchOptimizer) else [wrapped])
 
-    def _wrap_jointly(
-        self, modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
+    def _wrap_replicas(self, modules: Sequence[nn.Module], optimizers: Sequence[TorchOptimizer]) -> None:
         for one in optimizers:
-            if isinstance(one, torch.optim.LBFGS):
+            if isinstance(one, LBFGS):
                 raise ConfigError(
-                    "wrap: LBFGS searches along a line by the loss that its closure returns, which is of "
-                    "this worker's samples alone: workers would take different steps. Use SGD, Adam or an "
-                    "other optimizer that makes its step of the gradient"
+                    "session.wrap: LBFGS searches along a line by the loss that its closure returns, which "
+                    "is of this worker's samples alone, so workers would take different steps. Use SGD, Adam "
+                    "or another optimizer that computes its step from the gradient"
                 )
-        self._stepped = optimizers
+        self._optimizers = optimizers
         replica = LoopState(modules, optimizers)
-        names, vector = layout_of(replica)
-        self._begin(JointReplica(replica, vector), _named(*optimizers))
-        assert self._handover is not None
-        parameters = [replica.parameters[name] for name in names]
-        joint = self._gradients = JointGradients(
-            names,
-            parameters,
-            optimizers,
-            vector,
-            self._handover,
-            self._taken_samples,
-            self._samples.clear,
-            self._log.step,
+        names, vector = vector_of(replica.parameters)
+        bridge = self._begin(ReplicaBinding(replica, vector), description_of(*optimizers))
+        wrapped = WrappedParameters(names, [replica.parameters[name] for name in names], optimizers)
+        reducer = self._reducer = GradientReducer(
+            wrapped, vector, bridge, self._taken_samples, self._samples.clear, self._log.step
         )
-        joint.hello()
+        reducer.synchronize()
         hook = BeforeForward(self._samples.forward)
         for module in modules:
             module.register_forward_pre_hook(hook, with_kwargs=True)
-        self._guard = register_optimizer_step_pre_hook(joint.before_other_step)
+        self._step_hook = register_optimizer_step_pre_hook(reducer.before_other_step)
         for one in optimizers:
-            one.register_step_pre_hook(joint.before_step)
-            one.register_step_post_hook(joint.after_step)
+            one.register_step_pre_hook(reducer.before_step)
+            one.register_step_post_hook(reducer.after_step)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """See `Session.no_sync`."""
-        if self._gradients is None:
+        if self._reducer is None:
             yield
             return
-        with self._gradients.no_sync(nothing=self._samples.is_repeat):
+        with self._reducer.no_sync(discard=self._samples.is_repeat):
             yield
         self._samples.use()
 
     def barrier(self) -> None:
         """See `Session.barrier`."""
-        if self._gradients is not None and not self._closed:
-            self._gradients.hello()
+        if self._reducer is not None and not self._closed:
+            self._reducer.synchronize()
 
     def shard(self, data: Any, *, split: bool = False) -> Any:
         """See `Session.shard`."""
         if isinstance(data, tuple):
             return tuple(self.shard(one, split=split) for one in data)
-        mine = object()
-        note, over = (partial(call, loader=mine) for call in (self._samples.note, self._samples.over))
+        loader = object()  # names the loader that is made
+        note, over = (partial(call, loader=loader) for call in (self._samples.note, self._samples.over))
         strategy = self._strategy
-        takeover = (
-            self._takeover if strategy.survives_worker_loss and strategy.partitioning != "rounds" else None
-        )
-        return part_of(
-            data, LoaderPart(self.rank, self.world_size, self._seed, split, note, self._joint, over, takeover)
-        )
+        reassigns = strategy.survives_worker_loss and strategy.partitioning != "rounds"
+        takeover = self._takeover if reassigns else None
+        aligned = self._averages_gradients
+        part = LoaderPart(self.rank, self.world_size, self._seed, split, note, aligned, over, takeover)
+        return part_of(data, part)
 
     def exchange(
         self, parameters: Tree, gradients: Tree, rule: Optimizer, samples: int | None = None
@@ -230,39 +203,37 @@ class WorkerSession(Session):
         """See `Session.exchange`."""
         if samples is not None:
             self.samples(samples)
-        if self._joint:
-            if self._gradients is not None:
+        if self._arrays is None:
+            if self._connection.bridge is not None:
                 raise ConfigError(
-                    "exchange: this session has a PyTorch module already; make steps with its optimizer"
+                    "session.exchange: this session has a PyTorch module already, from session.wrap; make "
+                    "steps with its optimizer"
                 )
-            if self._arrays is None:
-                self._arrays = ArrayLoop(parameters)
-                self._begin(self._arrays.held, _named(rule))
-                assert self._handover is not None
-                self._arrays.hello(self._handover)
-            assert self._handover is not None
-            return self._arrays.step(self._handover, parameters, gradients, rule, self._taken_samples())
-        if self._held is None:
-            self._rule = rule
-            self._begin(ArrayBinding(parameters), text_of_optimizer(dataclasses.replace(rule, lr=1.0)))  # type: ignore[type-var]
-        held = self._held
-        if not isinstance(held, ArrayBinding):
-            raise ConfigError(
-                "exchange: this session has a PyTorch module already; make steps with its optimizer"
-            )
-        if type(rule) is not type(self._rule) or _without_lr(rule) != _without_lr(self._rule):
-            raise ConfigError(f"exchange: the rule was {self._rule}, now it is {rule}; only lr may change")
-        held.check(parameters)
-        self._unchanged()
-        held.give(gradients)
+            self._begin_arrays(parameters, rule)
+        bridge = self._connection.bridge
+        assert self._arrays is not None and bridge is not None
+        if isinstance(self._arrays, ArrayGradients):
+            return self._arrays.step(bridge, parameters, gradients, rule, self._taken_samples())
+        self._arrays.check(parameters, rule)
+        self._check_unchanged()
+        self._arrays.binding.give(gradients)
         self._step(rate_of(rule), math.nan)
         return parameters
+
+    def _begin_arrays(self, parameters: Tree, rule: Optimizer) -> None:
+        self._check_unused()
+        if self._averages_gradients:
+            replica = self._arrays = ArrayGradients(parameters)
+            replica.synchronize(self._begin(replica.binding, description_of(rule)))
+        else:
+            arrays = self._arrays = ArrayParameters(parameters, rule)
+            self._begin(arrays.binding, arrays.rule_text())
 
     def samples(self, count: int) -> None:
         """See `Session.samples`."""
         if count < 1:
-            raise ConfigError(f"samples({count}): expected at least 1")
-        self._samples.say(count)
+            raise ConfigError(f"session.samples({count}): expected a number of samples, at least 1")
+        self._samples.set(count)
 
     def log(self, /, **values: Any) -> None:
         """See `Session.log`."""
@@ -275,29 +246,23 @@ class WorkerSession(Session):
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """See `Session.evaluation`."""
-        held, handover = self._held, self._handover
-        if held is None or handover is None or self._closed or self._joint:
+        if self._connection.bridge is None or self._closed or self._averages_gradients:
             yield
             return
-        self._unchanged()
-        own = handover.shown
-        held.show(handover.fetch())
-        try:
+        self._check_unchanged()
+        with self._connection.newest_parameters():
             yield
-        finally:
-            if own is not None:
-                held.show(own)
 
     def close(self) -> None:
-        """See `Session.close`. Raises what the run has ended with, if not well.
+        """See `Session.close`. Raises the error with which the run has ended, if any.
 
         Raises:
-            ConfigError: the script has changed parameters since its last step. The model is kept as the
+            ConfigError: the script has changed parameters since its last step. The model is saved as the
                 servers have it, and `gradstream train` ends with status 1.
         """
         changed = None
         try:
-            self._unchanged()
+            self._check_unchanged()
         except ConfigError as error:
             changed = error
         self.finish()
@@ -305,118 +270,65 @@ class WorkerSession(Session):
             raise changed
 
     def finish(self) -> None:
-        """Ends the session of a script that has ended: nobody looks at its parameters any more."""
+        """Ends the session of a script that has ended, and will not read its parameters any more."""
         if self._closed:
             return
         self._closed = True
-        self._leave()
-        if self._handover is not None and self._node is not None:
-            assert self._held is not None
-            self._held.let_go()
-            self._handover.end()
-            self._node.join()
-            if self._host is not None:
-                self._host.join()
-            error = self._handover.error or (self._host.error if self._host is not None else None)
-            if error is not None:
-                raise error
+        self._remove_hook()
+        self._connection.leave()
 
     def fail(self, error: BaseException) -> None:
-        """The script has ended with an exception: the run ends for all, with its traceback. Never raises."""
-        if self._closed or self._handover is None or self._node is None:
+        """Ends the run for all workers, since the script has ended with an exception. Never raises."""
+        if self._closed or self._connection.bridge is None:
             return
         self._closed = True
-        self._leave()
-        if self._handover.error is None:
-            text = "".join(traceback.format_exception(error))
-            message = f"worker-{self.rank}: the script raised {type(error).__name__}: {error}"
-            failure = error if isinstance(error, UserCodeError) else UserCodeError(message, text)
-            self._handover.end(failure)
-            self._node.join(FAREWELL_S)
-        if self._host is not None:
-            self._host.join(FAREWELL_S)
+        self._remove_hook()
+        self._connection.fail(error)
 
     def _check_unused(self) -> None:
-        if self._handover is not None:
-            raise ConfigError("wrap: this session has parameters already; one run trains one model")
+        if self._connection.bridge is not None:
+            raise ConfigError(
+                "session.wrap: this session has parameters already, from session.wrap or session.exchange; "
+                "one run trains one model. Wrap several modules in one call"
+            )
         if self._closed:
-            raise ClosedError("the session was closed: it trains one model, once")
+            raise ClosedError("the session is closed; it trains one model, once: start a new run for another")
 
     def _where(self) -> str:
-        made = 0 if self._handover is None else self._handover.batches
-        return f"worker-{self.rank}, step {(self._steps_before or 0) + made}"
+        bridge = self._connection.bridge
+        made = 0 if bridge is None else bridge.batches
+        return f"worker-{self.rank}, step {self._resume_point.steps + made}"
 
-    def _unchanged(self) -> None:
+    def _check_unchanged(self) -> None:
         """Raises ConfigError where the script has changed what the exchange would overwrite."""
-        over = self._handover is None or self._closed or self._handover.error is not None
-        if self._held is not None and not over:
-            self._held.unchanged(self._where())
+        if not self._closed:
+            self._connection.check_unchanged(self._where())
 
-    def _leave(self) -> None:
-        self._log.close()
-        if self._guard is not None:
-            self._guard.remove()
+    def _remove_hook(self) -> None:
+        if self._step_hook is not None:
+            self._step_hook.remove()
 
-    def _begin(self, held: ParameterBinding, rule: str) -> None:
-        self._check_unused()
-        self._held = held
-        self._handover = LoopBridge(held, self._log, joint=self._joint, on_step=held.keep)
-        self._takeover.handover = self._handover
-        self._node = LoopNode(self._place, held, self._handover, rule)
-        self._node.start()
-        self._handover.first()
-        self._log.open()
+    def _begin(self, binding: ParameterBinding, rule: str) -> LoopBridge:
+        bridge = self._connection.join(binding, rule, joint=self._averages_gradients)
+        self._takeover.bridge = bridge
+        return bridge
 
     def _step(self, lr: float, loss: float) -> None:
-        assert self._handover is not None
-        self._handover.step(self._taken_samples(), lr, self._log.step(loss))
+        samples = self._taken_samples()
+        assert self._connection.bridge is not None
+        self._connection.bridge.step(samples, lr, self._log.step(loss))
 
     def _taken_samples(self) -> int:
-        """Samples behind the gradient that leaves now."""
-        self._has_looked()
+        """Samples behind the gradient that is handed over now."""
+        self._resume_point.check_asked()
         return self._samples.take()
 
-    def _has_looked(self) -> None:
-        if self._steps_before and not self._looked:
-            raise ConfigError(
-                f"this run goes on from step {self._steps_before}, but the script begins its loop again: "
-                "skip what it has done, `if session.skip(): continue`, or look at session.step"
-            )
-
     @cached_property
-    def _joint(self) -> bool:
-        """Whether gradients alone are exchanged, and the loop's own optimizer makes each step."""
+    def _averages_gradients(self) -> bool:
+        """Whether only gradients are exchanged, and the loop's own optimizer makes each step."""
         return self._strategy.gives_mean
 
     @cached_property
     def _strategy(self) -> Strategy:
         job = self._place.job()
         return find_strategy(job.strategy, job.strategy_options)
-
-
-def _named(*optimizers: object) -> str:
-    """What the run is told of the optimizers, alike on all workers: names, and options but the rate."""
-    options = [options_of(one.param_groups) for one in optimizers if isinstance(one, torch.optim.Optimizer)]
-    kinds = "+".join(sorted({type(one).__name__ for one in optimizers}))
-    return json.dumps({"class": kinds, "fields": {"options": repr(options)}})
-
-
-def _several(given: Any, kind: type[K]) -> list[K]:
-    several = list(given) if isinstance(given, list | tuple) else [given]
-    for one in several:
-        if not isinstance(one, kind):
-            raise ConfigError(
-                f"wrap: got {type(one).__name__}, expected a torch {kind.__name__}, or a list of them; "
-                "for numpy arrays there is session.exchange"
-            )
-    if not several:
-        raise ConfigError(f"wrap: got no {kind.__name__}; expected at least one")
-    return several
-
-
-FAREWELL_S = 15.0
-"""For a script that has failed to tell the others."""
-
-
-def _without_lr(rule: Any) -> dict[str, Any]:
-    return {name: getattr(rule, name) for name in rule.__dataclass_fields__ if name != "lr"}

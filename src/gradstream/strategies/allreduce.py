@@ -66,6 +66,12 @@ class AllReduce(Strategy):
             4; where all workers share memory, a sixteenth of a large model, up to 16.
         factors: whether the gradients of wide linear layers go as factors; None decides layer by layer,
             and never between workers of one machine, where bytes cost less than the arithmetic.
+
+    Example:
+        >>> strategy = gs.AllReduce(algorithm="ring")
+        >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["steps"], run.summary["servers"]
+        (16, 0)
     """
 
     algorithm: str = "auto"

@@ -49,6 +49,12 @@ class AsySG(Strategy):
 
     Args:
         gradients: M, at least 1: so many are summed in an update.
+
+    Example:
+        >>> strategy = gs.AsySG(gradients=2)
+        >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["staleness_max"]
+        1
     """
 
     gradients: int = 1

@@ -115,6 +115,12 @@ class ParameterAveraging(Strategy):
         every: H, local steps between two averages, at least 1; None averages once, at the end.
         combine: "mean", "samples", "loss", or a function; see the module.
         state: of the update rule, a velocity for one: each worker's "own", or "averaged", too.
+
+    Example:
+        >>> strategy = gs.ParameterAveraging(every=4)
+        >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["steps"], run.summary["pushes"]
+        (16, 5)
     """
 
     every: int | None = 10

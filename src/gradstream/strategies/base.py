@@ -63,6 +63,11 @@ class Strategy(ABC):
     """Base of all strategies, which are frozen dataclasses of their options.
 
     A strategy travels between machines as its name and these fields, never as code.
+
+    Example:
+        >>> strategy: gs.Strategy = gs.Downpour(push_every=2)
+        >>> strategy.survives_worker_loss
+        True
     """
 
     partitioning: ClassVar[Partitioning]

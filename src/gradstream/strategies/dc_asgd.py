@@ -123,6 +123,12 @@ class DCASGD(Strategy):
         decay: d of the mean square, in [0, 1); where adaptive.
         eps: ε beside it, > 0; where adaptive.
         overlap: fetch while computing, at the price of one more step of delay.
+
+    Example:
+        >>> strategy = gs.DCASGD(strength=0.1, adaptive=False)
+        >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["staleness_max"]
+        1
     """
 
     adaptive: bool = True

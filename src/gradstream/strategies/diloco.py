@@ -54,6 +54,12 @@ class DiLoCo(Strategy):
         outer_lr: ν, rate of the outer steps, > 0.
         outer_momentum: μ, share of the outer velocity that is kept, in [0, 1).
         nesterov: the outer momentum is Nesterov's; else the plain one, as SlowMo's. Of μ = 0 there is none.
+
+    Example:
+        >>> strategy = gs.DiLoCo(every=4)
+        >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["steps"], run.summary["pushes"]
+        (16, 5)
     """
 
     every: int = 10

@@ -81,6 +81,12 @@ class Downpour(Strategy):
             are pushed, the others when they have grown; 0 pushes everything.
         significance_of: "relative" to the parameters' size, or "absolute".
         block_elems: what is in no row-sparse tensor is looked at in rows of so many elements.
+
+    Example:
+        >>> strategy = gs.Downpour(push_every=2)
+        >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["steps"], run.summary["pushes"]
+        (16, 9)
     """
 
     push_every: int = 1

@@ -58,6 +58,12 @@ class ElasticAveraging(Strategy):
         every: τ, local steps between two exchanges, at least 1.
         moving_rate: α, how much of the way to the centre a worker is pulled, 0 to 1; 0.9/W if None.
         synchronous: all workers exchange together; else each when it gets there. Takes an α of at most 1/W.
+
+    Example:
+        >>> strategy = gs.ElasticAveraging(every=4)
+        >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["steps"], run.summary["updates"]
+        (16, 5)
     """
 
     every: int = 10
@@ -131,7 +137,14 @@ class ElasticAveraging(Strategy):
 
 @dataclass(frozen=True, slots=True)
 class EAMSGD(ElasticAveraging):
-    """Elastic averaging with Nesterov's momentum of 0.99 on the workers, Algorithm 2; see the module."""
+    """Elastic averaging with Nesterov's momentum of 0.99 on the workers, Algorithm 2; see the module.
+
+    Example:
+        >>> strategy = gs.EAMSGD(every=2)
+        >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["steps"], run.summary["updates"]
+        (16, 9)
+    """
 
     def optimizer(self) -> Optimizer:
         """Of the workers: δ = 0.99, and a rate that suits: steps add up to a hundred times it."""

@@ -59,6 +59,12 @@ class Hogwild(Strategy):
     Args:
         update: what one component's update is: "atomic", "plain", "lock", "short_lock", "component_locks" or
             "round_robin".
+
+    Example:
+        >>> strategy = gs.Hogwild(update="plain")
+        >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["steps"], run.summary["servers"]
+        (16, 0)
     """
 
     update: str = "atomic"

@@ -58,6 +58,12 @@ class Softsync(Strategy):
         splits: n, at least 1; of as many as there are workers, or more, every gradient is an update.
         power: p, at least 0; 0 weighs all gradients alike. A function has none.
         weight: "power", "exponential", or a function of τ; see `strategies.penalty`.
+
+    Example:
+        >>> strategy = gs.Softsync(splits=2)
+        >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["staleness_max"]
+        1
     """
 
     splits: int = 1

@@ -67,6 +67,12 @@ class SSP(Strategy):
         bound: s, in clocks, which are steps; 0 is bulk synchronous.
         local_lr: α, by which a worker sees its own updates between two fetches; the optimizer's rate if
             None. That is exact where the update rule is SGD. With s = 0 there is nothing between them.
+
+    Example:
+        >>> strategy = gs.SSP(bound=2)
+        >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["staleness_max"] <= 5
+        True
     """
 
     bound: int = 3

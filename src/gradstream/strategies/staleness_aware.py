@@ -44,6 +44,12 @@ class StalenessAware(Strategy):
     Args:
         power: p, at least 0; 0 weighs all gradients alike. A function has none.
         weight: "power", "exponential", or a function of τ; see `strategies.penalty`.
+
+    Example:
+        >>> strategy = gs.StalenessAware(power=1.0)
+        >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["staleness_max"]
+        1
     """
 
     power: float = 1.0

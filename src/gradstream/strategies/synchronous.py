@@ -93,6 +93,12 @@ class Synchronous(Strategy):
         backup: b workers of all are not waited for, at least 0; see the module.
         sparse: of row-sparse tensors exchange the touched rows alone, with the same bits; for an update rule
             that leaves the others as they are. A gradient then leaves when all of it is there.
+
+    Example:
+        >>> strategy = gs.Synchronous()
+        >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["steps"], run.summary["staleness_max"]
+        (16, 0)
     """
 
     overlap: bool = True

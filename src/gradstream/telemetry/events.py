@@ -381,7 +381,7 @@ class MemoryEvent(Event):
     """Peak memory of a process, and vectors it has allocated by name.
 
     `peak_bytes` is all that was resident, file pages (libraries, a memory-mapped data set)
-    included; `peak_own_bytes` is without those, sampled whenever vitals are taken, and `own_bytes`
+    included; `peak_own_bytes` is without those, sampled with each report of metrics, and `own_bytes`
     the latest sample.
     """
 

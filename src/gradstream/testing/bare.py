@@ -1,7 +1,7 @@
-"""How a program that is not gradstream's begins a connection by hand, step by step, over sockets and gRPC.
+"""Begins connections by hand, step by step, over sockets and gRPC, as a program without gradstream would.
 
-Each step is a call of its own, and shows what it has said, so that tests of other programs and of attackers
-can leave one out, change it, or say it again elsewhere::
+Each step is a separate call, and returns the message that it has sent, so that tests of other programs and
+of attackers can omit, change or replay a step::
 
     bare = Bare(Identity("job", "worker-9", 1, secret=...), called="shard-0")
     async with BareSocket(address) as raw:          # or a connected socket
@@ -50,7 +50,7 @@ class Refused(Exception):
     """The called side has refused a greeting.
 
     Args:
-        refuse: what it said.
+        refuse: the refusal.
     """
 
     def __init__(self, refuse: v1.Refuse) -> None:
@@ -60,10 +60,10 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """Who calls, and whom.
+    """A caller and the node that it calls.
 
     Args:
-        identity: of the caller; its secret makes the proof.
+        identity: identity of the caller; its secret makes the proof.
         called: name of the node that is called.
     """
 
@@ -74,7 +74,8 @@ class Bare:
         """A greeting that answers a challenge, with its proof.
 
         Args:
-            fields: of the greeting, instead of the usual ones. The proof covers them.
+            challenge: challenge of the called side.
+            fields: fields of the greeting that replace the usual ones. The proof covers them.
         """
         mine = self.identity
         said = v1.Greeting(**{"sender": mine.name, "incarnation": mine.incarnation, "count": 1, **fields})
@@ -89,8 +90,9 @@ class Bare:
         """The first frame of a stream.
 
         Args:
-            request: what the method asks for.
-            fields: of the Open, instead of the usual ones.
+            method: name of the method.
+            request: serialised request of the method.
+            fields: fields of the Open that replace the usual ones.
         """
         mine = self.identity
         usual: dict[str, Any] = {
@@ -114,9 +116,11 @@ def packed(
     """A frame as it goes over a socket.
 
     Args:
-        stream: its number on this connection, from 1; 0 is what comes before streams.
-        number: place of the frame in its stream.
-        promised_bytes: what the prefix says of the payload's length, where that is not true.
+        stream: number of the stream on this connection, from 1; 0 is for frames before the streams.
+        number: number of the frame in its stream.
+        frame: the header.
+        payload: the payload.
+        promised_bytes: length of the payload in the prefix, where it differs from the true one.
     """
     header = frame.SerializeToString()
     payload_bytes = len(payload) if promised_bytes is None else promised_bytes
@@ -124,10 +128,10 @@ def packed(
 
 
 class BareSocket:
-    """A connection over TCP, or over any stream socket that is connected.
+    """A connection over TCP, or over any connected stream socket.
 
     Args:
-        to: host:port, or the socket.
+        to: host:port, or the connected socket.
     """
 
     def __init__(self, to: str | socket.socket) -> None:
@@ -145,12 +149,12 @@ class BareSocket:
         self.writer.close()
 
     async def say(self, *data: bytes) -> None:
-        """Sends bytes as they are."""
+        """Sends raw bytes."""
         self.writer.write(b"".join(data))
         await self.writer.drain()
 
     async def hear(self) -> tuple[int, v1.Frame]:
-        """The next frame and the number of its stream; what payload it has is thrown away."""
+        """The number of the next frame's stream, and the frame; drops its payload."""
         stream, _, header_bytes, payload_bytes = PREFIX.unpack(await self.reader.readexactly(PREFIX.size))
         frame = v1.Frame.FromString(await self.reader.readexactly(header_bytes))
         await self.reader.readexactly(payload_bytes)
@@ -165,11 +169,11 @@ class BareSocket:
             pass
 
     async def challenge(self) -> v1.Challenge:
-        """What the called side begins with."""
+        """Reads the challenge of the called side."""
         return (await self.hear())[1].challenge
 
     async def show(self, greeting: v1.Greeting) -> v1.Proven:
-        """Sends a greeting, whatever it says. Raises Refused."""
+        """Sends any greeting and returns the answer. Raises Refused."""
         await self.say(packed(GREETING, 0, v1.Frame(greeting=greeting)))
         answer = (await self.hear())[1]
         if answer.HasField("refuse"):
@@ -177,7 +181,7 @@ class BareSocket:
         return answer.proven
 
     async def greet(self, bare: Bare, **fields: Any) -> tuple[v1.Greeting, v1.Proven]:
-        """All of it: challenge, greeting, proven. Raises Refused.
+        """Does all steps: challenge, greeting, proven. Raises Refused.
 
         Args:
             fields: see `Bare.greeting`.
@@ -195,8 +199,8 @@ class BareSession:
     """A session of gRPC, which lasts until `close` or the end of its channel.
 
     Args:
-        bare: whose.
-        greeting, proven: what has made it.
+        bare: caller and called node.
+        greeting, proven: the messages that have made the session.
         call: the open rpc.
     """
 
@@ -208,11 +212,11 @@ class BareSession:
         self.passes = CallerSession(proven.session, key)
 
     def metadata(self) -> grpc.aio.Metadata:
-        """What one more stream shows; the same twice is a replay."""
+        """The metadata of one more stream; to use it twice is a replay."""
         return pass_metadata(self.passes.next_pass())
 
     async def ended(self) -> None:
-        """Returns once the called side has ended it, or it is gone with the connection."""
+        """Returns once the called side has ended the session, or the connection is lost."""
         try:
             while await self._call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]
                 pass
@@ -220,7 +224,7 @@ class BareSession:
             pass
 
     def close(self) -> None:
-        """Ends it from this side."""
+        """Ends the session from this side."""
         self._call.cancel()
 
 
@@ -230,13 +234,13 @@ def pass_metadata(raw: bytes) -> grpc.aio.Metadata:
 
 
 async def challenge(channel: grpc.aio.Channel) -> v1.Challenge:
-    """What the called side is to be shown the proof for."""
+    """Asks the called side for a challenge."""
     answer: v1.Frame = await PeerStub(channel).Challenge().read()  # type: ignore[no-untyped-call]
     return answer.challenge
 
 
 async def show(channel: grpc.aio.Channel, bare: Bare, greeting: v1.Greeting | bytes) -> BareSession:
-    """Begins a session with a greeting, whatever it says. Raises Refused."""
+    """Begins a session with any greeting. Raises Refused."""
     raw = greeting if isinstance(greeting, bytes) else greeting.SerializeToString()
     metadata = grpc.aio.Metadata((GREETING_METADATA, raw))
     call = PeerStub(channel).Session(metadata=metadata)  # type: ignore[no-untyped-call]
@@ -248,7 +252,7 @@ async def show(channel: grpc.aio.Channel, bare: Bare, greeting: v1.Greeting | by
 
 
 async def open_session(channel: grpc.aio.Channel, bare: Bare, **fields: Any) -> BareSession:
-    """All of it: challenge, greeting, proven. Raises Refused.
+    """Does all steps: challenge, greeting, proven. Raises Refused.
 
     Args:
         fields: see `Bare.greeting`.

@@ -1,14 +1,10 @@
-"""Conformance checks: how streams end: by themselves, by cancel, by deadline, by death."""
+"""Conformance checks: streams end regularly, by cancel, by deadline, and by the death of the peer."""
 
 from __future__ import annotations
 
 import torch
 
-from gradstream.errors import (
-    ClosedError,
-    DeadlineError,
-    PeerLostError,
-)
+from gradstream.errors import ClosedError, DeadlineError, PeerLostError
 from gradstream.memory import Vector
 from gradstream.testing.pieces import (
     SILENCE_S,
@@ -42,7 +38,7 @@ __all__ = [
 
 
 async def ends(pair: Pair) -> None:
-    """`end` ends one direction; what was sent before it is delivered before it."""
+    """`end` ends one direction; frames sent before it are delivered first."""
 
     async def late(stream: Stream) -> None:
         expect((await take_chunk(stream)).frame.body.data == b"one", "the body before the end is missing")
@@ -77,7 +73,7 @@ async def early_finish(pair: Pair) -> None:
 
 
 async def cancel_by_caller(pair: Pair) -> None:
-    """The called side is told, and what is queued on either side is dropped."""
+    """The called side learns of the cancel, and frames queued on either side are dropped."""
     held = HeldReference()
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
@@ -97,7 +93,7 @@ async def cancel_by_caller(pair: Pair) -> None:
 
 
 async def cancel_by_called(pair: Pair) -> None:
-    """The caller is told."""
+    """The caller learns of the cancel."""
 
     async def leave(stream: Stream) -> None:
         await stream.send(chunk_frame(0), numbered(0))
@@ -112,7 +108,7 @@ async def cancel_by_called(pair: Pair) -> None:
 
 
 async def deadline(pair: Pair) -> None:
-    """Silence is a DeadlineError that names the peer and whom it waits for; the peer is told."""
+    """Silence raises a DeadlineError that names the peer and the nodes it waits for; the peer learns of it."""
     held, silence_s = HeldReference(), 4 * pair.tick_s
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
@@ -132,7 +128,7 @@ async def deadline(pair: Pair) -> None:
 
 
 async def waiting_resets(pair: Pair) -> None:
-    """A WAITING frame starts the deadline anew: waiting is not silence."""
+    """A WAITING frame restarts the deadline: waiting is not silence."""
 
     async def slow(stream: Stream) -> None:
         for _ in range(6):
@@ -147,7 +143,7 @@ async def waiting_resets(pair: Pair) -> None:
 
 
 async def sender_deadline(pair: Pair) -> None:
-    """A tagged send to somebody who does not receive ends by its deadline, and names them."""
+    """A tagged send to a peer that does not receive ends by its deadline, and names the peer."""
     vector = Vector("x", torch.ones(10))
     work = pair.near.send("far", 1, vector.all, silence_s=4 * pair.tick_s)
     error = await raises(DeadlineError, work, "send that nobody receives")
@@ -156,7 +152,7 @@ async def sender_deadline(pair: Pair) -> None:
 
 
 async def peer_death(pair: Pair) -> None:
-    """What had arrived is delivered, then PeerLostError; calls in flight and new ones fail too."""
+    """Frames that had arrived are delivered, then PeerLostError is raised; calls in flight and new ones fail."""
     held = HeldReference()
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
@@ -181,7 +177,7 @@ async def peer_death(pair: Pair) -> None:
 
 
 async def unknown_peer(pair: Pair) -> None:
-    """Nobody there is a PeerLostError at first use, not at `open`."""
+    """An unknown peer raises PeerLostError at first use, not at `open`."""
     stream = await pair.near.open("nobody", "echo", v1.Tensor())
     await raises(PeerLostError, stream.recv(SILENCE_S), "recv from nobody")
 

@@ -1,20 +1,18 @@
-"""Conformance of a carrier: what `transport.base` promises, as checks that any endpoint passes.
+"""Conformance of a carrier: the promises of `transport.base`, as checks that every endpoint must pass.
 
-A carrier brings a `MakePair`, which gives two endpoints that know each other, "near" and "far".
+A carrier supplies a `MakePair`, which makes two endpoints that know each other, "near" and "far".
 `check_endpoint` runs all of `CHECKS`; a test suite may run them one by one::
 
     async def test_order():
         await run_check(order, make_pair)
 
-A check raises `ConformanceError` when a promise is broken; what an endpoint raises where it
-should not comes through. Each takes bounded time: a carrier that loses a frame fails by deadline.
+A check raises `ConformanceError` when a promise is broken; an unexpected exception of an endpoint passes
+through. Each check takes bounded time: a carrier that loses a frame fails by deadline.
 """
 
 from __future__ import annotations
 
-from gradstream.errors import (
-    GradstreamError,
-)
+from gradstream.errors import GradstreamError
 from gradstream.testing.ending_checks import (
     cancel_by_called,
     cancel_by_caller,
@@ -108,14 +106,14 @@ async def check_endpoint(make_pair: MakePair) -> None:
     """Runs every check, each on a fresh pair.
 
     Raises:
-        ConformanceError: a promise is broken; the message says which check found it.
+        ConformanceError: a promise is broken; the message names the check.
     """
     for check in CHECKS:
         await run_check(check, make_pair)
 
 
 async def run_check(check: Check, make_pair: MakePair) -> None:
-    """Runs one check on a fresh pair, for `LIMIT_S` at most."""
+    """Runs one check on a fresh pair, for at most `LIMIT_S` seconds."""
     async with make_pair() as pair:
         try:
             await pair.runtime.within(LIMIT_S, check(pair))

@@ -41,9 +41,9 @@ __all__ = [
 ]
 
 PING_SHARE = 0.03
-"""Of the time of a bulk transfer, that the median control call beside it may take: queued, it takes half."""
+"""Share of a bulk transfer's time that the median control call beside it may take; a queued call takes half."""
 PING_TIMES = 10
-"""Or so many times what it takes alone, where the transfer is over soon."""
+"""Alternative limit for short transfers: a multiple of the time of a call alone."""
 
 
 async def order(pair: Pair) -> None:
@@ -78,7 +78,7 @@ async def order(pair: Pair) -> None:
 
 
 async def largest_chunk(pair: Pair) -> None:
-    """A chunk may have as many bytes as the protocol allows, both ways."""
+    """A chunk of the protocol's greatest length arrives, both ways."""
     elems = MAX_PAYLOAD_BYTES // 8
     pair.far.serve("echo", echo)
     stream = await pair.near.open("far", "echo", v1.Tensor())
@@ -90,7 +90,7 @@ async def largest_chunk(pair: Pair) -> None:
 
 
 async def independence(pair: Pair) -> None:
-    """A stream that nobody reads does not hold up another."""
+    """A stream that nobody reads does not delay another."""
     held = HeldReference()
     pair.far.serve("held", held)
     stuck = await pair.near.open("far", "held", v1.Tensor())
@@ -104,7 +104,7 @@ async def independence(pair: Pair) -> None:
 
 
 async def credit(pair: Pair) -> None:
-    """A sender stops at the window until the receiver takes; then all arrives."""
+    """A sender stops at the window until the receiver takes chunks; then all arrive."""
     held, count, sent = HeldReference(), 4 * pair.window, list[int]()
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
@@ -136,7 +136,7 @@ async def callers_window(pair: Pair) -> None:
 
 
 async def credit_then_send(pair: Pair) -> None:
-    """After `credit`, a send takes its payload over before anything else runs."""
+    """After `credit`, a send takes its payload over before other code runs."""
     pair.far.serve("echo", echo)
     stream = await pair.near.open("far", "echo", v1.Tensor())
     values = torch.zeros(8)
@@ -151,7 +151,7 @@ async def credit_then_send(pair: Pair) -> None:
 
 
 async def priority(pair: Pair) -> None:
-    """A control call is not held up behind a bulk transfer."""
+    """A control call does not wait behind a bulk transfer."""
     piece = torch.zeros(262_144)
     num_chunks = -(-pair.bulk_bytes // piece.nbytes)
     pair.far.serve("sink", sink_all)

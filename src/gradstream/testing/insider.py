@@ -1,6 +1,6 @@
-"""A worker that tells: what a member of a run knows, left in a file for a test that attacks that run.
+"""A worker that leaks: a member's knowledge of a run, written to a file for a test that attacks that run.
 
-For tests of what a run gives away and withstands. Whoever holds this file is a member gone bad.
+For tests of a run's secrets and defences. A process that holds this file is a malicious member.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _KNOWN = ("job", "name", "incarnation", "fingerprint", "epoch")
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """What a worker knows of its run.
+    """A worker's knowledge of its run.
 
     Args:
         job, name, incarnation, fingerprint, epoch: its identity.
         secret: of the run, in hexadecimal.
         tls: PEM of its authority, certificate and key, by name; empty for a run in plain text.
-        coordinator: address of the coordinator. The run's events tell those of all other nodes.
+        coordinator: address of the coordinator. The run's events have those of all other nodes.
     """
 
     job: str
@@ -43,17 +43,17 @@ class Leak:
 
     @classmethod
     def read(cls, path: Path) -> Leak:
-        """What an `Insider` has left."""
+        """Reads the `Leak` of an `Insider`."""
         return cls(**json.loads(path.read_text()))
 
     def identity(self, **changed: Any) -> Identity:
-        """An identity that is the worker's but for what is changed."""
+        """The worker's identity, with these changes."""
         known = {name: getattr(self, name) for name in _KNOWN}
         return Identity(**(known | {"secret": bytes.fromhex(self.secret)} | changed))
 
     @property
     def identifiers(self) -> list[str]:
-        """What nobody outside of the run may be told, as it might be written."""
+        """Secrets of the run as text, to be searched for in everything that a stranger can read."""
         numbers = [self.incarnation, self.fingerprint]
         return [self.job, self.secret, *(f"{n:x}" for n in numbers), *(str(n) for n in numbers)]
 

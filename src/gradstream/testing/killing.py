@@ -1,4 +1,4 @@
-"""SIGKILL to the nodes of a run on this machine, at a moment of the run and not of the clock."""
+"""SIGKILL to the nodes of a run on this machine, at an event of the run and not at a time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ QUIET = 100
 
 
 class Killer:
-    """Kills nodes when an event of a kind has come so many times. Give it to the run as `on_event`.
+    """Kills nodes after a number of events of one kind. Give it to the run as `on_event`.
 
     Args:
         cluster: the nodes.
         kind: of event: "step".
-        times: how often it comes before.
-        victims: names of nodes; none means all that run then.
+        times: number of such events before the kill.
+        victims: names of nodes; none means all that run at that time.
     """
 
     def __init__(self, cluster: LocalCluster, kind: str, times: int, *victims: str) -> None:
@@ -32,7 +32,7 @@ class Killer:
         self._victims = victims
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        """Takes note of an event, and kills at the right one."""
+        """Counts an event, and kills at the last one."""
         self._left -= event["event"] == self._kind
         if self._left == 0:
             self._left = -1
@@ -40,10 +40,10 @@ class Killer:
                 self._cluster.signal(name, signal.SIGKILL)
 
     def bury(self) -> None:
-        """Hears of every death, so that the cluster can have another run.
+        """Waits for every death, so that the cluster can have another run.
 
         Raises:
-            AssertionError: the kill never fired, or somebody still runs.
+            AssertionError: the kill never fired, or a node still runs.
         """
         assert self._left < 0, f"no kill: {self._left} more events {self._kind!r} were to come before"
         quiet = 0

@@ -1,4 +1,4 @@
-"""A device that is none, for tests of `model.staging`: a second memory, and copies that are made late."""
+"""A fake device for tests of `model.staging`: a second memory, and copies that are made late."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["LateStreams"]
 
 
 class LateStreams(Streams):
-    """Copies into main memory are made in order, and only when somebody has asked for their event.
+    """Copies into main memory are made in order, and only when the caller has asked for their event.
 
     Until then the place of a copy holds NaN (a number that is none of the results, where it is of integers),
-    and its source is not looked at: whoever reads the one or writes the other too early gets other bits.
+    and its source is not read: a caller that reads the one or writes the other too early gets other bits.
 
     Args:
-        late: so many questions are answered with no before a copy is made.
+        late: number of questions that are answered with no before a copy is made.
 
     Attributes:
         asked, made: how many copies were asked for, and how many have been made.
-        pinned: addresses of what was pinned.
+        pinned: addresses of pinned memory.
     """
 
     def __init__(self, late: int = 2) -> None:

@@ -5,7 +5,7 @@
     machine 2 ──eth0──┘
 
 Nothing of this machine's own network is touched or reached. Each card sends and receives at `rate`
-at most, which `tc tbf` sees to. It takes root, `ip` and `tc`: `unavailable` says what is missing.
+at most, by `tc tbf`. It takes root, `ip` and `tc`: `unavailable` names the missing ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Machine", "Machines", "NetworkCut", "unavailable"]
 
 GIGABIT = "1gbit"
 BURST = "256kb"  # of a card: more than one packet that the kernel has not cut up yet
-LATENCY = "50ms"  # what a card's queue holds
+LATENCY = "50ms"  # of a card's queue
 
 # Classic BPF as `tc` writes it: the number of instructions, then "code jt jf k" of each; 2 drops a packet.
 DROP_IP = "4,40 0 0 12,21 0 1 2048,6 0 0 2,6 0 0 0"
@@ -63,7 +63,7 @@ def unavailable() -> str:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """No other process of this computer makes namespaces meanwhile: ip mounts them, and looks through all."""
+    """Locks out other processes that make namespaces: ip mounts them, and walks through all."""
     with open("/run/gradstream-machines.lock", "w") as lock:  # root alone can write there
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -128,14 +128,14 @@ class Machine:
 
 
 class NetworkCut:
-    """A context manager: while it is open, packets of one direction vanish, and nobody is told.
+    """A context manager: while it is open, packets of one direction vanish without an error.
 
     Only IPv4 is dropped: neighbours go on finding each other's hardware addresses, as beyond a router.
 
     Args:
         switch: namespace of the bridge.
         port: of it, at which the machine is.
-        hook: "ingress" for what the machine sends, "egress" for what is sent to it.
+        hook: "ingress" for packets from the machine, "egress" for packets to it.
 
     Attributes:
         num_dropped: how many packets were dropped, once it is closed.
@@ -175,7 +175,7 @@ class NetworkCut:
 
 
 class Machines:
-    """A context manager: machines that are there while it is open, and gone afterwards with all they run.
+    """A context manager: machines that exist while it is open; afterwards they and their processes are gone.
 
     Args:
         count: how many, 1 to 250.
@@ -274,8 +274,8 @@ def _run(*command: str) -> str:
 
 
 def _remove(namespace: str) -> None:
-    """Kills what runs in a namespace and removes it; what is gone already is no error."""
-    for _ in range(3):  # what is being killed may have just forked
+    """Kills the processes of a namespace and removes it, if it is still there."""
+    for _ in range(3):  # a process may have forked just before its death
         pids = subprocess.run(
             ["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False, timeout=20
         )
@@ -306,7 +306,7 @@ def _nap() -> None:
 
 
 def _sweep() -> None:
-    """Removes what a process that was killed has left."""
+    """Removes namespaces that a killed process has left."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False, timeout=20)
     for found in re.finditer(r"^(gs(\d+)-\w+)", listed.stdout, re.MULTILINE):
         if not Path(f"/proc/{found[2]}").exists():

@@ -1,4 +1,4 @@
-"""Conformance checks: whose memory it is, before and after."""
+"""Conformance checks: ownership of memory before and after each call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 async def tensors(pair: Pair) -> None:
-    """Tagged send and recv: sizes around the chunk's, both ways, matched by tag, posted in any order."""
+    """Tagged send and recv work both ways, for sizes around a chunk, matched by tag, called in any order."""
     for elems in (0, 1, 262_143, 262_144, 262_145, 3_000_000):
         sent = [Vector("sent", torch.randn(elems)) for _ in range(2)]
         got = [Vector("got", torch.full((elems,), -1.0)) for _ in range(2)]
@@ -60,7 +60,7 @@ async def tensors(pair: Pair) -> None:
 
 
 async def taken_over(pair: Pair) -> None:
-    """Once `send` has returned, writing the payload changes nothing that arrives."""
+    """Once `send` has returned, a write to the payload changes nothing that arrives."""
     held = HeldReference()
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
@@ -78,7 +78,7 @@ async def taken_over(pair: Pair) -> None:
 
 
 async def landing(pair: Pair) -> None:
-    """A payload lies where `land` has named a place that fits, or in the carrier's memory, and says which."""
+    """A payload lies in a fitting place that `land` has named, or in the carrier's memory; `landed` says which."""
     held, memory = HeldReference(), torch.zeros(3, 64)
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
@@ -106,7 +106,7 @@ async def landing(pair: Pair) -> None:
 
 
 async def lending(pair: Pair) -> None:
-    """What was lent is borrowed until it is back: when the peer has let go of it, or can get it no more."""
+    """A lent span stays borrowed until the peer has released it, or can no longer receive it."""
     held, elems = HeldReference(), 100_000
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
@@ -165,7 +165,7 @@ async def lent_while_waiting(pair: Pair) -> None:
 
 
 async def ownership_after_deadline(pair: Pair) -> None:
-    """After a deadline the memory is free at once, and what arrives late is never written into it."""
+    """After a deadline the memory is free at once, and late data is never written into it."""
     into, source = Vector("into", torch.zeros(8)), Vector("source", torch.ones(8))
     work = pair.near.recv("far", 7, into.all, silence_s=2 * pair.tick_s)
     error = await raises(DeadlineError, work, "recv of what nobody sends")
@@ -179,7 +179,7 @@ async def ownership_after_deadline(pair: Pair) -> None:
 
 
 async def ownership_after_half(pair: Pair) -> None:
-    """The same where the first half had arrived, and the sender is told."""
+    """The same where the first half had arrived; the sender learns of the deadline."""
     into = Vector("into", torch.zeros(8))
     request = v1.Tensor(tag=8, elems=8, dtype=v1.FLOAT32, sequence=1000)
     stream = await pair.far.open("near", "tensor", request)

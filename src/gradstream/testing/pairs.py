@@ -1,4 +1,4 @@
-"""Pairs of endpoints for `check_endpoint`, one maker for each of the house's carriers."""
+"""Pairs of endpoints for `check_endpoint`, one maker for each built-in carrier."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _METHODS = {
 }
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
-"""Runs a coroutine to its end, on the kind of time that the carrier needs."""
+"""Runs a coroutine to its end, in real or virtual time."""
 
 QUIET = SimulationConfig(
     network=Network(bandwidth_bytes_s=1.25e9, link=Link(latency_s=100e-6, jitter_s=20e-6))
@@ -50,7 +50,7 @@ QUIET = SimulationConfig(
 
 
 class Known(Endpoint, Protocol):
-    """What pairs are made of."""
+    """An endpoint of a pair."""
 
     runtime: Runtime
 
@@ -59,7 +59,7 @@ class Known(Endpoint, Protocol):
         ...
 
     def dial(self, peer: str, opened: v1.Open) -> Stream:
-        """Opens a stream with an Open made by hand."""
+        """Opens a stream with any Open."""
         ...
 
 
@@ -71,7 +71,7 @@ def _know(near: Known, far: Known) -> None:
 
 
 def memory_pairs(seed: int = 0, config: SimulationConfig = QUIET) -> tuple[Run, MakePair]:
-    """Pairs on a virtual network, and how to run checks on them: in virtual time."""
+    """Makes pairs on a virtual network, and a function that runs checks on them in virtual time."""
     cluster = VirtualCluster(seed, config)
 
     @asynccontextmanager
@@ -93,10 +93,10 @@ def memory_pairs(seed: int = 0, config: SimulationConfig = QUIET) -> tuple[Run, 
 
 
 def grpc_pairs(security: Callable[[str], Tls] | None = None) -> tuple[Run, MakePair]:
-    """Pairs over loopback, and how to run checks on them: asyncio, in real time.
+    """Makes pairs over gRPC on loopback, and a function that runs checks on them in real time.
 
     Args:
-        security: TLS of an endpoint, by its name; None is plain text.
+        security: returns the TLS settings of an endpoint by its name; None is plain text.
     """
 
     def make(identity: Identity, runtime: RealRuntime) -> GrpcEndpoint:
@@ -109,12 +109,12 @@ def grpc_pairs(security: Callable[[str], Tls] | None = None) -> tuple[Run, MakeP
 
 
 def tcp_pairs(connections: int = 1) -> tuple[Run, MakePair]:
-    """The same over TCP; see `SocketEndpoint` for `connections`."""
+    """As `grpc_pairs`, over TCP; see `SocketEndpoint` for `connections`."""
     return real_pairs(lambda identity, runtime: TcpEndpoint(identity, runtime, connections=connections))
 
 
 def shm_pairs() -> tuple[Run, MakePair]:
-    """The same over shared memory, in which vectors of each node lie that others are sent."""
+    """As `grpc_pairs`, over shared memory, with the vectors of each node in it."""
 
     def make(identity: Identity, runtime: RealRuntime) -> ShmEndpoint:
         runtime.memory = SharedMemory()
@@ -124,7 +124,7 @@ def shm_pairs() -> tuple[Run, MakePair]:
 
 
 def real_pairs(make: Callable[[Identity, RealRuntime], Known]) -> tuple[Run, MakePair]:
-    """Pairs of endpoints in real time, by how to make one of them."""
+    """Makes pairs in real time from a function that makes one endpoint."""
 
     @asynccontextmanager
     async def make_pair() -> AsyncIterator[Pair]:

@@ -1,4 +1,4 @@
-"""What the conformance checks are made of: the pair under test, frames, and expectations."""
+"""Parts of the conformance checks: the pair under test, frames, and expectations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from gradstream.errors import (
-    GradstreamError,
-)
+from gradstream.errors import GradstreamError
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Received, Stream
 from gradstream.wire import v1
@@ -53,14 +51,14 @@ class Pair:
     """Two started endpoints of one job that know each other, named "near" and "far".
 
     Args:
-        near: calls.
-        far: is called.
-        runtime: of near.
-        far_runtime: of far.
+        near: the calling endpoint.
+        far: the called endpoint.
+        runtime: runtime of near.
+        far_runtime: runtime of far.
         kill_far: ends far as the death of its process would.
-        dial: opens a stream from near with an Open made by hand.
-        window: chunks that far holds per stream.
-        tick_s: enough time for a few frames to arrive.
+        dial: opens a stream from near with any Open.
+        window: chunks that far holds for each stream.
+        tick_s: seconds in which a few frames arrive.
         bulk_bytes: size of the bulk transfer.
     """
 
@@ -80,7 +78,7 @@ Check = Callable[[Pair], Coroutine[Any, Any, None]]
 
 
 def expect(fact: bool, message: str) -> None:
-    """Raises ConformanceError with `message` unless it is a fact."""
+    """Raises ConformanceError with `message` unless `fact` is true."""
     if not fact:
         raise ConformanceError(message)
 
@@ -97,12 +95,12 @@ def body_frame(data: bytes = b"") -> v1.Frame:
 
 
 def numbered(index: int, elems: int = 1) -> torch.Tensor:
-    """A payload that tells which chunk it is."""
+    """A payload whose elements are the index of its chunk."""
     return torch.full((elems,), float(index))
 
 
 async def raises(kind: type[GradstreamError], work: Awaitable[object], where: str) -> GradstreamError:
-    """Awaits what must fail with this kind of error, and returns the error."""
+    """Awaits work that must fail with this kind of error, and returns the error."""
     try:
         await work
     except GradstreamError as error:
@@ -112,7 +110,7 @@ async def raises(kind: type[GradstreamError], work: Awaitable[object], where: st
 
 
 async def take_chunk(stream: Stream) -> Received:
-    """The next frame, which must come."""
+    """The next frame. Raises ConformanceError where the peer has ended instead."""
     received = await stream.recv(SILENCE_S)
     if received is None:
         raise ConformanceError(f"{stream.peer} ended where a frame was due")
@@ -139,14 +137,14 @@ async def sink_all(stream: Stream) -> None:
 
 
 async def ping(pair: Pair, count: int) -> None:
-    """Round trips, and so time for other frames to arrive."""
+    """Makes `count` round trips, in which other frames arrive."""
     pair.far.serve("ping", reply_once, model=False)
     for _ in range(count):
         await pair.near.call("far", "ping", v1.Tensor(), v1.Tensor, silence_s=SILENCE_S)
 
 
 async def settle(pair: Pair, sent: list[int], expected: int) -> None:
-    """Gives a sender every chance to send more than it may; it must have sent `expected`."""
+    """Gives a sender time to send more than its credit; it must have sent `expected` chunks."""
     for _ in range(200):
         await ping(pair, 1)
         if len(sent) >= expected:
@@ -157,7 +155,7 @@ async def settle(pair: Pair, sent: list[int], expected: int) -> None:
 
 
 class HeldReference:
-    """A handler that does nothing until it is released, and keeps its stream for the check."""
+    """A handler that waits until it is released, and keeps its stream for the check."""
 
     def __init__(self) -> None:
         self.opened = asyncio.Event()
@@ -189,7 +187,7 @@ async def until_closed(runtime: Runtime, stream: Stream, tick_s: float) -> Grads
 
 
 async def fill(stream: Stream, count: int, sent: list[int]) -> None:
-    """Sends chunks, noting each that was taken over."""
+    """Sends chunks, and adds to `sent` each that the carrier has taken over."""
     for index in range(count):
         await stream.send(chunk_frame(index, 64), numbered(index, 64))
         sent.append(index)

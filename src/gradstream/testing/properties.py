@@ -1,7 +1,7 @@
-"""The laws that every strategy obeys, each with a way to find out. All on virtual time, with seeds.
+"""The properties that every strategy must have, each with its check. All on virtual time, with seeds.
 
-A law is a function of a strategy. It returns what it has seen, as figures in one line, and raises
-`BrokenPropertyError` where the strategy does otherwise. Its first docstring line is the law.
+A check is a function of a strategy. It returns its figures in one line, and raises `BrokenPropertyError`
+where the property does not hold. The first line of its docstring is the property.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradstream.strategies.base import Strategy
 from gradstream.testing.runs import QUICK, least_squares, token_counts
 from gradstream.testing.trials import NUM_SAMPLES, TrialOutcome, bad_world, token_run, trial
 
-__all__ = ["LAWS", "BrokenPropertyError", "Law"]
+__all__ = ["PROPERTIES", "BrokenPropertyError", "Property"]
 
 SEEDS = 6
 EPOCHS = 2
@@ -37,20 +37,20 @@ LR, GRID = 2.0**-7, 2.0**-10
 
 
 class BrokenPropertyError(AssertionError):
-    """A strategy breaks a law; the message says how, with the figures."""
+    """A strategy lacks a property; the message says how, with the figures."""
 
 
-Law = Callable[[Strategy], str]
+Property = Callable[[Strategy], str]
 
 
-# ---- what can be seen without a run ---------------------------------------------------------
+# ---- checks without a run ---------------------------------------------------------
 
 
 def documented(strategy: Strategy) -> str:
     """Its class says what it is."""
     cls = type(strategy)
     text = (cls.__dict__.get("__doc__") or "").strip()
-    if not text or text.startswith(f"{cls.__name__}("):  # what dataclass writes where there is none
+    if not text or text.startswith(f"{cls.__name__}("):  # written by dataclass where there is none
         raise BrokenPropertyError(
             f"class {cls.__name__} has no docstring: say what it does, formula and paper"
         )
@@ -58,7 +58,7 @@ def documented(strategy: Strategy) -> str:
 
 
 def travels(strategy: Strategy) -> str:
-    """It is a frozen dataclass whose options JSON holds, and says how it divides data and who may die."""
+    """It is a frozen dataclass whose options JSON holds, and says how it divides data and whether a worker may die."""
     cls = type(strategy)
     parameters = getattr(cls, "__dataclass_params__", None)
     if parameters is None or not parameters.frozen or "__dataclass_params__" not in cls.__dict__:
@@ -270,7 +270,7 @@ def repeatable(strategy: Strategy) -> str:
         if _bytes_of(one) != _bytes_of(other):
             raise BrokenPropertyError(
                 f"two runs of seed {seed} end with different parameters: take time, tasks and randomness "
-                "from the worker's verbs only"
+                "from the worker's operations only"
             )
         differing = [i for i, (a, b) in enumerate(zip(one.events, other.events, strict=False)) if a != b]
         if differing or len(one.events) != len(other.events):
@@ -342,7 +342,7 @@ def resumes(strategy: Strategy) -> str:
 
 
 def _accounted(run: Run, where: str) -> None:
-    """What a partitioning brings together of parameters of their own are means, of some or all: no longer counts."""
+    """Workers with parameters of their own exchange means, in which samples cannot be counted: the receipts can."""
     accounted = run.summary["samples_accounted"]
     if accounted != NUM_SAMPLES * EPOCHS:
         raise BrokenPropertyError(
@@ -367,7 +367,7 @@ def deaths(strategy: Strategy) -> str:
 
 
 def _nothing_lost(run: Run, outcome: TrialOutcome, name: str) -> None:
-    if outcome.record.own:  # a dead worker takes along a share of what it had found; never all of it
+    if outcome.record.own:  # a dead worker loses a share of its own progress, never all of it
         missing = int((_with_own(run, outcome) <= 1e-6).sum())
     else:
         missing = int(np.maximum(3 - token_counts(run, NUM_SAMPLES), 0).sum())
@@ -391,7 +391,7 @@ def _ended(outcome: TrialOutcome, where: str) -> Run:
     return outcome.run
 
 
-LAWS: tuple[Law, ...] = (
+PROPERTIES: tuple[Property, ...] = (
     documented,
     travels,
     plain,
@@ -405,4 +405,4 @@ LAWS: tuple[Law, ...] = (
     resumes,
     deaths,
 )
-"""In the order in which they are looked at."""
+"""In the order in which they are checked."""

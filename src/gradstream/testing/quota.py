@@ -1,4 +1,4 @@
-"""A part of a core for some processes, by a cgroup: an uneven machine for who tests or measures one."""
+"""A part of a core for some processes, by a cgroup: an uneven machine for tests and measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PERIOD_US = 10_000
 
 
 def _root() -> tuple[Path, bool] | None:
-    """Where groups are made, and whether of version 1; None where there are none that limit CPU time."""
+    """The folder of groups, and whether they are of version 1; None where none can limit CPU time."""
     first = Path("/sys/fs/cgroup/cpu")
     if (first / "cgroup.procs").is_file():
         return first, True
@@ -38,13 +38,13 @@ def no_quota() -> str:
 
 
 class CpuQuota:
-    """A context manager: processes that are put in get `cores` of CPU time together.
+    """A context manager: processes that are put in share `cores` of CPU time.
 
     Args:
         cores: 0.5 is half of one; 0.1 at least.
 
     Raises:
-        OSError: cgroups cannot be written, see `no_quota`; or it is less than Linux gives.
+        OSError: cgroups cannot be written, see `no_quota`; or `cores` is less than Linux can give.
     """
 
     def __init__(self, cores: float) -> None:

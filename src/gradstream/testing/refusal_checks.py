@@ -1,4 +1,4 @@
-"""Conformance checks: what must be refused, and with which word."""
+"""Conformance checks: the requests that an endpoint must refuse, and the codes of the refusals."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def _refused(pair: Pair, code: str, method: str = "reply", *words: str) ->
 
 
 async def identity(pair: Pair) -> None:
-    """Another job, model, epoch, method or protocol is refused with a word that helps."""
+    """Another job, model, epoch, method or protocol is refused with a helpful message."""
     pair.far.serve("reply", reply_once)
     pair.far.serve("join", reply_once, model=False)
     mine, far = pair.near.identity, pair.far.identity
@@ -77,7 +77,7 @@ async def identity(pair: Pair) -> None:
 
 
 async def bad_chunks(pair: Pair) -> None:
-    """A chunk that is too large, or is not what its header says, is refused."""
+    """A chunk that is too large, or differs from its header, is refused."""
     too_many = MAX_PAYLOAD_BYTES // 4 + 1
     cases = [
         ("too large", chunk_frame(0, too_many), torch.zeros(too_many)),
@@ -102,7 +102,7 @@ async def bad_chunks(pair: Pair) -> None:
 
 
 async def bad_answers(pair: Pair) -> None:
-    """A caller refuses a bad chunk of the called side, too, and that side is told."""
+    """A caller refuses a bad chunk of the called side too, and that side learns of it."""
     held = HeldReference()
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
@@ -142,7 +142,7 @@ async def absent(pair: Pair) -> None:
 
 
 async def handler_errors(pair: Pair) -> None:
-    """A handler that raises refuses its caller, after what it had sent, and hurts nobody else."""
+    """A handler that raises refuses its caller, after the frames it had sent; other streams go on."""
 
     def failing(error: Exception) -> Callable[[Stream], Awaitable[None]]:
         async def handler(stream: Stream) -> None:

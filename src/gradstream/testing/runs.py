@@ -1,6 +1,6 @@
-"""Small jobs, fault scripts and checkers, for whoever tests a strategy, a rule or a carrier by simulation.
+"""Small jobs, fault scripts and checkers, for tests of a strategy, a rule or a carrier by simulation.
 
-Three models whose results can be known on paper:
+Three models with results that can be computed on paper:
 
 * `least_squares`: linear regression. On small integers, with parameters looked at on a grid,
   every sum is exact in any order, so that a distributed run can be compared bit for bit with one
@@ -65,7 +65,7 @@ def least_squares(
         seed: of the data.
         whole: integers from -2 to 2; otherwise normally distributed numbers.
         grid: the gradient is taken at w rounded to multiples of this. With whole numbers and a
-            power of 2 it is then exact, in whatever order it is summed, for as many steps as you like.
+            power of 2 its sums are then exact in any order, for any number of steps.
         reduction: of loss and gradient over samples.
         dtype: of the parameters: "float32" or "float64".
     """
@@ -98,7 +98,7 @@ def busy(num_samples: int, *, passes: int = 150) -> tuple[Model, ArrayDataset]:
 
     Args:
         num_samples: of the data.
-        passes: over the minibatch, for one gradient: computing is to be what takes the time.
+        passes: over the minibatch, for one gradient, so that computing takes the time.
     """
     model, data = least_squares(num_samples, 2000)
     inner: Any = model.gradient
@@ -113,13 +113,13 @@ def busy(num_samples: int, *, passes: int = 150) -> tuple[Model, ArrayDataset]:
 
 
 def numbered(num_samples: int) -> ArrayDataset:
-    """Samples that are nothing but their own number: what `Tokens` needs."""
+    """Samples that are their own numbers, for `Tokens`."""
     numbers = np.arange(num_samples, dtype=np.int64)
     return from_arrays(numbers, numbers)
 
 
 class _Silent:
-    """What the models here share: no outputs, and a tree that is the layout."""
+    """Base of these models: no outputs, and a tree that is the layout."""
 
     reduction: Reduction = "mean"
 
@@ -131,7 +131,7 @@ class _Silent:
         parameters.zero_()
 
     def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
-        """Nothing to be learnt here: the inputs."""
+        """The inputs: there is nothing to learn."""
         return torch.as_tensor(np.asarray(inputs))
 
     def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
@@ -147,7 +147,7 @@ class Tokens(_Silent):
     Gradients are sums, whatever `reduction` says: a batch counts each of its samples whole.
 
     Args:
-        num_chunks: how many counts there are of each sample.
+        num_chunks: number of counts of each sample.
     """
 
     def __init__(self, num_chunks: int) -> None:
@@ -213,7 +213,7 @@ def token_counts(run: Run, num_samples: int) -> np.ndarray[Any, Any]:
 
 
 def check_exactly_once(run: Run, num_samples: int, epochs: int) -> None:
-    """Every sample of every data epoch was applied once to every chunk, and the shards say the same.
+    """Checks that every sample of every data epoch was applied once to every chunk, by the shards' counts too.
 
     Raises:
         AssertionError: which sample and chunk, how often, and how often it should have been.
@@ -227,10 +227,10 @@ def check_exactly_once(run: Run, num_samples: int, epochs: int) -> None:
 
 
 def check_nothing_lost(run: Run, num_samples: int, epochs: int) -> None:
-    """As after the death of a worker: nothing is missing, and more than once counts only what was redone.
+    """Checks a run after the death of a worker: nothing is missing, and only repeated minibatches count twice.
 
-    What a worker had pushed when it died, without its receipt having arrived, is computed again by
-    others: it may be in the model twice, in some chunks or in all.
+    Other workers compute the minibatches again that the dead worker had pushed and for which no receipt
+    had arrived: these may be in the model twice, in some chunks or in all.
 
     Raises:
         AssertionError: a sample is missing in a chunk, or twice more often than batches were redone.

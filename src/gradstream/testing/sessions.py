@@ -28,12 +28,12 @@ def loop_in_threads(loop: Callable[[Session], T], workers: int = 2, **options: o
     that the loop has not closed is closed when it returns.
 
     Args:
-        loop: what a script would do with the session that `gradstream.join` gives it.
+        loop: a script's work with the session that `gradstream.join` gives it.
         workers: how many.
         options: of `gradstream.join`: strategy, servers, deadlines, ...
 
     Raises:
-        What the first of them has raised that was not told it by another.
+        The first error that a worker raised itself, and did not get from another.
     """
     with tempfile.TemporaryDirectory() as folder:
         job: Job = dataclasses.replace(

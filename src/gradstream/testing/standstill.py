@@ -45,8 +45,8 @@ class Standstill:
         cluster: the machines.
         node: which of them.
         begin_s, end_s: virtual time.
-        noticed: the node notices on waking that it stood still; otherwise it takes that for silence, as a
-            node without `runtime.stalls` would: what a test can fail by.
+        noticed: the node notices on waking that it stood still. If not, it takes the gap for silence, as a
+            node without `runtime.stalls` would, and a test can fail.
 
     Attributes:
         num_held: timers and frames that were held up.

@@ -29,7 +29,7 @@ class Stopper:
         kind: the first event of this kind begins it.
 
     Attributes:
-        stopped_s: how long each stop was, as seen by the process: not before the system said that it stood.
+        stopped_s: how long each stop was, from the time at which the system reports the process as stopped.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Stopper:
         self._thread: threading.Thread | None = None
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        """Takes note of an event, and begins at the right one."""
+        """Watches for the event that begins the stops."""
         if event["event"] == self._kind and self._thread is None:
             pid = self._cluster.running[self._node]
             self._thread = threading.Thread(target=self._stop_all, args=(pid,), daemon=True)
@@ -95,5 +95,5 @@ class Stopper:
 
 
 def _state(pid: int) -> str:
-    """As Linux calls it: "T" is stopped."""
+    """Its state, as Linux calls it: "T" is stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

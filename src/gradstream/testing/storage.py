@@ -1,7 +1,7 @@
 """Disks that fail: the power goes between any two operations, or there is no space left.
 
-`CrashingStorage` keeps beside what processes see what would survive. A name is durable once its
-folder was synced; what was not synced may be there after the crash, or not: both are looked at.
+`CrashingStorage` keeps two states: the one that processes see, and the one that would survive. A name is durable once
+its folder was synced; a change that was not synced may be there after the crash, or not: tests look at both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CrashingStorage(MemoryStorage):
     """Goes down in its `crash_at`-th operation that changes anything (from 0), in the middle of it.
 
     Args:
-        files: what is on the disk, durably.
+        files: durable content of the disk.
         crash_at: None never goes down.
     """
 
@@ -41,7 +41,7 @@ class CrashingStorage(MemoryStorage):
         self._left = crash_at
 
     def survivors(self) -> list[dict[str, bytes]]:
-        """What may be found after the crash: only what was synced, or everything."""
+        """The possible contents after the crash: only the synced ones, or everything."""
         return [dict(self._disk), dict(self.files)]
 
     def write(self, path: str, data: bytes) -> None:
@@ -61,7 +61,7 @@ class CrashingStorage(MemoryStorage):
             self._disk[path] = self.files[path]
 
     def sync(self, folder: str) -> None:
-        """What is in the folder under which name is durable."""
+        """Makes the names in the folder durable."""
         self._operate()
         for old, new in [pair for pair in self._renames if _parent(pair[1]) == folder]:
             self._renames.remove((old, new))
@@ -81,7 +81,7 @@ class CrashingStorage(MemoryStorage):
         self._renames.append((old, new))
 
     def remove(self, path: str) -> None:
-        """Whether it is still there after a crash, nobody knows."""
+        """After a crash the file may be there or not."""
         self._operate()
         super().remove(path)
 
@@ -97,8 +97,8 @@ class FailingStorage(MemoryStorage):
     """A disk that fails while `error` is set: ENOSPC, EDQUOT, EIO, EROFS.
 
     Attributes:
-        error: errno of what every operation raises that needs room; 0 for none.
-        fits: so many records of the first append that fails are written before.
+        error: errno that every operation raises that needs room; 0 for none.
+        fits: number of records of the first failing append that are still written.
         num_failed: how often it has failed.
     """
 

@@ -20,7 +20,7 @@ from gradstream.data.base import Dataset
 from gradstream.errors import Interrupted
 from gradstream.model.base import Model, Reduction
 from gradstream.optim import SGD
-from gradstream.run.nodes import COORDINATOR
+from gradstream.run.plan import COORDINATOR
 from gradstream.run.result import Run
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
@@ -36,7 +36,7 @@ NUM_SAMPLES = 24
 
 COSTS = {"gradient": Cost(base_s=0.01, jitter=Exponential()), "apply": Cost(base_s=1e-3)}
 WORLD = SimulationConfig(costs=COSTS, network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)))
-"""Computing takes as long as it likes; the network can be relied upon."""
+"""Computing takes random times; the network is reliable."""
 
 
 def bad_world(workers: int, servers: int) -> SimulationConfig:
@@ -56,15 +56,15 @@ def bad_world(workers: int, servers: int) -> SimulationConfig:
 
 @dataclass(slots=True)
 class Record:
-    """What the rules of a run were asked, and what they said.
+    """The questions to the rules of a run, and their answers.
 
     Args:
         unweighted: updates take every contribution as it came, with weight 1 and no outer momentum, whatever
-            the strategy says, so that what is in the model can be counted.
+            the strategy says, so that the samples in the model can be counted.
         arrivals: (sender, sequence) of every chunk that came in, in order.
         dropped_samples: of contributions that came too late, over all chunks.
-        awaited: for whom the next update waited, when somebody asked last.
-        faults: what no rule may do.
+        awaited: for whom the next update waited, at the last question.
+        faults: errors of the rule, one line each.
         own: of strategies that push differences: how far each worker's own parameters have moved, by rank.
     """
 
@@ -82,7 +82,7 @@ class Record:
 
 
 class RecordedRule:
-    """A rule that is asked twice, and whose answers are noted."""
+    """Asks a rule everything twice, and records its answers."""
 
     def __init__(self, rule: AggregationRule, record: Record) -> None:
         self._rule = rule
@@ -95,7 +95,7 @@ class RecordedRule:
         return self._completes if name == "completes" else answer
 
     def _completes(self, version: int, summed: int, update: Sequence[PushHeader]) -> bool:
-        """See `Gathering`: only of a rule that has it."""
+        """See `AggregationRule`; only where the rule has it."""
         answers = [completes_of(self._rule)(version, summed, list(update)) for _ in range(2)]
         self._same("completes", *answers)
         return answers[0]
@@ -116,7 +116,7 @@ class RecordedRule:
             self._record.fault("due chooses one contribution twice")
         strange = [one for one in answer if one not in parked]
         if strange:
-            self._record.fault(f"due chooses what is not parked: {strange[0]}")
+            self._record.fault(f"due chooses a contribution that is not parked: {strange[0]}")
         return [one for one in dict.fromkeys(answer) if one in parked]
 
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
@@ -142,9 +142,9 @@ class RecordedRule:
 
 
 def observed(strategy: Strategy, record: Record) -> Strategy:
-    """The same strategy, of a class of its own whose rule is noted in `record`.
+    """The same strategy, of a new class whose rule is observed in `record`.
 
-    Without servers there is no rule. What counts there is the weight that it gives each gradient.
+    Without servers there is no rule: the weight of each gradient is recorded there.
     """
     cls = type(strategy)
 
@@ -186,12 +186,12 @@ def observed(strategy: Strategy, record: Record) -> Strategy:
 
 @dataclass(frozen=True, slots=True)
 class TrialOutcome:
-    """What came of a trial.
+    """The outcome of a trial.
 
     Args:
-        run: where it came to its end.
-        error: what ended it otherwise.
-        events: in either case.
+        run: the finished run; None where an error ended it.
+        error: that ended it; None where it finished.
+        events: of the run.
         record: of the rules.
     """
 
@@ -239,13 +239,13 @@ def trial(
     unweighted: bool = False,
     **options: Any,
 ) -> TrialOutcome:
-    """One simulated run, whatever comes of it.
+    """Simulates one run, and returns its result or its error.
 
     Args:
         strategy: a dataclass.
-        model, data, options: as for `simulate`; the world is `WORLD` unless given.
-        kill: a node, and when.
-        stop: when it is stopped with a checkpoint, if it is not over by then; it is resumed at once.
+        model, data, options: as for `simulate`; `config` is `WORLD` unless given.
+        kill: name of a node, and the time of its death, s.
+        stop: time of a stop with a checkpoint, s. The run is resumed at once.
         unweighted: see `Record`.
     """
     record, events = Record(unweighted), list[Any]()
@@ -283,7 +283,7 @@ async def _direct(
 def token_run(
     strategy: Strategy, *, workers: int = 3, servers: int = 2, epochs: int = 2, **options: Any
 ) -> TrialOutcome:
-    """A trial in which what is in the model can be counted; see `Tokens`.
+    """A trial in which the samples in the model can be counted; see `Tokens`.
 
     Where the model is a mean of the workers' parameters, each of W workers makes steps W times as long.
     """

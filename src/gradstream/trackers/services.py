@@ -1,4 +1,4 @@
-"""wandb, MLflow and trackio: what TensorBoard shows of a run, in a tracker's own place.
+"""Callbacks for wandb, MLflow and trackio, with the same curves as TensorBoard's.
 
 Each is a callback (`gradstream.job.callbacks`): it is called in the launching process, on a thread and with a
 bounded queue of its own, so that no tracker can stop or slow down a run. The package's own environment
@@ -37,7 +37,7 @@ class Points(NamedTuple):
 
 
 class _Tracker(ABC):
-    """A run's events as calls of a package; a class for each package says which."""
+    """Turns a run's events into calls of a tracker's package; each subclass is for one package."""
 
     package = ""
 
@@ -86,7 +86,7 @@ class Wandb(_Tracker):
 
     def _open(self, module: Any, info: dict[str, Any]) -> None:
         project = os.environ.get("WANDB_PROJECT", PROJECT)
-        settings = {"console": "off"}  # it would take what this process prints for what training prints
+        settings = {"console": "off"}  # it would record this process's output as that of training
         self._run = module.init(
             project=project, name=info["name"], dir=info["run_dir"], config=info, settings=settings
         )
@@ -104,7 +104,7 @@ class Wandb(_Tracker):
 
 
 class MLflow(_Tracker):
-    """MLflow, where MLFLOW_TRACKING_URI says; MLFLOW_EXPERIMENT_NAME names the experiment."""
+    """MLflow, at MLFLOW_TRACKING_URI; MLFLOW_EXPERIMENT_NAME names the experiment."""
 
     package = "mlflow"
 
@@ -124,7 +124,7 @@ class MLflow(_Tracker):
 
 
 class Trackio(_Tracker):
-    """trackio, in its own folder, or where TRACKIO_SPACE_ID says; TRACKIO_PROJECT names the project."""
+    """trackio, in its own folder, or at TRACKIO_SPACE_ID; TRACKIO_PROJECT names the project."""
 
     package = "trackio"
 
@@ -148,7 +148,7 @@ _TRACKERS: Mapping[str, Callable[[], Any]] = {
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ConfigError for a name that is none, or a package that is not installed."""
+    """Raises ConfigError for an unknown name, or a package that is not installed."""
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ConfigError(f"trackers={names!r}: expected a list of names: {', '.join(_TRACKERS)}")
     for name in names:

@@ -1,4 +1,4 @@
-"""What of a run TensorBoard shows: curves over the samples that all workers have gone through.
+"""The curves of a run in TensorBoard, over the samples that all workers have gone through.
 
 Tags: loss/train, loss/val, accuracy/val, metrics/<name>, log/<name>, perf/samples_per_second,
 system/cpu_cores/<node>, system/memory_bytes/<node>.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Scalars", "TensorBoard", "write_run"]
 
 EVERY_S = 0.25
-"""Loss, rate and what loops log are means over so much of a run's time: more points are of no use."""
+"""Loss, rate and logged figures are means over this share of a run's time: more points are of no use."""
 
 
 class Scalars:
@@ -123,8 +123,8 @@ class TensorBoard:
     """A callback that writes event files while a run goes on: `train(..., callbacks=[TensorBoard()])`.
 
     CPU and memory follow when the run is over. It sees events in the launching process and can neither
-    stop nor slow down the run; an error (a full disk) is reported once, and what was written before
-    stays readable.
+    stop nor slow down the run; an error (a full disk) is reported once, and the file
+    stays readable up to there.
 
     Args:
         folder: where to; None takes `tensorboard` in the run directory.
@@ -151,11 +151,11 @@ class TensorBoard:
         self._add(event)
 
     def on_log(self, event: EventDict) -> None:
-        """Adds to the means of what loops log."""
+        """Adds to the means of logged figures."""
         self._add(event)
 
     def on_end(self, run: Run) -> None:
-        """The rest, and what the machines did; closes the file."""
+        """Writes the rest and the figures of the machines; closes the file."""
         for event in run.events:
             if event["event"] in ("cpu", "memory", "exchange", "finished", "failed"):
                 self._add(event)

@@ -44,7 +44,7 @@ class EventFile:
         replace: overwrite a file of the same name, instead of writing another beside it.
 
     Raises:
-        OSError: the file cannot be made or written. What was written before stays readable.
+        OSError: the file cannot be made or written. The file stays readable up to there.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EventFile:
             self._write(event + _bytes(5, _bytes(1, value)))
 
     def flush(self) -> None:
-        """Hands what was written to the system."""
+        """Hands written records to the system."""
         self._file.flush()
 
     def close(self) -> None:

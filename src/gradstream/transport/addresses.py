@@ -1,4 +1,4 @@
-"""host:port, as people write it."""
+"""Addresses of the form host:port."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["host_and_port", "is_loopback"]
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of host:port; an IPv6 host keeps its brackets. Raises ConfigError where it is none."""
+    """The parts of host:port; an IPv6 host keeps its brackets. Raises ConfigError for other text."""
     host, colon, port = address.rpartition(":")
     if (
         not colon
@@ -23,7 +23,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach it."""
+    """Whether only processes of this machine can reach the host."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

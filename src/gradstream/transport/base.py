@@ -1,18 +1,18 @@
-"""The `Endpoint`: how nodes talk. A carrier implements it; nothing above it sees a socket.
+"""The `Endpoint`: communication between nodes. Each carrier implements it; no code above it sees a socket.
 
-There is one primitive, a `Stream` of frames each way. It opens with the sender's identity, is
+There is one primitive, a `Stream` of frames in both directions. It opens with the sender's identity, is
 flow-controlled by credit, has a priority, and ends by `end`, `cancel` or the death of the peer.
-`call` and tagged `send`/`recv` between ranks are posted on it.
+`call` and tagged `send`/`recv` between ranks use it.
 
-What every carrier promises, and `gradstream.testing.check_endpoint` tests:
+Every carrier keeps these promises, and `gradstream.testing.check_endpoint` tests them:
 
-* frames of one stream arrive in order, each once, or the stream fails; streams are not ordered
-  among one another;
-* a Chunk is sent only under credit, so a receiver holds at most `window` of them;
-* CONTROL streams are not held up behind BULK streams;
-* a deadline bounds silence, not waiting: a WAITING frame starts it anew;
-* memory given to a call belongs to the carrier until the call returns, and after that is never
-  touched by it again, whatever arrives late.
+* frames of one stream arrive in order, each once, or the stream fails; different streams have no order
+  among each other;
+* a Chunk is sent only with credit, so a receiver holds at most `window` of them;
+* CONTROL streams do not wait behind BULK streams;
+* a deadline bounds silence, not waiting: a WAITING frame restarts it;
+* memory given to a call belongs to the carrier until the call returns; after that the carrier never
+  touches it again, even if data arrives late.
 """
 
 from __future__ import annotations
@@ -36,39 +36,40 @@ M = TypeVar("M", bound=Message)
 
 
 class Priority(enum.Enum):
-    """CONTROL frames overtake BULK frames, at the granularity of a chunk."""
+    """CONTROL frames overtake BULK frames, between chunks."""
 
     CONTROL = 0
     BULK = 1
 
 
 class Caller(NamedTuple):
-    """Who opens streams: a node by name, in one life of its process."""
+    """The node that opens a stream: its name, and the incarnation of its process."""
 
     name: str
     incarnation: int
 
     @classmethod
     def of(cls, opened: v1.Open) -> Self:
-        """Who a stream says that it is from."""
+        """The caller that an Open claims to come from."""
         return cls(opened.sender, opened.incarnation)
 
 
 @dataclass(slots=True)
 class Identity:
-    """Who an endpoint is; goes into each Open, and is what incoming Opens are checked against.
+    """The identity of an endpoint. It goes into each Open, and incoming Opens are checked against it.
 
     Args:
         job: job id.
         name: node name, "worker-3".
-        incarnation: differs after each start of the node's process.
-        fingerprint: of the registered model; 0 while none is registered.
+        incarnation: a number that differs after each start of the node's process.
+        fingerprint: fingerprint of the registered model; 0 while none is registered.
         epoch: membership epoch; 0 before joining.
-        secret: of the run. Each connection proves both ways that it is known (see `proof`); it is never sent.
-        members: incarnations of the run's members by name, as membership tells them; None before joining.
-        chunk_bytes: the longest chunk of the registered model; 0 while none is registered.
-        revoked: SHA-256 of certificates that are not accepted any more.
-        nodes: how many the run begins with: each may wait at a time for what it has asked before it joined.
+        secret: secret of the run. Each connection proves to both sides that the other one knows it (see
+            `proof`); it is never sent.
+        members: incarnations of the run's members by name; None before joining.
+        chunk_bytes: bytes of the longest chunk of the registered model; 0 while none is registered.
+        revoked: SHA-256 digests of certificates that are no longer accepted.
+        nodes: number of nodes that the run begins with; each may have one request open before it has joined.
     """
 
     job: str
@@ -88,10 +89,10 @@ class Received:
     """A frame as it arrived.
 
     Args:
-        frame: its header. Kinds seen by users of a stream: chunk and body.
-        payload: a chunk's elements: read-only, in the carrier's memory, valid for as long as it is
+        frame: the header. Users of a stream see two kinds: chunk and body.
+        payload: elements of a chunk, read-only, in the carrier's memory, valid as long as they are
             referenced. None where the chunk is flagged absent.
-        landed: the payload lies in the receiver's own memory, where it asked for it with `Stream.land`.
+        landed: the payload lies in memory that the receiver has named with `Stream.land`.
     """
 
     frame: v1.Frame
@@ -100,8 +101,8 @@ class Received:
 
 
 Landing = Callable[[v1.Chunk], torch.Tensor | None]
-"""Names the memory that the payload of a chunk is to be received into, of exactly the elements and the
-dtype that the header says; None leaves it to the carrier. Sizes come from what the receiver knows."""
+"""Names the memory for the payload of a chunk, with exactly the elements and the dtype of the header; None
+leaves the choice to the carrier. The receiver takes sizes from its own knowledge, not from the header."""
 
 
 class Lent(Protocol):
@@ -109,14 +110,14 @@ class Lent(Protocol):
 
     @property
     def returned(self) -> bool:
-        """Whether it is the owner's again."""
+        """Whether the owner has the span back."""
         ...
 
     async def back(self, patience_s: float) -> None:
-        """Returns once it is the owner's again.
+        """Returns once the owner has the span back.
 
-        A peer that has not let go of it after `patience_s` is hung up on, and must not believe what it
-        has not finished reading; its streams with this node may break.
+        If the peer has not released it after `patience_s` seconds, the carrier closes the connection. The
+        peer must not trust a payload that it has not finished reading; its streams with this node may break.
         """
         ...
 
@@ -130,60 +131,61 @@ class Stream(Protocol):
 
     peer: str
     opened: v1.Open  # the opening frame: identity, method, request
-    certificate: bytes  # SHA-256 of that of the caller; b"" without TLS
+    certificate: bytes  # SHA-256 of the caller's certificate; b"" without TLS
 
     @property
     def failure(self) -> GradstreamError | None:
-        """What whoever uses it is told, once it is over other than by both sides' end."""
+        """The error that users of the stream get once it has failed; None while it has not."""
         ...
 
     @property
     def heard_ns(self) -> int:
-        """When the last frame of any kind came, on the runtime's clock: who is silent?"""
+        """Time of the last frame of any kind, on the runtime's clock, in ns."""
         ...
 
     def heard(self) -> None:
-        """The peer has shown in another way that it is alive: counts as a frame that came now."""
+        """Counts as a frame that came now: the peer has shown in another way that it is alive."""
         ...
 
     def on_release(self, callback: Callable[[], object]) -> None:
-        """Calls back once both directions are over, in whatever way; at once if they are."""
+        """Calls back once both directions are over, for any reason; at once if they are."""
         ...
 
     async def send(
         self, frame: v1.Frame, payload: torch.Tensor | Span | None = None, silence_s: float | None = None
     ) -> None:
-        """Sends a frame; a chunk waits for credit first, while the peer is not silent for `silence_s`.
+        """Sends a frame. A chunk waits for credit first, as long as the peer is not silent for `silence_s`.
 
-        A Span is borrowed for reading until the carrier has taken it over (copied it, or written
-        it out), which has happened when the call returns; that says nothing about arrival. It takes
-        little time, however slow the peer is, once there was `credit`.
+        A Span is borrowed for reading until the carrier has copied it or written it out, which has happened
+        when the call returns; the frame may not have arrived then. With credit, this takes little time,
+        however slow the peer is.
         """
         ...
 
     async def lend(self, frame: v1.Frame, span: Span, silence_s: float | None = None) -> Lent:
         """As `send`, but the peer may read the span where it lies, if the carrier can do that.
 
-        The span is borrowed for reading until it has come back: after the call returns, and after the
-        stream is over. It comes back when the peer has let go of the payload, or is gone; from carriers
-        that copy, when they have, which is soon or has happened already.
+        The span stays borrowed for reading after the call returns, and after the stream is over. The loan
+        ends when the peer has released the payload, or is gone; with carriers that copy, it ends after the
+        copy.
         """
         ...
 
     async def credit(self, silence_s: float | None = None) -> None:
-        """Returns once a chunk can be sent without waiting for the peer, if it is not silent for `silence_s`.
+        """Returns once a chunk can be sent without waiting, as long as the peer is not silent for `silence_s`.
 
-        What must be read atomically (a chunk that is updated all the time) is kept as it is from here
-        until a `send` that follows has returned: no longer than it takes to copy it.
+        A sender that must read memory atomically (a chunk that is updated all the time) prevents updates
+        from here until the following `send` has returned: no longer than a copy takes.
         """
         ...
 
     def land(self, place: Landing | None) -> None:
-        """From here on, payloads are received into the memory that `place` names, where it names any.
+        """Receives payloads from here on into the memory that `place` names, where it names any.
 
-        Only by carriers that can: `Received.landed` says so, chunk by chunk. `place` is called on the
-        event loop before a payload arrives, and must not raise. Its memory is the carrier's until the
-        peer has ended or the stream is over, as after `cancel` or a deadline: nothing writes it then.
+        Not all carriers can do this: `Received.landed` tells it for each chunk. The carrier calls `place` on
+        the event loop before a payload arrives; it must not raise. The memory belongs to the carrier until
+        the peer has ended or the stream is over, for example after `cancel` or a deadline; nothing writes it
+        after that.
         """
         ...
 
@@ -194,74 +196,75 @@ class Stream(Protocol):
         end, refusal or death are delivered first.
 
         Raises:
-            DeadlineError: nothing at all arrived for `silence_s`. Names the peer and whom it
-                said it was waiting for. The stream is cancelled.
+            DeadlineError: no frame of any kind arrived for `silence_s`. The message names the peer, and the
+                nodes that it said it was waiting for. The stream is cancelled.
         """
         ...
 
     async def waiting(self, on: list[str]) -> None:
-        """Tells the peer that the answer has to wait for others."""
+        """Tells the peer that the answer has to wait for other nodes, named in `on`."""
         ...
 
     async def end(self) -> None:
-        """This side has said everything; the other may go on."""
+        """Ends this side; the other side may continue to send."""
         ...
 
     def refuse(self, code: v1.Code, message: str) -> None:
-        """Called side only: the stream is over, and the caller gets a RefusedError."""
+        """Called side only: ends the stream; the caller gets a RefusedError."""
         ...
 
     def cancel(self, reason: str = "") -> None:
-        """Both sides are over at once; frames queued on either side are dropped."""
+        """Ends both sides at once, and drops frames that are queued on either side."""
         ...
 
 
 Handler = Callable[[Stream], Awaitable[None]]
-"""Serves one incoming stream of one method. When it returns the stream is ended; when it raises,
-a GradstreamError or a bug, the caller is refused with it."""
+"""Serves one incoming stream of one method. When it returns, the endpoint ends the stream; when it raises, the
+endpoint refuses the caller with the error."""
 
 
 class Endpoint(Protocol):
-    """A node's place on the network."""
+    """The end of a node's connections: it opens streams to peers, and serves streams of peers."""
 
     identity: Identity
     address: str  # what others connect to, once `start` has returned
-    protected: bool  # its connections are encrypted, and both sides of each are known
+    protected: bool  # its connections are encrypted, and certificates name both sides
 
     @property
     def routes(self) -> Mapping[str, str]:
-        """By which carrier each known peer is reached; nothing where there is only one."""
+        """Name of the carrier that reaches each known peer; empty where there is only one carrier."""
         ...
 
     async def start(self) -> None:
-        """Begins to accept streams. Raises ConfigError when the address cannot be had."""
+        """Begins to accept streams. Raises ConfigError where it cannot listen at its address."""
         ...
 
     def serve(self, method: str, handler: Handler, *, model: bool = True) -> None:
         """Registers the handler of a method.
 
         Args:
-            model: the method touches the model: refuse callers whose fingerprint or
-                membership epoch is not this endpoint's. Protocol version and job are
-                checked always.
+            method: name of the method.
+            handler: serves its streams.
+            model: the method touches the model: the endpoint refuses callers whose fingerprint or
+                membership epoch differs from its own. It always checks protocol version and job.
         """
         ...
 
     def serve_tensors(self) -> None:
-        """Takes tensors that peers send to this node, for `recv`."""
+        """Accepts tensors that peers send to this node, for `recv`."""
         ...
 
     def members_changed(self, members: Mapping[str, int], revoked: Iterable[bytes] = ()) -> None:
-        """Who the members of the run are from now on. Nobody else is served, but those who ask to join.
+        """Sets the members of the run. Other nodes are refused, except requests to join.
 
         Args:
             members: incarnations by name.
-            revoked: SHA-256 of certificates that nobody accepts any more.
+            revoked: SHA-256 digests of certificates that are no longer accepted.
         """
         ...
 
     def know(self, peer: str, address: str) -> None:
-        """Teaches the address of a peer; a changed address drops old connections."""
+        """Sets the address of a peer; a changed address closes the old connections."""
         ...
 
     async def open(
@@ -274,10 +277,10 @@ class Endpoint(Protocol):
         window: int = 16,
         new_connection: bool = False,
     ) -> Stream:
-        """Opens a stream. Returns at once; refusals and unreachable peers surface at first use.
+        """Opens a stream. Returns at once; a refusal or an unreachable peer is reported at first use.
 
         Args:
-            new_connection: over one that is made for this stream and ends with it, by carriers that have
+            new_connection: makes a connection for this stream, which ends with it, where the carrier has
                 connections: the old one may have been cut.
         """
         ...
@@ -293,33 +296,38 @@ class Endpoint(Protocol):
         silence_s: float = 30.0,
         new_connection: bool = False,
     ) -> M:
-        """One small request, one small reply. For `new_connection` see `open`."""
+        """Sends one small request and returns the small reply. For `new_connection` see `open`."""
         ...
 
     async def send(self, peer: str, tag: int, tensor: Span, *, silence_s: float = 30.0) -> None:
-        """Sends elements to a peer, matched there by (this node, tag). Returns when they arrived."""
+        """Sends elements to a `recv` of the peer with this node and tag. Returns when they have arrived."""
         ...
 
     async def recv(self, peer: str, tag: int, into: Span, *, silence_s: float = 30.0) -> None:
-        """Receives into memory of one's own what `peer` sends under `tag`.
+        """Receives the elements that `peer` sends under `tag` into the caller's memory.
 
         `into` is borrowed for writing until the call returns. After an error its contents are
-        undefined, and nothing will write it any more.
+        undefined, and nothing writes it any more.
 
         Raises:
-            RefusedError: the sender's size or dtype is not that of `into` (raised on both sides).
+            RefusedError: size or dtype of the sender and of `into` differ (raised on both sides).
         """
         ...
 
-    async def line(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
-        """A socket to a peer, non-blocking, for a thread that moves bytes without the event loop.
+    async def data_socket(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
+        """A non-blocking socket to a peer, for a thread that moves bytes without the event loop.
 
-        Both sides ask for it by the same name, and one of them dials. Whoever has it closes it. What goes
-        over it is theirs to agree on: there are no frames, no credit, and no signs of life.
+        Both sides ask for it by the same name, and one of them dials. Each side closes its own end. The two
+        sides agree on the bytes that they exchange: there are no frames, no credit, and no signs of life.
+
+        Args:
+            peer: name of the other node.
+            name: name of the socket, the same at both sides.
+            dial: whether this side connects; the other side accepts.
 
         Returns:
-            None where the carrier to that peer has none: it encrypts, it is in memory, or the two did not
-            find each other in time.
+            None where the carrier to that peer has no such sockets (it encrypts, or is in memory), or the two
+            sides did not connect in time.
         """
         ...
 

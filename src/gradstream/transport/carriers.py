@@ -1,30 +1,39 @@
-"""The endpoint of a node: which carriers it has, by what the job asks for and the network allows."""
+"""The endpoint of a node: its carriers, by the job's choice and the network, and the route to each peer."""
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
 from gradstream.errors import ConfigError
-from gradstream.memory import Memory
+from gradstream.memory import Memory, Span
 from gradstream.memory.segments import SharedMemory
 from gradstream.runtime.base import Runtime
 from gradstream.transport.addresses import host_and_port, is_loopback
-from gradstream.transport.base import Identity
-from gradstream.transport.endpoint import CONNECTION_S, EndpointCore
+from gradstream.transport.base import Handler, Identity, Priority
+from gradstream.transport.endpoint import CONNECTION_S, WINDOW, EndpointCore
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.offers import CHOICES, Choice, shares_memory
-from gradstream.transport.routed import RoutedEndpoint
+from gradstream.transport.offers import CHOICES, CarrierOffer, Choice, choose, shares_memory
 from gradstream.transport.security import Tls
 from gradstream.transport.shm.endpoint import ShmEndpoint
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.transport.socket.unix import host_id
+from gradstream.transport.stream import StreamCore
+from gradstream.wire import v1
 
-__all__ = ["make_endpoint", "make_memory"]
+__all__ = ["RoutedEndpoint", "make_endpoint", "make_memory"]
+
+M = TypeVar("M", bound=Message)
 
 
 def make_memory(carrier: Choice, listen: str) -> Memory:
-    """Where the vectors of a node come from: memory that others can map, where that is of use.
+    """The memory for the vectors of a node: memory that other processes can map, where that is useful.
 
-    A node that others reach over the network has its memory for itself: huge pages are for such alone on
-    most systems. What it sends to its own host is copied through shared memory then.
+    A node that listens on the network gets private memory: most systems have huge pages only for that.
+    Payloads to its own host are then copied through shared memory.
     """
     shares = carrier == "shm" or (shares_memory(carrier) and is_loopback(host_and_port(listen)[0]))
     return SharedMemory() if shares else Memory()
@@ -41,18 +50,21 @@ def make_endpoint(
     connections: int = 1,
     connection_s: float = CONNECTION_S,
 ) -> RoutedEndpoint:
-    """An endpoint that has not started.
+    """Makes an endpoint that has not started.
 
-    gRPC is always there: membership goes over it, and it works wherever anything does.
+    gRPC is always among its carriers: membership goes over it, and it works on every network.
 
     Args:
-        carrier: "auto" offers all that may be used here; "grpc" that alone; another one besides.
+        identity: identity of the node.
+        runtime: runtime of the node.
+        carrier: "auto" offers all carriers that may be used here; "grpc" offers gRPC alone; any other name
+            offers that carrier and gRPC.
         listen, security, insecure: see `GrpcEndpoint`.
         connections: see `SocketEndpoint`.
         connection_s: see `Deadlines.connection_s`.
 
     Raises:
-        ConfigError: `listen` is none, or may not be listened on in plain text; the carrier cannot be had.
+        ConfigError: `listen` is not host:port, or needs encryption; or the carrier cannot be used here.
     """
     if carrier not in CHOICES:
         raise ConfigError(f"carrier={carrier!r}: expected one of {', '.join(CHOICES)}")
@@ -67,16 +79,16 @@ def make_endpoint(
         )
     }
     host, port = host_and_port(listen)
-    shares = shares_memory(carrier)
-    host_name = host_id() if shares else ""
-    if shares:
+    host_name = ""
+    if shares_memory(carrier):
+        host_name = host_id()
         carriers["shm"] = ShmEndpoint(identity, runtime)
     if carrier == "tcp" and security is not None:
         raise ConfigError(
             "carrier='tcp' is neither encrypted nor authenticated, and this run has certificates: use "
             "carrier='auto', or start the run with --insecure on a network that you trust"
         )
-    # Who gives a port of its own has opened that one in a firewall: gRPC alone can do with one.
+    # A user who names a port has opened this port in a firewall: only gRPC needs no more than one.
     may = security is None and (is_loopback(host) or (insecure and not port))
     if carrier == "tcp" or (carrier == "auto" and may):
         carriers["tcp"] = TcpEndpoint(
@@ -88,3 +100,142 @@ def make_endpoint(
             connection_s=connection_s,
         )
     return RoutedEndpoint(carriers, host=host_name)
+
+
+class RoutedEndpoint:
+    """One node's endpoint over all of its carriers; implements `transport.base.Endpoint`.
+
+    It reaches each peer by the best carrier that both sides have. Handlers and tagged tensors belong to the
+    node, and not to one of its carriers.
+
+    Args:
+        carriers: endpoints by the name of the carrier, at least one, all of one identity. The first one
+            reaches peers that `know` has not named.
+        host: see `CarrierOffer`.
+    """
+
+    def __init__(self, carriers: Mapping[str, EndpointCore], *, host: str = "") -> None:
+        self._carriers = dict(carriers)
+        self._main, *others = self._carriers.values()
+        for other in others:
+            other.share(self._main)
+        self._host = host
+        self._offer = CarrierOffer()
+        self.address = ""
+        self._routes: dict[str, str] = {}
+        self.identity = self._main.identity
+        self.protected = self._main.protected
+        self.runtime = self._main.runtime
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """Names of the carriers that this endpoint offers."""
+        return tuple(self._carriers)
+
+    @property
+    def routes(self) -> Mapping[str, str]:
+        """Name of the carrier by which each known peer is reached."""
+        return self._routes
+
+    async def start(self) -> None:
+        """See `Endpoint.start`."""
+        for carrier in self._carriers.values():
+            await carrier.start()
+        self._offer = CarrierOffer({name: one.address for name, one in self._carriers.items()}, self._host)
+        self.address = str(self._offer)
+
+    def serve(self, method: str, handler: Handler, *, model: bool = True) -> None:
+        """See `Endpoint.serve`."""
+        self._main.serve(method, handler, model=model)
+
+    def serve_tensors(self) -> None:
+        """See `Endpoint.serve_tensors`."""
+        self._main.serve_tensors()
+
+    def members_changed(self, members: Mapping[str, int], revoked: Iterable[bytes] = ()) -> None:
+        """See `Endpoint.members_changed`."""
+        self._main.members_changed(members, revoked)
+
+    def know(self, peer: str, address: str) -> None:
+        """See `Endpoint.know`.
+
+        Raises:
+            ConfigError: this node and the peer have no carrier in common.
+        """
+        theirs = CarrierOffer.parse(address)
+        chosen = choose(self._offer, theirs)
+        before = self._routes.get(peer)
+        if before is not None and before != chosen:
+            self._carriers[before].forget(peer)
+        self._routes[peer] = chosen
+        self._carriers[chosen].know(peer, theirs.addresses[chosen])
+
+    async def open(
+        self,
+        peer: str,
+        method: str,
+        request: Message,
+        *,
+        priority: Priority = Priority.BULK,
+        window: int = WINDOW,
+        new_connection: bool = False,
+    ) -> StreamCore:
+        """See `Endpoint.open`."""
+        return await self._to(peer).open(
+            peer, method, request, priority=priority, window=window, new_connection=new_connection
+        )
+
+    async def data_socket(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
+        """See `Endpoint.data_socket`."""
+        return await self._to(peer).data_socket(peer, name, dial=dial)
+
+    async def call(
+        self,
+        peer: str,
+        method: str,
+        request: Message,
+        reply: type[M],
+        *,
+        priority: Priority = Priority.CONTROL,
+        silence_s: float = 30.0,
+        new_connection: bool = False,
+    ) -> M:
+        """See `Endpoint.call`."""
+        return await self._to(peer).call(
+            peer,
+            method,
+            request,
+            reply,
+            priority=priority,
+            silence_s=silence_s,
+            new_connection=new_connection,
+        )
+
+    async def send(self, peer: str, tag: int, tensor: Span, *, silence_s: float = 30.0) -> None:
+        """See `Endpoint.send`."""
+        await self._to(peer).send(peer, tag, tensor, silence_s=silence_s)
+
+    async def recv(self, peer: str, tag: int, into: Span, *, silence_s: float = 30.0) -> None:
+        """See `Endpoint.recv`. The tensor may come over any carrier."""
+        await self._main.recv(peer, tag, into, silence_s=silence_s)
+
+    async def close(self) -> None:
+        """See `Endpoint.close`."""
+        try:
+            for carrier in list(self._carriers.values())[1:]:
+                await carrier.close()
+        finally:
+            await self._main.close()
+
+    async def abort(self) -> None:
+        """See `EndpointCore.abort`."""
+        for carrier in self._carriers.values():
+            await carrier.abort()
+
+    def dial(self, peer: str, opened: v1.Open, priority: Priority = Priority.BULK) -> StreamCore:
+        """See `EndpointCore.dial`."""
+        return self._to(peer).dial(peer, opened, priority)
+
+    def _to(self, peer: str) -> EndpointCore:
+        route = self._routes.get(peer)
+        return self._main if route is None else self._carriers[route]

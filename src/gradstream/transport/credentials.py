@@ -1,8 +1,8 @@
-"""What a node is given to prove who it is: the run's secret, and under TLS its certificate and key.
+"""`Credentials`: what proves a node's identity: the run's secret, and under TLS its certificate and key.
 
-A launcher hands it to its nodes in memory, so nothing of it is in `ps` or in a log, nor left behind by a run
-that is killed. Only where somebody else starts the workers (torchrun) a file holds it, for this user's eyes
-alone, until all of them have joined.
+A launcher hands them to its nodes in memory, so they appear neither in `ps` nor in a log, and a killed run
+leaves none behind. Only where another program starts the workers (torchrun), a file that no other user can
+read holds them until all workers have joined.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from gradstream.errors import ConfigError
 __all__ = ["FILE", "Credentials"]
 
 FILE = ".credentials"
-"""In the run directory."""
+"""Name of the file in the run directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Of one node.
+    """The credentials of one node.
 
     Args:
-        secret: of the run.
+        secret: secret of the run.
         authority, certificate, key: PEM; None for a run in plain text.
     """
 
@@ -41,14 +41,14 @@ class Credentials:
         return self.authority is not None
 
     def __str__(self) -> str:
-        """As text, which `parse` reads. Not for logs."""
+        """Text that `parse` reads. Not for logs."""
         pem = {"authority": self.authority, "certificate": self.certificate, "key": self.key}
         said = {name: text.decode() for name, text in pem.items() if text is not None}
         return json.dumps({"secret": self.secret.hex(), **said})
 
     @classmethod
     def parse(cls, text: str) -> Credentials:
-        """Raises ConfigError where that is no credentials, without showing them."""
+        """Reads the text of `str`. Raises ConfigError for other text, without showing it."""
         try:
             said = {str(name): str(value) for name, value in json.loads(text).items()}
             secret = bytes.fromhex(said.pop("secret"))
@@ -57,9 +57,9 @@ class Credentials:
             raise ConfigError("--credentials: expected what the launcher has handed out, as JSON") from None
 
     def save(self, run_dir: Path) -> Path:
-        """Leaves them for processes of this user that a launcher does not start."""
+        """Writes them to a file for processes of this user that the launcher does not start."""
         path = run_dir / FILE
-        path.unlink(missing_ok=True)  # of a run that was killed, and is resumed
+        path.unlink(missing_ok=True)  # left by a run that was killed, and is resumed
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with open(descriptor, "w") as file:
             file.write(str(self))
@@ -67,14 +67,14 @@ class Credentials:
 
     @classmethod
     def read(cls, run_dir: Path) -> Credentials:
-        """What `save` has left.
+        """Reads the file that `save` has written.
 
         Raises:
-            ConfigError: there are none, or others than this user could have written or read them.
+            ConfigError: there is no file, or another user could have written or read it.
         """
         path = run_dir / FILE
         try:
-            # Somebody else's pipe, which nobody writes to, is not waited for.
+            # Without O_NONBLOCK, a pipe of another user could make this wait for ever.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 found = os.fstat(descriptor)

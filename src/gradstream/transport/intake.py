@@ -1,6 +1,6 @@
-"""What one peer has of this node at a time: streams, what it has sent that nobody has taken, refusals.
+"""`Intake`: what one peer uses of this node: open streams, bytes that nobody has taken yet, refusals.
 
-One for each sender that is a member; all others share one, so that many names are worth no more than one.
+Each sender that is a member has its own; all others share one, so that many names gain no more than one.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from gradstream.transport.limits import LIMITS
 
 __all__ = ["Intake", "Intakes"]
 
-_CHUNK_BYTES = 1 << 20  # of a node that knows of no model; pieces of tagged tensors are as long
-_STREAMS = 4  # pushes or fetches of one peer that are under way at a time, each with a window of chunks
+_CHUNK_BYTES = 1 << 20  # where no model is registered; also the length of pieces of tagged tensors
+_STREAMS = 4  # concurrent pushes or fetches of one peer, each with a window of chunks
 _OTHERS = Caller("", 0)
 
 
 class Intake:
-    """What one peer has here.
+    """Counts what one peer uses of this node.
 
     Args:
-        allowed_bytes: of Chunks and Bodies that nobody has taken yet.
-        more_streams: that may be open, beyond `Limits.streams`.
+        allowed_bytes: returns the most bytes of Chunks and Bodies that may wait to be taken.
+        more_streams: number of streams that may be open beyond `Limits.streams`.
     """
 
     def __init__(self, allowed_bytes: Callable[[], int], more_streams: int = 0) -> None:
@@ -36,15 +36,15 @@ class Intake:
 
     @property
     def is_blank(self) -> bool:
-        """Whether nothing would be lost with it."""
+        """Whether it counts nothing, and may be dropped."""
         return not (self.num_streams or self.unread_bytes or self._refusals_ns or self._closed_until_ns)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether so many bytes more may wait to be taken."""
+        """Whether this many more bytes may wait to be taken."""
         return self.unread_bytes + num_bytes <= self._allowed_bytes()
 
     def refused(self, now_ns: int) -> bool:
-        """It was refused something. True where that was once too often: it is to be hung up on."""
+        """Counts a refusal. True where there were too many: the peer's connections are to be closed."""
         self._refusals_ns.append(now_ns)
         period_ns = round(LIMITS.refusals_s * 1e9)
         if len(self._refusals_ns) < LIMITS.refusals or now_ns - self._refusals_ns[0] > period_ns:
@@ -54,16 +54,16 @@ class Intake:
         return True
 
     def is_closed(self, now_ns: int) -> bool:
-        """Whether it was refused too much lately to be listened to."""
+        """Whether the peer was refused too often lately to connect."""
         return now_ns < self._closed_until_ns
 
 
 class Intakes:
-    """Those of all peers of one endpoint.
+    """The intakes of all peers of one endpoint.
 
     Args:
-        identity: of the endpoint.
-        window: chunks that it holds for each stream.
+        identity: identity of the endpoint.
+        window: chunks that the endpoint holds for each stream.
     """
 
     def __init__(self, identity: Identity, window: int) -> None:
@@ -73,16 +73,16 @@ class Intakes:
         self.takes_tensors = False
 
     def of(self, caller: Caller) -> Intake:
-        """What a caller has here."""
+        """The intake of a caller."""
         members = self._identity.members
         if members is not None and members.get(caller.name) != caller.incarnation:
-            caller = _OTHERS  # not a member, one no longer, or somebody who takes its name
+            caller = _OTHERS  # not a member, no longer one, or another node with the name of one
         elif caller not in self._of and len(self._of) > LIMITS.sessions:
             self._of = {name: one for name, one in self._of.items() if not one.is_blank}
             if members is None and len(self._of) > LIMITS.sessions:
-                caller = _OTHERS  # before the members are known, many names are worth no more than these
+                caller = _OTHERS  # many names gain nothing before the members are known
         if caller not in self._of:
-            if caller == _OTHERS:  # all who join wait at the same time, until the last one is there
+            if caller == _OTHERS:  # all joining nodes wait at the same time until the last one has joined
                 self._of[caller] = Intake(self._others_bytes, self._identity.nodes)
             else:
                 self._of[caller] = Intake(self._members_bytes)

@@ -1,7 +1,7 @@
-"""What peers and strangers may have of a node at most, in one place.
+"""The limits of what peers and strangers may use of a node, in one place.
 
-A *stranger* has not proved yet that it knows the run's secret; an *identity* is a sender, by name, that has.
-Whoever goes beyond a limit is refused or hung up on; nobody else is slowed down for it.
+A *stranger* has not yet proved that it knows the run's secret; an *identity* is the name of a sender that has.
+A node beyond a limit is refused, or its connections are closed; this slows no other node down.
 """
 
 from __future__ import annotations
@@ -18,24 +18,27 @@ class Limits:
     """Limits of one endpoint.
 
     Args:
-        connections: that an endpoint holds in all, strangers' included.
-        strangers: connections that have not proved to know the secret, at a time; the oldest goes first.
-        handshake_s: how long a stranger has for that.
-        greeting_bytes: of what a stranger may say.
+        connections: connections of an endpoint, including those of strangers.
+        strangers: concurrent connections of strangers; one more closes the oldest.
+        handshake_s: seconds in which a stranger must prove that it knows the secret.
+        greeting_bytes: length of a stranger's greeting.
         sessions: connections of one identity, counting each priority and each start of its process.
-        streams: open streams of one identity; of all who have not joined yet together, and one for each node.
-        request_bytes: of the request that opens a stream, unless its method may have more.
-        free_body_bytes: a longer Body needs credit as a Chunk does.
-        unread_bytes: Chunks and Bodies of one identity that its handlers have not taken, beyond what credit
-            for the registered model's chunks amounts to.
-        others_unread_bytes: the same of all together who know the secret and are no members.
-        turned_away_s: how long who is turned away waits for the word, `strangers` of them at a time. So one
-            who tries again and again is slowed down, and costs next to nothing.
-        refusals: of one identity, or of strangers in all, within `refusals_s`; more, and its connections are
-            closed, and new ones turned away until `refusals_s` have passed.
-        event_bytes: of one event that a member reports.
-        beat_events_bytes: of all events in one beat; a member that has more sends more beats.
-        events_bytes_s: of one member's events a second, once `events_burst_bytes` have come.
+        streams: open streams of one identity; also of all nodes together that have not joined yet, and one
+            more for each node of the run.
+        request_bytes: length of the request that opens a stream, unless its method may have more.
+        free_body_bytes: a longer Body needs credit, as a Chunk does.
+        unread_bytes: bytes of Chunks and Bodies of one identity that its handlers have not taken, beyond the
+            credit for the registered model's chunks.
+        others_unread_bytes: the same for all nodes together that know the secret and are no members.
+        turned_away_s: seconds before a refused caller gets its answer, for up to `strangers` callers at a
+            time. So repeated tries are slow, and cost next to nothing.
+        refusals: refusals of one identity, or of all strangers, within `refusals_s`; after more, the
+            node closes its connections, and refuses new ones until `refusals_s` have passed.
+        refusals_s: see `refusals`; seconds.
+        event_bytes: length of one event that a member reports.
+        beat_events_bytes: length of all events in one beat; a member with more sends more beats.
+        events_bytes_s: bytes a second of one member's events, after the first `events_burst_bytes`.
+        events_burst_bytes: see `events_bytes_s`.
     """
 
     connections: int = 4096
@@ -58,4 +61,4 @@ class Limits:
 
 
 LIMITS = Limits()
-"""Those of every node."""
+"""The limits of every node."""

@@ -1,4 +1,4 @@
-"""Where tagged tensors meet: streams that came, and receives that wait, by (sender, tag)."""
+"""`Mailbox`: matches streams of tagged tensors with the receives that wait for them, by (sender, tag)."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ Key = tuple[str, int]
 
 
 class Seen:
-    """Numbers met before: all below a low-water mark, and some above it.
+    """The numbers that have come: all below a low-water mark, and some above it.
 
-    Numbers that never come (their stream was lost) would keep the mark down for ever, so at most
-    `SPAN` numbers above it are remembered; a number that comes later than that counts as met.
+    A number that never comes (its stream was lost) would keep the mark low for ever, so at most
+    `SPAN` numbers above it are kept; a number that comes later than that counts as one that has come.
     """
 
     SPAN = 4096
 
     def __init__(self) -> None:
-        self._below = 1  # every number under it was met, or given up
+        self._below = 1  # every number below has come, or was given up
         self._above: set[int] = set()
 
     def add(self, number: int) -> bool:
-        """Notes a number; False if it was met before."""
+        """Adds a number; False if it has come before."""
         if number < self._below or number in self._above:
             return False
         self._above.add(number)
@@ -42,7 +42,7 @@ class Seen:
 
 
 class ReceivedTensor:
-    """A stream of method "tensor", parked until a receive takes it and is done with it."""
+    """A stream of method "tensor", held until a receive has taken it and is done with it."""
 
     def __init__(self, stream: StreamCore, request: v1.Tensor) -> None:
         self.stream = stream
@@ -50,13 +50,13 @@ class ReceivedTensor:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def finish(self) -> None:
-        """The receive is over, in whatever way."""
+        """Releases the stream: the receive is over, for any reason."""
         if not self.done.done():
             self.done.set_result(None)
 
 
 class Mailbox:
-    """Matches arrivals with receives, first come, first served."""
+    """Matches arrivals with receives, both in order of their arrival."""
 
     def __init__(self) -> None:
         self._arrivals: dict[Key, deque[ReceivedTensor]] = {}
@@ -65,20 +65,20 @@ class Mailbox:
         self._members: frozenset[Caller] | None = None
 
     def keep_senders(self, members: Collection[Caller]) -> None:
-        """Only these are members of the run: frees what is kept of others, who left for good."""
+        """Sets the members of the run, and frees what is kept for other senders."""
         self._members = frozenset(members)
         self._seen = {sender: seen for sender, seen in self._seen.items() if sender in self._members}
 
     def knows(self, sender: str, incarnation: int) -> bool:
-        """Whether it is a member, as far as anybody has said who is."""
+        """Whether a sender is a member; before the members are known, every sender is."""
         return self._members is None or Caller(sender, incarnation) in self._members
 
     def first_time(self, sender: str, incarnation: int, sequence: int) -> bool:
-        """Whether this transfer has not been delivered before."""
+        """Notes a transfer; whether it was not delivered before."""
         return self._seen.setdefault(Caller(sender, incarnation), Seen()).add(sequence)
 
     def offer(self, key: Key, arrival: ReceivedTensor) -> bool:
-        """Hands a stream to the oldest receive; False when there is none yet and it is parked."""
+        """Hands a stream to the oldest receive; keeps it and returns False where none waits yet."""
         receives = self._receives.get(key)
         while receives:
             future = receives.popleft()
@@ -89,7 +89,7 @@ class Mailbox:
         return False
 
     def withdraw(self, key: Key, arrival: ReceivedTensor) -> None:
-        """Forgets a parked stream."""
+        """Removes a stream that is kept."""
         parked = self._arrivals.get(key)
         if parked and arrival in parked:
             parked.remove(arrival)
@@ -97,7 +97,7 @@ class Mailbox:
             self._arrivals.pop(key, None)
 
     async def take(self, key: Key) -> ReceivedTensor:
-        """The oldest stream whose sender still waits for it, as soon as there is one."""
+        """The oldest stream that its sender has not given up, as soon as there is one."""
         parked = self._arrivals.get(key)
         while parked:
             arrival = parked.popleft()
@@ -109,7 +109,7 @@ class Mailbox:
         try:
             return await future
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled():  # handed over at the very moment of giving up
+            if future.done() and not future.cancelled():  # it came at the moment of the cancellation
                 self.offer(key, future.result())
             raise
         finally:

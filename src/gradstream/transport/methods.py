@@ -1,7 +1,7 @@
-"""Every method of the protocol: which role serves it, and who may call it. The one table.
+"""The table of all methods of the protocol: the roles that serve and call each.
 
-An endpoint looks at it for each stream: under TLS by the role that the caller's certificate names, and once
-the run has members also by the name that it has given. Tests go through the whole of it.
+An endpoint consults it for each stream. It takes the caller's role from its certificate under TLS, and from
+its name once the run has members. Tests go through all rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["COORDINATOR", "METHODS", "ROLES", "UNLISTED", "Method", "role_of"]
 
 COORDINATOR = "coordinator"
 ROLES = ("coordinator", "shard", "worker", "launcher", "machine")
-"""A launcher serves machines that come to join. A machine is whoever knows the token and is no node yet."""
+"""A launcher serves machines that join. A machine knows the token, and is no node yet."""
 
 
 def role_of(name: str) -> str:
@@ -31,10 +31,10 @@ class Method:
     Args:
         served_by: roles that serve it.
         callers: roles that may call it.
-        members: callers must be members of the run; otherwise it is how they become members, or what
-            members ask of one that is none itself.
+        members: callers must be members of the run. False for methods by which nodes become members, and
+            for methods of a node that is no member itself.
         chunks: callers may send Chunks.
-        request_bytes: the longest request that opens a stream of it.
+        request_bytes: length of the longest request that opens a stream of the method.
     """
 
     served_by: frozenset[str] = frozenset()
@@ -48,7 +48,7 @@ _COORDINATOR, _SHARD, _WORKER = frozenset({COORDINATOR}), frozenset({"shard"}), 
 _LAUNCHER, _MACHINE = frozenset({"launcher"}), frozenset({"machine"})
 
 METHODS: Mapping[str, Method] = {
-    # Membership. A request to join holds the model, tensor by tensor.
+    # Membership. A request to join describes the model, tensor by tensor.
     "join": Method(
         served_by=_COORDINATOR, callers=_SHARD | _WORKER, members=False, request_bytes=MAX_HEADER_BYTES
     ),
@@ -58,10 +58,10 @@ METHODS: Mapping[str, Method] = {
     "ending": Method(served_by=_COORDINATOR, callers=_WORKER),
     "take_over": Method(served_by=_COORDINATOR, callers=_WORKER),
     "shares": Method(served_by=_COORDINATOR, callers=_WORKER),
-    # Checkpoints, for nodes whose machine does not see the run directory.
+    # Checkpoints, for nodes on machines without the run directory.
     "keep": Method(served_by=_COORDINATOR, callers=_SHARD | _WORKER),
     "kept": Method(served_by=_COORDINATOR, callers=_SHARD | _WORKER),
-    # The parameter server. A fetch may name each chunk, with the version that is known of it.
+    # The parameter server. A fetch may name each chunk, with the version that the worker has.
     "push": Method(served_by=_SHARD, callers=_WORKER, chunks=True),
     "fetch": Method(served_by=_SHARD, callers=_WORKER, request_bytes=MAX_HEADER_BYTES),
     "command": Method(served_by=_SHARD, callers=_WORKER),
@@ -71,11 +71,11 @@ METHODS: Mapping[str, Method] = {
     "exchange": Method(served_by=_WORKER, callers=_WORKER, chunks=True),
     "broken": Method(served_by=_WORKER, callers=_WORKER),
     "state": Method(served_by=_WORKER, callers=_WORKER | _COORDINATOR),
-    # Machines that come to join.
+    # Machines that join.
     "hello": Method(served_by=_LAUNCHER, callers=_MACHINE, members=False),
     "measure": Method(served_by=_LAUNCHER, callers=_MACHINE, members=False, chunks=True),
     "enrol": Method(served_by=_LAUNCHER, callers=_MACHINE, members=False, request_bytes=MAX_HEADER_BYTES),
 }
 
 UNLISTED = Method(chunks=True)
-"""A method that is not in the table: nobody may call it in a run. Forgetting one fails closed."""
+"""The row of a method that is not in the table: no node of a run may call it."""

@@ -1,7 +1,7 @@
-"""What a node offers others to reach it by, and which carrier two nodes take between them.
+"""`CarrierOffer`: the carriers by which a node can be reached, and the choice between two nodes.
 
-An offer travels as the node's address: that of gRPC, which every node has, and behind it words such
-as `tcp=127.0.0.1:4000`. Both nodes of a pair know both offers and choose alike, so nothing is asked.
+An offer travels as the node's address: the address of gRPC, which every node has, and after it words such
+as `tcp=127.0.0.1:4000`. Both nodes of a pair know both offers and choose alike, without a message.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ __all__ = ["CARRIERS", "CHOICES", "CarrierName", "CarrierOffer", "Choice", "choo
 
 CarrierName = Literal["shm", "tcp", "grpc"]
 CARRIERS: tuple[CarrierName, ...] = get_args(CarrierName)
-"""The best first."""
+"""All carriers, the best one first."""
 
 Choice = Literal["auto", "grpc", "tcp", "shm"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
-"""What a job may ask for."""
+"""The values of a job's `carrier`."""
 
 _HOST = "host"
 
 
 def shares_memory(carrier: Choice) -> bool:
-    """Whether two nodes of one host, both told to use this carrier, exchange through shared memory."""
+    """Whether two nodes of one host with this choice exchange through shared memory."""
     return carrier == "shm" or (carrier == "auto" and supported())
 
 
 @dataclass(frozen=True, slots=True)
 class CarrierOffer:
-    """How one node can be reached.
+    """The addresses of one node.
 
     Args:
-        addresses: by carrier.
-        host: names what nodes share that can share memory; "" where that is not known.
+        addresses: address by carrier.
+        host: id that is the same for nodes that can share memory; "" where it is not known.
     """
 
     addresses: Mapping[str, str] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class CarrierOffer:
 
     @classmethod
     def parse(cls, text: str) -> CarrierOffer:
-        """What `str` has made. Carriers that this side does not know are passed over."""
+        """Reads the text that `str` makes. It ignores carriers that this side does not know."""
         first, *words = text.split(" ")
         named = dict(word.split("=", 1) for word in words if "=" in word)
         host = named.pop(_HOST, "")
@@ -59,12 +59,12 @@ class CarrierOffer:
 
 
 def choose(mine: CarrierOffer, theirs: CarrierOffer) -> CarrierName:
-    """The best carrier that both have: shared memory on one host, then plain TCP, then gRPC.
+    """The best carrier that both nodes have: shared memory on one host, then plain TCP, then gRPC.
 
-    Plain TCP is offered only where it may be used, so what both offer is allowed.
+    A node offers plain TCP only where it may be used, so every carrier that both offer is allowed.
 
     Raises:
-        ConfigError: they have none in common.
+        ConfigError: they have no carrier in common.
     """
     for carrier in CARRIERS:
         near = carrier != "shm" or (mine.host != "" and mine.host == theirs.host)

@@ -1,16 +1,16 @@
-"""Proof of the run's secret: both sides of a connection show that they know it, and neither shows it.
+"""Proof of the run's secret: both sides of a connection prove that they know it, and neither sends it.
 
     called side                                 caller
     Challenge(nonce) ─────────────────────────▶
                       ◀───────────────────────── Greeting(nonce, who, proof)
     Proven(proof) ────────────────────────────▶ streams
 
-A proof is HMAC-SHA-256, keyed with the secret, over both nonces and everything that the greeting says, with
-the job and the name of the called node, which are not sent. So it is good for one connection to one node, and
-what was recorded of a connection opens no other one. The proofs of the two sides differ by a word, so that
-neither can be reflected.
+A proof is HMAC-SHA-256, keyed with the secret, over both nonces and all fields of the greeting, with the job
+and the name of the called node, which are not sent. So a proof is valid for one connection to one node, and
+a recording of a connection opens no other one. The proofs of the two sides differ by a word, so that neither
+can be reflected.
 
-Encryption is another matter: who can alter packets on their way can take over a connection in plain text.
+A proof does not encrypt: an attacker that can alter packets can take over a connection in plain text.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def new_secret() -> bytes:
 
 
 def new_nonce() -> bytes:
-    """A number that is used once."""
+    """Random bytes that are used once."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def check_secret(secret: bytes, who: str) -> None:
-    """Raises ConfigError where a node has no secret that is long enough to tell others by."""
+    """Raises ConfigError where a node's secret is too short."""
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(
             f"{who} has a secret of {len(secret)} bytes: expected at least {MIN_SECRET_BYTES}, the same for "
@@ -61,11 +61,13 @@ def check_secret(secret: bytes, who: str) -> None:
 
 
 def greet(secret: bytes, challenge: v1.Challenge, greeting: v1.Greeting, *, job: str, called: str) -> None:
-    """The caller's side: completes a greeting with nonces and proof.
+    """The caller's side: adds nonces and proof to a greeting.
 
     Args:
-        greeting: what else it says is filled in.
-        job: of the run.
+        secret: secret of the run.
+        challenge: challenge of the called side.
+        greeting: the greeting, complete except for nonces and proof; changed in place.
+        job: job id.
         called: name of the node that has sent the challenge.
     """
     greeting.protocol = PROTOCOL
@@ -75,19 +77,19 @@ def greet(secret: bytes, challenge: v1.Challenge, greeting: v1.Greeting, *, job:
 
 
 def knows(secret: bytes, challenge: bytes, greeting: v1.Greeting, *, job: str, called: str) -> bool:
-    """The called side: whether the caller knows the secret, and means this job, this node, this challenge."""
+    """The called side: whether the caller knows the secret, and answers this job, node and challenge."""
     shown, expected = greeting.proof, _proof(secret, b"caller", greeting, job, called)
     fresh = hmac.compare_digest(greeting.challenge, challenge) and len(greeting.nonce) == NONCE_BYTES
     return hmac.compare_digest(shown, expected) and fresh
 
 
 def called_proof(secret: bytes, greeting: v1.Greeting, *, job: str, called: str) -> bytes:
-    """What the called side shows in turn, and the caller compares."""
+    """The proof of the called side, which the caller compares."""
     return _proof(secret, b"called", greeting, job, called)
 
 
 def session_key(secret: bytes, greeting: v1.Greeting, *, job: str, called: str) -> bytes:
-    """A key that both sides have from then on, and nobody else."""
+    """The key of a session, which only the two sides can compute."""
     return _proof(secret, b"session", greeting, job, called)
 
 
@@ -104,5 +106,5 @@ def _proof(secret: bytes, side: bytes, greeting: v1.Greeting, job: str, called: 
             "<IQQII", greeting.protocol, greeting.incarnation, greeting.link, greeting.index, greeting.count
         ),
     )
-    # Each field behind its length: no two greetings say the same.
+    # Each field follows its length, so different greetings give different bytes.
     return hmac.digest(secret, b"".join(_LENGTH.pack(len(field)) + field for field in said), "sha256")

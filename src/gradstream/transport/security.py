@@ -1,14 +1,14 @@
-"""Who may talk to whom: TLS between the nodes of a run, and what each node's certificate allows.
+"""TLS between the nodes of a run, and the streams that each node's certificate allows.
 
-Every run has a certificate authority of its own (`gradstream.run.remote.certificate_authority`); no other is
-believed. A node's certificate carries its name, "worker-3", as common name and as DNS name, so
+Every run has its own certificate authority (`gradstream.run.remote.certificate_authority`); nodes trust no
+other. A node's certificate carries its name, "worker-3", as common name and as DNS name, so
 
-* who dials `shard-0` talks to the holder of the certificate of `shard-0`, at whatever address;
-* who opens a stream as `worker-3` holds the certificate of `worker-3`;
-* the part before the dash is its role, and `methods.METHODS` says what a role may call.
+* a node that dials `shard-0` reaches the holder of the certificate of `shard-0`, at any address;
+* a node that opens a stream as `worker-3` holds the certificate of `worker-3`;
+* the part before the dash is the role, and `methods.METHODS` lists the methods that a role may call.
 
-A certificate is looked at again for each stream: one that has expired since the connection was made, or was
-revoked, opens none.
+A node checks the certificate again for each stream: one that has expired since the connection was made, or
+was revoked, opens none.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from gradstream.wire import v1
 
 __all__ = ["Shown", "Tls", "explain"]
 
-_FORGET = 256  # certificates that have been read are remembered, up to so many
+_FORGET = 256  # parsed certificates that are kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """One node's side of TLS. All of it is PEM.
+    """The TLS settings of one node, as PEM.
 
     Args:
-        authority: certificate of the run's authority: what peers are checked against.
-        certificate, key: this node's own; None for a node that only dials.
-        mutual: callers have to show a certificate as well.
+        authority: certificate of the run's authority, against which peers are checked.
+        certificate, key: certificate and key of this node; None for a node that only dials.
+        mutual: callers must show a certificate as well.
     """
 
     authority: bytes
@@ -47,13 +47,13 @@ class Tls:
 
     @classmethod
     def of(cls, credentials: Credentials) -> Tls | None:
-        """A node's; None for a run in plain text."""
+        """The TLS settings from a node's credentials; None for a run in plain text."""
         if credentials.authority is None:
             return None
         return cls(authority=credentials.authority, certificate=credentials.certificate, key=credentials.key)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """What an endpoint listens with."""
+        """Credentials for listening."""
         assert self.certificate is not None
         assert self.key is not None
         pair = (self.key, self.certificate)
@@ -62,16 +62,16 @@ class Tls:
         return grpc.ssl_server_credentials([pair], root_certificates=self.authority, require_client_auth=True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """What an endpoint dials with."""
+        """Credentials for dialling."""
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
     def objection(self, shown: Shown | None, opened: v1.Open, revoked: Container[bytes]) -> v1.Refuse | None:
         """Why a caller may not open this stream; None if it may.
 
         Args:
-            shown: the certificate of the caller.
-            opened: what it asks for, and who it says it is.
-            revoked: digests of certificates that are not accepted any more.
+            shown: certificate of the caller; None where it has shown none.
+            opened: the opening frame, with the name that the caller claims.
+            revoked: SHA-256 digests of certificates that are no longer accepted.
         """
         if not self.mutual:
             return None
@@ -88,12 +88,12 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A certificate that a caller has shown, and that TLS has found to be the run's.
+    """A certificate that a caller has shown, and that the run's authority has signed.
 
     Args:
-        name: the node's.
-        digest: SHA-256 of it.
-        expires: when.
+        name: name of the node.
+        digest: SHA-256 of the certificate.
+        expires: time after which it is no longer valid.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Shown:
 
     @classmethod
     def read(cls, pem: bytes) -> Shown:
-        """Raises ValueError where that is no certificate."""
+        """Parses a certificate. Raises ValueError for other bytes."""
         if pem not in _read:
             certificate = x509.load_pem_x509_certificate(pem)
             names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
@@ -126,7 +126,7 @@ _SIGNS = (
 
 
 def explain(details: str) -> str:
-    """What gRPC says of a connection that failed, with what that means where it is about certificates."""
+    """The message of gRPC about a failed connection, with an explanation where certificates are the cause."""
     for sign, meaning in _SIGNS:
         if sign.lower() in details.lower():
             return f"{meaning}. {details}"

@@ -1,4 +1,4 @@
-"""Waiting, with a deadline that bounds the peer's silence and not the wait."""
+"""Waiting with a deadline that bounds the peer's silence, and not the wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NS = 1_000_000_000
 
 
 class Broadcast:
-    """Wakes everybody who waits at the moment it rings."""
+    """Wakes all tasks that wait for it."""
 
     __slots__ = ("_waiters",)
 
@@ -21,7 +21,7 @@ class Broadcast:
         self._waiters: list[asyncio.Future[None]] = []
 
     def ring(self) -> None:
-        """Wakes who waits now, in the order of their coming."""
+        """Wakes the tasks that wait now, in the order in which they began to wait."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -35,32 +35,34 @@ class Broadcast:
 
 
 class Silence:
-    """When the peer was heard last, and an alarm for when that is too long ago.
+    """The time at which the peer was last heard, and an alarm for when that is too long ago.
 
     Args:
-        runtime: of this node.
-        bells: whoever waits, waits for one of these; all ring at an alarm, and who is woken looks again.
+        runtime: runtime of this node.
+        changes: broadcasts that tasks wait for; an alarm rings all of them, and each task checks again.
     """
 
-    def __init__(self, runtime: Runtime, *bells: Broadcast) -> None:
+    def __init__(self, runtime: Runtime, *changes: Broadcast) -> None:
         self.heard_ns = runtime.now()
         self._runtime = runtime
-        self._bells = bells
+        self._changes = changes
         self._alarm: Timer | None = None
         self._alarm_ns = 0
 
     def heard(self) -> None:
-        """The peer has sent something."""
+        """Notes that the peer has sent a frame."""
         self.heard_ns = self._runtime.now()
 
-    async def until(self, bell: Broadcast, ready: Callable[[], bool], silence_s: float | None) -> bool:
-        """Waits until `ready`, which can change when `bell` rings.
+    async def until(self, changed: Broadcast, ready: Callable[[], bool], silence_s: float | None) -> bool:
+        """Waits until `ready`.
 
         Args:
-            silence_s: how long the peer may be silent from now on; None for as long as it likes.
+            changed: rings when `ready` may have changed.
+            ready: the condition.
+            silence_s: seconds for which the peer may be silent from now on; None is no limit.
 
         Returns:
-            False where nothing at all was heard for so long, while this node was there to hear it.
+            False where the peer was silent for so long; time in which this node stood still does not count.
         """
         begun_ns = self._runtime.now()
         while not ready():
@@ -69,17 +71,17 @@ class Silence:
                 if left_s <= 0:
                     return False
                 self._set_alarm(round(left_s * _NS))
-            await bell.wait()
+            await changed.wait()
         return True
 
     def over(self) -> None:
-        """Nobody is waited for any more: wakes all who wait."""
+        """Cancels the alarm, and wakes all waiting tasks."""
         if self._alarm is not None:
             self._alarm.cancel()
         self._ring()
 
     def _set_alarm(self, left_ns: int) -> None:
-        """Rings in `left_ns` or earlier: a pending alarm serves many waits."""
+        """Makes the alarm ring in `left_ns` or earlier: one pending alarm serves many waits."""
         due_ns = self._runtime.now() + left_ns
         if self._alarm is not None:
             if self._alarm_ns <= due_ns:
@@ -89,5 +91,5 @@ class Silence:
 
     def _ring(self) -> None:
         self._alarm = None
-        for bell in self._bells:
-            bell.ring()
+        for changed in self._changes:
+            changed.ring()

@@ -1,25 +1,22 @@
 """`StreamCore`: what a stream means, the same over every carrier.
 
 Credit, the receive queue, the silence deadline, end, refusal, cancellation and the death of the
-peer are decided here. A carrier only moves frames: it implements `Carrier`, and tells the core
-what happened with `arrived` and `broken`. So a program that is correct over one carrier meets the
-same failures over another.
+peer are decided here. A carrier only moves frames: it implements `Carrier`, and calls `arrived` and
+`broken` to report what happened. So a correct program meets the same failures over every carrier.
 
-The two directions of a stream end apart. `_send_over` and `_recv_over` say why one is over::
+The two directions of a stream end separately; `_State` says which are over, and why::
 
     end()            sending is over, receiving goes on
     peer's End       receiving is over once the queue is empty: recv() returns None
-    Cancel, local    both at once, the queue is dropped
-    Cancel, peer's   the same; after the peer's End it only tells that the peer reads no more
-    Refuse, broken   both, but frames that had arrived are delivered first
+    Cancel, local    both are over at once, the queue is dropped
+    Cancel, peer's   the same; after the peer's End it only says that the peer reads no more
+    Refuse, broken   both are over, but frames that had arrived are delivered first
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import cast
 
 import torch
 
@@ -27,65 +24,62 @@ from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerL
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Landing, Lent, Received
-from gradstream.transport.carrier import Carrier, PayloadChannel, ReferenceLostError, SendHandle
-from gradstream.transport.intake import Intake
-from gradstream.transport.limits import LIMITS
+from gradstream.transport.carrier import (
+    COPIED,
+    Carrier,
+    PayloadChannel,
+    ReferenceLostError,
+    SendHandle,
+    find_payload,
+    refer_to,
+)
+from gradstream.transport.receive_queue import ReceiveQueue, costs_credit
+from gradstream.transport.refusals import MISBEHAVIOUR, refused_by
 from gradstream.transport.silence import Broadcast, Silence
 from gradstream.wire import v1
-from gradstream.wire.frames import FrameError, payload_tensor
+from gradstream.wire.frames import FrameError
 
-__all__ = ["EXPIRED", "StreamCore", "code_of", "refusal_of", "refused_by"]
+__all__ = ["EXPIRED", "StreamCore"]
 
 EXPIRED = "deadline: "
-"""How the reason begins that a peer is told when it was silent for too long."""
+"""Prefix of the reason that a peer receives when it was silent for too long."""
 
 PATIENCE_S = 1.0
-"""A carrier has taken a payload over in less; where the peer does not read, by copying it."""
-
-_MISBEHAVIOUR = frozenset(
-    {v1.BAD_REQUEST, v1.UNKNOWN_METHOD, v1.BAD_CERTIFICATE, v1.FORBIDDEN, v1.OVER_LIMIT, v1.NOT_MEMBER}
-)
-"""Refusals that no node meets again and again that goes by the protocol."""
-
-MAX_FREE_BYTES = 4 << 20
-"""Of Bodies that cost no credit, and that nobody has taken yet."""
-
-_CODES = cast("dict[str, v1.Code]", dict(v1.Code.items()))
+"""A carrier takes a payload over in less time; it copies the payload where the peer does not read."""
 
 Failure = Callable[[], GradstreamError]
-"""Makes the exception anew for each who meets it: a raised exception carries its own traceback."""
+"""Makes a new exception for each caller that meets it: a raised exception carries its own traceback."""
 
 
-class _Kept:
-    """A span that was not lent: its payload was copied."""
+class _State:
+    """Which directions of a stream are over, and why."""
 
-    returned = True
+    __slots__ = ("ended", "peer_ended", "peer_waits_for", "recv_failure", "released", "send_failure")
 
-    async def back(self, patience_s: float) -> None:
-        """At once."""
+    def __init__(self) -> None:
+        self.ended = self.peer_ended = False  # End was sent; End has arrived
+        self.released = False  # both directions are over
+        self.send_failure: Failure | None = None
+        self.recv_failure: Failure | None = None
+        self.peer_waits_for: list[str] = []  # as its last WAITING frame said
 
 
-_KEPT = _Kept()
-
-
-def _nothing_shared() -> None:
-    """There is no depot."""
+def _nothing() -> None:
+    """Finds no channel; does nothing on a refusal."""
 
 
 class StreamCore:
     """One side of a stream; implements `transport.base.Stream`.
 
     Args:
-        runtime: of this node.
-        me: this node's name.
-        peer: the other's.
+        runtime: runtime of this node.
+        me: name of this node.
+        peer: name of the other node.
         opened: the opening frame.
         carrier: moves the frames.
+        inbox: receives chunks and bodies until the user takes them.
         called: whether this is the called side.
-        window: how many chunks this side holds for its user at most.
-        depot: finds the memory that it shares with the peer; None while there is none.
-        intake: what the peer has of this node; None, where this side calls, leaves that to credit.
-        takes_chunks: the method has the peer send some.
+        channel: finds the memory shared with the peer; returns None while there is none.
     """
 
     def __init__(
@@ -95,58 +89,43 @@ class StreamCore:
         peer: str,
         opened: v1.Open,
         carrier: Carrier,
+        inbox: ReceiveQueue,
         *,
         called: bool,
-        window: int,
-        depot: Callable[[], PayloadChannel | None] = _nothing_shared,
-        intake: Intake | None = None,
-        takes_chunks: bool = True,
+        channel: Callable[[], PayloadChannel | None] = _nothing,
     ) -> None:
         self.peer = peer
         self.opened = opened
         self.certificate = b""
-        self._takes_chunks = takes_chunks
+        self.called = called
+        self.on_refuse: Callable[[], object] = _nothing
         self._me = me
         self._carrier = carrier
-        self._called = called
-        self._depot = depot
-        self._credit = opened.window if called else 0  # chunks that we may send
-        self._window = self._allowed = window  # chunks that the peer may send
-        self._batch = max(1, window // 2)  # credits are returned so many at a time
-        self._taken = 0  # chunks taken since credits were returned
-        self._queue: deque[Received] = deque()
-        self._intake = intake
-        self._unread_bytes = self._free_bytes = 0  # that wait in the queue; of Bodies that cost no credit
+        self._channel = channel
+        self._credit = opened.window if called else 0  # chunks that this side may send
+        self._inbox = inbox
         self._landing: Landing | None = None
-        self._ended = self._peer_ended = self._released = False
-        self._send_over: Failure | None = None
-        self._recv_over: Failure | None = None
-        self._waiting_on: list[str] = []
-        self._readable, self._writable = Broadcast(), Broadcast()
-        self._silence = Silence(runtime, self._readable, self._writable)
+        self._state = _State()
+        self._writable = Broadcast()
+        self._silence = Silence(runtime, inbox.readable, self._writable)
         self._on_release: list[Callable[[], object]] = []
-        self.on_refuse: Callable[[], object] = _nothing_shared
 
     # ---- the user's side --------------------------------------------------------------
 
     @property
-    def called(self) -> bool:
-        """Whether the peer has opened it."""
-        return self._called
-
-    @property
     def failed(self) -> bool:
-        """Whether the peer can no longer be answered: refused, cancelled or lost."""
-        return self._send_over is not None
+        """Whether the peer can no longer be answered: the stream was refused, cancelled or lost."""
+        return self._state.send_failure is not None
 
     @property
     def failure(self) -> GradstreamError | None:
-        """What whoever uses it is told, once it is over other than by both sides' end."""
-        return None if self._send_over is None else self._send_over()
+        """See `Stream.failure`."""
+        failure = self._state.send_failure
+        return None if failure is None else failure()
 
     @property
     def heard_ns(self) -> int:
-        """When the last frame of any kind came, on the runtime's clock."""
+        """See `Stream.heard_ns`."""
         return self._silence.heard_ns
 
     def heard(self) -> None:
@@ -167,24 +146,24 @@ class StreamCore:
     async def _take_over(
         self, frame: v1.Frame, payload: torch.Tensor | None, silence_s: float | None
     ) -> None:
-        if not _costs_credit(frame):
+        if not costs_credit(frame):
             self._check_sending()
             self._carrier.transmit(frame, payload)
             await self._carrier.drained()
             return
         await self.credit(silence_s)
-        posted = self._post(frame, payload)
-        # Room in the carrier's own queue is waited for before the next chunk: the payload is free earlier.
-        if posted is not None:
-            await posted.back(PATIENCE_S)
+        handle = self._transmit_chunk(frame, payload)
+        # The wait for room in the carrier's queue comes before the next chunk: the payload is free earlier.
+        if handle is not None:
+            await handle.back(PATIENCE_S)
 
-    def _post(self, frame: v1.Frame, payload: torch.Tensor | None) -> SendHandle | None:
-        """Transmits a chunk, its payload through shared memory where there is any."""
+    def _transmit_chunk(self, frame: v1.Frame, payload: torch.Tensor | None) -> SendHandle | None:
+        """Transmits a chunk; its payload goes through shared memory where there is any."""
         self._credit -= 1
-        depot = None if payload is None else self._depot()
-        reference = None if payload is None or depot is None else depot.stow(self, payload)
+        channel = None if payload is None else self._channel()
+        reference = None if payload is None or channel is None else channel.stow(self, payload)
         if reference is not None:
-            frame, payload = _referring(frame, reference), None
+            frame, payload = refer_to(frame, reference), None
         return self._carrier.transmit(frame, payload)
 
     async def lend(self, frame: v1.Frame, span: Span, silence_s: float | None = None) -> Lent:
@@ -195,20 +174,20 @@ class StreamCore:
         end = partial(vector.give_back, loan)
         try:
             await self.credit(silence_s)
-            depot = self._depot()
-            lent = None if depot is None else depot.lend(self, span, end)
+            channel = self._channel()
+            lent = None if channel is None else channel.lend(self, span, end)
         except BaseException:
             end()
             raise
         if lent is None:
-            posted = self._post(frame, span.tensor)
-            if posted is None:
+            handle = self._transmit_chunk(frame, span.tensor)
+            if handle is None:
                 end()
-                return _KEPT
-            posted.then(end)
-            return posted
+                return COPIED
+            handle.then(end)
+            return handle
         self._credit -= 1
-        self._carrier.transmit(_referring(frame, lent[0]), None)
+        self._carrier.transmit(refer_to(frame, lent[0]), None)
         return lent[1]
 
     async def credit(self, silence_s: float | None = None) -> None:
@@ -219,23 +198,18 @@ class StreamCore:
 
     def land(self, place: Landing | None) -> None:
         """See `Stream.land`."""
-        self._landing = None if self._released else place
-
-    def landing(self, chunk: v1.Chunk) -> torch.Tensor | None:
-        """Where the payload of a chunk that is about to arrive belongs, by the word of this side's user."""
-        return None if self._landing is None or self._peer_ended else self._landing(chunk)
+        self._landing = None if self._state.released else place
 
     async def recv(self, silence_s: float | None = None) -> Received | None:
         """See `Stream.recv`."""
-        await self._until(self._readable, self._may_recv, silence_s)
-        if self._queue:
-            received = self._queue.popleft()
-            self._count(received, -1)
-            if _costs_credit(received.frame):
+        await self._until(self._inbox.readable, self._may_recv, silence_s)
+        if self._inbox:
+            received = self._inbox.take()
+            if costs_credit(received.frame) and self._inbox.owes_credit():
                 self._return_credit()
             return received
-        if self._recv_over is not None:
-            raise self._recv_over()
+        if self._state.recv_failure is not None:
+            raise self._state.recv_failure()
         return None
 
     async def waiting(self, on: list[str]) -> None:
@@ -244,17 +218,17 @@ class StreamCore:
         self._carrier.transmit(v1.Frame(waiting=v1.Waiting(on=on)), None)
 
     async def end(self) -> None:
-        """See `Stream.end`. Ending twice is ending once."""
-        if self._ended:
+        """See `Stream.end`. A second call does nothing."""
+        if self._state.ended:
             return
         self._check_sending()
-        self._ended = True
+        self._state.ended = True
         self._carrier.transmit(v1.Frame(end=v1.End()), None)
         self._release_if_done()
 
     def refuse(self, code: v1.Code, message: str) -> None:
         """See `Stream.refuse`. Does nothing where the stream is over already."""
-        self._refuse(v1.Refuse(code=code, message=message))
+        self.turn_away(v1.Refuse(code=code, message=message))
 
     def cancel(self, reason: str = "") -> None:
         """See `Stream.cancel`. Does nothing where the stream is over already."""
@@ -263,33 +237,40 @@ class StreamCore:
     # ---- the endpoint's side ----------------------------------------------------------
 
     def on_release(self, callback: Callable[[], object]) -> None:
-        """Calls back once both directions are over; at once if they are."""
-        if self._released:
+        """See `Stream.on_release`."""
+        if self._state.released:
             callback()
         else:
             self._on_release.append(callback)
 
     def accept(self) -> None:
         """Called side: grants the caller its chunks, unless the stream is over already."""
-        if not self._released:
-            self._carrier.transmit(v1.Frame(accept=v1.Accept(window=self._window)), None)
+        if not self._state.released:
+            self._carrier.transmit(v1.Frame(accept=v1.Accept(window=self._inbox.window)), None)
 
     def forget(self) -> None:
-        """Called side: nobody will take what has arrived."""
-        self._forget_queue()
+        """Called side: drops what has arrived; nobody will take it."""
+        self._inbox.clear()
 
     def turn_away(self, refuse: v1.Refuse) -> None:
-        """Called side: refuses instead of accepting."""
-        self._refuse(refuse)
+        """Called side: refuses the stream, before or after it was accepted."""
+        assert self.called
+        if self._state.released:
+            return
+        if refuse.code in MISBEHAVIOUR:
+            self.on_refuse()
+        self._carrier.transmit(v1.Frame(refuse=refuse), None)
+        text = self._text(f"refused by {self._me}", refuse.message)
+        self._close(partial(ClosedError, text), drop=True)
 
     def finish(self) -> None:
-        """Called side: the handler has returned. Says End, and that nothing more is read."""
-        if self._send_over is not None:
+        """Called side: sends End, and tells the caller that nothing more is read; the handler has returned."""
+        if self.failed:
             return
-        if not self._ended:
-            self._ended = True
+        if not self._state.ended:
+            self._state.ended = True
             self._carrier.transmit(v1.Frame(end=v1.End()), None)
-        if not self._peer_ended:
+        if not self._state.peer_ended:
             reason = "finished serving"
             self._carrier.transmit(v1.Frame(cancel=v1.Cancel(reason=reason)), None)
             self._close(partial(ClosedError, self._text(f"{self._me} has finished", "")), drop=True)
@@ -297,17 +278,32 @@ class StreamCore:
 
     # ---- the carrier's side -----------------------------------------------------------
 
+    def landing(self, chunk: v1.Chunk) -> torch.Tensor | None:
+        """The memory that this side's user has named for the payload of a chunk that is about to arrive."""
+        return None if self._landing is None or self._state.peer_ended else self._landing(chunk)
+
+    def may_bring(self, num_chunks: int) -> bool:
+        """Whether the peer has credit for this many more chunks."""
+        return self._inbox.may_bring(num_chunks)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether this many more bytes may wait here; if not, this ends the stream for both sides."""
+        if self._inbox.has_room(num_bytes):
+            return True
+        self._refuse_excess()
+        return False
+
     def arrived(self, frame: v1.Frame, payload: torch.Tensor | None, *, landed: bool = False) -> None:
-        """A frame came, in its order. Its payload was checked by `check_chunk`.
+        """Takes the next frame of the peer, in order. `check_chunk` has checked its payload.
 
         Args:
-            landed: the payload lies where `landing` has said.
+            landed: the payload lies where `landing` said.
         """
         self._silence.heard()
         kind = frame.WhichOneof("kind")
         if frame.HasField("chunk") and frame.chunk.HasField("reference"):
             try:
-                payload, landed = self._found(frame.chunk)
+                payload, landed = find_payload(self._channel(), frame.chunk, self.landing)
             except ReferenceLostError:
                 text = f"the memory that it shared is gone (stream {self.opened.method})"
                 self._cancel(partial(PeerLostError, self.peer, text), text)
@@ -321,171 +317,106 @@ class StreamCore:
             self._credit += frame.credit.frames if kind == "credit" else frame.accept.window
             self._writable.ring()
         elif kind == "waiting":
-            self._waiting_on = list(frame.waiting.on)
+            self._state.peer_waits_for = list(frame.waiting.on)
         elif kind == "end":
-            self._peer_ended = True
-            self._readable.ring()
+            self._state.peer_ended = True
+            self._inbox.readable.ring()
             self._release_if_done()
         elif kind == "cancel":
             reason = frame.cancel.reason
             closed = partial(ClosedError, self._text(f"cancelled by {self.peer}", reason))
-            self._close(closed, drop=not self._peer_ended)
-        elif kind == "refuse" and not self._called:
+            self._close(closed, drop=not self._state.peer_ended)
+        elif kind == "refuse" and not self.called:
             self._close(partial(refused_by, self.peer, frame.refuse), drop=False)
         else:
             self.reject(FrameError(f"a frame of kind {kind} where none may come"))
 
     def reject(self, error: FrameError) -> None:
-        """What the peer sent breaks the protocol: the stream is over for both."""
+        """Ends the stream for both sides: the peer has sent what the protocol does not allow."""
         message = f"{self.opened.method}: {self.peer} sent {error}"
-        if self._called:
-            self._refuse(v1.Refuse(code=v1.BAD_REQUEST, message=message))
+        if self.called:
+            self.refuse(v1.BAD_REQUEST, message)
         else:
             self._cancel(partial(RefusedError, self._me, "BAD_REQUEST", message), message)
 
     def broken(self, message: str) -> None:
-        """The connection or the peer is gone."""
+        """Ends the stream at this side: the connection or the peer is gone."""
         text = f"{message} (stream {self.opened.method}); what was in flight may or may not have been applied"
         self._close(partial(PeerLostError, self.peer, text), drop=False)
 
     # ---- inside -----------------------------------------------------------------------
 
-    def _found(self, chunk: v1.Chunk) -> tuple[torch.Tensor | None, bool]:
-        """The payload that a chunk refers to, and whether it has landed. The chunk may be sent on."""
-        depot = self._depot()
-        if depot is None:
-            raise ReferenceLostError
-        view = depot.find(chunk.reference)
-        chunk.ClearField("reference")
-        payload = payload_tensor(chunk, view)
-        place = None if payload is None else self.landing(chunk)
-        if place is None or payload is None or (len(place), place.dtype) != (len(payload), payload.dtype):
-            return payload, False
-        place.numpy()[...] = payload.numpy()  # on this thread alone
-        if not depot.intact():
-            raise ReferenceLostError
-        return place, True
-
     def _enqueue(self, received: Received) -> None:
-        if self._recv_over is not None:
-            return  # a straggler
-        if self._peer_ended:
+        if self._state.recv_failure is not None:
+            return  # sent before the peer knew that the stream is over
+        if self._state.peer_ended:
             self.reject(FrameError("a frame after its end"))
             return
-        costs = _costs_credit(received.frame)
-        if (costs and not self._allowed) or (received.frame.HasField("chunk") and not self._takes_chunks):
-            self.reject(FrameError(f"{_name_of(received.frame)} without credit"))
-            return
-        if not self.has_room(_size_bytes(received), free=not costs):
-            return
-        self._allowed -= costs
-        self._count(received, 1)
-        self._queue.append(received)
-        self._readable.ring()
+        try:
+            if not self._inbox.put(received):
+                self._refuse_excess()
+        except FrameError as error:
+            self.reject(error)
 
-    def may_bring(self, num_chunks: int) -> bool:
-        """Whether the peer has credit for so many chunks more."""
-        return num_chunks <= self._allowed and self._takes_chunks
-
-    def has_room(self, num_bytes: int, *, free: bool = False) -> bool:
-        """Whether so many bytes more may wait here; if not, the stream is over for both.
-
-        Args:
-            free: of a Body that costs no credit.
-        """
-        unread = self._free_bytes + num_bytes
-        if free and unread > MAX_FREE_BYTES:
-            self.reject(
-                FrameError(f"{unread} bytes of bodies that nobody has taken, at most {MAX_FREE_BYTES}")
-            )
-            return False
-        if self._intake is not None and not self._intake.has_room(num_bytes):
-            text = f"{self.opened.method}: {self.peer} has sent more than {self._me} has taken, by too much"
-            if self._called:
-                self._refuse(v1.Refuse(code=v1.OVER_LIMIT, message=text))
-            else:
-                self._cancel(partial(RefusedError, self._me, "OVER_LIMIT", text), text)
-            return False
-        return True
-
-    def _count(self, received: Received, sign: int) -> None:
-        """A frame waits to be taken, or does not any more."""
-        num_bytes = sign * _size_bytes(received)
-        self._unread_bytes += num_bytes
-        if not _costs_credit(received.frame):
-            self._free_bytes += num_bytes
-        if self._intake is not None:
-            self._intake.unread_bytes += num_bytes
-
-    def _forget_queue(self) -> None:
-        while self._queue:
-            self._count(self._queue.popleft(), -1)
+    def _refuse_excess(self) -> None:
+        text = f"{self.opened.method}: {self.peer} has sent more than {self._me} has taken, by too much"
+        if self.called:
+            self.refuse(v1.OVER_LIMIT, text)
+        else:
+            self._cancel(partial(RefusedError, self._me, "OVER_LIMIT", text), text)
 
     def _return_credit(self) -> None:
-        self._taken += 1
-        if self._taken >= self._batch and self._send_over is None and not self._peer_ended:
-            self._carrier.transmit(v1.Frame(credit=v1.Credit(frames=self._taken)), None)
-            self._allowed += self._taken
-            self._taken = 0
+        if not self.failed and not self._state.peer_ended:
+            frames = self._inbox.return_credit()
+            self._carrier.transmit(v1.Frame(credit=v1.Credit(frames=frames)), None)
 
     def _may_send(self) -> bool:
-        return self._credit > 0 or self._send_over is not None
+        return self._credit > 0 or self._state.send_failure is not None
 
     def _may_recv(self) -> bool:
-        return bool(self._queue) or self._peer_ended or self._recv_over is not None
+        return bool(self._inbox) or self._state.peer_ended or self._state.recv_failure is not None
 
     def _check_sending(self) -> None:
-        if self._send_over is not None:
-            raise self._send_over()
-        if self._ended:
+        if self._state.send_failure is not None:
+            raise self._state.send_failure()
+        if self._state.ended:
             raise ClosedError(self._text(f"{self._me} has ended its side", ""))
 
-    async def _until(self, bell: Broadcast, ready: Callable[[], bool], silence_s: float | None) -> None:
-        """Waits until `ready`; a peer that has been silent for too long ends the stream."""
-        if not await self._silence.until(bell, ready, silence_s):
-            self._expire(silence_s or 0.0)
-
-    def _expire(self, silence_s: float) -> None:
-        on = f", after saying that it waits for {', '.join(self._waiting_on)}" if self._waiting_on else ""
-        message = f"silent for {silence_s:g} s in {self.opened.method} with {self._me}{on}"
-        self._cancel(partial(DeadlineError, self.peer, message), f"{EXPIRED}{message}")
+    async def _until(self, changed: Broadcast, ready: Callable[[], bool], silence_s: float | None) -> None:
+        """Waits until `ready`; cancels the stream where the peer is silent for too long."""
+        if not await self._silence.until(changed, ready, silence_s):
+            on = self._state.peer_waits_for
+            why = f", after saying that it waits for {', '.join(on)}" if on else ""
+            message = f"silent for {silence_s or 0.0:g} s in {self.opened.method} with {self._me}{why}"
+            self._cancel(partial(DeadlineError, self.peer, message), f"{EXPIRED}{message}")
 
     def _cancel(self, failure: Failure, reason: str) -> None:
-        if self._released:
-            self._forget_queue()
+        if self._state.released:
+            self._inbox.clear()
             return
         self._carrier.drop()
         self._carrier.transmit(v1.Frame(cancel=v1.Cancel(reason=reason)), None)
         self._close(failure, drop=True)
 
-    def _refuse(self, refuse: v1.Refuse) -> None:
-        assert self._called
-        if self._released:
-            return
-        if refuse.code in _MISBEHAVIOUR:
-            self.on_refuse()
-        self._carrier.transmit(v1.Frame(refuse=refuse), None)
-        text = self._text(f"refused by {self._me}", refuse.message)
-        self._close(partial(ClosedError, text), drop=True)
-
     def _close(self, failure: Failure, *, drop: bool) -> None:
-        """Both directions are over; without `drop`, what has arrived is delivered first."""
-        if self._released:
+        """Ends both directions; without `drop`, what has arrived is delivered first."""
+        state = self._state
+        if state.released:
             return
-        self._send_over = failure
+        state.send_failure = failure
         if drop:
-            self._forget_queue()
-        if drop or not self._peer_ended:
-            self._recv_over = failure
+            self._inbox.clear()
+        if drop or not state.peer_ended:
+            state.recv_failure = failure
         self._release()
 
     def _release_if_done(self) -> None:
-        if self._ended and self._peer_ended:
+        if self._state.ended and self._state.peer_ended:
             self._release()
 
     def _release(self) -> None:
-        if not self._released:
-            self._released = True
+        if not self._state.released:
+            self._state.released = True
             self._landing = None
             self._carrier.over()
             self._silence.over()
@@ -495,48 +426,3 @@ class StreamCore:
     def _text(self, what: str, reason: str) -> str:
         why = f": {reason}" if reason else ""
         return f"stream {self.opened.method} between {self._me} and {self.peer}: {what}{why}"
-
-
-def _costs_credit(frame: v1.Frame) -> bool:
-    """Whether it takes room at the receiver that has to be granted: chunks do, and long bodies."""
-    return frame.HasField("chunk") or len(frame.body.data) > LIMITS.free_body_bytes
-
-
-def _size_bytes(received: Received) -> int:
-    """Of memory that the receiver holds for it, beside what is its user's own."""
-    if received.payload is None or received.landed:
-        return len(received.frame.body.data)
-    return received.payload.numel() * received.payload.element_size()
-
-
-def _name_of(frame: v1.Frame) -> str:
-    if frame.HasField("chunk"):
-        return f"chunk {frame.chunk.index}"
-    return f"a body of {len(frame.body.data)} bytes"
-
-
-def refused_by(peer: str, refuse: v1.Refuse) -> RefusedError:
-    """What a refusal means for whoever is refused."""
-    code = next((name for name, value in _CODES.items() if value == refuse.code), str(refuse.code))
-    return RefusedError(peer, code, refuse.message)
-
-
-def _referring(frame: v1.Frame, reference: v1.Reference) -> v1.Frame:
-    """The same chunk, with its payload elsewhere."""
-    referring = v1.Frame()
-    referring.CopyFrom(frame)
-    referring.chunk.reference.CopyFrom(reference)
-    return referring
-
-
-def refusal_of(error: RefusedError) -> v1.Refuse:
-    """A refusal as the peer would have sent it."""
-    code, message = code_of(error)
-    return v1.Refuse(code=code, message=message)
-
-
-def code_of(error: BaseException) -> tuple[v1.Code, str]:
-    """What a caller is refused with when its handler raised `error`: code and message."""
-    if isinstance(error, RefusedError) and error.code in _CODES:
-        return _CODES[error.code], error.reason
-    return v1.INTERNAL, f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""What comes from outside of a process is not believed: text is escaped, documents are bounded and checked.
+"""Checks of input from outside the process: text is escaped, documents are bounded and checked.
 
-Other nodes, other machines, strangers on the network and files on a disk may say anything. Everything in
-here turns what they say into a checked value or into one typed error, in memory that is bounded beforehand.
+Other nodes, other machines, strangers on the network and files on a disk may contain anything. The functions
+of this package turn input into a checked value or into one typed error, in bounded memory.
 """
 
 from gradstream.untrusted.documents import DocumentError, parse_json, parse_toml

@@ -1,4 +1,4 @@
-"""JSON and TOML from outside: parsed in bounded memory and depth, or refused with one typed error."""
+"""Parses JSON and TOML from outside in bounded memory and depth, or refuses them with one typed error."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 __all__ = ["MAX_DEPTH", "DocumentError", "parse_json", "parse_toml"]
 
 MAX_DEPTH = 10
-"""Of lists and tables in one another."""
+"""The deepest nesting of lists and tables."""
 
 MAX_KEY_PARTS = 32
-"""Of a dotted key in TOML: Python's reader takes quadratic time for them."""
+"""The most parts of a dotted key in TOML: Python's reader takes quadratic time for them."""
 
 _LONG_KEY = re.compile(
     r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){%d}""" % MAX_KEY_PARTS  # noqa: UP031
@@ -22,7 +22,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class DocumentError(ValueError):
-    """A document that cannot be read, or that is larger or deeper than its reader takes."""
+    """A document that cannot be read, or that is larger or deeper than its reader accepts."""
 
 
 def parse_json(
@@ -33,18 +33,18 @@ def parse_json(
     max_values: int = 1_000_000,
     unique: bool = True,
 ) -> Any:
-    """What a JSON document says.
+    """The value of a JSON document.
 
     Args:
-        data: the document: UTF-8, or text.
-        max_bytes: it may have so many bytes.
-        max_depth: so many lists and objects may be in one another.
-        max_values: so many values may be in it; that bounds the memory that reading it takes.
-        unique: no name may be twice in one object; else the last one counts.
+        data: the document, as UTF-8 or text.
+        max_bytes: the most bytes of the document.
+        max_depth: the deepest nesting of lists and objects.
+        max_values: the most values in the document; this bounds the memory of the parser.
+        unique: refuses an object with the same name twice; otherwise the last one counts.
 
     Raises:
-        DocumentError: it is no JSON (NaN and infinities are none), is larger or deeper, has a name twice in
-            one object, or text that is not Unicode. Nothing else.
+        DocumentError: the document is no JSON (NaN and infinities are not), is too large or too deep, has a
+            name twice in one object, or text that is not Unicode. No other exception.
     """
     try:
         raw = data.encode() if isinstance(data, str) else data
@@ -68,15 +68,15 @@ def parse_json(
 
 
 def parse_toml(text: str, *, max_bytes: int = 1 << 16, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
-    """What a TOML document says.
+    """The value of a TOML document.
 
     Args:
         text: the document.
-        max_bytes: it may have so many characters.
-        max_depth: so many tables and lists may be in one another.
+        max_bytes: the most characters of the document.
+        max_depth: the deepest nesting of tables and lists.
 
     Raises:
-        DocumentError: it is no TOML, is larger or deeper. Nothing else.
+        DocumentError: the document is no TOML, or is too large or too deep. No other exception.
     """
     if len(text) > max_bytes:
         raise DocumentError(f"a document of {len(text):,} characters; expected at most {max_bytes:,}")
@@ -116,7 +116,7 @@ def _too_deep(max_depth: int) -> DocumentError:
 
 
 def _check_depth(value: Any, max_depth: int) -> None:
-    """Without recursion: the value may be as deep as its reader went."""
+    """Raises for too deep a value, without recursion: the value may be as deep as the parser's stack."""
     level = [value]
     for _ in range(max_depth):
         level = [
@@ -132,7 +132,7 @@ def _check_depth(value: Any, max_depth: int) -> None:
 
 
 def _check_text(value: Any) -> None:
-    """Raises for lone surrogates, which no file and no terminal takes."""
+    """Raises for lone surrogates, which no file and no terminal accepts."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

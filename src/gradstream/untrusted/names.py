@@ -7,18 +7,18 @@ from gradstream.errors import ConfigError
 __all__ = ["MAX_NAME_BYTES", "check_name"]
 
 MAX_NAME_BYTES = 100
-"""A file system takes 255; a time and a number come beside it."""
+"""File systems allow 255; a time and a number are added to the name."""
 
 
 def check_name(name: str, what: str) -> str:
-    """The name, if a file or folder can be called so and lies where it is put.
+    """Returns the name if it is safe as the name of a file or folder.
 
     Args:
-        name: as somebody has given it.
-        what: it is, for the message: "name (--name)".
+        name: the name as the user gave it.
+        what: the kind of name for the message: "name (--name)".
 
     Raises:
-        ConfigError: it is empty, too long, "." or "..", or has a separator or a control character in it.
+        ConfigError: the name is empty, too long, "." or "..", or has a separator or a control character in it.
     """
     size_bytes = len(name.encode(errors="surrogateescape"))
     bad = [letter for letter in name if letter in "/\\" or not letter.isprintable()]

@@ -1,4 +1,4 @@
-"""Values held against annotations: whether what a document says has the types of a dataclass's fields."""
+"""Checks that the values of a document have the types of a dataclass's fields."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import Any, Literal, Union
 __all__ = ["MismatchError", "check_record", "check_value"]
 
 MAX_INT = 1 << 64
-"""What JSON holds of larger numbers is none of ours."""
+"""Documents of gradstream hold no larger numbers."""
 
 Check = Callable[[Any], str | None]
-"""Says what was expected where a value does not fit; None where it does."""
+"""Returns what was expected where a value does not fit; None where it does."""
 
 
 class MismatchError(ValueError):
-    """A value that is not of the type that its place has."""
+    """A value of the wrong type for its place."""
 
 
 def check_record(cls: type, record: Any, where: str = "") -> None:
-    """Checks that a mapping has the fields of a dataclass, no others, and of their types.
+    """Checks that a mapping has the fields of a dataclass, with their types, and no others.
 
     Args:
         cls: the dataclass. Annotations may be str, int, float, bool, None, Any, Literal, unions, lists,
             tuples, mappings with text as keys, and dataclasses; floats must be finite.
-        record: what a document said.
-        where: begins the message.
+        record: value of a document.
+        where: beginning of the message.
 
     Raises:
-        MismatchError: says which field, and what was expected. Nothing else.
+        MismatchError: names the field and the expected type. No other exception.
     """
     wrong = _record(cls)(record)
     if wrong is not None:
@@ -41,7 +41,7 @@ def check_record(cls: type, record: Any, where: str = "") -> None:
 
 
 def check_value(value: Any, hint: Any, where: str) -> None:
-    """Checks one value likewise. Raises MismatchError."""
+    """Checks that one value has the type `hint`. Raises MismatchError, which begins with `where`."""
     wrong = _check_of(hint)(value)
     if wrong is not None:
         raise MismatchError(f"{where}: {wrong}")
@@ -171,7 +171,7 @@ def _none(value: Any) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message: what it is, where it would be long."""
+    """A value as text for a message; only its type where the value may be long."""
     if value is None or isinstance(value, bool | float):
         return repr(value)
     if isinstance(value, str):

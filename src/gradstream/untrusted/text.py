@@ -7,7 +7,7 @@ import sys
 __all__ = ["LINE_BYTES", "TEXT_BYTES", "counted", "escaped", "say"]
 
 LINE_BYTES = 256
-"""The most bytes of one line that a stranger can cause to be written."""
+"""The most bytes of one line in a log or on a terminal that a stranger can cause."""
 
 TEXT_BYTES = 8192
 """The most bytes of a message: room for a path, which has 4,096 at most, and some sentences."""
@@ -23,9 +23,9 @@ def escaped(text: str, limit_bytes: int, *, newlines: bool = False) -> str:
     script stays as it is.
 
     Args:
-        text: from outside.
-        limit_bytes: the result has at most so many bytes of UTF-8, at least 3; a longer text ends with "…".
-        newlines: a newline stays a newline, as tracebacks have them.
+        text: text from outside.
+        limit_bytes: the most bytes of UTF-8 in the result, at least 3; a longer text ends with "…".
+        newlines: keeps newlines, for tracebacks.
     """
     cut = text[:limit_bytes]
     if not cut.isprintable():
@@ -37,18 +37,18 @@ def escaped(text: str, limit_bytes: int, *, newlines: bool = False) -> str:
 
 
 def say(text: str, limit_bytes: int = TEXT_BYTES) -> None:
-    """Writes a message on stderr, at once and escaped: other nodes and names of files may be in it."""
+    """Writes a message to stderr, at once and escaped: it may hold text of other nodes and names of files."""
     sys.stderr.write(f"{escaped(text, limit_bytes, newlines=True)}\n")
     sys.stderr.flush()
 
 
 def counted(text: str, more: int, limit_bytes: int = LINE_BYTES) -> str:
-    """The text escaped, and behind it how many others like it there were: "… (and 3,211 more)".
+    """The escaped text, and the number of further messages like it: "… (and 3,211 more)".
 
     Args:
-        text: from outside.
-        more: how many were held back; 0 adds nothing.
-        limit_bytes: of the result. The text is cut, the count never is.
+        text: text from outside.
+        more: number of further messages; 0 adds nothing.
+        limit_bytes: the most bytes of the result. The text is cut, the number never is.
     """
     behind = f" (and {more:,} more)" if more else ""
     return escaped(text, limit_bytes - len(behind)) + behind

@@ -19,7 +19,7 @@ _FROM_WIRE: dict[int, torch.dtype] = {int(wire): dtype for dtype, wire in _TO_WI
 
 
 def to_wire(dtype: torch.dtype) -> v1.DType:
-    """The wire's name of a torch dtype.
+    """The wire value of a torch dtype.
 
     Raises:
         ConfigError: vectors of this dtype cannot be exchanged.

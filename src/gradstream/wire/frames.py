@@ -4,9 +4,9 @@ A frame is a `v1.Frame`; its payload is field 15, the highest number, so it come
 
     [ kind field: tag, length, message ] [ 0x7a, varint length, payload bytes ]
 
-That is what every protobuf library writes and parses. `encode` appends the payload to the
-serialised header by a single join; `decode` walks the outermost tags and hands out the payload
-as a slice of the received message. Whatever is not laid out in this way is parsed in full.
+Every protobuf library writes and parses this layout. `encode` appends the payload to the serialised header by
+a single join; `decode` walks the outermost tags and returns the payload as a slice of the received message.
+It parses messages of any other layout in full.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ PROTOCOL = 1
 """The version of the protocol that this code speaks."""
 
 ABSENT = 1
-"""Bit of `Chunk.flags`: this sender contributes nothing and no payload follows."""
+"""Bit of `Chunk.flags`: this sender contributes nothing, and no payload follows."""
 
 MAX_PAYLOAD_BYTES = 32 << 20
-"""The most bytes of elements in one chunk, by any carrier: 4 Mi elements of float64.
+"""The most bytes of elements in one chunk, over any carrier: 4 Mi elements of float64.
 
-How long the chunks of a run are, its chunk map says."""
+The chunk map of a run defines the length of its chunks."""
 
 MAX_HEADER_BYTES = 5 << 20
 """The most bytes of one frame beside its payload."""
@@ -54,13 +54,13 @@ _PAYLOAD_TAG = 15 << 3 | 2
 _LAST_KIND_TAG = 9 << 3 | 2
 
 with warnings.catch_warnings():
-    # A received payload is read-only on purpose; torch says once per process that it minds.
+    # A received payload is read-only on purpose; torch warns of this once in each process.
     warnings.simplefilter("ignore")
     torch.frombuffer(bytes(4), dtype=torch.float32)
 
 
 class FrameError(GradstreamError, ValueError):
-    """Bytes or a chunk header that break protocol 1. The stream that carried them is over."""
+    """Bytes or a chunk header that break protocol 1. The receiver ends the stream."""
 
 
 def _varint(value: int) -> bytes:
@@ -76,8 +76,8 @@ def encode(frame: v1.Frame, payload: bytes | memoryview | None = None) -> bytes:
     """Serialises a frame; the payload's bytes are copied once.
 
     Args:
-        frame: its header; its own `payload` field must be empty.
-        payload: contiguous bytes, most `MAX_PAYLOAD_BYTES` where the peer is to take it.
+        frame: the header; its `payload` field must be empty.
+        payload: contiguous bytes; a peer accepts at most `MAX_PAYLOAD_BYTES`.
     """
     header = frame.SerializeToString()
     if payload is None:
@@ -96,8 +96,8 @@ def decode(data: bytes) -> tuple[v1.Frame, memoryview | None]:
         `data` alive; None where there is none.
 
     Raises:
-        FrameError: not a frame, of no kind, longer than `MAX_FRAME_BYTES`, or than `MAX_HEADER_BYTES` without
-            a payload at its end. Nothing else.
+        FrameError: the bytes are no frame, have no kind, are longer than `MAX_FRAME_BYTES`, or are longer
+            than `MAX_HEADER_BYTES` without a payload at their end. No other exception.
     """
     if len(data) > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {len(data)} bytes: expected at most {MAX_FRAME_BYTES}")
@@ -114,7 +114,7 @@ def decode(data: bytes) -> tuple[v1.Frame, memoryview | None]:
         raise FrameError(f"a frame of {len(data)} bytes without a kind: expected one of open ... end")
     if start < len(data):
         return frame, memoryview(data)[start:]
-    if frame.payload:  # not last, or given twice: the parser has sorted it out, at the price of a copy
+    if frame.payload:  # not last, or given twice: the parser has resolved it, with a copy
         view = memoryview(frame.payload)
         frame.ClearField("payload")
         return frame, view
@@ -122,7 +122,7 @@ def decode(data: bytes) -> tuple[v1.Frame, memoryview | None]:
 
 
 def _layout(data: bytes) -> tuple[int, int]:
-    """Where the header stops and the payload starts; (len, len) leaves all of it to the parser."""
+    """The end of the header and the start of the payload; (len, len) leaves all bytes to the parser."""
     size = len(data)
     at = 0
     while at < size:
@@ -151,7 +151,7 @@ def _length(data: bytes, at: int) -> tuple[int, int]:
 
 
 def check_chunk(chunk: v1.Chunk, payload_bytes: int) -> None:
-    """Checks that a chunk's payload is what its header says, and within bounds.
+    """Checks that a chunk's payload agrees with its header, and is within bounds.
 
     Raises:
         FrameError: unknown dtype, a payload of another length, more than `MAX_PAYLOAD_BYTES`,
@@ -178,7 +178,7 @@ def check_chunk(chunk: v1.Chunk, payload_bytes: int) -> None:
 def payload_tensor(chunk: v1.Chunk, payload: memoryview | None) -> torch.Tensor | None:
     """A checked chunk's elements as a read-only tensor on the payload's memory; None if absent.
 
-    None, too, where the chunk says that its payload lies elsewhere: that is checked where it is found.
+    None also where the chunk refers to shared memory: the receiver checks the payload when it finds it.
 
     Raises:
         FrameError: as `check_chunk`.

@@ -1,7 +1,7 @@
-"""Which sequence numbers of a sender have been applied: a low-water mark and a bitmap above it.
+"""`SequenceWindow`: the sequence numbers of a sender that were applied, as a low-water mark and a bitmap.
 
-Remembering only the last number seen would refuse legitimate pushes that overtook one another;
-remembering all would grow for ever.
+The last number alone would not be enough: it would refuse valid pushes that overtook one another. All
+numbers would take more and more memory.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ __all__ = ["SequenceWindow"]
 class SequenceWindow:
     """A set of positive integers that mostly grows at its upper end.
 
-    Everything up to the low-water mark is in the set. Numbers more than `WIDTH` below the highest
-    count as in the set too: their senders have long given up on them.
+    All numbers up to the low-water mark are in the set. Numbers more than `WIDTH` below the highest
+    count as in the set too: their senders have given them up.
     """
 
     WIDTH = 4096
@@ -30,11 +30,11 @@ class SequenceWindow:
         return bool(self._above >> (number - self.low - 1) & 1)
 
     def add(self, number: int) -> None:
-        """Puts a number in. Adding it again changes nothing."""
+        """Adds a number. Adding it again changes nothing."""
         if number <= self.low:
             return
         ahead = number - self.low - self.WIDTH
-        if ahead > 0:  # before the bit is set: how long the bitmap gets is not the sender's to say
+        if ahead > 0:  # before the bit is set: the sender must not determine the length of the bitmap
             self._raise_low(ahead)
         self._above |= 1 << (number - self.low - 1)
         self._raise_low((self._above ^ (self._above + 1)).bit_length() - 1)  # trailing ones

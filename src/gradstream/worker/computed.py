@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from gradstream.data.base import BatchRef
 from gradstream.memory import Vector
 from gradstream.model.batch import Batch
-from gradstream.model.factors import KeptLayers
+from gradstream.model.factors import FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import ComputeProgress
 from gradstream.worker.gradient import Result
@@ -53,7 +53,7 @@ class ComputedGradient:
     ready: ComputeProgress = field(default_factory=ComputeProgress)
     task: asyncio.Task[Result] | None = None
     on_known: Callable[[], None] | None = None
-    kept: KeptLayers | None = None
+    kept: FactorPairs | None = None
     rows: RowGradient | None = None
 
     @property

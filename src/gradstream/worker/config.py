@@ -1,4 +1,4 @@
-"""What a worker is told: its part of the job, as the cast hands it over."""
+"""What a worker is told: its part of the job, as the plan hands it over."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from gradstream.errors import GradientError, GradstreamError, UserCodeError
 from gradstream.model.base import Model
 from gradstream.model.batch import Batch
 from gradstream.model.check import finite
-from gradstream.model.factors import KeptLayers
+from gradstream.model.factors import FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
@@ -128,7 +128,7 @@ class GradientSource(Protocol):
         report: Report,
         samples: Sequence[Batch] | None = None,
         sums: torch.Tensor | None = None,
-        kept: KeptLayers | None = None,
+        kept: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> Result:
         """Writes the gradient of a minibatch at `parameters` (E,) into `into` (E,), `kept` and `rows`."""
@@ -197,7 +197,7 @@ class Differentiator:
         report: Report,
         samples: Sequence[Batch] | None = None,
         sums: torch.Tensor | None = None,
-        kept: KeptLayers | None = None,
+        kept: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> Result:
         """The gradient of a minibatch.
@@ -316,7 +316,7 @@ class _Place:
     parameters: torch.Tensor
     ref: BatchRef
     step: int
-    kept: KeptLayers
+    kept: FactorPairs
     rows: RowGradient | None
 
 
@@ -340,7 +340,7 @@ class _Final:
         self.report(elems)
 
 
-def _parts(gradient: torch.Tensor, kept: KeptLayers, rows: RowGradient | None) -> Iterator[torch.Tensor]:
+def _parts(gradient: torch.Tensor, kept: FactorPairs, rows: RowGradient | None) -> Iterator[torch.Tensor]:
     """All numbers of a gradient: factors stand for the places of what was kept."""
     done = 0
     for one in kept.values():

@@ -122,7 +122,7 @@ class WorkerNode:
         exchange = self._exchange = await self._assembly().exchange()
         replica = exchange.replica
         self._siblings.follow(lambda: replica.progress)
-        vitals = runtime.spawn(self._keep_reporting(exchange), name=f"{runtime.node}-vitals")
+        reporting = runtime.spawn(self._keep_reporting(exchange), name=f"{runtime.node}-vitals")
         try:
             if config.resume is not None:
                 await restore_own(config, runtime, replica, config.resume)
@@ -141,7 +141,7 @@ class WorkerNode:
                 config.loop.finish(replica.parameters.tensor, buffers)
             await self._conclude(exchange)
         finally:
-            vitals.cancel()
+            reporting.cancel()
 
     def _assembly(self) -> Assembly:
         config = self._config
@@ -217,8 +217,8 @@ class WorkerNode:
             self._hand.took(step)
 
     def _report(self, exchange: Exchange) -> None:
-        """Records of traffic since the report before, and of this node's vitals."""
-        for event in (*exchange.report(), *self._runtime.vitals("worker")):
+        """Records of traffic since the report before, and of the metrics of this process."""
+        for event in (*exchange.report(), *self._runtime.process_metrics("worker")):
             self._member.emit(event)
         self._report_logged()
 

@@ -67,7 +67,7 @@ def allreduce(ranks: int, elements: int, algorithm: str, carrier: Choice, times:
 
 
 def lines_of(result: AllreduceResult) -> list[str]:
-    """For people. The first says what was measured."""
+    """The result as rows of a table; the first describes the measurement."""
     plan = result.plan
     how = " over ".join([result.algorithm, *filter(None, [", ".join(result.carriers)])])
     called = ", as a strategy calls it" if plan.algorithm == "auto" else ""
@@ -90,7 +90,7 @@ def lines_of(result: AllreduceResult) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """In a unit that fits."""
+    """A time in a suitable unit."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}"

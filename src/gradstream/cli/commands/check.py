@@ -15,9 +15,9 @@ __all__ = ["check"]
 @click.argument("strategy")
 @json_option
 def check(strategy: str, as_json: bool) -> None:
-    """Says which laws a STRATEGY obeys: a name, or FILE.py:Class.
+    """Checks the properties of a STRATEGY: a name, or FILE.py:Class.
 
-    Some hundred small runs on virtual time; takes seconds. Exit status 1 if a law is broken.
+    Some hundred small runs on virtual time; takes seconds. Exit status 1 if one does not hold.
 
     \b
     Examples:
@@ -30,13 +30,13 @@ def check(strategy: str, as_json: bool) -> None:
     except BrokenPropertiesError as broken:
         report = broken.report
     if as_json:
-        verdicts = [
-            {"law": one.law, "says": one.says, "holds": one.holds, "seen": one.seen}
-            for one in report.verdicts
+        results = [
+            {"property": one.name, "says": one.says, "holds": one.holds, "seen": one.seen}
+            for one in report.results
         ]
-        click.echo(json.dumps({"strategy": report.strategy, "verdicts": verdicts}))
+        click.echo(json.dumps({"strategy": report.strategy, "results": results}))
     else:
         click.echo(str(report))
         for one in report.broken:
-            click.echo(f"{one.law}: {one.says}", err=True)
+            click.echo(f"{one.name}: {one.says}", err=True)
     raise SystemExit(1 if report.broken else 0)

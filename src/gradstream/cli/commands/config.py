@@ -13,7 +13,7 @@ __all__ = ["config"]
 
 @click.group()
 def config() -> None:
-    """Looks at the configuration of a job."""
+    """Shows the configuration of a job."""
 
 
 @config.command(cls=JobCommand)
@@ -33,12 +33,10 @@ def show(job: str, as_json: bool, **given: Any) -> None:
     import json
 
     from gradstream.run.effective_settings import effective, to_toml
-    from gradstream.run.plan import cast_of
+    from gradstream.run.plan import plan_run
 
-    chosen = load_job_with(job, **given)
-    cast = cast_of(chosen, "config")
-    entries = effective(chosen, cast.strategy, cast.optimizer)
+    plan = plan_run(load_job_with(job, **given), "config")
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(entry) for entry in entries]))
+        click.echo(json.dumps([dataclasses.asdict(entry) for entry in effective(plan)]))
     else:
-        click.echo(to_toml(chosen, entries), nl=False)
+        click.echo(to_toml(plan), nl=False)

@@ -11,16 +11,16 @@ __all__ = ["data"]
 
 @click.group()
 def data() -> None:
-    """Data sets: where they are from, under which licence, and how to get them."""
+    """Data sets: their origin and licence, and how to get them."""
 
 
 @data.command()
 @click.argument("name")
 @click.option("--url", metavar="URL", help="A mirror of the archive; its checksum must be the same.")
 def get(name: str, url: str | None) -> None:
-    """Downloads a data set, verified, into the cache folder. Prints where it is.
+    """Downloads a data set into the cache folder, verifies it, and prints its path.
 
-    A download that was cut off is taken up where it stopped. The folder is
+    An interrupted download goes on where it stopped. The folder is
     $XDG_CACHE_HOME/gradstream or ~/.cache/gradstream.
 
     \b
@@ -44,7 +44,7 @@ def get(name: str, url: str | None) -> None:
 @data.command()
 @click.argument("name", required=False)
 def info(name: str | None) -> None:
-    """Says what a data set is: licence, citation, page, and where its files are. All of them if no NAME.
+    """Shows licence, citation, page and files of a data set; without NAME of all data sets.
 
     \b
     Examples:
@@ -55,17 +55,17 @@ def info(name: str | None) -> None:
 
     known = {offer.name: offer.origin for offer in catalogue("data set")}
     if name is not None:
-        class_of("data set", name)  # so that a misspelt name is an error
+        class_of("data set", name)  # a misspelt name is an error
         known = {key: origin for key, origin in known.items() if key_of(key) == key_of(name)} or {name: ""}
     click.echo("\n\n".join(_text(key, origin) for key, origin in known.items()))
 
 
 def _text(name: str, origin: str) -> str:
     from gradstream.data.sources import SOURCES, find
-    from gradstream.job.plugins import HOUSE
+    from gradstream.job.plugins import BUILT_IN
     from gradstream.job.registry import class_of
 
-    source = SOURCES.get(name) if origin == HOUSE else None
+    source = SOURCES.get(name) if origin == BUILT_IN else None
     if source is None:
         about = inspect.getdoc(class_of("data set", name)) or "says nothing about itself"
         return f"{name}" + (f" ({origin})" if origin else "") + f"\n  {about.splitlines()[0]}"

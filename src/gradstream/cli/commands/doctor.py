@@ -24,12 +24,12 @@ MARKS = {"ok": " ", "warning": "!", "failed": "✗"}
 @click.command()
 @click.argument("address", metavar="[ADDR:PORT]", required=False)
 @token_options
-@click.option("--fingerprint", metavar="sha256:…", help="Of the launcher's certificate.")
+@click.option("--fingerprint", metavar="sha256:…", help="Fingerprint of the launcher's certificate.")
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path(),
-    help="Where runs would be kept: here.",
+    help="Folder for runs; by default this one.",
 )
 def doctor(
     address: str | None,
@@ -38,11 +38,11 @@ def doctor(
     fingerprint: str | None,
     folder: Path,
 ) -> None:
-    """Looks for what keeps this machine from training, alone or with the launcher at ADDR.
+    """Checks whether this machine can train, alone or with the launcher at ADDR:PORT.
 
-    Alone: versions, memory, disk, limits, addresses. With ADDR:PORT, of a launcher that waits or
-    trains: name, TCP, TLS, gRPC, round trip and clock; with the token also the speed each way and
-    the versions there. Exit status 3 if something failed.
+    Alone: versions, memory, disk, limits, addresses. With the address of a launcher that waits or
+    trains: name, TCP and TLS; with the token also gRPC, round trip, clock, speed each way and the
+    versions there. Exit status 3 if a check fails.
 
     \b
     Examples:

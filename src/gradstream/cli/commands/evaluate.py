@@ -13,14 +13,14 @@ __all__ = ["evaluate"]
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--checkpoint", metavar="NAME", help="step-…, or final; the newest if not given.")
+@click.option("--checkpoint", metavar="NAME", help="step-…, or final; by default the newest.")
 @click.option("--data", metavar="DATA", help="Another data set: a name, or file.py:function.")
 @json_option
 def evaluate(run: Path, checkpoint: str | None, data: str | None, as_json: bool) -> None:
-    """Evaluates what a run has trained on the held-out samples of its data.
+    """Evaluates the parameters of a run on the held-out samples of its data.
 
-    RUN is a run directory. The job is read again from its file, so that has to be as it was. The run
-    may have failed: then its newest checkpoint counts.
+    RUN is a run directory. The job is read again from its file, which must not have changed. Of a
+    run that has failed, the newest checkpoint is evaluated.
 
     \b
     Examples:

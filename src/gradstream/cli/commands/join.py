@@ -18,10 +18,10 @@ __all__ = ["join"]
 @click.argument("address", metavar="ADDR:PORT")
 @click.argument("job", metavar="JOB")
 @token_options
-@click.option("--fingerprint", metavar="sha256:…", help="Of the launcher's certificate.")
-@click.option("--name", help="What this machine is called; its host name otherwise.")
-@click.option("--insecure", is_flag=True, help="Plain text, where the launcher was started so.")
-@click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="For logs.")
+@click.option("--fingerprint", metavar="sha256:…", help="Fingerprint of the launcher's certificate.")
+@click.option("--name", help="Name of this machine; by default its host name.")
+@click.option("--insecure", is_flag=True, help="Plain text, as the launcher with --insecure.")
+@click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="Folder for logs.")
 def join(
     address: str,
     job: str,

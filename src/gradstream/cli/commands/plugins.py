@@ -19,10 +19,10 @@ __all__ = ["plugins"]
 @click.command()
 @json_option
 def plugins(as_json: bool) -> None:
-    """Lists strategies, optimizers, codecs, data sets and carriers by name, and where they are from.
+    """Lists strategies, optimizers, codecs, data sets and carriers by name, and their packages.
 
-    What installed packages offer is imported to see whether it works; what does not, or has the name
-    of another, is a warning on stderr, and cannot be used by that name.
+    Plugins of installed packages are imported to check them. One that cannot be imported, or has the
+    name of another, is a warning on stderr, and cannot be used by that name.
 
     \b
     Examples:
@@ -45,16 +45,16 @@ def plugins(as_json: bool) -> None:
 
 
 def examined(offers: list[Plugin]) -> list[tuple[Plugin, str]]:
-    """Each offer of one family with what is wrong with it; "" is nothing. The house's own are not loaded."""
+    """Each member of one family with its fault, or ""; built-in members are not loaded."""
     from gradstream.errors import ConfigError
-    from gradstream.job.plugins import HOUSE, key_of
+    from gradstream.job.plugins import BUILT_IN, key_of
     from gradstream.transport.offers import CHOICES
 
     times = Counter(key_of(offer.name) for offer in offers)
     rows = []
     for offer in offers:
         fault = ""
-        if offer.origin != HOUSE:
+        if offer.origin != BUILT_IN:
             try:
                 offer.load()
             except ConfigError as error:

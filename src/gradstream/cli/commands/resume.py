@@ -18,26 +18,26 @@ __all__ = ["resume"]
 @click.argument("run", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--workers", type=int, help="Another number of replicas of the model.")
 @click.option("--servers", type=int, help="Another number of shards of the parameter server.")
-@click.option("--batch-size", type=int, help="Other samples per minibatch of one worker.")
+@click.option("--batch-size", type=int, help="Another number of samples per minibatch of one worker.")
 @click.option("--epochs", type=int, help="Passes over the data, those before included.")
 @click.option("--steps", type=int, help="Minibatches per worker, those before included.")
 @click.option("--device", metavar="NAME", help="Another device to compute on.")
 @click.option(
-    "--allow-lost", is_flag=True, default=None, help="Go without what a lost worker's loop had left."
+    "--allow-lost", is_flag=True, default=None, help="Finish without data of a lost worker's own loop."
 )
 @click.option(
     "--from-start",
     is_flag=True,
-    help="Begin again where every checkpoint is damaged; they are left as they are.",
+    help="Begin again although there are checkpoints, all of them damaged.",
 )
 @listen_options
 @json_option
 def resume(run: Path, as_json: bool, **given: Any) -> None:
-    """Goes on with a run that was stopped, killed or lost, from its newest good checkpoint.
+    """Continues a run that was stopped or killed from its newest good checkpoint.
 
-    RUN is a run directory. The job is read again from its file, so that has to be as it was. The
-    run goes on in the same directory; what came after the checkpoint is computed again. A checkpoint
-    with a damaged file is passed over for the one before; where all are damaged, nothing is started.
+    RUN is a run directory. The job is read again from its file, which must not have changed. The run
+    goes on in the same directory, and repeats the steps after the checkpoint. Where a file of a
+    checkpoint is damaged, the one before is taken; where all are damaged, nothing is started.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""Job files to begin with: what `gradstream new` writes."""
+"""Templates of job files for `gradstream new`."""
 
 from __future__ import annotations
 

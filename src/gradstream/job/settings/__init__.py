@@ -1,10 +1,10 @@
-"""Settings: what a job is told from outside of its file, layer over layer, each with its origin.
+"""Settings: values for a job from outside its file, in layers, each with its origin.
 
     defaults < job file < TOML file < environment < command line
 
-Sources are read into `Setting`s (`sources`), fitted to the types of the job's fields (`values`),
-laid over the job (`layers`), and shown as they came out (`effective`). Nothing here lists the
-fields of a job: a new field of `Job`, of a strategy or of an optimizer is a key at once.
+`sources` reads them into `Setting`s, `values` converts them to the types of the job's fields, and `layers`
+puts them into the job; `run.effective_settings` shows the result. No list of fields is kept here: a new
+field of `Job`, of a strategy or of an optimizer is a key at once.
 """
 
 from gradstream.job.settings.layers import apply

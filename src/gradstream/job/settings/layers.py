@@ -1,4 +1,4 @@
-"""Layers of settings laid over a job: pure, but for looking up the classes that are named."""
+"""Applies layers of settings to a job. Pure, except that it imports the classes that are named."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ __all__ = ["apply"]
 
 FAMILIES = ("strategy", "optimizer")
 NAME = ("", "name", "class")
-"""`strategy = "downpour"` and `strategy.name = "downpour"` say the same."""
+"""`strategy = "downpour"` and `strategy.name = "downpour"` are the same."""
 
 OF_THE_JOB = frozenset({"argv", "callbacks", "model", "data", "spec", "origins", "strategy_options"})
 """Fields of a job that are not settings."""
 
 
 def apply(job: Job, layers: Iterable[Sequence[Setting]]) -> Job:
-    """The job with settings laid over it; its `origins` say where each value came from.
+    """The job with these settings; its `origins` hold the origin of each value.
+
+    A layer that names a strategy or an optimizer begins from the defaults of that: options of weaker layers
+    were for another one. A key that is no field of a job may be one of the strategy.
 
     Args:
         job: as its file gives it.
-        layers: from the weakest to the strongest. Within a layer the order does not matter, but
-            for a key that is given twice: the last one counts.
-
-    A layer that names a strategy or an optimizer begins from its defaults: options that layers
-    below have given were another's. A key that is no field of a job may be one of the strategy.
+        layers: from the weakest to the strongest. Within a layer, the last of equal keys counts; otherwise
+            the order does not matter.
 
     Raises:
-        ConfigError: an unknown key, with the nearest one, or a value of the wrong type; says where.
+        ConfigError: an unknown key, with the nearest one, or a value of the wrong type; with its origin.
     """
     draft = _Draft(job)
     for layer in layers:
@@ -100,12 +100,12 @@ class _Draft:
         return find_optimizer(base, self._options("optimizer", base))
 
     def _options(self, head: str, spec: Any) -> dict[str, Any]:
-        """What was given for the strategy or optimizer, fitted to the fields of its class."""
+        """The options given for the strategy or optimizer, converted to the types of its fields."""
         given = self._parts.get(head)
         return self._fitted(head, given, class_of(head, spec)) if given else {}
 
     def _record(self, head: str, value: Any) -> Any:
-        """A field that is a record, with some of its own fields given."""
+        """The value of a field that is a record, with the given settings of its own fields."""
         kind: Any = type(value) if dataclasses.is_dataclass(value) else record_in(self._hints[head])
         if kind is None:
             raise self._unknown(next(iter(self._parts[head].values())))
@@ -161,12 +161,12 @@ class _Draft:
 
 @functools.cache
 def _hints_of_a_job() -> Mapping[str, Any]:
-    """Setting -> annotation; resolving them takes longer than all the rest of a job's settings."""
+    """Annotations by setting. Cached: resolving them takes longer than applying all settings."""
     return {key: hint for key, hint in typing.get_type_hints(Job).items() if key not in OF_THE_JOB}
 
 
 def _names(setting: Setting) -> bool:
-    """Whether it says which strategy or optimizer."""
+    """Whether a setting names the strategy or the optimizer."""
     head, _, tail = setting.key.partition(".")
     return head in FAMILIES and tail in NAME
 
@@ -179,7 +179,7 @@ def _fields(head: str, spec: Any) -> list[str]:
 
 
 def _nearest(key: str, known: Iterable[str]) -> str | None:
-    """The key that was probably meant: its last part counts where the whole is far from all."""
+    """The key that was probably meant: one that ends with `key`, or else one with similar spelling."""
     ends = [name for name in sorted(known) if name.endswith(f".{key}")]
     near = ends or difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.6)
     return near[0] if near else None

@@ -1,4 +1,4 @@
-"""Where settings come from: a TOML file, the environment, the command line."""
+"""Reads settings from a TOML file, the environment and the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PREFIX", "Setting", "from_environment", "from_texts", "from_toml", "
 PREFIX = "GRADSTREAM_"
 
 OTHER_VARIABLES = frozenset({"GRADSTREAM_DATA", "GRADSTREAM_TOKEN", "GRADSTREAM_TOKEN_FILE"})
-"""Variables of ours that are no settings of a job."""
+"""Variables of gradstream that are not settings of a job."""
 
 _NAME = re.compile(r"[\w.\-\s\"']+")
 
@@ -27,9 +27,9 @@ class Setting:
     """One value that was given.
 
     Args:
-        key: what is set: "workers", or "strategy.push_every".
-        value: as TOML has it, or a `Word` as it was typed.
-        origin: where it was given: "gradstream.toml:3", "--workers".
+        key: "workers", or "strategy.push_every".
+        value: the value as TOML has it, or a `Word` as it was typed.
+        origin: the place where it was given: "gradstream.toml:3", "--workers".
     """
 
     key: str
@@ -41,7 +41,7 @@ def from_toml(path: Path) -> list[Setting]:
     """The settings of a TOML file: keys at the top, and tables such as [strategy].
 
     Raises:
-        ConfigError: it cannot be read, or is not TOML; says the line.
+        ConfigError: the file cannot be read, or is not TOML; the message has the line.
     """
     try:
         text = path.read_text()
@@ -53,7 +53,7 @@ def from_toml(path: Path) -> list[Setting]:
 
 
 def from_toml_text(text: str, path: Path) -> list[Setting]:
-    """The settings of the text of a TOML file; its path is for messages. Raises ConfigError."""
+    """The settings in the text of a TOML file; `path` is for messages. Raises ConfigError."""
     try:
         tree = parse_toml(text)
     except DocumentError as error:
@@ -93,7 +93,7 @@ def from_texts(texts: Iterable[str], origin: str = "--set") -> list[Setting]:
 
 
 def _lines(text: str) -> dict[str, int]:
-    """The line of each key, by its dotted name. tomllib does not tell; good enough for messages."""
+    """The line of each key, by its dotted name, for messages; tomllib does not give lines."""
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):

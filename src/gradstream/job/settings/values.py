@@ -1,4 +1,4 @@
-"""Values fitted to types: what a field's annotation says it may hold, and how that is written."""
+"""Converts settings to the types that the annotations of fields allow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Word(str):
 
 
 class MisfitError(Exception):
-    """A value that does not fit; `expected` says in words what would."""
+    """A value of a wrong type; `expected` describes the right ones in words."""
 
     def __init__(self, expected: str) -> None:
         super().__init__(expected)
@@ -38,7 +38,7 @@ class MisfitError(Exception):
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it."""
+    """The text of a value in a message."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except (ValueError, TypeError, RecursionError):  # keys or numbers that JSON has not
@@ -47,14 +47,14 @@ def shown(value: Any) -> str:
 
 
 def fit(value: Any, hint: Any) -> Any:
-    """The value as one of the type `hint`: a `Word` is read, anything else is checked.
+    """Converts a value to the type `hint`: parses a `Word`, and checks anything else.
 
-    Numbers, true or false, text, paths, lists, tables and records of these can be written, and a
-    function by its place, "file.py:function"; of a union, the first member that fits is taken, text last.
+    A setting may be a number, true or false, text, a path, a list, a table or a record of these, or a
+    function by its place, "file.py:function". Of a union, the first type that fits is taken, text last.
 
     Raises:
-        MisfitError: it fits no member, or no member can be written.
-        ConfigError: there is nothing at a place.
+        MisfitError: the value fits no type of the union, or a setting cannot have these types.
+        ConfigError: there is no function at a place.
     """
     if isinstance(value, Mapping):  # an object, as config.toml has it
         value = revived(value)
@@ -74,7 +74,7 @@ def fit(value: Any, hint: Any) -> Any:
 
 @functools.cache
 def fields_of(made_by: Callable[..., Any]) -> Mapping[str, Any]:
-    """Field -> annotation of what a class or function can be given; Any where it does not say."""
+    """Annotations of the arguments of a class or function, by name; Any without an annotation."""
     import inspect
 
     try:
@@ -83,7 +83,7 @@ def fields_of(made_by: Callable[..., Any]) -> Mapping[str, Any]:
         hints = {}
     try:
         names = list(inspect.signature(made_by).parameters)
-    except ValueError:  # a class of Python's own, `dict` say: it has no fields
+    except ValueError:  # a built-in class such as `dict` has no fields
         names = []
     return {name: hints.get(name, Any) for name in names}
 

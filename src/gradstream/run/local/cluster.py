@@ -1,4 +1,4 @@
-"""The launcher's side of the forkserver: starts nodes, hears from them, and leaves none behind."""
+"""The launcher's side of the forkserver: starts nodes, receives their messages, and leaves none running."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gradstream.errors import InternalError
 __all__ = ["NODE", "SCRIPT", "LocalCluster"]
 
 NODE, SCRIPT = "gradstream.run.node:main", "gradstream.session.script:main"
-"""What a process is: a node; or a worker that is a script with a training loop of its own."""
+"""Main functions of processes: a node, and a worker that is a script with a training loop of its own."""
 
 HANG_UP_S = 5.0
 
@@ -28,8 +28,8 @@ class LocalCluster:
     """Processes of one run on this machine. Use it as a context manager.
 
     Args:
-        logs: folder for what nodes print; made when missing.
-        environment: variables for all of them (see `node_environment`).
+        logs: folder for the output of nodes; made when missing.
+        environment: environment variables of the nodes (see `node_environment`).
     """
 
     def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:
@@ -46,7 +46,7 @@ class LocalCluster:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **environment, "PYTHONPATH": path},
-                start_new_session=True,  # a signal to the terminal's processes is for the launcher alone
+                start_new_session=True,  # Ctrl-C in the terminal signals the launcher only
             )
         self._listener = threading.Thread(target=self._listen, name="forkserver-replies", daemon=True)
         self._listener.start()
@@ -63,7 +63,7 @@ class LocalCluster:
         self.close()
 
     def start(self, name: str, argv: Sequence[str], *, main: str = NODE) -> None:
-        """Starts a node; {"started": name} follows. It is given `argv` and a place to report to."""
+        """Starts a node with `argv` and a file descriptor for messages; {"started": name} follows."""
         log = str(self.logs / f"{name}.log")
         self._order({"start": name, "main": main, "argv": list(argv), "log": log})
 
@@ -72,17 +72,17 @@ class LocalCluster:
         self._order({"signal": name, "number": number})
 
     def post(self, message: dict[str, Any]) -> None:
-        """Puts in a message from elsewhere; `message` returns it in its turn. From any thread."""
+        """Adds a message from elsewhere, which `message` returns in its turn. May be called from any thread."""
         self._messages.put(message)
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next thing heard, or None after `timeout_s`.
+        """The next message, or None after `timeout_s`.
 
-        {"started": name, "pid": n}, {"exited": name, "status": code or -signal}, and what nodes
-        report, with {"from": name}.
+        It is {"started": name, "pid": n}, {"exited": name, "status": code or -signal}, or a message of a
+        node, with {"from": name}.
 
         Raises:
-            InternalError: the forkserver itself has died; so have all nodes.
+            InternalError: the forkserver itself has ended, and with it all nodes.
         """
         try:
             message = self._messages.get(timeout=timeout_s)
@@ -97,7 +97,7 @@ class LocalCluster:
         return message
 
     def log_tail(self, name: str, num_lines: int = 30) -> str:
-        """The end of what a node has printed."""
+        """The last lines that a node has printed."""
         path = self.logs / f"{name}.log"
         if not path.is_file():
             return ""

@@ -1,16 +1,16 @@
 """A warm process that nodes are forked from: `python -m gradstream.run.local.forkserver`.
 
 Importing torch takes seconds, and nine processes that do it at once take nine times as long;
-forked from one that has done it, they start in 0.05 s. What is imported here has started no
-threads: gRPC, which does, is imported in the children only.
+forked from one that has done it, they start in 0.05 s. The modules imported here start no threads;
+gRPC does, so only the children import it.
 
 One JSON object per line. In:  {"start": name, "main": "module:function", "argv": [...], "log": path}
                           and  {"signal": name, "number": 9}
 Out: {"ready": pid}, {"started": name, "pid": n}, {"exited": name, "status": code or -signal}, and
-whatever a node says to its launcher, with {"from": name} added.
+each message of a node to its launcher, with {"from": name} added.
 
-Nothing outlives the launcher: when its end of the pipe closes, even by SIGKILL, all nodes are
-killed; and should this process itself be killed, the kernel kills them.
+No process outlives the launcher: when its end of the pipe closes, even by SIGKILL, this process kills
+all nodes; where this process is killed, the kernel kills them.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from gradstream.run.local.node_log import log_stream
 
 __all__ = ["main"]
 
-# What a node needs and what may be loaded before a fork.
+# Modules that a node needs and that may be imported before a fork.
 WARM = ("numpy", "torch", "safetensors.numpy", "gradstream.data", "gradstream.run.node", "gradstream._train")
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
-TROUBLE = 70  # exit status of a node whose main could not even be called
+NOT_CALLED = 70  # exit status of a node whose main function could not be called
 
 
 @dataclass(slots=True)
 class _Child:
     name: str
     pid: int
-    pipe: int  # read end of what it says
-    said: bytes = b""
+    pipe: int  # read end of the pipe for its messages
+    unread: bytes = b""  # beginning of a message
 
 
 class _Server:
-    """The parent's side. Single-threaded: it must be, since it forks.
+    """The parent of all nodes. It has a single thread, since it forks.
 
     Args:
         orders: file descriptor that orders are read from.
@@ -65,13 +65,13 @@ class _Server:
         os.set_blocking(self._wakeup, False)
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # waking up is all it has to do
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # it only has to wake the loop up
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         # Ctrl-C goes to every process of the terminal; the launcher decides what it means.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def serve(self) -> None:
-        """Carries out orders until the launcher hangs up; then kills every child."""
+        """Carries out orders until the launcher closes its pipe; then kills every child."""
         self._selector.register(self._orders, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._reply({"ready": os.getpid()})
@@ -87,7 +87,7 @@ class _Server:
                     elif isinstance(key.data, _Child):
                         self._hear(key.data)
         except BrokenPipeError:
-            return  # nobody listens any more
+            return  # the launcher is gone
         finally:
             for child in self._children.values():
                 os.kill(child.pid, signal.SIGKILL)
@@ -123,7 +123,7 @@ class _Server:
         self._reply({"started": child.name, "pid": pid})
 
     def _hear(self, child: _Child) -> None:
-        """Passes on what a child has said."""
+        """Passes on the messages of a child."""
         while child.pipe >= 0:
             try:
                 data = os.read(child.pipe, 1 << 16)
@@ -131,7 +131,7 @@ class _Server:
                 return
             if not data:
                 self._hang_up(child)
-            *lines, child.said = (child.said + data).split(b"\n")
+            *lines, child.unread = (child.unread + data).split(b"\n")
             for line in lines:
                 self._reply({"from": child.name, **json.loads(line)})
 
@@ -141,7 +141,7 @@ class _Server:
         child.pipe = -1
 
     def _bury(self) -> None:
-        """Reports children that have ended, after everything that they had said."""
+        """Reports children that have ended, after all their messages."""
         for child in list(self._children.values()):
             pid, status = os.waitpid(child.pid, os.WNOHANG)
             if pid == 0:
@@ -160,7 +160,7 @@ class _Server:
 
 def _become(order: dict[str, Any], parent: int, report: int) -> None:
     """Turns a fresh fork into a node. Never returns."""
-    status = TROUBLE
+    status = NOT_CALLED
     try:
         die_with_parent(parent)
         _rename(order["start"])
@@ -173,7 +173,7 @@ def _become(order: dict[str, Any], parent: int, report: int) -> None:
         os.dup2(log, 2)
         os.dup2(report, 3)
         os.closerange(4, 256)
-        sys.stdin = open(0)  # noqa: SIM115  # the node's for as long as it lives
+        sys.stdin = open(0)  # noqa: SIM115  # open until the process ends
         os.set_inheritable(3, False)
         # print() must not raise where the disk is full.
         sys.stdout, sys.stderr = log_stream(1, by_line=False), log_stream(2, by_line=True)
@@ -184,7 +184,7 @@ def _become(order: dict[str, Any], parent: int, report: int) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not sys.exit: what the parent has registered to happen at exit is the parent's.
+        # Not sys.exit, which would run the parent's exit handlers.
         os._exit(status)
 
 
@@ -203,15 +203,15 @@ def _open_log(path: str) -> int:
 def die_with_parent(parent: int) -> None:
     """Has the kernel kill this process when its parent dies; exits if that has happened already.
 
-    Where there is no prctl (not Linux), closed pipes alone have to tell.
+    Without prctl (not on Linux), only closed pipes tell.
     """
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(TROUBLE)
+        os._exit(NOT_CALLED)
 
 
 def _rename(name: str) -> None:
-    """The node's name in ps and top."""
+    """Sets the name that ps and top show."""
     _prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]))
 
 
@@ -225,7 +225,7 @@ def _prctl(option: int, value: Any) -> None:
 def main() -> None:
     """Loads what nodes need, then forks nodes for as long as the launcher listens."""
     replies = os.dup(1)
-    os.dup2(2, 1)  # whatever an import prints must not look like a reply
+    os.dup2(2, 1)  # the output of an import must not look like a reply
     orders = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

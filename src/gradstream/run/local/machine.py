@@ -1,4 +1,4 @@
-"""What this machine is, and the environment in which nodes run on it."""
+"""Describes this machine, and sets up the environment of the nodes on it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = [
 ]
 
 SWITCH_INTERVAL_S = 2e-4
-"""How long Python's GIL stays with a computing thread while the event loop waits for it.
+"""Seconds for which a computing thread keeps Python's GIL while the event loop waits for it.
 
-5 ms, the default, would be added to nearly every hop of a message.
+The default of 5 ms would be added to nearly every hop of a message.
 """
 
 PACKAGES = ("gradstream", "torch", "numpy", "grpcio", "protobuf", "safetensors")
 
-# Vectors of hundreds of MB come and go at every step. Given back to the kernel each time, their
-# pages are zeroed again at the next: at 75 M parameters that costs the plain loop 13 %.
+# Vectors of hundreds of MB are allocated and freed at every step. If they went back to the kernel each time,
+# it would zero their pages again: at 75 M parameters that costs the plain loop 13 %.
 KEEP_PAGES = {
     # A thread's own arena keeps no more than 64 MiB: on the arithmetic thread the pages of a step would be
     # taken from the system anew each time (a convolutional network: 0.42 s a step instead of 0.26 s).
@@ -39,10 +39,9 @@ KEEP_PAGES = {
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
 
-# Threads of one node wait for one another by spinning, which is best where each has a core. Those of a shard
-# and a worker together are more than the cores: one then spins on the core that another needs (a worker and
-# a shard on two cores, over TCP: 460 samples/s, and 830 like this; a worker alone: 3,400, and 2,750 like
-# this).
+# Arithmetic threads wait for each other by spinning, which is best where each has a core. A shard and a worker
+# together have more threads than cores: one then spins on the core that another needs (a worker and a shard
+# on two cores, over TCP: 460 samples/s spinning, 830 yielding; a worker alone: 3,400 and 2,750).
 YIELD = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 # gRPC's own preparations for a fork end the processes that a data loader forks from a node. They use no gRPC.
@@ -57,11 +56,11 @@ def num_cores() -> int:
 def node_environment(workers: int, *, shards: bool = False) -> dict[str, str]:
     """Variables that must be set before a node loads numpy, torch or gRPC.
 
-    Arithmetic threads: each worker has its share of the cores, at least one. Variables that the
-    user has set stand.
+    Each worker gets an equal part of the cores for arithmetic threads, at least one. Variables that the user
+    has set are kept.
 
     Args:
-        workers: how many workers share the cores of this machine.
+        workers: number of workers that share the cores of this machine.
         shards: whether shards of the server share them too.
     """
     threads = str(max(1, num_cores() // max(1, workers)))
@@ -104,7 +103,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def describe_machine(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What figures depend on: versions, processor, memory, and the environment of the nodes."""
+    """Versions, processor, memory, and the environment of the nodes: the figures of a run depend on them."""
     return {
         "versions": versions(),
         "argv": sys.argv,

@@ -1,4 +1,4 @@
-"""What a node prints, into its log file: a full disk loses some of it, and never ends the node."""
+"""Writes the output of a node to its log file; a full disk loses some of it, and does not end the node."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["log_stream", "show_warnings"]
 
 WARNING_BYTES = 2048
-"""Of what is shown of one."""
+"""Longest warning that the launcher shows."""
 
 
 def show_warnings(node: str, say: Callable[..., None]) -> None:
-    """From here on the launcher shows warnings of this process, each distinct one once; all are in the log.
+    """Has the launcher show the warnings of this process, each distinct one once; the log gets all of them.
 
     Args:
-        node: its name.
-        say: tells the launcher.
+        node: name of the node.
+        say: sends a message to the launcher.
     """
     logged, shown = warnings.showwarning, set()
 
@@ -40,7 +40,7 @@ def show_warnings(node: str, say: Callable[..., None]) -> None:
 
 
 class _Lossy(io.RawIOBase):
-    """Writes to a file descriptor. What the disk does not take is counted, and said once it does again."""
+    """Writes to a file descriptor, and counts the bytes that a full disk loses; later it writes their number."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ class _Lossy(io.RawIOBase):
         view = memoryview(data).cast("B")
         try:
             if self._lost_bytes:
-                said = f"\n[{self._lost_bytes} bytes of this log are lost: {self._error}]\n"
-                os.write(self._descriptor, said.encode())
+                text = f"\n[{self._lost_bytes} bytes of this log are lost: {self._error}]\n"
+                os.write(self._descriptor, text.encode())
                 self._lost_bytes = 0
             return os.write(self._descriptor, view)
         except OSError as error:
@@ -75,8 +75,8 @@ def log_stream(descriptor: int, *, by_line: bool) -> TextIO:
     """A text stream to a log file, for `sys.stdout` and `sys.stderr`: it raises no error of the disk.
 
     Args:
-        descriptor: of the file; it is not closed.
-        by_line: each line is in the file at once, as of `sys.stderr`.
+        descriptor: file descriptor; it stays open.
+        by_line: whether each line is written at once, as by `sys.stderr`.
     """
     buffer = io.BufferedWriter(_Lossy(descriptor))
     return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=by_line)

@@ -1,6 +1,6 @@
-"""What a script finds in its environment: which worker it is, and where torch.distributed meets.
+"""Sets the environment of a script: its rank, and the address at which torch.distributed meets.
 
-As torchrun sets them, so that a script's own `init_process_group`, and libraries that look, work as there.
+The variables are those of torchrun, so that the script's own `init_process_group` and libraries work alike.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
 
 
 def hold_port(host: str, port: int = 0) -> socket.socket:
-    """Keeps a port for the process group of a script: as long as the socket is open, nobody is given it.
+    """Reserves a port for the process group of a script for as long as the returned socket is open.
 
     The socket does not listen, so worker 0 can listen there: torch reuses addresses, as servers do.
 
     Args:
-        host: of this machine.
-        port: 0 takes a free one.
+        host: an address of this machine.
+        port: the port; 0 takes a free one.
 
     Raises:
         ConfigError: the port is in use.
@@ -48,14 +48,14 @@ def set_environment(rank: int, size: int, per_machine: int, master: tuple[str, i
     """Sets the variables of one worker, in its process.
 
     Args:
-        rank: of the worker.
-        size: how many workers there are.
-        per_machine: how many of them each machine has: the first machine has the first ones.
-        master: host and port at which rank 0 listens, should the script make a process group.
-        own: the host at which others reach this worker.
+        rank: rank of the worker.
+        size: number of workers.
+        per_machine: number of workers on each machine; the first machine has the lowest ranks.
+        master: host and port at which rank 0 listens where the script makes a process group.
+        own: host at which the others reach this worker.
     """
     machine, local = divmod(rank, per_machine)
-    said = {
+    values = {
         "RANK": rank,
         "LOCAL_RANK": local,
         "WORLD_SIZE": size,
@@ -66,11 +66,13 @@ def set_environment(rank: int, size: int, per_machine: int, master: tuple[str, i
         "MASTER_ADDR": master[0],
         "MASTER_PORT": master[1],
     }
-    os.environ.update({name: str(value) for name, value in said.items()})
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun around us, whose store is not there
+    os.environ.update({name: str(value) for name, value in values.items()})
+    os.environ.pop(
+        "TORCHELASTIC_USE_AGENT_STORE", None
+    )  # set by a torchrun around us, whose store is not there
     device = None if is_loopback(own) else _interface_of(own)
     if device is not None:
-        # Without it gloo takes the address of the machine's name: on many systems, one that no other reaches.
+        # Without it gloo takes the address of the host name, which on many systems no other machine reaches.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
 
 

@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM mean while a run goes on: once, come to a stop; twice, now."""
+"""Handles Ctrl-C and SIGTERM during a run: the first asks it to stop, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM)
 class StopSignals:
     """Handles the two signals of this process. Use it as a context manager, in the main thread.
 
-    In another thread, where Python lets nobody handle signals, it does nothing. A signal that was
-    ignored (a script under `nohup`, or in the background of a shell) stays so.
+    In another thread, where Python does not allow signal handlers, it does nothing. A signal that was
+    ignored before (a script under `nohup`, or in the background of a shell) stays ignored.
 
     Attributes:
-        asked: a signal has come.
+        asked: whether a signal has come.
     """
 
     def __init__(self) -> None:

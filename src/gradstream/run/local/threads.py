@@ -1,9 +1,9 @@
-"""All nodes of a run in this process: for code that no other process could find, as in a notebook.
+"""Runs all nodes of a run in this process, for code that no other process can find, as in a notebook.
 
-Two threads serve all of them. One runs the event loop, where every node has a runtime and an
-endpoint of its own, on loopback; on the other their arithmetic takes turns. So seeds mean what
-they mean in processes (torch's generator belongs to the process), and each gradient may use all
-cores; but nothing is computed at the same time, and Python's global lock is shared.
+Two threads serve all nodes. One runs the event loop, on which every node has a runtime and an endpoint of
+its own, on loopback; the other one does their arithmetic in turns. So seeds have the same effect as in
+processes (torch's generator belongs to the process), and each gradient may use all cores; but nothing is
+computed at the same time, and all nodes share Python's global lock.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from typing import Any, Protocol
 from gradstream.run.local.cluster import NODE
 from gradstream.run.local.machine import SWITCH_INTERVAL_S
 
-__all__ = ["Cluster", "Play", "ThreadCluster"]
+__all__ = ["Cluster", "RunNode", "ThreadCluster"]
 
 HANG_UP_S = 10.0
-GOODBYE_S = 2.0  # longer than an endpoint takes to close: cut short, it leaves a server behind
+GOODBYE_S = 2.0  # longer than an endpoint takes to close: interrupted, it would leave a server behind
 CANCELLED = -9
-"""Status of a node that was stopped: as of a process that was killed."""
+"""Exit status of a node that was cancelled: that of a process killed by SIGKILL."""
 
 
 class Cluster(Protocol):
-    """Where the nodes of a run live. `LocalCluster` says what each of these does."""
+    """Starts and follows the nodes of a run on this machine; see `LocalCluster`."""
 
     @property
     def running(self) -> dict[str, int]:
@@ -49,20 +49,20 @@ class Cluster(Protocol):
         ...
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next thing heard, or None after `timeout_s`."""
+        """The next message, or None after `timeout_s`."""
         ...
 
     def post(self, message: dict[str, Any]) -> None:
-        """Puts in a message from elsewhere."""
+        """Adds a message from elsewhere."""
         ...
 
     def log_tail(self, name: str, num_lines: int = 30) -> str:
-        """The end of what a node has printed."""
+        """The last lines of a node's log."""
         ...
 
 
-class Play(Protocol):
-    """A node's life: returns its exit status."""
+class RunNode(Protocol):
+    """Runs a node to its end, and returns its exit status; see `run.node.run_node`."""
 
     def __call__(
         self,
@@ -73,26 +73,26 @@ class Play(Protocol):
         core: Executor,
         when_asked: Callable[[Callable[[], None]], None],
     ) -> Coroutine[Any, Any, int]:
-        """Plays the node that `argv` names; its arithmetic is done on `core`."""
+        """Runs the node that `argv` names, with its arithmetic on `core`."""
         ...
 
 
 class ThreadCluster:
-    """Nodes of one run in this process. Use it as a context manager; otherwise as `LocalCluster`.
+    """The nodes of one run in this process. Use it as a context manager; otherwise as `LocalCluster`.
 
-    What nodes print goes where this process prints. A signal ends a node, but for SIGTERM to the
-    coordinator, which asks the run to stop.
+    The output of nodes is that of this process. A signal ends a node, except for SIGTERM to the coordinator,
+    which asks the run to stop.
 
     Args:
-        logs: folder for what ends a node; made when missing.
-        play: what each node does.
+        logs: folder for the errors that end nodes; made when missing.
+        run_node: runs one node.
     """
 
-    def __init__(self, logs: Path, play: Play) -> None:
+    def __init__(self, logs: Path, run_node: RunNode) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = logs
         self.running: dict[str, int] = {}
-        self._play = play
+        self._run_node = run_node
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stops: dict[str, Callable[[], None]] = {}  # how a node is asked to stop
@@ -123,16 +123,16 @@ class ThreadCluster:
         self._loop.call_soon_threadsafe(self._begin, name, list(argv))
 
     def signal(self, name: str, number: int) -> None:
-        """Ends a node, if it still runs; SIGTERM asks one that can be asked."""
+        """Ends a node, if it still runs; SIGTERM asks the coordinator to stop."""
         stop = self._stops.get(name) if number == signal.SIGTERM else None
         self._loop.call_soon_threadsafe(stop or partial(self._cancel, name))
 
     def post(self, message: dict[str, Any]) -> None:
-        """Puts in a message from elsewhere; see `LocalCluster.post`."""
+        """Adds a message from elsewhere; see `LocalCluster.post`."""
         self._messages.put(message)
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next thing heard, or None after `timeout_s`; see `LocalCluster.message`."""
+        """The next message, or None after `timeout_s`; see `LocalCluster.message`."""
         try:
             message = self._messages.get(timeout=timeout_s)
         except queue.Empty:
@@ -144,14 +144,14 @@ class ThreadCluster:
         return message
 
     def log_tail(self, name: str, num_lines: int = 30) -> str:
-        """The end of what a node has said of its failure."""
+        """The last lines that a node has logged of its failure."""
         path = self.logs / f"{name}.log"
         return "\n".join(path.read_text().splitlines()[-num_lines:]) if path.is_file() else ""
 
     def close(self) -> None:
-        """Stops every node that still runs; a computation that has begun is waited for. Idempotent.
+        """Stops every node that still runs, and waits for a computation that has begun. Idempotent.
 
-        After some seconds it is waited for no more: unlike a process, a thread cannot be killed.
+        It waits for some seconds only: unlike a process, a thread cannot be killed.
         """
         if self._thread.is_alive() and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._closing.set)
@@ -163,7 +163,7 @@ class ThreadCluster:
     # ---- on the loop's thread -----------------------------------------------------------
 
     async def _serve(self) -> None:
-        """Lets nodes live until the cluster is closed."""
+        """Runs nodes until the cluster is closed."""
         self._loop = asyncio.get_running_loop()
         self._closing = asyncio.Event()
         self._ready.set()
@@ -180,7 +180,7 @@ class ThreadCluster:
 
         status = CANCELLED
         try:
-            status = await self._play(
+            status = await self._run_node(
                 argv,
                 say=say,
                 log=self.logs / f"{name}.log",
@@ -195,7 +195,7 @@ class ThreadCluster:
             self._tasks[name].cancel()
 
     async def _stop(self) -> None:
-        """Cancels all; those who take long over their goodbyes again and again."""
+        """Cancels all nodes, again every GOODBYE_S until they have ended."""
         deadline_s = self._loop.time() + HANG_UP_S
         while left := [task for task in self._tasks.values() if not task.done()]:
             for task in left:

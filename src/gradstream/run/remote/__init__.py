@@ -1,3 +1,3 @@
-"""Machines: how others enrol for a run, and how to find out why they cannot."""
+"""Other machines of a run: how they join it, and how to find out why they cannot."""
 
 __all__ = ()

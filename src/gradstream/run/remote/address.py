@@ -1,4 +1,4 @@
-"""Addresses, host:port, as people write them."""
+"""Parses and checks addresses host:port, and reads tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Address:
     """A host and a port. `str` of it is host:port.
 
     Args:
-        host: name or number, IPv6 without brackets.
-        port: 0 where none was given.
+        host: name or IP address; IPv6 without brackets.
+        port: the port; 0 where none was given.
     """
 
     host: str
@@ -34,10 +34,11 @@ class Address:
         """Reads "10.0.0.1:4000", "node-a", "[fd00::1]:4000".
 
         Args:
-            what: the option or argument, for the message.
+            text: the address.
+            what: name of the option or argument, for the message.
 
         Raises:
-            ConfigError: it is none of these.
+            ConfigError: the text is not an address.
         """
         host, port = text, ""
         if text.startswith("["):
@@ -61,7 +62,7 @@ class Address:
         return Address(self.host, port)
 
     def check_listen(self) -> None:
-        """Raises ConfigError for a wildcard: others need an address to go to, and only that one is opened."""
+        """Raises ConfigError for a wildcard address: the other machines need one that they can reach."""
         try:
             wildcard = ipaddress.ip_address(self.host).is_unspecified
         except ValueError:
@@ -73,7 +74,7 @@ class Address:
             )
 
     def check_free(self) -> None:
-        """Raises ConfigError where this machine cannot listen there: not its address, or a port in use."""
+        """Raises ConfigError where this machine does not have the address, or the port is in use."""
         try:
             family, kind, proto, _, place = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -95,7 +96,7 @@ class Address:
 
 
 def local_address(peer: Address) -> str:
-    """The address of this machine on its way to a peer. Nothing is sent."""
+    """The address of this machine from which it reaches a peer. Sends nothing."""
     family, _, _, _, target = socket.getaddrinfo(peer.host, peer.port or 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
@@ -114,7 +115,7 @@ def token_of_environment(environment: Mapping[str, str]) -> str | None:
 
 
 def token_in(file: Path, what: str) -> str:
-    """The token that a file holds. Raises ConfigError, which names `what`, where it cannot be read."""
+    """Reads the token in a file. Raises ConfigError, which names `what`, where the file cannot be read."""
     try:
         return file.read_text().strip()
     except OSError as error:
@@ -125,7 +126,7 @@ def new_token(given: str | None = None) -> str:
     """The token of a run: the one given, or 128 random bits.
 
     Raises:
-        ConfigError: a given one is so short that it could be guessed.
+        ConfigError: the given token is so short that it could be guessed.
     """
     if given is None:
         return secrets.token_hex(16)

@@ -1,6 +1,6 @@
-"""The certificate authority of one run: made by the launcher, kept in its memory, gone with it.
+"""The certificate authority of one run; the launcher makes it and keeps it in memory only.
 
-Its certificate is also what the enrolment service shows. So one fingerprint, in the line that joins
+Its certificate is also what the join service shows. So one fingerprint, in the line that joins
 a machine, vouches for the service, and through it for every node of the run.
 """
 
@@ -20,9 +20,9 @@ from gradstream.errors import RefusedError
 from gradstream.transport.credentials import Credentials
 from gradstream.transport.security import Tls
 
-__all__ = ["ENROLMENT", "CertificateAuthority", "Key", "fingerprint_of"]
+__all__ = ["LAUNCHER", "CertificateAuthority", "Key", "fingerprint_of"]
 
-ENROLMENT = "launcher"
+LAUNCHER = "launcher"
 """The name in the authority's own certificate."""
 
 LIFE = datetime.timedelta(days=30)
@@ -64,15 +64,15 @@ class CertificateAuthority:
 
     def __init__(self) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = _name(ENROLMENT)
+        self._name = _name(LAUNCHER)
         public = self._key.public_key()
-        made = _builder(self._name, self._name, public, [ENROLMENT], is_authority=True)
+        made = _builder(self._name, self._name, public, [LAUNCHER], is_authority=True)
         self.certificate = made.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
         self.fingerprint = fingerprint_of(self.certificate)
 
     @property
-    def enrolment(self) -> Tls:
-        """What the enrolment service listens with: callers need no certificate, they come to get one."""
+    def join_service_tls(self) -> Tls:
+        """The join service's side of TLS. Callers need no certificate: they come to get one."""
         key = self._key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -85,7 +85,7 @@ class CertificateAuthority:
         return Tls(authority=self.certificate, certificate=certificate, key=key.pem)
 
     def credentials(self, name: str, secret: bytes) -> Credentials:
-        """What a node of the launcher's own machine is given."""
+        """The credentials of a node of the launcher's own machine."""
         tls = self.issue(name)
         return Credentials(secret, tls.authority, tls.certificate, tls.key)
 
@@ -104,7 +104,7 @@ class CertificateAuthority:
                 raise ValueError("its key is not on an elliptic curve")
         except (ValueError, InvalidSignature) as error:
             message = f"no certificate can be made of the signing request: {error}"
-            raise RefusedError(ENROLMENT, "BAD_REQUEST", message) from None
+            raise RefusedError(LAUNCHER, "BAD_REQUEST", message) from None
         made = _builder(_name(name), self._name, public, [name], is_authority=False)
         return made.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 

@@ -1,4 +1,4 @@
-"""What stands between a machine and a run: looks at this machine, and at the way to a launcher."""
+"""`gradstream doctor`: checks this machine, and the network path to a launcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Literal
 from gradstream._version import __version__
 from gradstream.errors import GradstreamError
 from gradstream.run.remote.address import Address, new_token
-from gradstream.run.remote.certificate_authority import ENROLMENT
+from gradstream.run.remote.certificate_authority import LAUNCHER
 from gradstream.run.remote.join_service import JOB
 from gradstream.run.remote.measure import LinkSpeed, machine_facts, measure
 from gradstream.run.remote.reach import check_fingerprint, connect, resolve, shake_hands
@@ -42,7 +42,7 @@ CLOCK_FAILED_S = 3600.0
 """Certificates are valid from an hour before they were made."""
 
 SIOCGIFADDR = 0x8915
-"""Linux: the address of a network card."""
+"""Linux: the address of a network interface."""
 
 PROBE_BYTES = 32 << 20
 NUM_PINGS = 20
@@ -51,11 +51,12 @@ MEASURE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class DoctorResult:
-    """One thing that was looked at.
+    """The result of one check.
 
     Args:
-        what: "memory", "TLS", ...
-        text: how it is; where it is not well, also what to do.
+        what: the thing checked: "memory", "TLS", ...
+        text: its state; where the check fails, also the remedy.
+        state: the verdict.
     """
 
     what: str
@@ -65,13 +66,13 @@ class DoctorResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visit:
-    """How to look at a launcher.
+    """How to check the path to a launcher.
 
     Args:
-        address: of it.
-        token: proves that this machine may know about the run; None looks no further than TLS.
-        fingerprint: that its certificate should have; None compares nothing.
-        num_bytes: to send each way.
+        address: address of the launcher.
+        token: token of the run; None checks no further than TLS.
+        fingerprint: expected fingerprint of the launcher's certificate; None skips the comparison.
+        num_bytes: bytes to send each way.
     """
 
     address: Address
@@ -84,10 +85,10 @@ class Visit:
 
 
 def look_here(folder: Path) -> Iterator[DoctorResult]:
-    """This machine alone: versions, processor, memory, disk, limits, addresses.
+    """Checks this machine alone: versions, processor, memory, disk, limits, addresses.
 
     Args:
-        folder: where runs would be kept.
+        folder: folder for runs.
     """
     facts = machine_facts()
     yield DoctorResult("machine", f"{facts.pop('host')}, {facts.pop('cores')} cores")
@@ -105,7 +106,7 @@ def look_here(folder: Path) -> Iterator[DoctorResult]:
 
 
 def _look_at_disk(folder: Path) -> Iterator[DoctorResult]:
-    """Free space, and how fast a file is written and is safely there."""
+    """Checks free space, and the speed of writing a file and synchronizing it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free_bytes = shutil.disk_usage(folder).free
@@ -128,14 +129,14 @@ def _enough(what: str, free: int, least: int, text: str) -> DoctorResult:
 
 
 def _addresses() -> list[str]:
-    """IPv4 addresses of this machine's cards, loopback apart."""
+    """IPv4 addresses of this machine's network interfaces, without loopback."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
-                continue  # a card without an IPv4 address
+                continue  # an interface without an IPv4 address
             found.append(f"{socket.inet_ntoa(answer[20:24])} ({name})")
     return [entry for entry in found if not entry.startswith("127.")]
 
@@ -144,7 +145,7 @@ def _addresses() -> list[str]:
 
 
 def look_there(visit: Visit) -> Iterator[DoctorResult]:
-    """The way to a launcher, step by step, as far as it goes. What it stops at says what to try."""
+    """Checks the path to a launcher in steps; a step that fails is the last one, and has a remedy."""
     address, shown = visit.address, []
 
     def tls() -> str:
@@ -173,7 +174,7 @@ def look_there(visit: Visit) -> Iterator[DoctorResult]:
         odd = text.startswith("none") or "not checked" in text
         yield DoctorResult(what, text, "warning" if odd else "ok")
     if visit.token is None:
-        text = "not looked at: a launcher tells nothing to whoever does not know its token; give --token"
+        text = "not checked: a launcher answers only machines that know its token; give --token"
         yield DoctorResult("gRPC", text, "warning")
         return
     yield from asyncio.run(_talk(visit, shown[0]))
@@ -185,11 +186,11 @@ async def _talk(visit: Visit, certificate: bytes | None) -> list[DoctorResult]:
     identity = Identity(JOB, "machine-doctor", int.from_bytes(os.urandom(8), "little"))
     identity.secret = new_token(visit.token).encode()
     endpoint = GrpcEndpoint(identity, runtime, security=security)
-    endpoint.know(ENROLMENT, str(visit.address))
+    endpoint.know(LAUNCHER, str(visit.address))
     findings: list[DoctorResult] = []
     try:
         findings += await _greet(runtime, endpoint)
-        speed = await measure(runtime, endpoint, ENROLMENT, num_bytes=visit.num_bytes)
+        speed = await measure(runtime, endpoint, LAUNCHER, num_bytes=visit.num_bytes)
         findings += _speed_findings(speed)
     except GradstreamError as error:
         findings.append(DoctorResult("speed" if findings else "gRPC", str(error), "failed"))
@@ -203,7 +204,7 @@ async def _greet(runtime: RealRuntime, endpoint: GrpcEndpoint) -> list[DoctorRes
     trips: list[tuple[float, float]] = []  # seconds there and back, difference of the clocks
     for _ in range(NUM_PINGS):
         begun, date_s = runtime.now(), time.time()
-        welcome = await endpoint.call(ENROLMENT, "hello", v1.Hello(), v1.Welcome, silence_s=10)
+        welcome = await endpoint.call(LAUNCHER, "hello", v1.Hello(), v1.Welcome, silence_s=10)
         trip_s = (runtime.now() - begun) / 1e9
         trips.append((trip_s, welcome.clock_s - (date_s + trip_s / 2)))
     median_s = sorted(trips)[len(trips) // 2][0]
@@ -216,7 +217,7 @@ async def _greet(runtime: RealRuntime, endpoint: GrpcEndpoint) -> list[DoctorRes
 
 
 def clock_finding(offset_s: float) -> DoctorResult:
-    """What the difference of two clocks means: the launcher's less this machine's."""
+    """Judges the difference of two clocks in seconds: the launcher's minus this machine's."""
     text = f"the launcher's is {abs(offset_s):.3f} s {'ahead' if offset_s >= 0 else 'behind'}"
     if abs(offset_s) > CLOCK_FAILED_S:
         return DoctorResult(
@@ -228,7 +229,7 @@ def clock_finding(offset_s: float) -> DoctorResult:
 
 
 def version_findings(here: dict[str, str], there: dict[str, str]) -> Iterable[DoctorResult]:
-    """Versions on both sides: gradstream and torch must be the same, others are only told."""
+    """Compares versions on both sides: gradstream and torch must be equal, others only give a warning."""
     for name, mine in here.items():
         theirs = there.get(name, "unknown")
         if mine.partition("+")[0] == theirs.partition("+")[0]:

@@ -1,6 +1,6 @@
-"""The way into a run that another machine keeps: shows the token, gets names, certificates and the job.
+"""Joins a run at its launcher: proves to know the token, and gets node names, certificates and the job.
 
-Code and data are this machine's own: it reads its own job file, and is refused where that differs.
+Code and data are this machine's own: it reads its own job file, and the launcher refuses it where that differs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradstream.errors import ConfigError, JoinRefusedError, PeerLostError, Refu
 from gradstream.job.job import Job, is_script
 from gradstream.run.local.machine import num_cores
 from gradstream.run.remote.address import Address, local_address, new_token
-from gradstream.run.remote.certificate_authority import ENROLMENT, Key
+from gradstream.run.remote.certificate_authority import LAUNCHER, Key
 from gradstream.run.remote.facts import facts_of, file_hash
 from gradstream.run.remote.join_service import JOB
 from gradstream.runtime.real import RealRuntime
@@ -32,15 +32,14 @@ __all__ = ["Entrance"]
 
 
 class Entrance:
-    """An asynchronous context manager: who is in stays in for as long as it is open.
+    """An asynchronous context manager: this machine is a member of the run while it is open.
 
     Args:
-        address: of the launcher.
-        job: this machine's own, with its spec.
-        name: what this machine, or process, is called.
-        token: of the run.
-        authority: the launcher's certificate, which `reach` has found to be the one meant; None for plain
-            text.
+        address: address of the launcher.
+        job: the job as this machine has read it, with its spec.
+        name: name of this machine, or of this process.
+        token: token of the run.
+        authority: the launcher's certificate, which `reach` has verified; None for plain text.
     """
 
     def __init__(self, address: Address, job: Job, name: str, token: str, authority: bytes | None) -> None:
@@ -61,7 +60,7 @@ class Entrance:
         self._endpoint = GrpcEndpoint(
             identity, self.runtime, security=security, connection_s=self._job.deadlines.connection_s
         )
-        self._endpoint.know(ENROLMENT, str(self._address))
+        self._endpoint.know(LAUNCHER, str(self._address))
         return self
 
     async def __aexit__(
@@ -73,10 +72,10 @@ class Entrance:
         self.runtime.close()
 
     async def enrol(self) -> v1.Grant:
-        """Asks to be let in.
+        """Asks the launcher to admit this machine.
 
         Raises:
-            JoinRefusedError: the launcher does not want this machine, and says why.
+            JoinRefusedError: the launcher refuses this machine, and says why.
         """
         request = v1.Enrol(
             machine=self._name,
@@ -86,44 +85,44 @@ class Entrance:
             memory_bytes=free_memory_bytes() or 0,
             address=self._host,
         )
-        self._stream = await self._endpoint.open(ENROLMENT, "enrol", request, priority=Priority.CONTROL)
+        self._stream = await self._endpoint.open(LAUNCHER, "enrol", request, priority=Priority.CONTROL)
         try:
             return (await self.order()).grant
         except RefusedError as error:
             text = error.reason
             if error.code == "BAD_SECRET":
                 text = "the token is not this run's: copy the line that the launcher has printed anew"
-            raise JoinRefusedError(ENROLMENT, error.code, text) from None
+            raise JoinRefusedError(LAUNCHER, error.code, text) from None
 
     async def order(self) -> v1.Order:
-        """What the launcher says next. Raises PeerLostError where it is gone."""
+        """Waits for the launcher's next order. Raises PeerLostError where the launcher is gone."""
         assert self._stream is not None
         try:
             received = await self._stream.recv(self._job.deadlines.patience_s)
         except PeerLostError as error:
-            raise PeerLostError(ENROLMENT, f"is gone, and the run with it ({error})") from error
+            raise PeerLostError(LAUNCHER, f"is gone, and the run with it ({error})") from error
         if received is None:
-            raise PeerLostError(ENROLMENT, "hung up before the run was over")
+            raise PeerLostError(LAUNCHER, "hung up before the run was over")
         return v1.Order.FromString(received.frame.body.data)
 
     async def report(self, report: v1.Report) -> None:
-        """Tells the launcher what has become of a node."""
+        """Reports to the launcher how a node has ended."""
         assert self._stream is not None
         await self._stream.send(v1.Frame(body=v1.Body(data=report.SerializeToString())))
 
     async def leave(self) -> None:
-        """Hangs up, once the run is over."""
+        """Closes the stream to the launcher, once the run is over."""
         assert self._stream is not None
         await self._stream.end()
 
-    # ---- what nodes here are told -------------------------------------------------------
+    # ---- arguments of the nodes of this machine -----------------------------------------
 
     def coordinator(self, go: v1.Go) -> str:
         """The coordinator's address."""
         return str(self._address.at(go.port))
 
     def network(self, node: v1.Certified) -> list[str]:
-        """What a node of this machine is told about its network."""
+        """The arguments of a node of this machine that concern its network."""
         listen, credentials = str(Address(self._host, node.port)), Credentials(self._token.encode())
         if self._authority is None:
             return ["--listen", listen, "--credentials", str(credentials), "--insecure"]
@@ -131,13 +130,13 @@ class Entrance:
         return ["--listen", listen, "--credentials", str(dataclasses.replace(credentials, **pem))]
 
     def spec(self, grant: v1.Grant, run_dir: Path) -> dict[str, Any]:
-        """What the nodes of this machine are told: the run's, with this machine's own paths."""
+        """The launcher's description of the plan, with this machine's paths."""
         try:
             spec: dict[str, Any] = parse_json(grant.spec, max_bytes=len(grant.spec.encode()), max_depth=32)
             for part in ("plain", "strategy", "optimizer"):
                 check_value(spec[part], Mapping[str, Any], part)
         except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"the job that the launcher tells cannot be read: {error}") from error
+            raise ConfigError(f"the launcher's description of the run cannot be read: {error}") from error
         spec |= {"run_dir": str(run_dir), "earlier": [], "elsewhere": True}
         spec["script" if is_script(self._job) else "job"] = self._job.spec or ""
         if spec.get("meeting"):  # at the launcher's address as it is known here
@@ -152,12 +151,12 @@ class Entrance:
         return spec
 
     def _own_file(self, name: str, grant: v1.Grant) -> Path:
-        """This machine's copy of a file of the user's that the run needs: beside the job file."""
+        """This machine's copy, beside the job file, of a user's file that the run needs."""
         path = Path(str(self._job.spec).partition(".py")[0] + ".py").with_name(name)
         here = file_hash(path) if path.is_file() else "no such file"
-        if here != grant.files.get(name, "not told"):
+        if here != grant.files.get(name, "not known"):
             raise JoinRefusedError(
-                ENROLMENT,
+                LAUNCHER,
                 "BAD_JOB_FILE",
                 f"the run needs {name} with SHA-256 {grant.files.get(name)}; {path}: {here}. "
                 "Copy it from the launcher's machine to beside the job file",

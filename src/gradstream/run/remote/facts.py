@@ -1,4 +1,4 @@
-"""What must be the same on all machines of a run, and what to do about it where it is not."""
+"""Compares values that must be the same on all machines of a run; each has a remedy where it differs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Difference", "difference", "facts_of", "file_hash"]
 
 @dataclass(frozen=True, slots=True)
 class _Fact:
-    """One of the things compared.
+    """One of the values that are compared.
 
     Args:
-        code: what a refusal because of it is called.
-        remedy: what to do.
+        code: code of the refusal where it differs.
+        remedy: what the user can do.
     """
 
     code: v1.Code
@@ -41,7 +41,7 @@ FACTS: Mapping[str, _Fact] = {
         v1.BAD_DATA, "the data differ in their bytes: copy them from one machine to the other"
     ),
 }
-"""In the order in which they are looked at: the first that differs is named."""
+"""In the order of comparison: a refusal names the first that differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +53,10 @@ class Difference:
 
 
 def facts_of(job: Job) -> dict[str, str]:
-    """This machine's facts about a job: loaded by its spec, or of a loop that is in no file.
+    """This machine's facts about a job; one with a spec has a job file.
 
-    A data set has a checksum where it says so: an attribute `checksum`, a string. Others are
-    compared by name and number of samples.
+    A data set with an attribute `checksum`, a string, is compared by it; others by name and number of
+    samples.
     """
     path, function = _source(job) if job.spec is not None else (None, "")
     facts = {
@@ -72,7 +72,7 @@ def facts_of(job: Job) -> dict[str, str]:
 
 
 def difference(launcher: Mapping[str, str], machine: Mapping[str, str], who: str) -> Difference | None:
-    """The first fact in which a machine differs from the launcher's; None if there is none."""
+    """The first fact in which a machine differs from the launcher; None where all are equal."""
     for name, fact in FACTS.items():
         mine, theirs = machine.get(name, "none"), launcher.get(name, "none")
         if name == "job file" and _hash_in(mine) == _hash_in(theirs):

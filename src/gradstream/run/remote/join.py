@@ -1,6 +1,6 @@
-"""A machine that takes part in a run that another has started: `gradstream join`.
+"""`gradstream join`: this machine joins a run that another one has started.
 
-It comes in by the `Entrance`, starts the nodes that it is given, and follows them.
+It is admitted by way of `Entrance`, starts the nodes assigned to it, and follows them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Joining", "join"]
 
 POLL_S = 0.05
 EXPECTED = (0, 3, 75)
-"""Exit statuses of a node that ended well, because of another node, or because the run was stopped."""
+"""Exit statuses of a node that has finished, has ended because of another node, or was stopped."""
 
 LEAVE_S = 10.0
 
@@ -41,14 +41,14 @@ class Joining:
     """How a machine joins.
 
     Args:
-        address: of the launcher, as it has printed it.
-        job: spec of this machine's own job file.
-        arguments: what the file is run with, as on the launcher's machine.
-        token: of the run.
-        fingerprint: of the launcher's certificate, as it has printed it; not needed with `insecure`.
-        machine: what this machine is called; None is its host name.
-        insecure: plain text, where the launcher does that too.
-        run_dir: for logs; None makes runs/<utc>-<machine>.
+        address: address of the launcher, as it has printed it.
+        job: place of this machine's copy of the job file.
+        token: token of the run.
+        fingerprint: fingerprint of the launcher's certificate, as it has printed it; None with `insecure`.
+        arguments: command-line arguments of the job file, as on the launcher's machine.
+        machine: name of this machine; None takes its host name.
+        insecure: whether to speak plain text, as the launcher does.
+        run_dir: folder for logs; None makes runs/<utc>-<machine>.
     """
 
     address: Address
@@ -65,11 +65,12 @@ def join(joining: Joining, on_note: OnNote) -> int:
     """Takes part in a run to its end, and returns the exit status of its launcher.
 
     Args:
-        on_note: is told, in sentences, what is going on.
+        joining: how to join.
+        on_note: called with sentences on what is going on.
 
     Raises:
-        ConfigError: of the arguments, or of the job file.
-        JoinRefusedError: the launcher does not want this machine, and says why; or it is not the one meant.
+        ConfigError: an argument or the job file is wrong.
+        JoinRefusedError: the launcher refuses this machine, and says why; or another launcher answers.
         PeerLostError, DeadlineError: the launcher cannot be reached, or is gone.
 
         After any of these, and after Ctrl-C, no process of the run is left on this machine.
@@ -86,7 +87,7 @@ async def _run(joining: Joining, job: Job, name: str, authority: bytes | None, o
 
 
 class _Machine:
-    """This machine, as a part of the run."""
+    """This machine as a member of the run."""
 
     def __init__(self, joining: Joining, job: Job, name: str, entrance: Entrance, on_note: OnNote) -> None:
         self._joining = joining
@@ -98,7 +99,7 @@ class _Machine:
         self._errors: dict[str, dict[str, Any]] = {}
 
     async def run(self) -> int:
-        """Enrols, waits, starts nodes and follows them."""
+        """Joins, waits for the order to start, starts nodes and follows them."""
         grant = await self._entrance.enrol()
         names = [node.name for node in grant.nodes]
         self._note(f"in as {grant.machine}, with {', '.join(names)}; {grant.waiting}")
@@ -144,11 +145,11 @@ class _Machine:
     # ---- following ----------------------------------------------------------------------
 
     async def _await_end(self) -> None:
-        """Returns when the launcher says that the run is over; raises when it is gone."""
+        """Returns when the launcher reports the end of the run; raises when the launcher is gone."""
         self._over = (await self._entrance.order()).over
 
     async def _follow(self, cluster: LocalCluster) -> None:
-        """Passes on what becomes of the nodes."""
+        """Reports to the launcher how nodes end."""
         while self._over is None:
             message = cluster.message(0)
             if message is None:
@@ -159,7 +160,7 @@ class _Machine:
                 await self._report(cluster, message["exited"], message["status"])
 
     async def _let_leave(self, cluster: LocalCluster, status: int) -> None:
-        """Gives nodes that are left at the end time to leave; scripts of a finished run may go on."""
+        """Waits until the nodes have ended, up to LEAVE_S; for scripts of a finished run as long as they take."""
         waited_s, patient = 0.0, is_script(self._job) and status == 0
         while cluster.running and (patient or waited_s < LEAVE_S):
             if cluster.message(0) is None:

@@ -1,6 +1,6 @@
-"""The launcher's enrolment service: machines come here to get in, and stay for the orders.
+"""The join service of a launcher: admits machines to a run, and sends them orders until it ends.
 
-It has a thread and an event loop of its own, beside the launcher's, for as long as the run takes.
+It has a thread and an event loop of its own for as long as the run takes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from gradstream._version import __version__
 from gradstream.errors import DeadlineError, GradstreamError, RefusedError
 from gradstream.run.remote.address import Address
-from gradstream.run.remote.certificate_authority import ENROLMENT, CertificateAuthority
+from gradstream.run.remote.certificate_authority import LAUNCHER, CertificateAuthority
 from gradstream.run.remote.measure import serve_measure
 from gradstream.run.remote.members import MachineMembers, Seat
 from gradstream.runtime.deadlines import Deadlines
@@ -33,29 +33,29 @@ from gradstream.wire.frames import MAX_HEADER_BYTES
 __all__ = ["JOB", "Invitation", "JoinService"]
 
 JOB = "enrolment"
-"""The job id under which machines talk to this service: they do not know the run's yet."""
+"""The job id under which machines call this service: they do not know the run's yet."""
 
 BEAT_S = 5.0
 START_S = 10.0
 LEAVE_S = 30.0
 LOUD_S = 60.0
-"""How often a run in plain text says so."""
+"""Seconds between two warnings that a run is in plain text."""
 
 REFUSED_BYTES, HEAD_BYTES = 16, 120
-"""Of the name, and of the address, of a refused machine; and of what else its event has as a line."""
+"""Longest name and address of a refused machine; bytes of the other fields of its event line."""
 
 OnMessage = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What a machine is told that gets in.
+    """The description of a run for the machines that join it.
 
     Args:
-        spec: of the run's nodes, JSON.
-        files: other files of the user's that nodes read: names and SHA-256.
-        deadlines: of the run.
-        port_of: the port at which a node listens, by its name; 0 takes a free one.
+        spec: description of the plan for the nodes, JSON.
+        files: SHA-256 of the user's other files that nodes read, by name.
+        deadlines: deadlines of the run.
+        port_of: the port at which a node listens, by the node's name; 0 takes a free one.
     """
 
     spec: str
@@ -65,24 +65,24 @@ class Invitation:
 
 
 class JoinService:
-    """A context manager: enrols machines while it is open.
+    """Admits machines to a run. A context manager: machines can join while it is open.
 
     Args:
-        listen: where.
-        authority: signs certificates; None is a run in plain text.
-        roster: who may come in.
-        invitation: what they are told.
-        on_message: called from the service's thread with what happens:
+        listen: the address to listen at.
+        authority: signs certificates; None for a run in plain text.
+        members: decides which machines may join.
+        invitation: the description of the run that they get.
+        on_message: called from the service's thread with these messages:
             {"machine": name, "state": "joined" | "left" | "refused", "address", "nodes", "reason"},
             {"from": node, "error", "message", "traceback"}, {"exited": node, "status": code}.
-        secret: the token that joins machines: who comes has to prove that it knows it.
+        secret: the token of the run; a machine has to prove that it knows it.
     """
 
     def __init__(
         self,
         listen: Address,
         authority: CertificateAuthority | None,
-        roster: MachineMembers,
+        members: MachineMembers,
         invitation: Invitation,
         on_message: OnMessage,
         secret: bytes,
@@ -90,7 +90,7 @@ class JoinService:
         self._secret = secret
         self.address = listen
         self._authority = authority
-        self._roster = roster
+        self._members = members
         self._invitation = invitation
         self._on_message = on_message
         self._go: v1.Go | None = None
@@ -101,12 +101,12 @@ class JoinService:
         self._error: BaseException | None = None
         self._closing = asyncio.Event()
         self._refusals: Throttle[tuple[Seat, str]] | None = None
-        self._thread = threading.Thread(target=self._serve, name="enrolment", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="join-service", daemon=True)
 
     def __enter__(self) -> JoinService:
         self._thread.start()
         if not self._ready.wait(START_S):
-            raise DeadlineError(ENROLMENT, f"cannot listen on {self.address}: not done in {START_S:g} s")
+            raise DeadlineError(LAUNCHER, f"cannot listen on {self.address}: not done in {START_S:g} s")
         if self._error is not None:
             self._thread.join()
             raise self._error
@@ -120,11 +120,11 @@ class JoinService:
             self._thread.join(LEAVE_S)
 
     def go(self, port: int) -> None:
-        """Tells every machine to start, with the coordinator's port. Nobody is let in any more."""
+        """Orders every machine to start its nodes; `port` is the coordinator's. No machine can join any more."""
         self._order(lambda: setattr(self, "_go", v1.Go(port=port)))
 
     def over(self, status: int, message: str) -> None:
-        """Tells every machine that the run is over, and how it ended."""
+        """Reports to every machine that the run is over, and how it ended."""
         self._order(lambda: setattr(self, "_over", v1.Over(status=status, message=message)))
 
     def _order(self, change: Callable[[], None]) -> None:
@@ -147,12 +147,12 @@ class JoinService:
             self._ready.set()
 
     async def _main(self) -> None:
-        runtime = RealRuntime(ENROLMENT)
+        runtime = RealRuntime(LAUNCHER)
         endpoint = GrpcEndpoint(
-            Identity(JOB, ENROLMENT, 1, secret=self._secret),
+            Identity(JOB, LAUNCHER, 1, secret=self._secret),
             runtime,
             listen=str(self.address),
-            security=self._authority.enrolment if self._authority else None,
+            security=self._authority.join_service_tls if self._authority else None,
             insecure=self._authority is None,
             connection_s=self._invitation.deadlines.connection_s,
             max_message_bytes=MAX_HEADER_BYTES,
@@ -184,7 +184,7 @@ class JoinService:
             await self._runtime.sleep(LOUD_S)
 
     async def _let_leave(self) -> None:
-        """Machines that were told that it is over hang up by themselves; waits for that a little."""
+        """Waits up to BEAT_S for the machines to close their streams, once the run is over."""
         waited_s = 0.0
         while self._over is not None and self._bells and waited_s < BEAT_S:
             await self._runtime.sleep(0.02)
@@ -197,7 +197,7 @@ class JoinService:
         self._refusals.tell((Seat("a machine", address, ()), "it has not proved that it knows the token"))
 
     async def _hello(self, stream: Stream) -> None:
-        welcome = v1.Welcome(software=__version__, state=self._roster.state, clock_s=time.time())
+        welcome = v1.Welcome(software=__version__, state=self._members.state, clock_s=time.time())
         await stream.send(_body(welcome))
 
     async def _measure(self, stream: Stream) -> None:
@@ -206,7 +206,7 @@ class JoinService:
 
     async def _enrol(self, stream: Stream) -> None:
         request = v1.Enrol.FromString(stream.opened.body)
-        seat = self._roster.enrol(request)
+        seat = self._members.enrol(request)
         if isinstance(seat, v1.Refuse):
             assert self._refusals is not None
             self._refusals.tell((Seat(request.machine, request.address, ()), seat.message))
@@ -226,7 +226,7 @@ class JoinService:
         finally:
             del self._bells[bell]
             if self._over is None:
-                self._roster.left(seat)
+                self._members.left(seat)
                 self._report(seat, "left", reason or "it hung up")
 
     def _grant(self, seat: Seat, request: v1.Enrol) -> v1.Grant:
@@ -235,7 +235,7 @@ class JoinService:
             spec=self._invitation.spec,
             files=self._invitation.files,
             machine=seat.machine,
-            waiting=self._roster.state,
+            waiting=self._members.state,
             nodes=[
                 v1.Certified(
                     name=name,
@@ -247,7 +247,7 @@ class JoinService:
         )
 
     async def _tell(self, stream: Stream, bell: Wakeup) -> None:
-        """Sends orders as they come, and now and then a sign of life that says what is waited for."""
+        """Sends orders as they come, and every BEAT_S a sign of life with the state of the run."""
         gone = False
         while True:
             if self._go is not None and not gone:
@@ -256,15 +256,15 @@ class JoinService:
             if self._over is not None:
                 await stream.send(_body(v1.Order(over=self._over)))
                 return
-            await stream.waiting([self._roster.state])
+            await stream.waiting([self._members.state])
             await bell.rung(self._runtime, BEAT_S)
 
     async def _listen(self, stream: Stream, seat: Seat) -> None:
-        """Passes on what becomes of the machine's nodes, until it hangs up."""
+        """Passes on the machine's reports on its nodes, until it closes the stream."""
         while (received := await stream.recv()) is not None:
             report = v1.Report.FromString(received.frame.body.data)
             if report.who not in seat.nodes:
-                raise RefusedError(ENROLMENT, "BAD_REQUEST", f"{seat.machine} reports on a node of another's")
+                raise RefusedError(LAUNCHER, "BAD_REQUEST", f"{seat.machine} reports on a node of another's")
             if report.error:
                 self._on_message(
                     {

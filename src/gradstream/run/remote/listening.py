@@ -1,4 +1,4 @@
-"""How a run takes in other machines: what the user says about it, checked before anything is started."""
+"""How a run admits other machines: the user's settings, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ ServersOn: TypeAlias = Literal["all", "launcher"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening:
-    """How a run takes in other machines.
+    """How a run admits other machines.
 
     Args:
-        address: of this machine, at which the others reach it. With port P, the machines enrol
-            at P, the coordinator is at P + 1 and shard i at P + 2 + i of its machine; a script with S shards
-            that makes a process group of its own meets at P + 2 + S. With port 0 all take free ones.
-        machines: how many take part, this one included.
-        workers_per_machine: how many workers each has.
+        address: address of this machine at which the others reach it. With port P, the join service is
+            at P, the coordinator at P + 1 and shard i at P + 2 + i of its machine; the process group of a
+            script with S shards meets at P + 2 + S. With port 0 all take free ports.
+        machines: number of machines, this one included.
+        workers_per_machine: number of workers on each machine.
         servers_on: where the shards of the parameter server run. "all": shard i on machine i mod `machines`
-            (the launcher's is machine 0), and one on each where the job does not say how many. "launcher":
-            all of them on the launcher's, and one where the job does not say how many.
+            (the launcher's is machine 0), by default one on each machine. "launcher": all of them on the
+            launcher's machine, by default one.
         insecure: plain text, without encryption or authentication.
-        token: what machines must know; None makes one.
-        wait_s: how long the others have to come.
-        on_invitation: is given the line that joins a machine; None prints it to stderr.
-        on_open: is given address and certificate's fingerprint instead, and tells them to processes that
-            somebody else has started, torchrun for one. Each of these is a worker, and what is called a
-            machine here; this process is worker 0. See `RankMembers`.
+        token: a secret that machines must know; None makes one.
+        wait_s: seconds within which the other machines have to join.
+        on_invitation: called with the command line that joins a machine; None prints it to stderr.
+        on_open: called with the address and the certificate's fingerprint instead; passes them to processes
+            that another launcher, such as torchrun, has started. Each of these processes then counts as a
+            machine with one worker; this process is worker 0. See `RankMembers`.
     """
 
     address: Address
@@ -79,11 +79,11 @@ class Listening:
                 "this script has trained before, and the other machines do not have that run: put the job "
                 "that they are to join into a file of its own"
             )
-        for number in range(2 if self.address.port else 1):  # enrolment, coordinator
+        for number in range(2 if self.address.port else 1):  # join service, coordinator
             self.address.at(self.address.port + number).check_free()
 
     def spread_servers(self, job: Job) -> Job:
-        """The job with one shard for each machine, where shards are spread and nobody has said how many.
+        """The job with one shard for each machine, where shards are spread and their number is not given.
 
         Raises:
             UnknownNameError: there is no such strategy.
@@ -102,17 +102,17 @@ class Listening:
         return first + 1 if role == "coordinator" else first + 2 + int(rank)
 
     def meeting_port(self, shards: int) -> int:
-        """The port of this machine for process groups of a script's own; 0 takes a free one."""
+        """The port of this machine for the process group of a script; 0 takes a free one."""
         return self.address.port and self.address.port + 2 + shards
 
 
 def workers_each(machines: int, per_machine: int | None, workers: int | None) -> int:
-    """How many workers each machine has, 1 where nothing is said about it.
+    """Number of workers on each machine, by default 1.
 
     Args:
-        machines: of the run.
-        per_machine: as asked for.
-        workers: in all, as asked for.
+        machines: number of machines.
+        per_machine: number of workers on each machine as asked for; None where it is not given.
+        workers: number of all workers as asked for; None where it is not given.
 
     Raises:
         ConfigError: the workers do not divide among the machines, or the two numbers contradict.

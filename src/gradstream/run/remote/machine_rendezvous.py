@@ -1,4 +1,4 @@
-"""The launcher's side of a run on several machines: what `train` knows about the others."""
+"""Gathers the other machines of a run at its launcher, and records what becomes of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 from gradstream.errors import DeadlineError, exit_code
 from gradstream.job.job import Job
-from gradstream.run.nodes import COORDINATOR
+from gradstream.run.plan import COORDINATOR
 from gradstream.run.remote.address import new_token
-from gradstream.run.remote.certificate_authority import ENROLMENT, CertificateAuthority
+from gradstream.run.remote.certificate_authority import LAUNCHER, CertificateAuthority
 from gradstream.run.remote.facts import facts_of, file_hash
 from gradstream.run.remote.join_service import Invitation, JoinService
 from gradstream.run.remote.listening import Listening
@@ -28,24 +28,24 @@ from gradstream.untrusted import escaped
 __all__ = ["MachineRendezvous"]
 
 REMIND_S = 30.0
-"""How often a run that waits for machines says for how many."""
+"""Seconds between two events that say for how many machines a run waits."""
 
 REASON_BYTES = 512
-"""Of what a machine, or its carrier, says about why it left."""
+"""Longest reason that is kept of why a machine left."""
 
 INVITE = "on each other machine, beside its own copy of the job file:\n\n    {}\n\n"
 
 
 class MachineRendezvous:
-    """The other machines of one run. A context manager: enrolment is open while it is.
+    """The other machines of one run. A context manager: machines can join while it is open.
 
     Args:
-        listening: where, and for how many.
-        job: what is run; its spec is filled in.
-        spec: what its nodes are told, as JSON holds it.
-        shards: of the parameter server.
-        on_message: see `JoinService`; what `note` understands is to be handed to it.
-        emit: puts a record into the run's events.
+        listening: the address, and the number of machines.
+        job: the job of the run; its spec is filled in.
+        spec: description of the plan for the nodes, as JSON holds it.
+        shards: number of shards of the parameter server.
+        on_message: see `JoinService`; the caller passes messages on machines to `note`.
+        emit: adds a record to the run's events.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class MachineRendezvous:
         self._token = new_token(listening.token)
         by_rank = listening.on_open is not None
         self.machine = name_of_rank(0, socket.gethostname()) if by_rank else socket.gethostname()
-        self.roster = (RankMembers if by_rank else MachineMembers)(
+        self.members = (RankMembers if by_rank else MachineMembers)(
             self.machine,
             machines=listening.machines,
             workers_per_machine=listening.workers_per_machine,
@@ -75,12 +75,12 @@ class MachineRendezvous:
         files = [*_files_of(spec["strategy"]), *_files_of(spec["optimizer"])]
         hashes = {path.name: file_hash(path) for path in files}
         invitation = Invitation(json.dumps(spec), hashes, job.deadlines, listening.port_of)
-        self.enrolment = JoinService(
-            listening.address, self._authority, self.roster, invitation, on_message, self._token.encode()
+        self.join_service = JoinService(
+            listening.address, self._authority, self.members, invitation, on_message, self._token.encode()
         )
 
     def __enter__(self) -> MachineRendezvous:
-        self.enrolment.__enter__()
+        self.join_service.__enter__()
         return self
 
     def __exit__(
@@ -91,16 +91,16 @@ class MachineRendezvous:
             if error is None
             else f"the run has ended: {str(error) or type(error).__name__}"
         )
-        self.enrolment.over(0 if error is None else exit_code(error), ended)
-        self.enrolment.__exit__(kind, error, trace)
+        self.join_service.over(0 if error is None else exit_code(error), ended)
+        self.join_service.__exit__(kind, error, trace)
 
     @property
     def invitation(self) -> str:
-        """The line that joins another machine."""
+        """The command line that joins another machine."""
         words = [
             "gradstream",
             "join",
-            str(self.enrolment.address),
+            str(self.join_service.address),
             self._job_argument(),
             "--token",
             self._token,
@@ -109,41 +109,41 @@ class MachineRendezvous:
         arguments = list(self._job.argv or ())[1:]
         return shlex.join([*words, "--", *arguments] if arguments else words)
 
-    def wait(self, hear: Callable[[], None]) -> None:
-        """Invites, and returns when all machines are in.
+    def wait(self, handle: Callable[[], None]) -> None:
+        """Prints the invitation, and returns when all machines have joined.
 
         Args:
-            hear: waits for a moment, and handles what happened.
+            handle: waits for a moment, and handles messages.
 
         Raises:
-            DeadlineError: they did not all come in time.
+            DeadlineError: some machines did not join in time.
         """
         if self._listening.on_open is not None:
             assert self._authority is not None
-            self._listening.on_open(str(self.enrolment.address), self._authority.fingerprint)
+            self._listening.on_open(str(self.join_service.address), self._authority.fingerprint)
         elif self._listening.on_invitation is not None:
             self._listening.on_invitation(self.invitation)
         else:
             sys.stderr.write(INVITE.format(self.invitation))
             sys.stderr.flush()
         begun = reminded = time.monotonic()
-        self._emit(WaitingEvent(state=self.roster.state))
-        while self.roster.missing:
-            hear()
+        self._emit(WaitingEvent(state=self.members.state))
+        while self.members.missing:
+            handle()
             now = time.monotonic()
             if now > begun + self._listening.wait_s:
-                text = f"gave up after {self._listening.wait_s:g} s {self.roster.state}"
-                raise DeadlineError(ENROLMENT, text)
+                text = f"gave up after {self._listening.wait_s:g} s {self.members.state}"
+                raise DeadlineError(LAUNCHER, text)
             if now > reminded + REMIND_S:
                 reminded = now
-                self._emit(WaitingEvent(state=self.roster.state))
-        self.roster.begun = True
+                self._emit(WaitingEvent(state=self.members.state))
+        self.members.begun = True
 
     def note(self, message: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-        """Records what the enrolment service has said of a machine.
+        """Records a message of the join service on a machine.
 
         Returns:
-            Nodes that are lost by it, once training has begun, and the error of each.
+            The nodes that are lost with the machine, once training has begun, and the error of each.
         """
         if "insecure" in message:
             self._emit(InsecureEvent(address=message["insecure"]))
@@ -151,7 +151,7 @@ class MachineRendezvous:
         fields = {name: message[name] for name in ("state", "address", "nodes", "reason")}
         fields["reason"] = escaped(fields["reason"], REASON_BYTES)
         self._emit(MachineEvent(who=message["machine"], **fields))
-        if message["state"] != "left" or not self.roster.begun:
+        if message["state"] != "left" or not self.members.begun:
             return {}
         text = f"machine {message['machine']} ({message['address']}) has left: {message['reason']}"
         lost = {"error": "PeerLostError", "message": text, "traceback": ""}
@@ -159,28 +159,28 @@ class MachineRendezvous:
 
     def is_here(self, name: str) -> bool:
         """Whether a node runs on this machine."""
-        return name == COORDINATOR or name in self.roster.nodes_of(0)
+        return name == COORDINATOR or name in self.members.nodes_of(0)
 
     def place_of(self, name: str) -> str:
-        """The machine of a node that runs on another one than this, in words; "" of all others."""
-        seat = None if self.is_here(name) else self.roster.seat_of(name)
+        """The machine and address of a node that runs on another machine; "" for a node of this one."""
+        seat = None if self.is_here(name) else self.members.seat_of(name)
         return "" if seat is None else f"machine {seat.machine} ({seat.address})"
 
     def arguments(self, name: str) -> list[str]:
-        """What a node of this machine is told about its network."""
-        listen = ["--listen", str(self.enrolment.address.at(self._listening.port_of(name)))]
+        """The arguments of a node of this machine that concern its network."""
+        listen = ["--listen", str(self.join_service.address.at(self._listening.port_of(name)))]
         secret = self._token.encode()
         if self._authority is None:
             return [*listen, "--insecure", "--credentials", str(Credentials(secret))]
         return [*listen, "--credentials", str(self._authority.credentials(name, secret))]
 
     def _job_argument(self) -> str:
-        """The job, as somebody types it who stands beside the file."""
+        """The job as one types it in the folder of its file."""
         spec = str(self._job.spec)
         return spec[spec.rfind("/") + 1 :]
 
 
 def _files_of(described: Mapping[str, Any]) -> list[Path]:
-    """The file of the user's in which a strategy or an update rule is defined, if it is in one."""
+    """The user's file that defines a strategy or an update rule, where one does."""
     file = str(described["class"]).rpartition(":")[0]
     return [Path(file)] if file.endswith(".py") else []

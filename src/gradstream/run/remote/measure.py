@@ -1,4 +1,4 @@
-"""How fast bytes go to a launcher and back: both sides."""
+"""Measures the speed to a launcher and back: both sides of the measurement."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SILENCE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """What was measured.
+    """The speed of a link.
 
     Args:
-        up_bytes_s, down_bytes_s: to the launcher, and from it.
-        facts: of the launcher's machine.
+        up_bytes_s, down_bytes_s: bytes per second to the launcher, and from it.
+        facts: description of the launcher's machine.
     """
 
     up_bytes_s: float
@@ -36,7 +36,7 @@ class LinkSpeed:
 
 
 def machine_facts() -> dict[str, str]:
-    """This machine in words: what helps to see why two do not fit together."""
+    """This machine in words: values that may explain why two machines do not work together."""
     found = versions()
     return {
         "host": socket.gethostname(),
@@ -47,7 +47,7 @@ def machine_facts() -> dict[str, str]:
 
 
 async def serve_measure(stream: Stream, request: v1.Measure) -> None:
-    """The launcher's side: counts what comes, then sends as much as was asked for."""
+    """The launcher's side: counts the bytes it receives, then sends as many chunks as requested."""
     received_bytes = 0
     while (received := await stream.recv(SILENCE_S)) is not None:
         if received.payload is not None:
@@ -58,7 +58,7 @@ async def serve_measure(stream: Stream, request: v1.Measure) -> None:
 
 
 async def measure(runtime: Runtime, endpoint: Endpoint, peer: str, *, num_bytes: int) -> LinkSpeed:
-    """Sends so many bytes and asks for as many back.
+    """Measures the speed of the link to a launcher with `num_bytes` each way.
 
     Raises:
         RefusedError: this machine does not know the run's token.
@@ -72,14 +72,14 @@ async def measure(runtime: Runtime, endpoint: Endpoint, peer: str, *, num_bytes:
     turned: int | None = None
     measured = None
     while (received := await stream.recv(SILENCE_S)) is not None:
-        turned = turned or runtime.now()  # the first to come back: all was received there
+        turned = turned or runtime.now()  # the first chunk back: the launcher has received all
         if received.frame.HasField("body"):
             measured = v1.Measured.FromString(received.frame.body.data)
     ended = runtime.now()
     if measured is None or turned is None or measured.received_bytes != chunks * CHUNK_BYTES:
         raise RefusedError(peer, "INTERNAL", "the measurement ended early")
     total = chunks * CHUNK_BYTES
-    back = (chunks - 1) * CHUNK_BYTES  # the first was there when the clock was read
+    back = (chunks - 1) * CHUNK_BYTES  # the first had arrived when the clock was read
     return LinkSpeed(
         up_bytes_s=total / max(turned - begun, 1) * 1e9,
         down_bytes_s=back / max(ended - turned, 1) * 1e9,
@@ -89,7 +89,7 @@ async def measure(runtime: Runtime, endpoint: Endpoint, peer: str, *, num_bytes:
 
 async def _send_chunks(stream: Stream, count: int) -> None:
     elems = CHUNK_BYTES // 4
-    payload = torch.rand(elems)  # that no network compresses
+    payload = torch.rand(elems)  # random, so that no network compresses it
     for index in range(count):
         chunk = v1.Chunk(index=index, elems=elems, dtype=v1.FLOAT32)
         await stream.send(v1.Frame(chunk=chunk), payload, SILENCE_S)

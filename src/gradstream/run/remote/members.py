@@ -1,4 +1,4 @@
-"""Which machines are in, as a pure state machine: requests go in, seats and refusals come out."""
+"""The machines of a run as a pure state machine: requests to join go in, seats and refusals come out."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["MachineMembers", "RankMembers", "Seat", "name_of_rank"]
 NO_NAME = r"[^\w.-]"
 
 NAME_BYTES = 128
-"""Of what a machine says about its name and its address."""
+"""Longest name and longest address of a machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A machine that is in.
+    """A machine that has joined.
 
     Args:
-        machine: its name, which no other of the run has.
-        address: where it is.
-        nodes: names of the shards and workers that run there.
+        machine: its name, which is unique in the run.
+        address: its address.
+        nodes: names of the shards and workers that it runs.
     """
 
     machine: str
@@ -40,12 +40,12 @@ class MachineMembers:
     """The machines of one run.
 
     Args:
-        own: the launcher's machine; it has the first shard and the first workers.
-        machines: how many there are in all.
-        workers_per_machine: how many workers each has.
-        shards: of the parameter server, in all.
+        own: name of the launcher's machine, which has the first shard and the first workers.
+        machines: number of machines, the launcher's included.
+        workers_per_machine: number of workers on each machine.
+        facts: values that must be the same on every machine.
+        shards: number of shards of the parameter server.
         servers_on: "all" places shard i on machine i mod `machines`, "launcher" places all on the launcher's.
-        facts: what must be the same on every machine.
     """
 
     kind = "machines"
@@ -71,12 +71,12 @@ class MachineMembers:
 
     @property
     def missing(self) -> int:
-        """How many machines are not in yet."""
+        """Number of machines that have not joined yet."""
         return self._machines - len(self._seats)
 
     @property
     def state(self) -> str:
-        """What is going on, in words."""
+        """The state of the run, in words."""
         here = ", ".join(seat.machine for _, seat in sorted(self._seats.items()))
         if self.begun:
             return f"training on {self._machines} {self.kind} (here: {here})"
@@ -85,18 +85,18 @@ class MachineMembers:
         return f"waiting for {self.missing} of {self._machines} {self.kind} (here: {here})"
 
     def nodes_of(self, index: int) -> tuple[str, ...]:
-        """Names of the shards and workers of machine `index`; that of the launcher is machine 0."""
+        """Names of the shards and workers of machine `index`; the launcher's machine is 0."""
         shards = range(index, self._shards, self._hosts) if index < self._hosts else ()
         first = index * self._per_machine
         workers = range(first, first + self._per_machine)
         return (*(f"shard-{rank}" for rank in shards), *(f"worker-{rank}" for rank in workers))
 
     def seat_of(self, node: str) -> Seat | None:
-        """The machine on which a node runs; None where no machine has it."""
+        """The machine that runs a node; None where none does."""
         return next((seat for seat in self._seats.values() if node in seat.nodes), None)
 
     def enrol(self, request: v1.Enrol) -> Seat | v1.Refuse:
-        """A machine that knows the token asks to be in."""
+        """Admits a machine that knows the token, or refuses it."""
         try:
             check_name(request.machine or "machine", "the machine's name (--name)")
         except ConfigError as error:
@@ -116,17 +116,17 @@ class MachineMembers:
         return seat
 
     def left(self, seat: Seat) -> None:
-        """A machine is gone. Until training has begun another may take its place."""
+        """Removes a machine that has left. Before training has begun, another one may take its seat."""
         if not self.begun:
             self._seats = {index: entry for index, entry in self._seats.items() if entry is not seat}
 
     def _may_take(self, machine: str, free: list[int]) -> list[int]:
-        """The seats among those that are free that a machine may have."""
+        """The free seats that a machine may take."""
         del machine
         return free
 
     def _name(self, asked: str) -> str:
-        """The name asked for, with a number behind it where another machine has it."""
+        """The name asked for; with a number appended where another machine has it."""
         taken = {seat.machine for seat in self._seats.values()}
         name, count = asked or "machine", 1
         while name in taken:
@@ -136,7 +136,7 @@ class MachineMembers:
 
 
 class RankMembers(MachineMembers):
-    """Processes whose ranks are known already: each has the seat of its rank, and one worker."""
+    """Processes that have ranks already: each takes the seat of its rank, and runs one worker."""
 
     kind = "processes"
 
@@ -145,5 +145,5 @@ class RankMembers(MachineMembers):
 
 
 def name_of_rank(rank: int, host: str) -> str:
-    """What the process of a rank is called."""
+    """The machine name of the process of a rank."""
     return f"rank-{rank}-{re.sub(NO_NAME, '-', host)}"

@@ -1,4 +1,4 @@
-"""The way to a launcher, step by step: name, TCP, TLS, certificate. What goes wrong is called by its name."""
+"""Reaches a launcher in steps: name, TCP, TLS, certificate. The error says which step failed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["CONNECT_S", "Reached", "check_fingerprint", "connect", "reach", "res
 
 CONNECT_S = 5.0
 
-# What opens an HTTP/2 connection in plain text: the preface, and settings that say nothing.
+# The beginning of an HTTP/2 connection in plain text: the preface, and empty settings.
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-SETTINGS = 4  # the kind of frame that the other side opens with
+SETTINGS = 4  # the type of the first frame of the other side
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Reached:
     """A launcher that answers.
 
     Args:
-        certificate: that it shows, PEM; None where it speaks plain text.
-        tcp_s, tls_s: how long connecting and the handshake took.
+        certificate: the launcher's certificate, PEM; None where it speaks plain text.
+        tcp_s, tls_s: seconds that connecting and the handshake took.
     """
 
     certificate: bytes | None
@@ -35,13 +35,13 @@ class Reached:
 
 
 def reach(address: Address, *, fingerprint: str | None, insecure: bool) -> Reached:
-    """Goes the whole way, up to knowing that it is the launcher that was meant.
+    """Connects to a launcher and verifies its certificate.
 
     Raises:
-        ConfigError: no such name; or no fingerprint was given to know the launcher by.
-        PeerLostError, DeadlineError: nobody answers.
-        JoinRefusedError: who answers is not who was meant (BAD_CERTIFICATE), or speaks TLS where
-            plain text was expected (TLS), or the other way round (PLAIN_TEXT).
+        ConfigError: the name is unknown; or no fingerprint was given to verify the launcher by.
+        PeerLostError, DeadlineError: nothing answers.
+        JoinRefusedError: another launcher answers (BAD_CERTIFICATE), or it speaks TLS where plain text was
+            expected (TLS), or the other way round (PLAIN_TEXT).
     """
     resolve(address)
     tcp_s = connect(address)
@@ -69,7 +69,7 @@ def reach(address: Address, *, fingerprint: str | None, insecure: bool) -> Reach
 
 
 def resolve(address: Address) -> list[str]:
-    """Numbers of a name. Raises ConfigError for an unknown one."""
+    """IP addresses of a host name. Raises ConfigError for an unknown name."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -84,8 +84,8 @@ def connect(address: Address, timeout_s: float = CONNECT_S) -> float:
     """Opens a TCP connection and closes it; returns the seconds that opening took.
 
     Raises:
-        PeerLostError: nobody listens there, or no way leads there.
-        DeadlineError: no answer.
+        PeerLostError: no process listens there, or the network is unreachable.
+        DeadlineError: there was no answer within `timeout_s`.
     """
     begun = time.monotonic()
     with _socket(address, timeout_s):
@@ -93,13 +93,13 @@ def connect(address: Address, timeout_s: float = CONNECT_S) -> float:
 
 
 def shake_hands(address: Address, timeout_s: float = CONNECT_S) -> bytes | None:
-    """The certificate, PEM, that is shown at an address; None where gRPC answers in plain text.
+    """The certificate, PEM, that an address presents; None where gRPC answers in plain text.
 
-    It is not checked here: see `check_fingerprint`.
+    `check_fingerprint` verifies it.
 
     Raises:
-        JoinRefusedError: who answers speaks neither.
-        PeerLostError, DeadlineError: nobody answers.
+        JoinRefusedError: the answer is neither TLS nor HTTP/2.
+        PeerLostError, DeadlineError: nothing answers.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -125,7 +125,7 @@ def shake_hands(address: Address, timeout_s: float = CONNECT_S) -> bytes | None:
 
 
 def check_fingerprint(address: Address, certificate: bytes, expected: str | None) -> None:
-    """Raises where the certificate shown is not the one meant."""
+    """Raises JoinRefusedError where the certificate is not the expected one, ConfigError without one."""
     shown = fingerprint_of(certificate)
     if expected is None:
         raise ConfigError(

@@ -99,12 +99,12 @@ class ShardNode:
             agreeing = self._agree()
             snapshots = NodeSnapshots(self._runtime, self._member, holder)
             cuts = awaited_later(self._runtime.spawn(snapshots.run(), name=f"{self._runtime.node}-cuts"))
-            vitals = self._runtime.spawn(self._keep_reporting(), name=f"{self._runtime.node}-vitals")
+            reporting = self._runtime.spawn(self._keep_reporting(), name=f"{self._runtime.node}-vitals")
             failed = self._runtime.spawn(self._service.failed(), name=f"{self._runtime.node}-failed")
             try:
                 await self._over(failed)
             finally:
-                for task in (vitals, cuts, *agreeing):
+                for task in (reporting, cuts, *agreeing):
                     task.cancel()
             self._report()
             if self._recorder is not None:
@@ -165,7 +165,7 @@ class ShardNode:
                 self._recorder.log.flush()
 
     def _report(self) -> None:
-        """Records of what was done since the report before, and of this node's vitals."""
+        """Records of what was done since the report before, and of the metrics of this process."""
         counters = self._service.counters
         new = counters - self._reported
         self._reported = Counter(counters)
@@ -184,5 +184,5 @@ class ShardNode:
                 late_s={who: late_s - before.get(who, 0.0) for who, late_s in late.items()},
             )
         )
-        for event in self._runtime.vitals("shard"):
+        for event in self._runtime.process_metrics("shard"):
             self._member.emit(event)

@@ -1,7 +1,7 @@
 """The caller's side of a gRPC connection: a channel to a peer, and the session that its streams show.
 
-gRPC connects anew by itself. The session of the connection before is worth nothing then, so whoever is told
-that says so with `lost`, and the next stream begins a session on the new connection.
+gRPC reconnects by itself. The session of the old connection is no longer valid then: a stream that learns
+this calls `lost`, and the next stream begins a session on the new connection.
 """
 
 from __future__ import annotations
@@ -18,22 +18,35 @@ from gradstream.transport import proof
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc.sessions import CallerSession, proved
 from gradstream.transport.limits import LIMITS
+from gradstream.transport.refusals import refused_by
 from gradstream.transport.security import explain
-from gradstream.transport.stream import refused_by
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL, FrameError, decode
 
-__all__ = ["CHALLENGE", "EOF", "FAILURES", "GREETING", "PASS", "SESSION", "GrpcConnection", "is_cancelled"]
+__all__ = [
+    "CHALLENGE",
+    "EOF",
+    "FAILURES",
+    "GREETING",
+    "METHOD",
+    "PASS",
+    "SESSION",
+    "GrpcConnection",
+    "is_cancelled",
+]
+
+METHOD = "/gradstream.v1.Peer/Stream"
+"""The rpc that carries a stream."""
 
 CHALLENGE = "/gradstream.v1.Peer/Challenge"
 SESSION = "/gradstream.v1.Peer/Session"
-"""The rpcs before a connection's first stream."""
+"""The rpcs before the first stream of a connection."""
 GREETING, PASS = "gradstream-greeting-bin", "gradstream-pass-bin"
-"""Names of metadata."""
+"""Keys of metadata."""
 
 EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]
 FAILURES = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
-"""What gRPC raises where a call or its connection has failed."""
+"""Exceptions that gRPC raises where a call or its connection has failed."""
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
@@ -42,10 +55,10 @@ class GrpcConnection:
     """A channel of one priority to a peer, and the session on it.
 
     Args:
-        identity: of this node.
-        runtime: of this node.
+        identity: identity of this node.
+        runtime: runtime of this node.
         peer: name of the node that is called.
-        channel: leads there; closed by `close`.
+        channel: channel to the peer; `close` closes it.
     """
 
     def __init__(self, identity: Identity, runtime: Runtime, peer: str, channel: grpc.aio.Channel) -> None:
@@ -53,57 +66,57 @@ class GrpcConnection:
         self._runtime = runtime
         self._peer = peer
         self._channel = channel
-        self._keepers: dict[asyncio.Task[None], None] = {}
-        self._keeper: asyncio.Task[None] | None = None  # of the session that streams show, or wait for
+        self._session_tasks: dict[asyncio.Task[None], None] = {}
+        self._session_task: asyncio.Task[None] | None = None  # task of the current session
         self._opening: asyncio.Future[CallerSession] | None = None
         self.session: CallerSession | None = None
-        """None until there is one, and again once it has ended."""
+        """The current session; None before it has begun, and after it has ended."""
 
     def call(self, method: str, name: str = "", value: bytes = b"") -> _Call:
-        """Begins a call that shows this metadata."""
+        """Begins a call with one entry of metadata, if `name` is given."""
         metadata = grpc.aio.Metadata((name, value)) if name else None
         return self._channel.stream_stream(method)(metadata=metadata)  # type: ignore[call-arg]
 
     async def opened(self) -> CallerSession:
-        """The session, once there is one.
+        """The session; begins one where there is none.
 
         Raises:
-            RefusedError: the peer does not want this node, or does not know the secret.
-            PeerLostError: it cannot be reached, or has not answered within `LIMITS.handshake_s`.
+            RefusedError: the peer refuses this node, or does not know the secret.
+            PeerLostError: the peer cannot be reached, or has not answered within `LIMITS.handshake_s`.
         """
         if self._opening is None:
             self._opening = asyncio.get_running_loop().create_future()
-            self._opening.add_done_callback(_look_at)
+            self._opening.add_done_callback(_retrieve_exception)
             name = f"{self._identity.name}: session with {self._peer}"
-            task = self._keeper = self._runtime.spawn(self._keep(self._opening), name=name)
-            self._keepers[task] = None
-            task.add_done_callback(lambda done: self._keepers.pop(done, None))
+            task = self._session_task = self._runtime.spawn(self._hold_session(self._opening), name=name)
+            self._session_tasks[task] = None
+            task.add_done_callback(lambda done: self._session_tasks.pop(done, None))
         return await asyncio.shield(self._opening)
 
     def lost(self, session: CallerSession) -> None:
-        """The peer does not know this session. A newer one, begun since, is not touched."""
-        if session is self.session and self._keeper is not None:
-            self._keeper.cancel()
+        """Ends a session that the peer does not know. A newer session stays."""
+        if session is self.session and self._session_task is not None:
+            self._session_task.cancel()
             self._forget()
 
     async def close(self) -> None:
-        """Ends all calls, at once."""
+        """Ends all calls at once."""
         await self._channel.close(None)
-        for task in self._keepers:
+        for task in self._session_tasks:
             task.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*self._session_tasks, return_exceptions=True)
 
     def _forget(self) -> None:
-        self.session = self._opening = self._keeper = None
+        self.session = self._opening = self._session_task = None
 
-    async def _keep(self, opening: asyncio.Future[CallerSession]) -> None:
-        """Opens a session, and holds it for as long as its connection lives."""
+    async def _hold_session(self, opening: asyncio.Future[CallerSession]) -> None:
+        """Opens a session, and holds it as long as its connection lives."""
         failure: RefusedError | PeerLostError = self._lost("the connection was closed by this side")
         try:
             call, session = await self._runtime.within(LIMITS.handshake_s, self._begin())
             self.session = session
             opening.set_result(session)
-            await call.read()  # there is nothing to come but the end
+            await call.read()  # nothing but the end can come
         except (RefusedError, PeerLostError) as error:
             failure = error
         except TimeoutError:
@@ -130,13 +143,13 @@ class GrpcConnection:
         call = self.call(SESSION, GREETING, greeting.SerializeToString())
         answer = await self._first(call)
         if answer.HasField("refuse"):
-            if answer.refuse.code == v1.TOO_OLD:  # one of the two stood still, or was started anew
+            if answer.refuse.code == v1.TOO_OLD:  # one of the two nodes stood still, or was restarted
                 raise self._lost(answer.refuse.message)
             raise refused_by(self._peer, answer.refuse)
         session = proved(mine, self._peer, greeting, answer.proven)
         if session is None:
             call.cancel()
-            text = "who listens at its address does not know this run's secret"
+            text = "the program that listens at its address does not know this run's secret"
             raise RefusedError(self._peer, "BAD_SECRET", text)
         return call, session
 
@@ -149,7 +162,9 @@ class GrpcConnection:
         try:
             return decode(cast(bytes, message))[0]
         except FrameError as error:
-            raise self._lost(f"who answers at its address is no node of gradstream: {error}") from None
+            raise self._lost(
+                f"the program that answers at its address is no node of gradstream: {error}"
+            ) from None
 
     def _lost(self, text: str) -> PeerLostError:
         return PeerLostError(self._peer, text)
@@ -161,12 +176,12 @@ class GrpcConnection:
 
 
 def is_cancelled() -> bool:
-    """Whether this task was cancelled: a call that was cancelled raises the same."""
+    """Whether this task was cancelled: a cancelled call raises the same exception."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-def _look_at(future: asyncio.Future[Any]) -> None:
-    """Nobody may be waiting any more: what failed is no surprise then."""
+def _retrieve_exception(future: asyncio.Future[Any]) -> None:
+    """Keeps asyncio from logging a failure for which nobody waits any more."""
     if not future.cancelled():
         future.exception()

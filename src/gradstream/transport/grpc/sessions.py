@@ -1,11 +1,11 @@
-"""Sessions of gRPC: who has proved to know the run's secret, and which streams are theirs.
+"""Sessions of gRPC: callers that have proved to know the run's secret, and the passes of their streams.
 
-gRPC does not say on which connection a call has come. So a caller proves once for each connection that it
+gRPC does not tell on which connection a call has come. So a caller proves once for each connection that it
 knows the secret (`proof`), and each of its streams carries a pass: a number that counts up, and its HMAC
-under a key that only the two of them have. A pass is good once, so one that was recorded opens nothing.
+under a key that only the two nodes have. A pass is valid once, so a recorded pass opens no stream.
 
-Nothing is kept for strangers: a challenge carries its own date and its own proof of having been made here.
-Nothing in here waits or sends.
+A node keeps nothing for strangers: a challenge carries its own date, and a signature of the node that made
+it. Nothing in this module waits or sends.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from gradstream.wire.window import SequenceWindow
 __all__ = ["BAD_SECRET", "NO_CHALLENGE", "CallerSession", "PeerSession", "Sessions", "proved"]
 
 BAD_SECRET = "the caller has not proved that it knows the secret of this run"
-"""All that somebody is told who has not."""
+"""The only answer to a caller without the secret."""
 
 NO_CHALLENGE = "the challenge is not of this node, is too old, or was answered before: ask for another one"
-"""What somebody is told who knows the secret, and may have been recorded, or was too slow."""
+"""The answer to a greeting that knows the secret, but was recorded or came too late."""
 
 PASS_BYTES = 64
-_STAMP = struct.Struct("<Q16s")  # when a challenge was made, in ns, and something random
+_STAMP = struct.Struct("<Q16s")  # when a challenge was made, in ns, and random bytes
 _NUMBER = struct.Struct("<Q")
 
 
 @dataclass(slots=True)
 class PeerSession:
-    """One caller's, as the called side knows it."""
+    """The session of one caller, as the called side knows it."""
 
     number: int
     key: bytes
@@ -50,26 +50,26 @@ class PeerSession:
 
 
 class Sessions:
-    """The called side.
+    """The called side: makes challenges, checks greetings and passes.
 
     Args:
-        identity: of this node.
+        identity: identity of this node.
     """
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self._challenge_key = secrets.token_bytes(32)
-        self._answered: dict[bytes, int] = {}  # challenges, by when they expire, in ns: each is good once
+        self._answered: dict[bytes, int] = {}  # challenges and when they expire, in ns: each is valid once
         self._sessions: dict[int, PeerSession] = {}
         self._of = Counter[str]()
 
     def challenge(self, now_ns: int) -> v1.Challenge:
-        """For a stranger."""
+        """A new challenge for a stranger."""
         stamp = _STAMP.pack(now_ns, secrets.token_bytes(16))
         return v1.Challenge(protocol=PROTOCOL, nonce=stamp + self._sign(stamp))
 
     def greeted(self, raw: bytes, now_ns: int) -> tuple[PeerSession, v1.Proven] | v1.Refuse:
-        """A stranger answers a challenge: its session and our answer, or a refusal that tells nothing."""
+        """Checks a stranger's greeting: returns its session and our answer, or a refusal without details."""
         refused = v1.Refuse(code=v1.BAD_SECRET, message=BAD_SECRET)
         if len(raw) > LIMITS.greeting_bytes:
             return refused
@@ -99,7 +99,7 @@ class Sessions:
         return session, v1.Proven(proof=answer, session=session.number)
 
     def passes(self, raw: bytes) -> PeerSession | None:
-        """Whose stream this is; None where the pass is nobody's, or was used before."""
+        """The session that a pass belongs to; None where the pass is invalid, or was used before."""
         if len(raw) > PASS_BYTES:
             return None
         try:
@@ -115,13 +115,13 @@ class Sessions:
         return session
 
     def over(self, session: PeerSession) -> None:
-        """Its connection is gone. Idempotent."""
+        """Forgets a session whose connection is gone. Idempotent."""
         if self._sessions.pop(session.number, None) is not None:
             self._of[session.sender] -= 1
-            self._of += Counter()  # drops zeros
+            self._of += Counter()  # removes zeros
 
     def _is_fresh(self, challenge: bytes, now_ns: int) -> bool:
-        """Whether a challenge was made here, not long ago, and was not answered before."""
+        """Whether this node made the challenge, not long ago, and nobody has answered it before."""
         stamp, signature = challenge[: _STAMP.size], challenge[_STAMP.size :]
         if len(stamp) != _STAMP.size or not hmac.compare_digest(signature, self._sign(stamp)):
             return False
@@ -137,8 +137,8 @@ class CallerSession:
     """The caller's side: makes the passes of its streams.
 
     Args:
-        session: the number that the called side has given it.
-        key: that both have.
+        session: number of the session, chosen by the called side.
+        key: key that both sides have.
     """
 
     def __init__(self, session: int, key: bytes) -> None:
@@ -147,14 +147,14 @@ class CallerSession:
         self._number = 0
 
     def next_pass(self) -> bytes:
-        """For one more stream."""
+        """The pass of one more stream."""
         self._number += 1
         signature = _sign(self._key, self._number)
         return v1.Pass(session=self._session, number=self._number, proof=signature).SerializeToString()
 
 
 def proved(identity: Identity, called: str, greeting: v1.Greeting, proven: v1.Proven) -> CallerSession | None:
-    """The session that a greeting was answered with; None where the called side does not know the secret."""
+    """The session that answers a greeting; None where the called side does not know the secret."""
     expected = proof.called_proof(identity.secret, greeting, job=identity.job, called=called)
     if not hmac.compare_digest(proven.proof, expected):
         return None

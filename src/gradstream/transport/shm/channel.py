@@ -1,12 +1,32 @@
-"""A channel: the Unix socket over which two nodes hand each other memory, beside their streams.
+"""Payload channels: payloads that stay where they lie, in memory that two processes of a host share.
 
-Messages are packets (SOCK_SEQPACKET), so there is nothing to frame; that of a new segment brings its
-descriptor. See `lending` for what is said.
+Two nodes have a channel beside their streams: a Unix socket over which each side hands out the
+descriptors of its segments. From then on a chunk can go as a *reference*: segment, offset, size, and the
+number of a loan. The receiver reads in place. It returns the loan when nothing refers to the payload::
+
+    lender                                       borrower
+    segment 3, its descriptor ─────────────────▶ maps it, read-only
+                              ◀───────────────── attached 3
+    chunk, by a stream: reference, loan 17 ────▶ payload is a view
+                              ◀───────────────── returned 17
+
+A payload that does not lie in a segment is copied into one, the *arena* of the channel. Where the arena is
+full, the payload goes over its stream as with every other carrier. So only a sender that wants to write the
+memory again waits for a loan.
+
+The node that opens a stream has also connected the channel that references of this stream belong to, in
+both directions. When the channel ends, so do its loans. A process that died reads no more; one that lives
+keeps its mapping, but must not trust a payload that it has not finished reading. Sizes and places that a
+peer names are checked against the segment as it was mapped; the size of a segment is sealed.
+
+Messages are packets (SOCK_SEQPACKET), so they need no framing; the packet that announces a segment brings
+its descriptor.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import select
@@ -14,6 +34,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import torch
 from google.protobuf.message import DecodeError
@@ -22,29 +43,35 @@ from gradstream.errors import ConfigError
 from gradstream.memory import Span
 from gradstream.memory.segments import Segment
 from gradstream.runtime.base import Runtime
+from gradstream.transport.base import Identity
 from gradstream.transport.carrier import ReferenceLostError
 from gradstream.transport.shm.leases import BorrowedLeases, GivenLeases, Loaned
-from gradstream.transport.socket.unix import recv_descriptors, send_descriptors
+from gradstream.transport.socket.unix import check_peer, listen, recv_descriptors, send_descriptors
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 
-__all__ = ["MAX_PACKET_BYTES", "Channel"]
+__all__ = ["Channel", "PayloadChannels"]
 
-MAX_PACKET_BYTES = 16 << 10
-_STRAGGLE_S = 0.5  # a reference that has not come so long after its stream was over is not taken any more
+_MAX_PACKET_BYTES = 16 << 10
+_LATE_S = 0.5  # a reference that arrives this long after the end of its stream is no longer accepted
+_HELLO_S = 10.0  # a connection that has sent nothing for so long is closed
+
+K = TypeVar("K")
 
 _log = logging.getLogger(__name__)
+_numbers = itertools.count(1)
 
 
 class Channel:
-    """One connection between two nodes, and what each has lent to the other; a `PayloadChannel` of their streams.
+    """One connection between two nodes, and what each has lent to the other; implements `PayloadChannel`.
 
     Args:
-        runtime: of this node.
-        connection: connected, non-blocking, of kind SOCK_SEQPACKET, to a process of the same user; owned.
-        number: of the channel, chosen by who has connected.
+        runtime: runtime of this node.
+        connection: connected non-blocking socket of kind SOCK_SEQPACKET to a process of the same user. The
+            channel closes it.
+        number: number of the channel, chosen by the node that has connected.
         peer: name of the other node.
-        on_close: called once it is over, in whatever way.
+        on_close: called once the channel is over, in whatever way.
     """
 
     def __init__(
@@ -65,11 +92,11 @@ class Channel:
         self._outbox: deque[tuple[bytes, Segment | None]] = deque()
         self._given = GivenLeases(runtime, number, self._post, self.close)
         self._borrowed = BorrowedLeases(number, self._post)
-        self._hung_up = select.poll()
-        self._hung_up.register(connection, select.POLLHUP)
+        self._closed_by_peer = select.poll()
+        self._closed_by_peer.register(connection, select.POLLHUP)
         self._loop.add_reader(connection, self._readable)
 
-    # ---- a depot of streams ---------------------------------------------------------------
+    # ---- the streams' side ----------------------------------------------------------------
 
     def lend(
         self, stream: StreamCore, span: Span, end: Callable[[], None]
@@ -88,8 +115,8 @@ class Channel:
         return self._borrowed.find(reference)
 
     def intact(self) -> bool:
-        """See `PayloadChannel.intact`. A peer hangs up before it writes what was not returned in time."""
-        return not self.closed and not self._hung_up.poll(0)
+        """See `PayloadChannel.intact`. A peer closes its end before it writes memory not returned in time."""
+        return not self.closed and not self._closed_by_peer.poll(0)
 
     # ---- the socket -----------------------------------------------------------------------
 
@@ -122,7 +149,7 @@ class Channel:
 
     def _readable(self) -> None:
         try:
-            data, descriptors = recv_descriptors(self._connection, MAX_PACKET_BYTES, 1)
+            data, descriptors = recv_descriptors(self._connection, _MAX_PACKET_BYTES, 1)
         except BlockingIOError:
             return
         except OSError as error:
@@ -140,7 +167,7 @@ class Channel:
             self.close(f"it broke the protocol: {error}")
             return
         finally:
-            for descriptor in descriptors:  # those that were not taken
+            for descriptor in descriptors:  # those that `map` did not keep
                 os.close(descriptor)
         self._take(message)
 
@@ -153,22 +180,140 @@ class Channel:
         elif kind == "returned":
             self._given.returned(message.returned.ids)
         elif kind == "forgotten":
-            # By their stream, which is not in step with this channel, some may still arrive.
+            # Some may still arrive over their stream, which is not in step with this channel.
             forget = partial(self._borrowed.forget, list(message.forgotten.ids))
-            self._runtime.call_later(_STRAGGLE_S, forget)
+            self._runtime.call_later(_LATE_S, forget)
         else:
             self.close(f"it broke the protocol: a message of kind {kind} where none may come")
 
     def close(self, reason: str) -> None:
-        """The channel is over, and with it all loans, both ways. Idempotent."""
+        """Ends the channel and all loans, both ways. Idempotent."""
         if self.closed:
             return
         self.closed = True
         _log.debug("channel with %s: %s", self._peer, reason)
         self._loop.remove_reader(self._connection)
         self._loop.remove_writer(self._connection)
-        self._connection.close()  # first: whoever reads our memory can see it before anybody writes that
+        self._connection.close()  # first: a reader of our memory can see this before anybody writes the memory
         self._outbox.clear()
         self._given.close()
-        self._borrowed.close()  # views that are still held keep their memory mapped
+        self._borrowed.close()  # views that are still referenced keep their memory mapped
         self._on_close(self)
+
+
+class PayloadChannels:
+    """All payload channels of an endpoint.
+
+    Args:
+        runtime: runtime of the node.
+        identity: identity of the node.
+    """
+
+    def __init__(self, runtime: Runtime, identity: Identity) -> None:
+        self._runtime = runtime
+        self._identity = identity
+        self._listener: socket.socket | None = None
+        self._outgoing: dict[str, Channel] = {}  # by peer
+        self._incoming: dict[tuple[str, int], Channel] = {}  # by peer and incarnation
+        self._strangers: dict[socket.socket, Callable[[], None]] = {}  # connected, and sent nothing yet
+
+    def start(self, address: str) -> None:
+        """Lets peers connect that know the endpoint by `address`. Raises ConfigError where that is in use."""
+        self._listener = listen(_name_of(address), socket.SOCK_SEQPACKET)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def towards(self, peer: str, address: str) -> Channel | None:
+        """The channel for streams that this node opens to a peer; None where the peer is not on this host."""
+        channel = self._outgoing.get(peer)
+        if channel is not None:
+            return channel
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.setblocking(False)
+            connection.connect(_name_of(address))
+            check_peer(connection)
+        except (OSError, ConfigError):
+            connection.close()
+            return None
+        mine, number = self._identity, next(_numbers)
+        hello = v1.Lending.Hello(job=mine.job, sender=mine.name, incarnation=mine.incarnation, channel=number)
+        connection.send(v1.Lending(hello=hello).SerializeToString())
+        channel = Channel(self._runtime, connection, number, peer, partial(_remove, self._outgoing, peer))
+        self._outgoing[peer] = channel
+        return channel
+
+    def with_sender(self, sender: str, incarnation: int) -> Channel | None:
+        """The channel for streams that a peer has opened."""
+        return self._incoming.get((sender, incarnation))
+
+    def disconnect(self, peer: str) -> None:
+        """Ends the channel to a peer whose address has changed."""
+        if peer in self._outgoing:
+            self._outgoing[peer].close("its address has changed")
+
+    def close(self) -> None:
+        """Ends all channels and stops accepting. Idempotent."""
+        loop = asyncio.get_running_loop()
+        if self._listener is not None:
+            loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        for stranger in list(self._strangers):
+            self._reject(stranger)
+        for channel in [*self._outgoing.values(), *self._incoming.values()]:
+            channel.close(f"{self._identity.name} closes")
+
+    # ---- incoming connections -------------------------------------------------------------
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        try:
+            check_peer(connection)
+        except ConfigError as error:
+            _log.warning("%s: %s", self._identity.name, error)
+            connection.close()
+            return
+        connection.setblocking(False)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(connection, self._greeted, connection)
+        timer = self._runtime.expire_after(_HELLO_S, partial(self._reject, connection))
+        self._strangers[connection] = timer.cancel
+
+    def _reject(self, connection: socket.socket) -> None:
+        self._settle(connection)
+        connection.close()
+
+    def _settle(self, connection: socket.socket) -> None:
+        asyncio.get_running_loop().remove_reader(connection)
+        self._strangers.pop(connection)()
+
+    def _greeted(self, connection: socket.socket) -> None:
+        try:
+            hello = v1.Lending.FromString(connection.recv(_MAX_PACKET_BYTES)).hello
+        except BlockingIOError:
+            return
+        except (OSError, DecodeError):
+            hello = v1.Lending.Hello()
+        if not hello.sender or hello.job != self._identity.job:
+            self._reject(connection)
+            return
+        self._settle(connection)
+        key = (hello.sender, hello.incarnation)
+        if key in self._incoming:
+            self._incoming[key].close("it has connected again")
+        over = partial(_remove, self._incoming, key)
+        self._incoming[key] = Channel(self._runtime, connection, hello.channel, hello.sender, over)
+
+
+def _remove(channels: dict[K, Channel], key: K, channel: Channel) -> None:
+    if channels.get(key) is channel:
+        del channels[key]
+
+
+def _name_of(address: str) -> str:
+    """The abstract name of the socket at which an endpoint accepts channels."""
+    return f"\0gradstream/{address.strip(chr(0))}/memory"

@@ -1,7 +1,7 @@
-"""The `shm` carrier: between processes of one host, payloads are read where they lie.
+"""The `shm` carrier: processes of one host read each other's payloads where they lie.
 
-Frames go over a Unix socket as they do over TCP; their payloads stay in shared memory (`lending`), or are
-copied through it. Only processes of the same user, in the same network namespace, meet here.
+Frames go over a Unix socket as they do over TCP; their payloads stay in shared memory (see `channel`), or are
+copied through it. Only processes of the same user in the same network namespace can connect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["ShmEndpoint"]
 
 
 class ShmEndpoint(SocketEndpoint):
-    """An endpoint on Unix sockets and shared memory. What its node sends lies best in `SharedMemory`.
+    """An endpoint on Unix sockets and shared memory. Vectors in `SharedMemory` are sent without a copy.
 
     Args:
         identity, runtime, window: see `SocketEndpoint`.

@@ -1,7 +1,7 @@
-"""Loans: what one side of a channel has given to the other, and what it has been given.
+"""Leases: what one side of a payload channel has lent to the other, and what it has borrowed.
 
-Both books are kept by messages (`v1.Lending`), which they are told of and which they post; neither knows
-a socket. All but what says otherwise is for the event loop's thread.
+`GivenLeases` and `BorrowedLeases` exchange messages (`v1.Lending`) with the other side; neither knows of
+sockets. All methods are for the event loop's thread, except where a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from gradstream.memory.segments import Segment
 from gradstream.runtime.base import Runtime
 from gradstream.transport.carrier import ReferenceLostError
 from gradstream.transport.mailbox import Seen
-from gradstream.transport.shm.arena import Arena
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES, FrameError
 
-__all__ = ["LEAST_BYTES", "SHELF_BYTES", "BorrowedLeases", "GivenLeases", "Loaned", "Post"]
+__all__ = ["ARENA_BYTES", "LEAST_BYTES", "Arena", "BorrowedLeases", "GivenLeases", "Loaned", "Post"]
 
 LEAST_BYTES = 32 << 10
-"""Smaller payloads go with their frame: that costs less than the loan."""
+"""Smaller payloads travel with their frame: that costs less than a loan."""
 
-SHELF_BYTES = 32 << 20
-MAX_SEGMENTS = 256  # of one peer, mapped at once
+ARENA_BYTES = 32 << 20
+MAX_SEGMENTS = 256  # of one peer, mapped at the same time
 _IDS_PER_MESSAGE = 1000
 
 End = Callable[[], None]
@@ -49,20 +48,20 @@ class Post(Protocol):
 
 
 class Loaned:
-    """A loan that was given; implements `transport.base.Lent`.
+    """A loan that this side has given; implements `transport.base.Lent`.
 
     Args:
-        runtime: of this node.
-        end: called when it is over.
-        hang_up: ends the channel, and with it all of its loans; told why.
+        runtime: runtime of this node.
+        end: called when the loan is over.
+        close_channel: closes the channel, and with it all of its loans; takes the reason.
     """
 
-    __slots__ = ("_end", "_hang_up", "_over", "_runtime")
+    __slots__ = ("_close_channel", "_end", "_over", "_runtime")
 
-    def __init__(self, runtime: Runtime, end: End, hang_up: Callable[[str], None]) -> None:
+    def __init__(self, runtime: Runtime, end: End, close_channel: Callable[[str], None]) -> None:
         self._runtime = runtime
         self._end = end
-        self._hang_up = hang_up
+        self._close_channel = close_channel
         self._over = asyncio.Event()
 
     @property
@@ -71,7 +70,7 @@ class Loaned:
         return self._over.is_set()
 
     def close(self) -> None:
-        """The borrower has let go of it, or is gone."""
+        """Ends the loan: the borrower has returned it, or is gone."""
         if not self.returned:
             self._over.set()
             self._end()
@@ -83,28 +82,70 @@ class Loaned:
         try:
             await self._runtime.within(patience_s, self._over.wait())
         except TimeoutError:
-            self._hang_up(f"it kept memory for {patience_s:g} s that is needed here")
+            self._close_channel(f"it kept memory for {patience_s:g} s that is needed here")
+
+
+class Arena:
+    """Places in the memory [start_bytes, stop_bytes), each taken and given back some time later.
+
+    Sizes are rounded up to powers of two, and are multiples of `ALIGNMENT_BYTES`. The place that was given
+    back last is taken first: it is still in the processor's cache. Places are never split or joined, so
+    places of one size cannot use up the memory of another size.
+
+    Args:
+        start_bytes, stop_bytes: bounds of the memory, as offsets.
+    """
+
+    ALIGNMENT_BYTES = 4096
+
+    def __init__(self, start_bytes: int, stop_bytes: int) -> None:
+        self._next_bytes = start_bytes
+        self._stop_bytes = stop_bytes
+        self._free: dict[int, list[int]] = {}
+
+    def take(self, size_bytes: int) -> int | None:
+        """Offset of a place of at least `size_bytes`; None where none is left."""
+        room_bytes = self._room(size_bytes)
+        free = self._free.get(room_bytes)
+        if free:
+            return free.pop()
+        offset = self._next_bytes
+        if offset + room_bytes > self._stop_bytes:
+            return None
+        self._next_bytes = offset + room_bytes
+        return offset
+
+    def give_back(self, offset_bytes: int, size_bytes: int) -> None:
+        """Frees a place that was taken for `size_bytes`."""
+        self._free.setdefault(self._room(size_bytes), []).append(offset_bytes)
+
+    def _room(self, size_bytes: int) -> int:
+        return max(self.ALIGNMENT_BYTES, 1 << (size_bytes - 1).bit_length())
 
 
 class GivenLeases:
-    """What this side has lent.
+    """The loans that this side has given.
 
     Args:
-        runtime: of this node.
+        runtime: runtime of this node.
         channel: number of the channel.
-        post: sends a message.
-        hang_up: see `Loaned`.
+        post: sends a message to the other side.
+        close_channel: see `Loaned`.
     """
 
-    def __init__(self, runtime: Runtime, channel: int, post: Post, hang_up: Callable[[str], None]) -> None:
+    def __init__(
+        self, runtime: Runtime, channel: int, post: Post, close_channel: Callable[[str], None]
+    ) -> None:
         self._runtime = runtime
         self._channel = channel
         self._post = post
-        self._hang_up = hang_up
+        self._close_channel = close_channel
         self._loop = asyncio.get_running_loop()
-        self._shelf_segment: Segment | None = None
-        self._shelf = Arena(0, SHELF_BYTES)
-        self._segments: dict[int, bool] = {}  # announced; whether the peer has mapped it
+        self._arena_segment: Segment | None = None
+        self._arena = Arena(0, ARENA_BYTES)
+        self._segments: dict[
+            int, bool
+        ] = {}  # segments announced to the peer; whether the peer has mapped them
         self._loans: dict[int, Loaned] = {}
         self._of_stream: dict[StreamCore, list[int]] = {}
         self._numbers = itertools.count(1)
@@ -124,26 +165,26 @@ class GivenLeases:
         return self._give(stream, vector.home, offset_bytes, size_bytes, end)
 
     def stow(self, stream: StreamCore, payload: torch.Tensor) -> v1.Reference | None:
-        """A reference to a copy of the payload on the shelf; None where that has no room."""
+        """A reference to a copy of the payload in the arena; None where the arena has no room."""
         size_bytes = payload.nbytes
         if not _lendable(size_bytes):
             return None
-        segment = self._shelf_segment
+        segment = self._arena_segment
         if segment is None:
-            segment = self._shelf_segment = Segment.create(SHELF_BYTES, "gradstream shelf")
-        offset = self._shelf.take(size_bytes) if self._known(segment) else None
+            segment = self._arena_segment = Segment.create(ARENA_BYTES, "gradstream arena")
+        offset = self._arena.take(size_bytes) if self._known(segment) else None
         if offset is None:
             return None
         place = segment.tensor(offset, payload.numel(), payload.dtype)
         place.numpy()[...] = payload.detach().numpy()  # on this thread alone
-        end = partial(self._shelf.give_back, offset, size_bytes)
+        end = partial(self._arena.give_back, offset, size_bytes)
         return self._give(stream, segment, offset, size_bytes, end)[0]
 
     def _give(
         self, stream: StreamCore, segment: Segment, offset_bytes: int, size_bytes: int, end: End
     ) -> tuple[v1.Reference, Loaned]:
         number = next(self._numbers)
-        loaned = self._loans[number] = Loaned(self._runtime, end, self._hang_up)
+        loaned = self._loans[number] = Loaned(self._runtime, end, self._close_channel)
         if stream not in self._of_stream:
             self._of_stream[stream] = []
             stream.on_release(partial(self._stream_over, stream))
@@ -158,7 +199,7 @@ class GivenLeases:
         return reference, loaned
 
     def _known(self, segment: Segment) -> bool:
-        """Whether the peer has mapped it; at the first question it is told to."""
+        """Whether the peer has mapped a segment; the first call asks the peer to map it."""
         if segment.number not in self._segments:
             self._segments[segment.number] = False
             weakref.finalize(segment, self._drop, segment.number).atexit = False
@@ -166,40 +207,40 @@ class GivenLeases:
         return self._segments[segment.number]
 
     def _drop(self, number: int) -> None:
-        """A segment goes with its vector, on whichever thread that happens."""
+        """Tells the peer that a segment was freed with its vector; runs on any thread."""
         with suppress(RuntimeError):  # the loop is over
             self._loop.call_soon_threadsafe(self._post, v1.Lending(dropped=number))
 
     def _stream_over(self, stream: StreamCore) -> None:
-        """Frames that were dropped on their way never get there; the peer finds out which."""
+        """Asks the peer for loans of a stream that is over: frames that were dropped on their way never arrive."""
         left = [number for number in self._of_stream.pop(stream) if number in self._loans]
         for ids in _batches(left):
             self._post(v1.Lending(forgotten=ids))
 
     def attached(self, segment: int) -> None:
-        """The peer has mapped a segment: from here on payloads may lie in it."""
+        """Notes that the peer has mapped a segment: payloads may lie in it from here on."""
         if segment in self._segments:
             self._segments[segment] = True
 
     def returned(self, loans: Iterable[int]) -> None:
-        """The peer has let go of these."""
+        """Ends loans that the peer has returned."""
         for number in loans:
             loaned = self._loans.pop(number, None)
             if loaned is not None:
                 loaned.close()
 
     def close(self) -> None:
-        """All loans are over. The shelf goes with the last who reads from it: it is not used again."""
+        """Ends all loans. The arena is not used again; its memory is freed with its last reader."""
         self.returned(list(self._loans))
-        self._shelf_segment = None
+        self._arena_segment = None
 
 
 class BorrowedLeases:
-    """What this side was lent.
+    """The loans that this side has received.
 
     Args:
         channel: number of the channel.
-        post: sends a message.
+        post: sends a message to the other side.
     """
 
     def __init__(self, channel: int, post: Post) -> None:
@@ -208,16 +249,16 @@ class BorrowedLeases:
         self._loop = asyncio.get_running_loop()
         self._segments: dict[int, Segment] = {}
         self._held: dict[int, weakref.ref[object]] = {}
-        self._seen = Seen()  # loans that came, or never will
+        self._seen = Seen()  # loans that came, or never will come
         self._released: deque[int] = deque()
         self._returning = False
 
     def find(self, reference: v1.Reference) -> memoryview:
-        """The bytes that a reference means, read-only. The loan is returned when nothing refers to them.
+        """The bytes that a reference names, read-only. The loan is returned when nothing refers to them.
 
         Raises:
             ReferenceLostError: the loan, or the channel it belongs to, is over.
-            FrameError: they lie in no segment that the peer has handed out.
+            FrameError: the bytes lie in no segment that the peer has handed out.
         """
         if reference.channel != self._channel or not self._seen.add(reference.loan):
             raise ReferenceLostError
@@ -231,11 +272,11 @@ class BorrowedLeases:
                 "bytes within it"
             )
         view = np.frombuffer(segment.bytes[start_bytes:stop_bytes], dtype=np.uint8)
-        self._held[reference.loan] = weakref.ref(view, partial(self._let_go, reference.loan))
+        self._held[reference.loan] = weakref.ref(view, partial(self._release, reference.loan))
         return memoryview(view)  # type: ignore[arg-type]
 
-    def _let_go(self, loan: int, _: object) -> None:
-        """Nothing refers to a payload any more; on whichever thread that was noticed."""
+    def _release(self, loan: int, _: object) -> None:
+        """Schedules the return of a loan to which nothing refers any more; runs on any thread."""
         self._released.append(loan)
         if not self._returning:
             self._returning = True
@@ -243,7 +284,9 @@ class BorrowedLeases:
                 self._loop.call_soon_threadsafe(self._return)
 
     def _return(self) -> None:
-        self._returning = False  # before looking: who lets go from here on asks for another turn
+        self._returning = (
+            False  # before the loop below: a loan that is released later schedules another return
+        )
         loans = []
         while self._released:
             loans.append(self._released.popleft())
@@ -253,18 +296,18 @@ class BorrowedLeases:
             self._post(v1.Lending(returned=ids))
 
     def forget(self, loans: Iterable[int]) -> None:
-        """The stream of these has been over for a while: those that have not come are not taken any more."""
+        """Returns those of these loans that have not arrived; they are no longer accepted if they do."""
         for ids in _batches([loan for loan in loans if self._seen.add(loan)]):
             self._post(v1.Lending(returned=ids))
 
     def map(self, number: int, descriptors: list[int]) -> None:
-        """The peer hands out a segment. One too many is never attached, and its owner does without.
+        """Maps a segment that the peer hands out. It ignores one too many: the peer sends its payloads without it.
 
         Args:
-            descriptors: the one that came with it; taken out of the list.
+            descriptors: the one that came with the message; it is removed from the list.
 
         Raises:
-            ConfigError: it is none of those that may be mapped; see `Segment.attach`.
+            ConfigError: the segment may not be mapped; see `Segment.attach`.
         """
         if len(descriptors) != 1 or number in self._segments or len(self._segments) >= MAX_SEGMENTS:
             return
@@ -273,11 +316,11 @@ class BorrowedLeases:
         self._post(v1.Lending(attached=number))
 
     def dropped(self, number: int) -> None:
-        """The peer does not use a segment any more. What is still read of it stays mapped."""
+        """Forgets a segment that the peer no longer uses. Memory that is still read stays mapped."""
         self._segments.pop(number, None)
 
     def close(self) -> None:
-        """All segments are dropped."""
+        """Forgets all segments."""
         self._segments.clear()
 
 
@@ -286,6 +329,6 @@ def _lendable(size_bytes: int) -> bool:
 
 
 def _batches(ids: list[int]) -> list[v1.Lending.Loans]:
-    """A packet holds so many."""
+    """The numbers in lists that fit into one packet each."""
     starts = range(0, len(ids), _IDS_PER_MESSAGE)
     return [v1.Lending.Loans(ids=ids[start : start + _IDS_PER_MESSAGE]) for start in starts]

@@ -1,8 +1,8 @@
-"""The carrier in memory: endpoints of one process on a virtual network, in virtual time.
+"""The simulated carrier: endpoints of one process on a virtual network, in virtual time.
 
-Everything above frames is what it is over gRPC; below, `network.VirtualNetwork` says when a frame
-arrives. A payload is copied when it is sent, so that the sender may go on writing; shape-only
-payloads (torch's meta device) have nothing to copy and cost the same bytes.
+Streams behave as over every carrier; `network.VirtualNetwork` decides when a frame arrives. A payload is
+copied when it is sent, so that the sender may write its memory again; a shape-only payload (torch's meta
+device) has nothing to copy and costs the same bytes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from gradstream.wire.frames import ABSENT, FrameError, check_chunk
 
 __all__ = ["MemoryEndpoint", "MemoryNetwork"]
 
-_LAG = 20  # a duplicate lags behind by so many link delays, on average
+_LAG = 20  # mean delay of a duplicate, in delays of the link
 
 
 class MemoryNetwork(VirtualNetwork):
     """The virtual network and the endpoints on it.
 
     Args:
-        cluster: whose clock, world and random numbers it uses.
+        cluster: supplies clock, network configuration and random numbers.
     """
 
     def __init__(self, cluster: VirtualCluster) -> None:
@@ -60,16 +60,16 @@ class MemoryNetwork(VirtualNetwork):
         return None if address is None else self._endpoints.get(address)
 
     def kill(self, node: str) -> None:
-        """The node's process is gone: it sends nothing more, and its peers notice one latency later.
+        """Ends a node as if its process had died: it sends nothing more, and its peers notice one latency later.
 
-        Its tasks are the owner's to cancel, afterwards: `VirtualRuntime.kill`.
+        The caller cancels the tasks of the node afterwards, with `VirtualRuntime.kill`.
         """
         for endpoint in [e for e in self._endpoints.values() if e.identity.name == node]:
             endpoint.die()
         for pipe in [p for p in self._pipes if node in (p.caller, p.called)]:
             pipe.lose(node)
 
-    def hang_up(self, node: str, peer: str) -> None:
+    def disconnect_from(self, node: str, peer: str) -> None:
         """Breaks the streams that `node` has opened to `peer`."""
         for pipe in [p for p in self._pipes if (p.caller, p.called) == (node, peer)]:
             stream = pipe.near.stream
@@ -78,16 +78,16 @@ class MemoryNetwork(VirtualNetwork):
                 stream.broken("its address has changed")
 
     def connect(self, pipe: _Pipe) -> None:
-        """Notes a stream."""
+        """Adds a stream."""
         self._pipes[pipe] = None
 
     def disconnect(self, pipe: _Pipe) -> None:
-        """Forgets a stream that is over at both ends."""
+        """Removes a stream that is over at both ends."""
         self._pipes.pop(pipe, None)
 
 
 class _End:
-    """A carrier: one side of a pipe."""
+    """The carrier of one side of a stream."""
 
     def __init__(self, out: StreamQueue) -> None:
         self.stream: StreamCore | None = None
@@ -128,7 +128,7 @@ class _End:
             self.pipe.settle()
 
     def take(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
-        """A frame has arrived at this side."""
+        """Takes a frame that has arrived at this side."""
         assert self.pipe is not None and self.far is not None
         if self.far.copy is not None:
             self.far.copy.again(frame, payload)
@@ -138,18 +138,18 @@ class _End:
             feed(self.stream, frame, payload)
 
     def broken(self, message: str) -> None:
-        """The other side is gone."""
+        """Breaks the stream of this side: the other side is gone."""
         if self.stream is not None:
             self.stream.broken(message)
 
 
 def _snapshot(payload: torch.Tensor) -> torch.Tensor:
-    """A copy, made on this thread alone; of a shape-only payload itself."""
+    """A copy, made on this thread alone; a shape-only payload is returned itself."""
     return payload if payload.is_meta else torch.from_numpy(payload.detach().numpy().copy())
 
 
 def feed(stream: StreamCore, frame: v1.Frame, payload: torch.Tensor | None) -> None:
-    """Checks a frame as a receiver does and hands it to its stream."""
+    """Checks a frame as a receiver of bytes does, and hands it to its stream."""
     if frame.HasField("chunk"):
         chunk = frame.chunk
         try:
@@ -165,7 +165,7 @@ def feed(stream: StreamCore, frame: v1.Frame, payload: torch.Tensor | None) -> N
 
 
 class _Pipe:
-    """A stream's two lanes and two ends; the caller's carrier is `near`."""
+    """The two stream queues and two ends of a stream; `near` is the end of the caller."""
 
     def __init__(
         self, network: MemoryNetwork, caller: str, called: str, to: str | None, priority: Priority
@@ -180,7 +180,7 @@ class _Pipe:
         self.near.pipe = self.far.pipe = self
 
     def connect(self, stream: StreamCore, opened: v1.Open) -> None:
-        """The caller's Open."""
+        """Sends the caller's Open."""
         self.near.stream = stream
         self._network.connect(self)
         rng = self._network.duplicate(self.caller, self.called)
@@ -189,7 +189,7 @@ class _Pipe:
         self.near.transmit(v1.Frame(open=opened), None)
 
     def answer(self, opened: v1.Open) -> None:
-        """The Open has arrived: there is somebody, or there is not."""
+        """Hands the Open to the called endpoint, or tells the caller that nobody listens."""
         endpoint = self._network.at(self._to)
         if endpoint is not None:
             self.far.stream = endpoint.take_in(opened, self.far)
@@ -199,7 +199,7 @@ class _Pipe:
         self._notice(self.near, self.called, self.caller, where)
 
     def lose(self, node: str) -> None:
-        """One side is gone; the other is told by the network, one latency later."""
+        """Ends one side; the network tells the other side one latency later."""
         gone, left = (self.near, self.far) if node == self.caller else (self.far, self.near)
         gone.is_over = True
         gone.stream = None
@@ -212,7 +212,7 @@ class _Pipe:
     def _notice(self, end: _End, source: str, target: str, message: str) -> None:
         network = self._network
         if network.config.cut(source, target, network.clock.now_ns / 1e9):
-            return  # nor does this get through
+            return  # the partition swallows the notice as well
         link = network.config.link_between(source, target)
 
         def notice() -> None:
@@ -224,13 +224,13 @@ class _Pipe:
         network.clock.call_at(network.clock.now_ns + network.delay_ns(link), notice)
 
     def settle(self) -> None:
-        """Forgets the pipe once both sides are over."""
+        """Removes the pipe once both sides are over."""
         if self.near.is_over and self.far.is_over:
             self._network.disconnect(self)
 
 
 class _Copy:
-    """The second delivery of a stream: its frames come again, later, and answers go nowhere."""
+    """The second delivery of a stream: its frames arrive again, later, and answers are dropped."""
 
     def __init__(
         self, network: MemoryNetwork, rng: random.Random, caller: str, called: str, to: str | None
@@ -246,7 +246,7 @@ class _Copy:
         self._due_ns = 0
 
     def again(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
-        """Delivers once more, later, what is being delivered now."""
+        """Schedules a second delivery of a frame."""
         clock = self._network.clock
         extra_s = self._link.latency_s + self._rng.uniform(0, self._link.jitter_s)
         self._due_ns = max(self._due_ns, clock.now_ns + self._lag_ns + round(extra_s * 1e9))
@@ -254,7 +254,7 @@ class _Copy:
         clock.call_at(self._due_ns, self._deliver)
 
     def lose(self) -> None:
-        """The caller is gone."""
+        """Breaks the copy after its last frame: the caller is gone."""
         self._network.clock.call_at(self._due_ns, self._break)
 
     def _break(self) -> None:
@@ -267,35 +267,35 @@ class _Copy:
         if endpoint is None:
             return
         if frame.HasField("open"):
-            self._stream = endpoint.take_in(frame.open, _Nowhere(), window=1 << 30)
+            self._stream = endpoint.take_in(frame.open, _DroppingCarrier(), window=1 << 30)
         elif self._stream is not None:
             feed(self._stream, frame, payload)
 
 
-class _Nowhere:
-    """The carrier of answers to a copy."""
+class _DroppingCarrier:
+    """The carrier of answers to a duplicate: it drops them."""
 
     def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
-        """Nobody is there."""
+        """Does nothing."""
 
     async def drained(self) -> None:
-        """At once."""
+        """Returns at once."""
 
     def drop(self) -> None:
-        """There is nothing."""
+        """Does nothing."""
 
     def over(self) -> None:
-        """Nor does it matter."""
+        """Does nothing."""
 
 
 class MemoryEndpoint(EndpointCore):
     """An endpoint on a virtual network.
 
     Args:
-        identity: who it is; its address is made of the name.
-        runtime: the node's virtual runtime.
-        network: which it is on once it has started.
-        window: chunks held per incoming stream.
+        identity: identity of the node; its name makes the address.
+        runtime: virtual runtime of the node.
+        network: network that the endpoint joins when it starts.
+        window: chunks held for each incoming stream.
     """
 
     def __init__(
@@ -310,19 +310,21 @@ class MemoryEndpoint(EndpointCore):
         self._network.attach(self)
 
     def die(self) -> None:
-        """Its node was killed: whatever clean-up code of it still runs, reaches nobody."""
+        """Takes the endpoint of a killed node off the network: its clean-up code can reach no peer."""
         self._closed = True
         self._network.detach(self)
 
-    def take_in(self, opened: v1.Open, carrier: _End | _Nowhere, *, window: int | None = None) -> StreamCore:
-        """An Open has arrived here."""
+    def take_in(
+        self, opened: v1.Open, carrier: _End | _DroppingCarrier, *, window: int | None = None
+    ) -> StreamCore:
+        """Takes an Open that has arrived here."""
         return self._incoming(opened, carrier, window=window)
 
     def _dial(self, peer: str, address: str | None, priority: Priority) -> _End:
         return _Pipe(self._network, self.identity.name, peer, address, priority).near
 
-    def _hang_up(self, peer: str) -> None:
-        self._network.hang_up(self.identity.name, peer)
+    def _disconnect(self, peer: str) -> None:
+        self._network.disconnect_from(self.identity.name, peer)
 
     async def _shut(self, *, abruptly: bool) -> None:
         self._network.detach(self)

@@ -1,4 +1,4 @@
-"""The virtual network: cards that share their bandwidth, links that delay, lose and duplicate.
+"""The virtual network: cards that share their bandwidth, and links that delay, lose and duplicate frames.
 
 A frame of n bytes from a to b passes three stages::
 
@@ -6,14 +6,13 @@ A frame of n bytes from a to b passes three stages::
     the link                latency + U(0, jitter)      any number of frames at once
     b's receiving card      n / bandwidth(b)            one frame at a time
 
-Cut through: the receiving card takes a frame in while it still comes, so a lone frame needs
-latency + n / bandwidth in all, and p senders of n bytes to one receiver need p·n / bandwidth. A
-card takes CONTROL frames before BULK frames and serves the streams of either in turn, frame by
-frame; it does not interrupt a frame. Nodes of one machine share its cards, and need none for what they
-send each other.
+Cards are cut-through: the receiving card takes a frame in while it still arrives, so a lone frame needs
+latency + n / bandwidth in all, and p senders of n bytes to one receiver need p·n / bandwidth. A card takes
+CONTROL frames before BULK frames, serves the streams of each priority in turn, frame by frame, and does not
+interrupt a frame. Nodes of one machine share its cards, and use none for frames to each other.
 
-A `StreamQueue` is one direction of one stream and keeps its frames' order at every stage. A lane that
-has lost a frame (`Link.loss`, a partition) is silent from there on, and nobody is told.
+A `StreamQueue` is one direction of one stream and keeps the order of its frames at every stage. A queue that
+has lost a frame (`Link.loss`, a partition) is silent from there on, and neither side is told.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ __all__ = ["Packet", "StreamQueue", "VirtualNetwork"]
 
 @dataclass(slots=True)
 class Packet:
-    """A frame under way.
+    """A frame in the network.
 
     Args:
-        size_bytes: payload and header.
-        deliver: what to do on arrival.
-        droppable: whether a cancel takes it back while it still waits for its card.
+        size_bytes: length of payload and header.
+        deliver: called on arrival.
+        droppable: whether a cancel removes the frame while it waits for its card.
     """
 
     size_bytes: int
@@ -48,11 +47,13 @@ class Packet:
 
 
 class _Card:
-    """One direction of one machine's network card: a server of queues, one queue per lane.
+    """One direction of a machine's network card: it serves the packets of each stream queue in order.
 
     Args:
+        clock: virtual clock.
+        bandwidth_bytes_s: bytes a second; math.inf for memory.
         done: called when a frame was served.
-        begun: called when a frame's service begins, with its end.
+        begun: called when the service of a frame begins, with the time of its end in ns.
     """
 
     def __init__(
@@ -70,22 +71,22 @@ class _Card:
         self._busy = False
 
     def service_ns(self, size_bytes: int) -> int:
-        """How long a frame occupies the card."""
+        """Time in which a frame occupies the card."""
         return math.ceil(size_bytes / self.bandwidth_bytes_s * 1e9)
 
-    def put(self, lane: StreamQueue, packet: Packet) -> None:
-        """Queues a frame behind those of its lane."""
-        queue = self._queues.get(lane)
+    def put(self, stream_queue: StreamQueue, packet: Packet) -> None:
+        """Queues a frame behind the others of its stream queue."""
+        queue = self._queues.get(stream_queue)
         if queue is None:
-            queue = self._queues[lane] = deque()
-            self._turns[lane.priority].append(lane)
+            queue = self._queues[stream_queue] = deque()
+            self._turns[stream_queue.priority].append(stream_queue)
         queue.append(packet)
         if not self._busy:
             self._serve_next()
 
-    def drop(self, lane: StreamQueue, *, everything: bool) -> None:
-        """Takes back what waits of a lane: all of it, or what is droppable."""
-        queue = self._queues.get(lane)
+    def drop(self, stream_queue: StreamQueue, *, everything: bool) -> None:
+        """Removes the waiting frames of a stream queue: all, or the droppable ones."""
+        queue = self._queues.get(stream_queue)
         if queue is not None:
             kept = [] if everything else [packet for packet in queue if not packet.droppable]
             queue.clear()
@@ -94,26 +95,26 @@ class _Card:
     def _serve_next(self) -> None:
         for turns in self._turns.values():  # CONTROL first
             while turns:
-                lane = turns.popleft()
-                queue = self._queues[lane]
+                stream_queue = turns.popleft()
+                queue = self._queues[stream_queue]
                 packet = queue.popleft() if queue else None
                 if queue:
-                    turns.append(lane)
+                    turns.append(stream_queue)
                 else:
-                    del self._queues[lane]
+                    del self._queues[stream_queue]
                 if packet is not None:
-                    self._serve(lane, packet)
+                    self._serve(stream_queue, packet)
                     return
 
-    def _serve(self, lane: StreamQueue, packet: Packet) -> None:
+    def _serve(self, stream_queue: StreamQueue, packet: Packet) -> None:
         self._busy = True
         end_ns = max(self._clock.now_ns + self.service_ns(packet.size_bytes), packet.tail_ns)
         if self._begun is not None:
-            self._begun(lane, packet, end_ns)
+            self._begun(stream_queue, packet, end_ns)
 
         def served() -> None:
             self._busy = False
-            self._done(lane, packet)
+            self._done(stream_queue, packet)
             if not self._busy:
                 self._serve_next()
 
@@ -142,22 +143,22 @@ class StreamQueue:
             self._sending.put(self, packet)
 
     def drop(self) -> None:
-        """Takes droppable frames back that have not begun to leave."""
+        """Removes droppable frames that have not begun to leave."""
         self._sending.drop(self, everything=False)
 
     def halt(self) -> None:
-        """Its source is gone: what has not begun to leave never does."""
+        """Removes all frames that have not begun to leave: the source is gone."""
         self._sending.drop(self, everything=True)
 
     def shut(self) -> None:
-        """Nothing moves on this lane any more: frames under way are lost."""
+        """Ends the queue: frames in the network are lost."""
         self._shut = True
         self._sending.drop(self, everything=True)
         self._receiving.drop(self, everything=True)
         self._flying.clear()
 
     def leaving(self, packet: Packet, end_ns: int) -> None:
-        """The frame's first byte leaves now, its last at `end_ns`: lose it, or let it fly."""
+        """Sends a frame over the link, or loses it. Its first byte leaves now, its last one at `end_ns`."""
         if self._silent or self._shut:
             return
         network, clock, link = self._network, self._network.clock, self._link
@@ -179,7 +180,7 @@ class StreamQueue:
             self._receiving.put(self, self._flying.popleft())
 
     def arrive(self, packet: Packet) -> None:
-        """The receiving card has the whole frame."""
+        """Delivers a frame that the receiving card has received whole."""
         if not self._shut:
             packet.deliver()
 
@@ -188,20 +189,20 @@ class VirtualNetwork:
     """All cards and links of a cluster.
 
     Args:
-        cluster: its clock, its world's network, and its random numbers ("network/...").
+        cluster: supplies clock, network configuration, and random numbers ("network/...").
     """
 
     def __init__(self, cluster: VirtualCluster) -> None:
         self.clock = cluster.clock
         self.config: Network = cluster.config.network
-        self.sent_bytes: dict[str, int] = {}  # by node: what has left its card
+        self.sent_bytes: dict[str, int] = {}  # by node: bytes that have left its card
         self._loss = cluster.random("network/loss")
         self._jitter = cluster.random("network/jitter")
         self._duplicates = cluster.random("network/duplicates")
         self._cards: dict[str, tuple[_Card, _Card]] = {}
 
     def cards(self, source: str, target: str) -> tuple[_Card, _Card]:
-        """The card that sends, and the one that receives, what passes between two nodes."""
+        """The sending card of one node and the receiving card of another."""
         if self.config.on_one_machine(source, target):
             return self._made(math.inf)  # memory
         return self._of(source)[0], self._of(target)[1]
@@ -217,20 +218,20 @@ class VirtualNetwork:
         sending = _Card(self.clock, bandwidth_bytes_s, self._left, StreamQueue.leaving)
         return sending, _Card(self.clock, bandwidth_bytes_s, StreamQueue.arrive)
 
-    def _left(self, lane: StreamQueue, packet: Packet) -> None:
-        self.sent_bytes[lane.source] = self.sent_bytes.get(lane.source, 0) + packet.size_bytes
+    def _left(self, stream_queue: StreamQueue, packet: Packet) -> None:
+        self.sent_bytes[stream_queue.source] = self.sent_bytes.get(stream_queue.source, 0) + packet.size_bytes
 
     def lost(self, link: Link) -> bool:
         """Draws whether a frame is lost."""
         return link.loss > 0 and self._loss.random() < link.loss
 
     def delay_ns(self, link: Link) -> int:
-        """Draws a frame's time on the link."""
+        """Draws the time of a frame on the link."""
         jitter_s = self._jitter.uniform(0, link.jitter_s) if link.jitter_s > 0 else 0.0
         return round((link.latency_s + jitter_s) * 1e9)
 
     def duplicate(self, source: str, target: str) -> random.Random | None:
-        """Draws whether a stream is delivered twice; if so, where the copy's delays come from."""
+        """Draws whether a stream is delivered twice; if so, returns the generator of the duplicate's delays."""
         link = self.config.link_between(source, target)
         if link.duplicate > 0 and self._duplicates.random() < link.duplicate:
             return random.Random(self._duplicates.random())

@@ -1,7 +1,7 @@
 """A connection: frames over one stream socket, TCP or Unix, both ways.
 
 A header and its payload leave in one system call without being joined, and a payload is received
-where it is wanted: neither side copies it. No system call moves more than `PIECE_BYTES`.
+where the receiver wants it: neither side copies it. No system call moves more than `PIECE_BYTES`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MAX_BUFFERS = 64  # of one system call
 
 
 class Owner(Receiver, Protocol):
-    """Whom a connection tells what it reads, and of its end."""
+    """Receives the frames of a connection, and learns of its end."""
 
     def lost(self, connection: Connection, message: str) -> None:
-        """The connection is gone, and closed."""
+        """Called when the connection is lost, and closed."""
         ...
 
 
@@ -35,12 +35,12 @@ class Connection:
     Frames can be posted before there is a socket; `start` sends them.
 
     Args:
-        owner: is told of frames, and of the end.
+        owner: receives the frames, and learns of the end.
     """
 
     def __init__(self, owner: Owner) -> None:
-        self.inbox = FrameReader(owner)
-        self.backlog_bytes = 0  # posted, and not taken over by the system
+        self.reader = FrameReader(owner)
+        self.backlog_bytes = 0  # of frames that the system has not taken over
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._socket: socket.socket | None = None
@@ -66,25 +66,25 @@ class Connection:
 
     # ---- writing ------------------------------------------------------------------------
 
-    def post(self, parcel: OutgoingFrame) -> None:
-        """Sends a frame behind those posted before it. Frames of one turn of the loop leave together."""
+    def post(self, frame: OutgoingFrame) -> None:
+        """Sends a frame after those posted before it. Frames of one iteration of the loop leave together."""
         if self._closed:
-            parcel.on_sent(parcel)
+            frame.on_sent(frame)
             return
-        self._outbox.append(parcel)
-        self.backlog_bytes += parcel.left_bytes
+        self._outbox.append(frame)
+        self.backlog_bytes += frame.left_bytes
         self._flush_soon()
 
     def drop(self, stream: int) -> None:
-        """Empties chunks and bodies of a stream of which nothing has left. Numbers must not go missing."""
-        for parcel in self._outbox:
-            if parcel.stream == stream and parcel.droppable and not parcel.sent_bytes:
-                self.backlog_bytes -= parcel.left_bytes
-                parcel.void()
-                self.backlog_bytes += parcel.left_bytes
+        """Empties queued chunks and bodies of a stream. The frames stay: no number may be missing."""
+        for frame in self._outbox:
+            if frame.stream == stream and frame.droppable and not frame.sent_bytes:
+                self.backlog_bytes -= frame.left_bytes
+                frame.void()
+                self.backlog_bytes += frame.left_bytes
 
     async def flushed(self) -> None:
-        """Returns once everything posted has left, or nothing will any more."""
+        """Returns once all frames have left, or none will any more."""
         while self._outbox and not self._closed:
             await self._emptied.wait()
 
@@ -94,9 +94,9 @@ class Connection:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """One system call's worth."""
+        """Makes one system call."""
         if self._socket is None or not self._outbox:
-            self._rest()
+            self._stop_flushing()
             return
         buffers, size_bytes = self._gather()
         try:
@@ -104,11 +104,11 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             sent_bytes = 0
         except OSError:
-            self._stop_writing()  # what had arrived before can still be read, and then the end
+            self._stop_writing()  # the reader still receives what had arrived, and then the end
             return
         self._advance(sent_bytes)
         if not self._outbox:
-            self._rest()
+            self._stop_flushing()
         elif sent_bytes < size_bytes:
             self._await_writable(True)
         elif not self._waits_writable:
@@ -117,8 +117,8 @@ class Connection:
     def _gather(self) -> tuple[list[bytes | memoryview], int]:
         buffers: list[bytes | memoryview] = []
         size_bytes = 0
-        for parcel in self._outbox:
-            pieces = parcel.pieces(framing.PIECE_BYTES - size_bytes)
+        for frame in self._outbox:
+            pieces = frame.pieces(framing.PIECE_BYTES - size_bytes)
             buffers += pieces
             size_bytes += sum(map(len, pieces))
             if size_bytes >= framing.PIECE_BYTES or len(buffers) >= _MAX_BUFFERS:
@@ -128,13 +128,13 @@ class Connection:
     def _advance(self, sent_bytes: int) -> None:
         self.backlog_bytes -= sent_bytes
         while sent_bytes:
-            parcel = self._outbox[0]
-            step_bytes = min(sent_bytes, parcel.left_bytes)
-            parcel.sent_bytes += step_bytes
+            frame = self._outbox[0]
+            step_bytes = min(sent_bytes, frame.left_bytes)
+            frame.sent_bytes += step_bytes
             sent_bytes -= step_bytes
-            if not parcel.left_bytes:
+            if not frame.left_bytes:
                 self._outbox.popleft()
-                parcel.on_sent(parcel)
+                frame.on_sent(frame)
 
     def _await_writable(self, wanted: bool) -> None:
         if wanted != self._waits_writable and self._socket is not None:
@@ -147,11 +147,11 @@ class Connection:
     def _stop_writing(self) -> None:
         self.backlog_bytes = 0
         while self._outbox:
-            parcel = self._outbox.popleft()
-            parcel.on_sent(parcel)
-        self._rest()
+            frame = self._outbox.popleft()
+            frame.on_sent(frame)
+        self._stop_flushing()
 
-    def _rest(self) -> None:
+    def _stop_flushing(self) -> None:
         self._flushing = False
         self._await_writable(False)
         self._emptied.ring()
@@ -159,15 +159,15 @@ class Connection:
     # ---- reading ------------------------------------------------------------------------
 
     def _readable(self) -> None:
-        """One system call's worth."""
+        """Makes one system call."""
         assert self._socket is not None
-        room = self.inbox.room()
+        room = self.reader.room()
         try:
             num_bytes = (
                 self._socket.recv_into(room[0]) if len(room) == 1 else self._socket.recvmsg_into(room)[0]
             )
             if num_bytes:
-                self.inbox.took(num_bytes)
+                self.reader.took(num_bytes)
             else:
                 self.fail("the connection was closed")
         except (BlockingIOError, InterruptedError):
@@ -180,20 +180,20 @@ class Connection:
     # ---- the end ------------------------------------------------------------------------
 
     def fail(self, message: str) -> None:
-        """Closes, and tells the owner why."""
+        """Closes the connection, and tells the owner why."""
         if not self._closed:
             self.close()
             self._owner.lost(self, message)
 
     def close(self) -> None:
-        """Closes the socket at once. Memory of payloads is free from here on. Idempotent."""
+        """Closes the socket at once, and releases the memory of payloads. Idempotent."""
         if self._closed:
             return
         if self._socket is not None:
             self._loop.remove_reader(self._socket)
         self._stop_writing()
         self._closed = True
-        self.inbox.close()
+        self.reader.close()
         if self._socket is not None:
             self._socket.close()
             self._socket = None

@@ -1,7 +1,7 @@
-"""Lines: sockets that two nodes have beside their streams, for a thread that moves bytes by itself.
+"""Data sockets: connections beside the streams of two nodes, for a thread that moves bytes by itself.
 
-A line begins with a greeting like every connection, so it is bound to a job, a node and the start of its
-process; from then on it belongs to whoever has asked for it, and carries what those two have agreed on.
+A data socket begins with a greeting like every connection, so it is bound to a job, a node and the start of
+the node's process. From then on it belongs to its two users, and carries the bytes that they agree on.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from gradstream.runtime.base import Runtime
 
 __all__ = ["DataSockets"]
 
-UNCLAIMED_S = 10.0  # a line that nobody asks for is hung up after this
+UNCLAIMED_S = 10.0  # a socket that nobody asks for is closed after this time
 
 
 class DataSockets:
-    """Lines that peers have dialled, until somebody takes them.
+    """Keeps data sockets that peers have dialled until the node asks for them.
 
     Args:
-        runtime: of the node.
+        runtime: runtime of the node.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -29,7 +29,7 @@ class DataSockets:
         self._awaited: dict[tuple[str, str], asyncio.Future[socket.socket]] = {}
 
     def arrived(self, peer: str, name: str, connected: socket.socket) -> None:
-        """A peer has dialled. A line of that name which nobody has taken was given up by the peer."""
+        """Takes a socket that a peer has dialled. It replaces an unclaimed one of that name: the peer gave it up."""
         key = (peer, name)
         awaited = self._awaited.get(key)
         if awaited is not None and not awaited.done():
@@ -41,7 +41,7 @@ class DataSockets:
         self._runtime.expire_after(UNCLAIMED_S, lambda: self._expire(key, connected))
 
     async def taken(self, peer: str, name: str) -> socket.socket:
-        """The line of that name, once the peer has dialled."""
+        """The data socket of that name, once the peer has dialled."""
         key = (peer, name)
         if key in self._arrived:
             return self._arrived.pop(key)
@@ -51,17 +51,17 @@ class DataSockets:
             return await awaited
         except asyncio.CancelledError:
             if awaited.done() and not awaited.cancelled():
-                awaited.result().close()  # came at the moment at which it was given up
+                awaited.result().close()  # it came at the moment of the cancellation
             raise
         finally:
             del self._awaited[key]
 
     def num_unclaimed(self, peer: str) -> int:
-        """How many lines of a peer wait for somebody to take them."""
+        """Number of data sockets of a peer that nobody has asked for yet."""
         return sum(of == peer for of, _ in self._arrived)
 
     def close(self) -> None:
-        """Hangs up what nobody has taken."""
+        """Closes the sockets that nobody has asked for."""
         for connected in self._arrived.values():
             connected.close()
         self._arrived.clear()

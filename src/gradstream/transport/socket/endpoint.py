@@ -1,8 +1,9 @@
-"""What carriers over stream sockets have in common: who listens, who dials, who is calling.
+"""`SocketEndpoint`: what carriers over stream sockets have in common: listening, dialling, greetings.
 
-A node has a link to each peer that it opens streams to, and one for each priority, so that a ping
-never waits behind a gradient in a socket's buffer. A connection begins with a greeting, which binds it
-to a job, a node and the start of its process, and proves both ways that the run's secret is known.
+A node has a multiplexer for each peer that it opens streams to, and for each priority, so that a ping
+never waits behind a gradient in a socket's buffer. A connection begins with a greeting. It binds the
+connection to a job, a node and the start of the node's process, and proves to both sides that the other one
+knows the run's secret.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from gradstream.wire.frames import FrameError
 __all__ = ["SocketEndpoint"]
 
 CONNECT_S = 10.0
-FLUSH_S = 1.0  # how long `close` lets peers be told
+FLUSH_S = 1.0  # time that `close` gives frames to leave
 ACCEPT_AGAIN_S = 0.1  # after running out of descriptors
-MAX_CONNECTIONS = 16  # of one link
+MAX_CONNECTIONS = 16  # of one multiplexer
 
 
 class Unreachable:
@@ -46,32 +47,32 @@ class Unreachable:
         stream.broken(self._why)
 
     def transmit(self, frame: v1.Frame, payload: object) -> None:
-        """There is nobody."""
+        """Does nothing."""
 
     async def drained(self) -> None:
-        """At once."""
+        """Returns at once."""
 
     def drop(self) -> None:
-        """There is nothing."""
+        """Does nothing."""
 
     def over(self) -> None:
-        """From the beginning."""
+        """Does nothing."""
 
 
 class SocketEndpoint(EndpointCore):
-    """Base of endpoints over stream sockets. One of them adds how to listen and how to connect.
+    """Base of endpoints over stream sockets. A subclass adds how to listen and how to connect.
 
     Args:
-        identity, runtime, window: as of every endpoint.
-        connections: over how many sockets a link carries bulk: more than one helps where a single
-            one cannot fill a long fat line.
+        identity, runtime, window: see `EndpointCore`.
+        connections: number of sockets for the bulk streams to one peer. More than one helps where a single
+            connection cannot fill a long path of high bandwidth.
 
     Raises:
-        ConfigError: more connections than there may be, or none; or the identity has no secret.
+        ConfigError: `connections` is out of range, or the identity has no secret.
     """
 
-    has_lines = False
-    """See `Endpoint.line`."""
+    has_data_sockets = False
+    """Whether `Endpoint.data_socket` returns sockets."""
 
     def __init__(
         self,
@@ -88,21 +89,23 @@ class SocketEndpoint(EndpointCore):
         self._strangers: dict[asyncio.Task[None], None] = {}
         self._connections = connections
         self._listener: socket.socket | None = None
-        self._links: dict[tuple[str, Priority], Multiplexer] = {}
-        self._callers: dict[tuple[str, int, int], Multiplexer] = {}  # by name, incarnation and their number
-        self._link_numbers = itertools.count(1)
+        self._outgoing: dict[tuple[str, Priority], Multiplexer] = {}
+        self._callers: dict[
+            tuple[str, int, int], Multiplexer
+        ] = {}  # by name, incarnation, the caller's number
+        self._numbers = itertools.count(1)
         self._dialling: dict[asyncio.Task[None], None] = {}
-        self._lines = DataSockets(runtime)
+        self._data_sockets = DataSockets(runtime)
 
     # ---- what a carrier adds ----------------------------------------------------------
 
     @abstractmethod
     def _listen(self) -> tuple[socket.socket, str]:
-        """A listening, non-blocking socket and its address. Raises ConfigError where it cannot be had."""
+        """A listening, non-blocking socket and its address. Raises ConfigError where it cannot listen."""
 
     @abstractmethod
     async def _connect(self, address: str) -> socket.socket:
-        """A connected, non-blocking socket. Raises OSError where nobody is there."""
+        """A connected, non-blocking socket. Raises OSError where nobody listens."""
 
     @abstractmethod
     def _admit(self, connected: socket.socket) -> None:
@@ -124,7 +127,7 @@ class SocketEndpoint(EndpointCore):
             connected, _ = listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
             return
-        except OSError:  # no descriptor is left: the others are served meanwhile
+        except OSError:  # no descriptor is left: it serves other connections until one is
             asyncio.get_running_loop().remove_reader(listener)
             self.runtime.call_later(ACCEPT_AGAIN_S, partial(self._accept_from, listener))
             return
@@ -134,25 +137,25 @@ class SocketEndpoint(EndpointCore):
         except (OSError, ConfigError):
             connected.close()
             return
-        self._hear_out(connected)
+        self._expect_greeting(connected)
 
-    def _hear_out(self, connected: socket.socket) -> None:
-        """Hears who is calling, unless too many are calling."""
-        if len(self._callers) + len(self._links) >= LIMITS.connections:
+    def _expect_greeting(self, connected: socket.socket) -> None:
+        """Waits for the caller's greeting, unless there are too many connections."""
+        if len(self._callers) + len(self._outgoing) >= LIMITS.connections:
             connected.close()
             return
         if len(self._strangers) >= LIMITS.strangers:
-            oldest = next(iter(self._strangers))  # it has had the most time
+            oldest = next(iter(self._strangers))  # it has had the most time to greet
             del self._strangers[oldest]  # now: others may come before it has ended
             oldest.cancel()
-        task = self.runtime.spawn(self._meet(connected), name=f"{self.identity.name}: a caller")
+        task = self.runtime.spawn(self._receive_greeting(connected), name=f"{self.identity.name}: a caller")
         self._strangers[task] = None
         task.add_done_callback(lambda done: self._strangers.pop(done, None))
 
-    async def _meet(self, connected: socket.socket) -> None:
+    async def _receive_greeting(self, connected: socket.socket) -> None:
         try:
-            heard = answer(connected, self.identity, self._objection)
-            greeting = await self.runtime.within(LIMITS.handshake_s, heard)
+            answered = answer(connected, self.identity, self._objection)
+            greeting = await self.runtime.within(LIMITS.handshake_s, answered)
         except RefusedError as error:
             if error.code == "BAD_SECRET":
                 self.on_stranger(_address_of(connected))
@@ -165,19 +168,19 @@ class SocketEndpoint(EndpointCore):
             self._greeted(greeting, connected)
             return
         try:
-            await self._turned_away()
+            await self._delay_refusal()
         finally:
             connected.close()
 
     def _objection(self, greeting: v1.Greeting) -> v1.Refuse | None:
-        """Why a connection of a caller that knows the secret is not wanted; None if it is."""
+        """Why this node refuses a connection of a caller that knows the secret; None if it accepts it."""
         sender, caller = greeting.sender, self._callers.get(_key_of(greeting))
         if not sender:
             return v1.Refuse(code=v1.BAD_REQUEST, message="a greeting of a node without a name")
-        if (refuse := self._not_heard(Caller(sender, greeting.incarnation))) is not None:
+        if (refuse := self.access.block(Caller(sender, greeting.incarnation))) is not None:
             return refuse
         if greeting.line:
-            num_open = self._lines.num_unclaimed(sender)
+            num_open = self._data_sockets.num_unclaimed(sender)
         elif caller is None:
             num_open = sum(name == sender for name, _, _ in self._callers)
         else:
@@ -188,40 +191,43 @@ class SocketEndpoint(EndpointCore):
         count = greeting.count if caller is None else len(caller.connections)
         if not greeting.line and not greeting.index < greeting.count == count <= MAX_CONNECTIONS:
             most = count if caller is not None else MAX_CONNECTIONS
-            text = f"connection {greeting.index} of {greeting.count}: expected at most {most} of a link"
+            text = (
+                f"connection {greeting.index} of {greeting.count}: expected at most {most} of a multiplexer"
+            )
             return v1.Refuse(code=v1.BAD_REQUEST, message=text)
         if caller is not None and caller.connections[greeting.index].started:
-            text = f"connection {greeting.index} of link {greeting.link} of {sender} is there already"
+            text = f"connection {greeting.index} of multiplexer {greeting.link} of {sender} is there already"
             return v1.Refuse(code=v1.BAD_REQUEST, message=text)
         return None
 
     def _greeted(self, greeting: v1.Greeting, connected: socket.socket) -> None:
-        """A caller that knows the secret, and that this node wants, has said who it is."""
-        if self._closed or self._objection(greeting) is not None:  # since it was answered
+        """Takes the connection of a caller that knows the secret and that this node accepts."""
+        if self._closed or self._objection(greeting) is not None:  # something has changed since the answer
             connected.close()
             return
         if greeting.line:
-            self._lines.arrived(greeting.sender, greeting.line, connected)
+            self._data_sockets.arrived(greeting.sender, greeting.line, connected)
             return
         key = _key_of(greeting)
         if key not in self._callers:
             lost = partial(self._lost_caller, key)
-            caller = Multiplexer(self, greeting.sender, greeting.count, called=True, on_lost=lost)
+            caller = Multiplexer(
+                self.runtime, greeting.sender, greeting.count, answer=self._answer, on_lost=lost
+            )
             caller.incarnation = greeting.incarnation
             self._callers[key] = caller
         self._callers[key].connections[greeting.index].start(connected)
 
-    def answer(self, link: Multiplexer, carrier: MultiplexedCarrier, opened: v1.Open) -> StreamCore:
-        """Answers an Open that came over a link that a peer has made."""
-        return self._incoming(opened, carrier, caller=Caller(link.peer, link.incarnation))
+    def _answer(self, multiplexer: Multiplexer, carrier: MultiplexedCarrier, opened: v1.Open) -> StreamCore:
+        return self._incoming(opened, carrier, caller=Caller(multiplexer.peer, multiplexer.incarnation))
 
-    def _hang_up_on(self, caller: Caller) -> None:
-        for (name, incarnation, _), link in list(self._callers.items()):
+    def _disconnect_caller(self, caller: Caller) -> None:
+        for (name, incarnation, _), multiplexer in list(self._callers.items()):
             if (name, incarnation) == caller:
-                link.fail("it has been refused too much")
+                multiplexer.fail("it has been refused too much")
 
-    def _lost_caller(self, key: tuple[str, int, int], link: Multiplexer) -> None:
-        del link
+    def _lost_caller(self, key: tuple[str, int, int], multiplexer: Multiplexer) -> None:
+        del multiplexer
         self._callers.pop(key, None)
 
     # ---- dialling -----------------------------------------------------------------------
@@ -229,38 +235,37 @@ class SocketEndpoint(EndpointCore):
     def _dial(self, peer: str, address: str | None, priority: Priority) -> MultiplexedCarrier | Unreachable:
         if address is None:
             return Unreachable("its address is not known")
-        link = self._links.get((peer, priority))
-        if link is None:
+        multiplexer = self._outgoing.get((peer, priority))
+        if multiplexer is None:
             count = self._connections if priority is Priority.BULK else 1
-            link = Multiplexer(
-                self, peer, count, called=False, on_lost=partial(self._lost_link, (peer, priority))
-            )
-            self._links[peer, priority] = link
-            task = self.runtime.spawn(self._join(link, address), name=f"{self.identity.name}: dial {peer}")
+            lost = partial(self._lost_outgoing, (peer, priority))
+            multiplexer = Multiplexer(self.runtime, peer, count, on_lost=lost)
+            self._outgoing[peer, priority] = multiplexer
+            name = f"{self.identity.name}: dial {peer}"
+            task = self.runtime.spawn(self._connect_all(multiplexer, address), name=name)
             self._dialling[task] = None
             task.add_done_callback(lambda done: self._dialling.pop(done, None))
-        return link.carrier()
+        return multiplexer.carrier()
 
-    async def _join(self, link: Multiplexer, address: str) -> None:
-        """Connects a link's sockets, each with a greeting."""
-        number = next(self._link_numbers)
+    async def _connect_all(self, multiplexer: Multiplexer, address: str) -> None:
+        """Makes the connections of a multiplexer, each with a greeting."""
+        number = next(self._numbers)
         try:
-            for index, connection in enumerate(link.connections):
-                greeting = v1.Greeting(link=number, index=index, count=len(link.connections))
-                connection.start(
-                    await self.runtime.within(CONNECT_S, self._reach(link.peer, address, greeting))
-                )
+            for index, connection in enumerate(multiplexer.connections):
+                greeting = v1.Greeting(link=number, index=index, count=len(multiplexer.connections))
+                connecting = self._connect_and_greet(multiplexer.peer, address, greeting)
+                connection.start(await self.runtime.within(CONNECT_S, connecting))
         except TimeoutError:
-            link.fail(f"no connection to {address} within {CONNECT_S:g} s")
+            multiplexer.fail(f"no connection to {address} within {CONNECT_S:g} s")
         except RefusedError as error:
-            link.turned_away(error)
+            multiplexer.turned_away(error)
         except FrameError as error:
-            link.fail(f"who answers at {address} is no node of gradstream: {error}")
+            multiplexer.fail(f"the program that answers at {address} is no node of gradstream: {error}")
         except OSError as error:
-            link.fail(f"nobody listens at {address} ({error.strerror or error})")
+            multiplexer.fail(f"nobody listens at {address} ({error.strerror or error})")
 
-    async def _reach(self, peer: str, address: str, greeting: v1.Greeting) -> socket.socket:
-        """A connection on which both sides know who the other one is."""
+    async def _connect_and_greet(self, peer: str, address: str, greeting: v1.Greeting) -> socket.socket:
+        """Makes a connection on which each side has proved its identity to the other."""
         connected = await self._connect(address)
         try:
             greeting.sender, greeting.incarnation = self.identity.name, self.identity.incarnation
@@ -270,30 +275,31 @@ class SocketEndpoint(EndpointCore):
             raise
         return connected
 
-    # ---- lines --------------------------------------------------------------------------
+    # ---- data sockets -------------------------------------------------------------------
 
-    async def line(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
-        """See `Endpoint.line`. Who asked for several connections has a use for them that one line is not."""
+    async def data_socket(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
+        """See `Endpoint.data_socket`. None with several connections: one socket could not replace them."""
         address = self._addresses.get(peer)
-        if not self.has_lines or self._connections > 1 or address is None:
+        if not self.has_data_sockets or self._connections > 1 or address is None:
             return None
-        dialled = (
-            self._reach(peer, address, v1.Greeting(line=name)) if dial else self._lines.taken(peer, name)
-        )
+        if dial:
+            connecting = self._connect_and_greet(peer, address, v1.Greeting(line=name))
+        else:
+            connecting = self._data_sockets.taken(peer, name)
         try:
-            return await self.runtime.within(CONNECT_S, dialled)
+            return await self.runtime.within(CONNECT_S, connecting)
         except (TimeoutError, OSError, FrameError, RefusedError):
             return None
 
-    def _lost_link(self, key: tuple[str, Priority], link: Multiplexer) -> None:
-        if self._links.get(key) is link:
-            del self._links[key]
+    def _lost_outgoing(self, key: tuple[str, Priority], multiplexer: Multiplexer) -> None:
+        if self._outgoing.get(key) is multiplexer:
+            del self._outgoing[key]
 
-    def _hang_up(self, peer: str) -> None:
+    def _disconnect(self, peer: str) -> None:
         for priority in Priority:
-            link = self._links.get((peer, priority))
-            if link is not None:
-                link.fail("its address has changed")
+            multiplexer = self._outgoing.get((peer, priority))
+            if multiplexer is not None:
+                multiplexer.fail("its address has changed")
 
     # ---- the end ------------------------------------------------------------------------
 
@@ -304,20 +310,20 @@ class SocketEndpoint(EndpointCore):
             self._listener = None
         for task in [*self._dialling, *self._strangers]:
             task.cancel()
-        links = [*self._links.values(), *self._callers.values()]
+        multiplexers = [*self._outgoing.values(), *self._callers.values()]
         try:
             if not abruptly:
-                connections = [connection for link in links for connection in link.connections]
+                connections = [connection for one in multiplexers for connection in one.connections]
                 await self.runtime.within(
                     FLUSH_S, self.runtime.gather(*(one.flushed() for one in connections if one.started))
                 )
         except TimeoutError:
             pass  # a peer that does not read is not waited for
         finally:
-            for link in links:
-                link.close()
-            self._lines.close()
-            self._links.clear()
+            for multiplexer in multiplexers:
+                multiplexer.close()
+            self._data_sockets.close()
+            self._outgoing.clear()
             self._callers.clear()
 
 
@@ -326,7 +332,7 @@ def _key_of(greeting: v1.Greeting) -> tuple[str, int, int]:
 
 
 def _address_of(connected: socket.socket) -> str:
-    """Of the other side, as far as the system says."""
+    """The address of the other side, as far as the system knows it."""
     try:
         return str(connected.getpeername())
     except OSError:

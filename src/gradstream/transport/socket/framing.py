@@ -1,11 +1,11 @@
-"""Frames as bytes on a socket: what leaves, and where what arrives is put.
+"""Frames as bytes on a socket: `OutgoingFrame` writes them, `FrameReader` reads them.
 
 A frame is a prefix of four numbers, its header and its payload::
 
     [ stream, number, header bytes, payload bytes: 4 x u32 ] [ v1.Frame, no payload ] [ elements ]
 
 Lengths come first, so that a payload can be received straight into the place that its receiver
-names. Nothing here waits, or knows of sockets.
+names. Nothing in this module waits, or uses a socket.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from gradstream.wire.frames import MAX_HEADER_BYTES, FrameError
 __all__ = ["GREETING", "PIECE_BYTES", "PREFIX", "FrameReader", "OutgoingFrame", "PayloadPlace", "Receiver"]
 
 GREETING = 0
-"""The number of the stream that a connection begins with: no stream, but who is calling (see `greeting`)."""
+"""The stream number of the frames that begin a connection and name the caller (see `greeting`)."""
 
 PIECE_BYTES = 256 << 10
-"""The most bytes of one system call: between two, everybody else on the event loop has a turn."""
+"""The most bytes of one system call: between two calls, the event loop runs other callbacks."""
 
-MAX_SKIP_BYTES = 64 << 20  # a payload longer than a chunk's is not for us; one beyond this is no frame's
+MAX_SKIP_BYTES = 64 << 20  # a payload up to this length is skipped where a stream rejects it
 
 PREFIX = struct.Struct("<4I")
-_INBOX_BYTES = 16 << 10  # small: what is read of a payload along with its header is copied
-_WASTE = memoryview(bytearray(PIECE_BYTES))  # where payloads go that nobody wants
+_BUFFER_BYTES = 16 << 10  # small: the part of a payload that is read together with its header is copied
+_WASTE = memoryview(bytearray(PIECE_BYTES))  # receives payloads that are skipped
 
 
 class PayloadPlace(NamedTuple):
     """Where a payload is received.
 
     Args:
-        memory: of exactly as many bytes, contiguous.
-        landed: whether it is the stream's user who named it.
+        memory: contiguous, of exactly the payload's length.
+        landed: whether the stream's user has named the memory.
     """
 
     memory: torch.Tensor
@@ -48,25 +48,25 @@ class PayloadPlace(NamedTuple):
 
 
 class Receiver(Protocol):
-    """Is told of frames that arrive."""
+    """Takes the frames that arrive."""
 
     def place(self, stream: int, frame: v1.Frame, payload_bytes: int) -> PayloadPlace | None:
-        """Where to put the payload that follows this header; None skips it, and the frame with it."""
+        """Where to put the payload that follows this header; None skips the frame and its payload."""
         ...
 
     def arrived(self, stream: int, number: int, frame: v1.Frame, place: PayloadPlace | None) -> None:
-        """A frame is here, and its payload in its place."""
+        """Takes a frame whose payload is in its place."""
         ...
 
 
 class OutgoingFrame:
-    """A frame on its way out.
+    """A frame that is being sent.
 
     Args:
-        stream, number: its stream, and its place in the order of that stream's frames.
-        frame: its header; may change afterwards.
-        payload: stays where it is until `on_sent`, or until `own`.
-        on_sent: called once the system has taken all of it over, or nobody will any more.
+        stream, number: number of the stream, and of the frame in the order of this stream.
+        frame: the header; may change afterwards.
+        payload: must not change until `on_sent` is called, or `own`.
+        on_sent: called once the system has taken over all of the frame, or never will.
     """
 
     __slots__ = ("droppable", "head", "number", "on_sent", "payload", "sent_bytes", "stream")
@@ -95,11 +95,11 @@ class OutgoingFrame:
 
     @property
     def left_bytes(self) -> int:
-        """What has not been taken over yet."""
+        """Bytes that the system has not taken over yet."""
         return len(self.head) + (0 if self.payload is None else self.payload.nbytes) - self.sent_bytes
 
     def pieces(self, room_bytes: int) -> list[bytes | memoryview]:
-        """What is left, without joining it, up to so many bytes of payload."""
+        """The buffers that are left to send, not joined, with at most `room_bytes` of payload."""
         at, head_bytes = self.sent_bytes, len(self.head)
         pieces: list[bytes | memoryview] = []
         if at < head_bytes:
@@ -116,7 +116,7 @@ class OutgoingFrame:
             self.payload = memoryview(bytes(self.payload))
 
     def void(self) -> None:
-        """Makes it say nothing, where nothing of it has left; its number is still used up."""
+        """Makes the frame empty; its number stays in use. Only for a frame of which nothing was sent."""
         self.payload, self.droppable = None, False
         self.head = self._head(v1.Frame(credit=v1.Credit()))
 
@@ -139,27 +139,27 @@ class _Incoming:
 
 
 class FrameReader:
-    """Turns what is read from a socket into frames.
+    """Turns bytes that are read from a socket into frames.
 
-    Read into `room()`, then say with `took` how much that was.
+    Read into `room()`, then call `took` with the number of bytes.
 
     Args:
-        receiver: is told of frames; may be exchanged for another at any time.
+        receiver: takes the frames; may be replaced at any time.
     """
 
     def __init__(self, receiver: Receiver) -> None:
         self.receiver = receiver
         self._closed = False
-        self._buffer = bytearray(_INBOX_BYTES)
+        self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
-        self._start = self._end = 0  # of what was read into the buffer and not looked at
+        self._start = self._end = 0  # of the bytes in the buffer that were not parsed yet
         self._incoming: _Incoming | None = None
         self._big_header: bytearray | None = None
-        self._filling = memoryview(b"")  # what is left of the memory that is being filled
-        self._skip_bytes = 0  # of a payload that goes to waste, behind `_filling`
+        self._filling = memoryview(b"")  # the rest of the memory that is being filled
+        self._skip_bytes = 0  # of a skipped payload, after `_filling`
 
     def room(self) -> list[memoryview]:
-        """Where to read to. The end of a payload and what follows it can come together."""
+        """The buffers to read into. The end of a payload and the next frame can come together."""
         if not self._filling:
             return [self._view[self._end :]]
         piece = self._filling[:PIECE_BYTES]
@@ -167,10 +167,10 @@ class FrameReader:
         return [piece, self._view] if last else [piece]
 
     def took(self, num_bytes: int) -> None:
-        """So many bytes were read into the room: hands out what is complete.
+        """Takes `num_bytes` that were read into the room, and hands complete frames to the receiver.
 
         Raises:
-            FrameError: they are no frames. The connection is of no more use.
+            FrameError: the bytes are no frames. The connection cannot be used any more.
         """
         filled_bytes = min(num_bytes, len(self._filling), PIECE_BYTES)
         self._filling = self._filling[filled_bytes:]
@@ -180,21 +180,21 @@ class FrameReader:
         self._parse()
 
     def abandon(self, stream: int) -> None:
-        """A payload of this stream that is being received goes to waste from here on."""
+        """Skips the rest of a payload of this stream that is being received."""
         incoming = self._incoming
         if incoming is not None and incoming.stream == stream and incoming.place is not None:
             incoming.place = None
             self._skip(len(self._filling))
 
     def close(self) -> None:
-        """Hands out nothing more, and lets go of all memory."""
+        """Hands out nothing more, and releases all memory."""
         self._closed = True
         self._incoming, self._filling = None, memoryview(b"")
 
     # ---- inside -------------------------------------------------------------------------
 
     def _parse(self) -> None:
-        """Looks at what is in the buffer, until a payload is under way or more is needed."""
+        """Parses the buffer until a payload has begun or more bytes are needed."""
         while not self._filling and not self._closed:
             left_bytes = self._end - self._start
             if self._incoming is None:
@@ -206,7 +206,7 @@ class FrameReader:
                 start = self._start
                 self._start += self._incoming.header_bytes
                 self._headed(self._incoming, bytes(self._view[start : self._start]))
-            elif self._incoming.header_bytes <= _INBOX_BYTES:
+            elif self._incoming.header_bytes <= _BUFFER_BYTES:
                 break
             else:
                 self._big_header = bytearray(self._incoming.header_bytes)
@@ -220,7 +220,7 @@ class FrameReader:
         self._start, self._end = 0, left_bytes
 
     def _headed(self, incoming: _Incoming, header: bytes) -> None:
-        """A header is here; its payload follows, if there is one."""
+        """Takes a complete header; its payload follows, if there is one."""
         try:
             incoming.frame = v1.Frame.FromString(header)
         except DecodeError as error:
@@ -237,7 +237,7 @@ class FrameReader:
         self._fill(memoryview(place.memory.numpy()).cast("B"))  # type: ignore[arg-type]
 
     def _fill(self, memory: memoryview) -> None:
-        """What comes next belongs there; some of it may be here already."""
+        """Directs the next bytes into `memory`; some of them may be in the buffer already."""
         here_bytes = min(self._end - self._start, len(memory))
         memory[:here_bytes] = self._view[self._start : self._start + here_bytes]
         self._start += here_bytes

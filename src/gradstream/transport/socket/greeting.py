@@ -1,6 +1,6 @@
-"""How a connection over a socket begins: challenge, greeting and answer, before its first stream.
+"""The beginning of a connection over a socket: challenge, greeting and answer, before its first stream.
 
-See `proof` for what they say. Both sides read exactly these frames, so what follows is left in the socket.
+`proof` describes their content. Both sides read exactly these frames and leave the next bytes in the socket.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gradstream.transport import proof
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc.sessions import BAD_SECRET
 from gradstream.transport.limits import LIMITS
+from gradstream.transport.refusals import refused_by
 from gradstream.transport.socket.framing import GREETING, PREFIX
-from gradstream.transport.stream import refused_by
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL, FrameError
 
@@ -26,17 +26,18 @@ __all__ = ["answer", "greet"]
 
 
 async def greet(connected: socket.socket, greeting: v1.Greeting, identity: Identity, called: str) -> None:
-    """The caller's side. Returns once both sides know of each other that they know the secret.
+    """Greets as the caller. Returns once each side has proved to the other that it knows the secret.
 
     Args:
-        connected: non-blocking.
-        greeting: what it says beside nonces and proof.
-        called: name of the node that is meant.
+        connected: connected non-blocking socket.
+        greeting: the greeting without its nonces and proof.
+        identity: identity of this node.
+        called: name of the node that the caller wants to reach.
 
     Raises:
-        RefusedError: the called side does not want this node, or does not know the secret itself.
-        FrameError: who answers is no node of gradstream.
-        OSError: the connection is gone.
+        RefusedError: the called side refuses this node, or does not know the secret itself.
+        FrameError: the program that answers is no node of gradstream.
+        OSError: the connection is lost.
     """
     challenge = await _read(connected, "challenge", "refuse")
     if challenge.HasField("refuse"):
@@ -51,24 +52,28 @@ async def greet(connected: socket.socket, greeting: v1.Greeting, identity: Ident
         raise refused_by(called, answer.refuse)
     expected = proof.called_proof(identity.secret, greeting, job=identity.job, called=called)
     if not hmac.compare_digest(answer.proven.proof, expected):
-        raise RefusedError(called, "BAD_SECRET", "who listens at its address does not know this run's secret")
+        raise RefusedError(
+            called, "BAD_SECRET", "the program that listens at its address does not know this run's secret"
+        )
 
 
 Objection = Callable[[v1.Greeting], "v1.Refuse | None"]
 
 
 async def answer(connected: socket.socket, identity: Identity, objection: Objection) -> v1.Greeting:
-    """The called side: the greeting of a caller that has proved to know the secret.
+    """Answers as the called side. Returns the greeting of a caller that has proved to know the secret.
 
-    Whoever has not is told that, and nothing else.
+    A caller without the secret learns only that it has not proved to know it.
 
     Args:
-        objection: why this node does not want a caller that knows the secret; None if it does.
+        connected: connected non-blocking socket.
+        identity: identity of this node.
+        objection: says why this node refuses a caller that knows the secret; None if it accepts it.
 
     Raises:
-        RefusedError: the caller does not know the secret, or this node does not want it.
+        RefusedError: the caller does not know the secret, or this node refuses it.
         FrameError: the caller is no node of gradstream.
-        OSError: the connection is gone.
+        OSError: the connection is lost.
     """
     challenge = proof.new_nonce()
     await _write(connected, v1.Frame(challenge=v1.Challenge(protocol=PROTOCOL, nonce=challenge)))
@@ -95,7 +100,7 @@ async def _write(connected: socket.socket, frame: v1.Frame) -> None:
 
 
 async def _read(connected: socket.socket, kind: str, *others: str) -> v1.Frame:
-    """The next frame, which is of one of these kinds."""
+    """Reads the next frame. Raises FrameError where it is of no given kind."""
     stream, _, header_bytes, payload_bytes = PREFIX.unpack(await _exactly(connected, PREFIX.size))
     if stream != GREETING or payload_bytes or header_bytes > LIMITS.greeting_bytes:
         raise FrameError(f"bytes that are no {kind}")

@@ -1,60 +1,111 @@
-"""A link: the streams that one node has opened to another, over one connection or several.
+"""The `Multiplexer`: all streams that one node has opened to another, over one connection or several.
 
-Frames of a stream are numbered. Over several connections its chunks take the one with the least to
-do, and the receiving side puts them in order again; everything else takes the first.
+The frames of a stream are numbered. Where there are several connections, a chunk takes the one with the
+shortest queue, and the receiving side restores the order; all other frames take the first connection.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from gradstream.errors import RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.transport.carrier import SendHandle
+from gradstream.transport.refusals import refusal_of
 from gradstream.transport.silence import Broadcast
 from gradstream.transport.socket.connection import Connection
 from gradstream.transport.socket.framing import GREETING, OutgoingFrame, PayloadPlace
-from gradstream.transport.socket.posted import PostedPayload
-from gradstream.transport.stream import StreamCore, refusal_of
+from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire
 from gradstream.wire.frames import FrameError, check_chunk, payload_tensor
 
-if TYPE_CHECKING:
-    from gradstream.transport.socket.endpoint import SocketEndpoint
+__all__ = ["Answer", "MultiplexedCarrier", "Multiplexer", "bytes_of"]
 
-__all__ = ["MultiplexedCarrier", "Multiplexer", "bytes_of"]
+Answer = Callable[["Multiplexer", "MultiplexedCarrier", v1.Open], StreamCore]
+"""Answers an Open of the peer with a stream."""
+
+PATIENCE_S = 0.02
+"""A payload that the peer does not take in this time is copied: its owner may need the memory."""
 
 AHEAD = 1
-"""Payloads of a stream that may wait behind one another."""
+"""Payloads of a stream that may be queued while the next one is prepared."""
 
 MAX_EARLY = 4096
-"""Frames of a stream that may be here before one of lower number."""
+"""Frames of a stream that may arrive before one of lower number."""
+
+
+class SocketSendHandle:
+    """The memory of a payload that is sent from where it lies; implements `transport.carrier.SendHandle`.
+
+    Args:
+        runtime: runtime of this node.
+        frame: the frame that the payload belongs to.
+    """
+
+    def __init__(self, runtime: Runtime, frame: OutgoingFrame) -> None:
+        self.returned = False
+        self._runtime = runtime
+        self._frame = frame
+        self._callbacks: list[Callable[[], None]] = []
+        self._changed = Broadcast()
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """See `SendHandle.then`."""
+        if self.returned:
+            callback()
+        else:
+            self._callbacks.append(callback)
+
+    async def back(self, patience_s: float) -> None:
+        """See `Lent.back`: it copies what has not left in time, and also where this call is cancelled."""
+        if self.returned:
+            return
+        timer = self._runtime.call_later(min(patience_s, PATIENCE_S), self.own)
+        try:
+            while not self.returned:
+                await self._changed.wait()
+        finally:
+            timer.cancel()
+            self.own()
+
+    def own(self) -> None:
+        """Copies what has not left, and returns the memory to its owner."""
+        if not self.returned:
+            self._frame.own()
+            self.give_back()
+
+    def give_back(self) -> None:
+        """Returns the memory to its owner: the frame needs it no more."""
+        self.returned = True
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+        self._changed.ring()
 
 
 class MultiplexedCarrier:
-    """One stream's place on a link; implements `transport.stream.Carrier`.
+    """The carrier of one stream; implements `transport.carrier.Carrier`.
 
     Args:
-        link: what it is on.
-        number: the stream's, on this link.
-        runtime: of this node.
+        multiplexer: carries the stream.
+        number: number of the stream on this multiplexer.
+        runtime: runtime of this node.
     """
 
-    def __init__(self, link: Multiplexer, number: int, runtime: Runtime) -> None:
+    def __init__(self, multiplexer: Multiplexer, number: int, runtime: Runtime) -> None:
         self.stream: StreamCore | None = None
         self.number = number
-        self._link = link
+        self._multiplexer = multiplexer
         self._runtime = runtime
         self._is_over = False
         self._num_sent = self._num_arrived = 0
         self._early: dict[int, tuple[v1.Frame, PayloadPlace | None]] = {}
-        self._queued = 0  # parcels that have not left
-        self._lent: dict[OutgoingFrame, PostedPayload] = {}  # those of them that have a payload
+        self._queued = 0  # frames that have not left
+        self._handles: dict[OutgoingFrame, SocketSendHandle] = {}  # of those frames that have a payload
         self._left = Broadcast()
 
     # ---- out ----------------------------------------------------------------------------
@@ -69,44 +120,44 @@ class MultiplexedCarrier:
         if self._is_over:
             return None
         view = None if payload is None else bytes_of(payload)
-        parcel = OutgoingFrame(self.number, self._num_sent, frame, view, on_sent=self._sent)
+        outgoing = OutgoingFrame(self.number, self._num_sent, frame, view, on_sent=self._sent)
         self._num_sent += 1
         self._queued += 1
-        posted = None
+        handle = None
         if view is not None:
-            posted = self._lent[parcel] = PostedPayload(self._runtime, parcel)
-        self._link.post(parcel)
-        return posted
+            handle = self._handles[outgoing] = SocketSendHandle(self._runtime, outgoing)
+        self._multiplexer.post(outgoing)
+        return handle
 
-    def _sent(self, parcel: OutgoingFrame) -> None:
+    def _sent(self, outgoing: OutgoingFrame) -> None:
         self._queued -= 1
-        posted = self._lent.pop(parcel, None)
-        if posted is not None and not posted.returned:
-            posted.come_back()
+        handle = self._handles.pop(outgoing, None)
+        if handle is not None and not handle.returned:
+            handle.give_back()
         self._left.ring()
 
     async def drained(self) -> None:
-        """See `Carrier.drained`. One payload may be on its way out while the next one is prepared."""
-        while self._queued - min(AHEAD, len(self._lent)) > 0 and not self._is_over:
+        """See `Carrier.drained`. One payload may still be queued while the next one is prepared."""
+        while self._queued - min(AHEAD, len(self._handles)) > 0 and not self._is_over:
             await self._left.wait()
 
     def drop(self) -> None:
         """See `Carrier.drop`."""
-        self._link.drop(self.number)
+        self._multiplexer.drop(self.number)
 
     def over(self) -> None:
-        """See `Carrier.over`; what was transmitted still goes out."""
+        """See `Carrier.over`; frames that were transmitted still leave."""
         self._is_over = True
-        for posted in self._lent.values():
-            posted.own()
+        for handle in self._handles.values():
+            handle.own()
         self._left.ring()
         self._early.clear()
-        self._link.forget(self.number)
+        self._multiplexer.forget(self.number)
 
     # ---- in -----------------------------------------------------------------------------
 
     def place(self, frame: v1.Frame, payload_bytes: int) -> PayloadPlace | None:
-        """Where a payload goes: where the stream's user wants it, else into new memory."""
+        """The place of a payload: memory that the stream's user has named, else new memory."""
         stream = self.stream
         if stream is None or self._is_over:
             return None
@@ -114,7 +165,7 @@ class MultiplexedCarrier:
             if not frame.HasField("chunk"):
                 raise FrameError(f"a payload with a frame of kind {frame.WhichOneof('kind')}")
             check_chunk(frame.chunk, payload_bytes)
-            # Those that are here too early have not been counted yet.
+            # The stream has not counted the chunks that arrived too early.
             early = sum(place is not None for _, place in self._early.values())
             if not stream.may_bring(early + 1):
                 raise FrameError(f"chunk {frame.chunk.index} without credit")
@@ -130,11 +181,11 @@ class MultiplexedCarrier:
         return PayloadPlace(torch.empty(chunk.elems, dtype=dtype), landed=False)
 
     def opened(self) -> None:
-        """The peer's Open, the first of its frames, was here."""
+        """Counts the peer's Open, the first of its frames."""
         self._num_arrived = 1
 
     def arrived(self, number: int, frame: v1.Frame, place: PayloadPlace | None) -> None:
-        """A frame is here; those before it may not be."""
+        """Takes a frame; frames before it may not have arrived yet."""
         if number != self._num_arrived or self._early:
             if number < self._num_arrived or number in self._early or len(self._early) >= MAX_EARLY:
                 self._reject(FrameError(f"frame {number} where frame {self._num_arrived} is due"))
@@ -148,7 +199,7 @@ class MultiplexedCarrier:
         self._feed(frame, place)
 
     def _feed(self, frame: v1.Frame, place: PayloadPlace | None) -> None:
-        """Hands a frame, in its order, to the stream."""
+        """Hands the next frame in order to the stream."""
         if self.stream is None:
             return
         payload = None if place is None else place.memory
@@ -166,68 +217,62 @@ class MultiplexedCarrier:
 
 
 class Multiplexer:
-    """All streams that one node has opened to one other, of one priority.
+    """All streams of one priority that one node has opened to another.
 
     Args:
-        endpoint: this node's.
-        peer: the other's name.
-        num_connections: over how many sockets.
-        called: whether the peer has opened it.
-        on_lost: called when it is over because a connection is.
+        runtime: runtime of this node.
+        peer: name of the other node.
+        num_connections: number of sockets.
+        answer: answers each Open; None where this node is the caller.
+        on_lost: called when the multiplexer ends because a connection was lost.
     """
 
     def __init__(
         self,
-        endpoint: SocketEndpoint,
+        runtime: Runtime,
         peer: str,
         num_connections: int,
         *,
-        called: bool,
+        answer: Answer | None = None,
         on_lost: Callable[[Multiplexer], None],
     ) -> None:
         self.peer = peer
-        self.incarnation = 0  # of the peer, where it is the caller
+        self.incarnation = 0  # of the peer, where the peer is the caller
         self.connections = [Connection(self) for _ in range(num_connections)]
         self.over = False
-        self._endpoint = endpoint
-        self._called = called
+        self._runtime = runtime
+        self._answer = answer
         self._on_lost = on_lost
         self._numbers = itertools.count(GREETING + 1)
         self._streams: dict[int, MultiplexedCarrier] = {}
 
     def carrier(self) -> MultiplexedCarrier:
-        """Of a stream that is about to be opened."""
+        """Makes the carrier of a stream that is about to be opened."""
         return self._add(next(self._numbers))
 
     def _add(self, number: int) -> MultiplexedCarrier:
-        carrier = self._streams[number] = MultiplexedCarrier(self, number, self._endpoint.runtime)
+        carrier = self._streams[number] = MultiplexedCarrier(self, number, self._runtime)
         return carrier
 
-    def _answer(self, number: int, opened: v1.Open) -> None:
-        """The peer has opened a stream."""
-        carrier = self._add(number)
-        carrier.opened()
-        carrier.stream = self._endpoint.answer(self, carrier, opened)
-
-    def post(self, parcel: OutgoingFrame) -> None:
-        """Sends a frame: a payload by the connection that has the least to do."""
+    def post(self, frame: OutgoingFrame) -> None:
+        """Sends a frame; one with a payload takes the connection with the shortest queue."""
         connection = self.connections[0]
-        if parcel.payload is not None and len(self.connections) > 1:
+        if frame.payload is not None and len(self.connections) > 1:
             connection = min(self.connections, key=lambda one: one.backlog_bytes)
-        connection.post(parcel)
+        connection.post(frame)
 
     def drop(self, number: int) -> None:
-        """Forgets chunks and bodies of a stream that have not left."""
+        """Drops chunks and bodies of a stream that have not left."""
         for connection in self.connections:
             connection.drop(number)
 
     def forget(self, number: int) -> None:
-        """A stream is over: what still comes of it goes to waste."""
+        """Forgets a stream that is over: frames of it that still come are skipped."""
         self._streams.pop(number, None)
         for connection in self.connections:
-            connection.inbox.abandon(number)
+            connection.reader.abandon(number)
 
-    # ---- what connections tell ----------------------------------------------------------
+    # ---- the connections' side ----------------------------------------------------------
 
     def place(self, stream: int, frame: v1.Frame, payload_bytes: int) -> PayloadPlace | None:
         """See `Receiver.place`."""
@@ -239,11 +284,13 @@ class Multiplexer:
         carrier = self._streams.get(stream)
         if carrier is not None:
             carrier.arrived(number, frame, place)
-        elif self._called and stream != GREETING and frame.HasField("open"):
-            self._answer(stream, frame.open)
+        elif self._answer is not None and stream != GREETING and frame.HasField("open"):
+            carrier = self._add(stream)
+            carrier.opened()
+            carrier.stream = self._answer(self, carrier, frame.open)
 
     def turned_away(self, error: RefusedError) -> None:
-        """The called side does not want this node, or is not the one that was meant."""
+        """Refuses all streams: the called side refused this node, or is not the node that was meant."""
         refuse = refusal_of(error)
         for carrier in list(self._streams.values()):
             if carrier.stream is not None:
@@ -251,12 +298,12 @@ class Multiplexer:
         self.fail(f"it has refused the connection: {error.reason}")
 
     def lost(self, connection: Connection, message: str) -> None:
-        """See `Owner.lost`: one connection is gone, so all of the link is."""
+        """See `Owner.lost`: where one connection is lost, the multiplexer ends."""
         del connection
         self.fail(message)
 
     def fail(self, message: str) -> None:
-        """Ends the link and breaks its streams."""
+        """Closes the connections and breaks the streams."""
         if self.over:
             return
         self.close()
@@ -267,14 +314,14 @@ class Multiplexer:
         self._on_lost(self)
 
     def close(self) -> None:
-        """Closes the connections, and tells nobody."""
+        """Closes the connections without a message to the streams."""
         self.over = True
         for connection in self.connections:
             connection.close()
 
 
 def bytes_of(payload: torch.Tensor) -> memoryview | None:
-    """A tensor's memory as bytes; None where it has none."""
+    """The memory of a tensor as bytes; None for an empty tensor."""
     if not payload.numel():
         return None
     return memoryview(payload.detach().numpy()).cast("B")  # type: ignore[arg-type]

@@ -1,19 +1,20 @@
-"""The `tcp` carrier: frames over plain TCP, for bulk on loopback and on networks that one trusts.
+"""The `tcp` carrier: frames over plain TCP, for bulk data on loopback and on trusted networks.
 
-It is authenticated when a connection is made, and not encrypted, so off loopback it has to be asked
-for in so many words; where a run has certificates, `grpc` carries what leaves the host.
+A connection is authenticated when it is made, and not encrypted. Off loopback the user must ask for it
+explicitly; where a run has certificates, `grpc` carries all data that leaves the host.
 
-The death of a process breaks its connections at once. That of a machine or a cable is noticed by whoever
-waits for it; the system ends a connection after `Deadlines.connection_s` of silence, and not before.
+The death of a process breaks its connections at once. The loss of a machine or a cable shows as silence to
+the streams that wait for it; the system ends a connection after `Deadlines.connection_s` of silence, and not
+before.
 
-How much the system puts on the network at once is its own choice, but for one case. BBR (Cardwell et al.,
-2016) sends at the rate that it believes the path to have, which is good over long paths that lose packets.
-Between near machines that send in turns it believes too little: a ring at 100 Mbit/s got 86 to 90 % of the
-network by it, and 95.5 %, which is all, by CUBIC. So connections to near peers do not use it. Nor may one
-of a run alone: others by CUBIC keep queues full, it gets a third of its share, and all that its worker does
-waits for it. A connection that is made while a queue is full takes its peer for a farther one. So near is
-all that is nearer than a full queue makes it seem, and each connection is looked at again, for the shortest
-way that it has found by then.
+The system chooses the congestion control, with one exception. BBR (Cardwell et al., 2016) sends at its
+estimate of the path's rate, which is good over long paths that lose packets. Between near machines that
+send in turns the estimate is too low: a ring at 100 Mbit/s got 86 to 90 % of the network with BBR, and
+95.5 %, which is all, with CUBIC. So connections to near peers do not use BBR. A single connection of a run
+must not use it either: connections with CUBIC keep queues full, the one with BBR gets a third of its share,
+and its worker waits for it. A connection that is made while a queue is full measures too long a round trip.
+So the bound of "near" includes a full queue, and each connection is checked again later, with the shortest
+round trip that it has measured by then.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from gradstream.transport.socket.endpoint import SocketEndpoint
 __all__ = ["TcpEndpoint", "choose_congestion_control"]
 
 BACKLOG = 512
-NEAR_S = 0.1  # there and back; on one continent, or in one room behind queues of 50 ms each way
-LOOK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # after one another: how near a peer is
+NEAR_S = 0.1  # round trip on one continent, or in one room with queues of 50 ms each way
+LOOK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # pauses between checks of the round trip
 
 _SHORTEST_AT = 148  # `tcpi_min_rtt` in Linux's `tcp_info`, which is older than BBR: microseconds
 
@@ -45,18 +46,18 @@ class TcpEndpoint(SocketEndpoint):
     """An endpoint on TCP.
 
     Args:
-        identity: who it is.
-        runtime: a real one.
-        listen: host:port; port 0 takes a free one, see `address` after `start`.
-        insecure: listen on other interfaces than loopback.
+        identity: identity of this node.
+        runtime: a real runtime.
+        listen: host:port; port 0 takes a free port, see `address` after `start`.
+        insecure: allows to listen on other interfaces than loopback.
         connections, window: see `SocketEndpoint`.
-        connection_s: silence after which the system ends a connection; see `Deadlines.connection_s`.
+        connection_s: silence in seconds after which the system ends a connection.
 
     Raises:
         ConfigError: `listen` is not host:port, or not loopback without `insecure`.
     """
 
-    has_lines = True
+    has_data_sockets = True
 
     def __init__(
         self,
@@ -110,25 +111,27 @@ class TcpEndpoint(SocketEndpoint):
     def _admit(self, connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        half_s = math.ceil(self._connection_s / 2)  # a probe after half of it, half of it for the answer
+        half_s = math.ceil(
+            self._connection_s / 2
+        )  # a probe after half of the time, and the other half for the answer
         for name, value in (
             ("TCP_KEEPIDLE", half_s),
             ("TCP_KEEPINTVL", half_s),
             ("TCP_KEEPCNT", 1),
             ("TCP_USER_TIMEOUT", math.ceil(1e3 * self._connection_s)),
         ):
-            if hasattr(socket, name):  # not all systems have all of them
+            if hasattr(socket, name):  # not all systems have all of these options
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._choose(connected, LOOK_AGAIN_S)
 
     def _choose(self, connected: socket.socket, pauses_s: Sequence[float]) -> None:
-        """How a connection is sent over: now, and after each pause while it uses BBR."""
+        """Chooses the congestion control now, and again after each pause while the connection uses BBR."""
         if choose_congestion_control(connected) and pauses_s:
             self.runtime.call_later(pauses_s[0], partial(self._choose, connected, pauses_s[1:]))
 
 
 def choose_congestion_control(connected: socket.socket) -> bool:
-    """Takes a near peer's connection off BBR, where the system would use that. Whether it is on BBR still."""
+    """Replaces BBR on a connection to a near peer. Returns whether the connection still uses BBR."""
     if not (hasattr(socket, "TCP_CONGESTION") and hasattr(socket, "TCP_INFO")):
         return False
     try:
@@ -138,8 +141,8 @@ def choose_congestion_control(connected: socket.socket) -> bool:
         if _shortest_round_trip_s(connected) > NEAR_S:
             return True
     except OSError:
-        return False  # already gone again
-    for name in (b"cubic", b"reno"):  # not every user may choose the first one; the second one is everybody's
+        return False  # the connection is lost already
+    for name in (b"cubic", b"reno"):  # not every user may choose CUBIC; every user may choose Reno
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
             return False
@@ -149,7 +152,7 @@ def choose_congestion_control(connected: socket.socket) -> bool:
 
 
 def _shortest_round_trip_s(connected: socket.socket) -> float:
-    """Of those that the system has measured, the first of them when the connection was made."""
+    """The shortest round trip that the system has measured on a connection, in seconds."""
     info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SHORTEST_AT + 4)
     return float(struct.unpack_from("=I", info, _SHORTEST_AT)[0]) / 1e6
 

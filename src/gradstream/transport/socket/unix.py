@@ -1,9 +1,9 @@
 """Unix sockets between processes of one user on one host, and descriptors that pass over them.
 
-Names are abstract: they lie in no folder, and are gone with the socket that holds them, however its
-process ended. Anybody on the host can connect to one, so both sides look at who is there: only
-processes of the same user are talked to. A network namespace has names of its own; processes in
-different ones do not meet here, as on different hosts.
+Names are abstract: they lie in no folder, and disappear with their socket, however its process ended. Any
+user of the host can connect to one, so both sides check that the other process belongs to the same user.
+Each network namespace has its own names; processes in different namespaces cannot connect, as on different
+hosts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def host_id() -> str:
-    """Names what processes must have in common to share memory: boot of the kernel, network namespace, user.
+    """An id that processes must share to share memory: boot of the kernel, network namespace, user.
 
     Raises:
-        ConfigError: this system does not say.
+        ConfigError: this system does not provide one.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -35,15 +35,16 @@ def host_id() -> str:
 
 
 def address_of(job: str, node: str, incarnation: int) -> str:
-    """The abstract name that a node listens at: a digest, since every user of the machine can read names."""
+    """The abstract name at which a node listens: a digest, since every user of the machine can read names."""
     digest = hashlib.sha256(f"{job}/{node}/{incarnation:x}".encode()).hexdigest()
     return f"\0gradstream/{digest}"
 
 
 def listen(address: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
-    """A non-blocking listening socket. Raises ConfigError where the name is taken.
+    """A non-blocking listening socket. Raises ConfigError where the name is in use.
 
     Args:
+        address: abstract name.
         kind: SOCK_SEQPACKET keeps messages apart.
     """
     listener = socket.socket(socket.AF_UNIX, kind)
@@ -66,17 +67,19 @@ def check_peer(connection: socket.socket) -> None:
 
 
 def send_descriptors(connection: socket.socket, data: bytes, descriptors: list[int]) -> None:
-    """Sends descriptors with the bytes they belong to, which are few. The socket may block."""
+    """Sends descriptors with the few bytes that they belong to. The socket may block."""
     sent = socket.send_fds(connection, [data], descriptors)
     if sent < len(data):
         connection.sendall(data[sent:])
 
 
 def recv_descriptors(connection: socket.socket, size_bytes: int, count: int) -> tuple[bytes, list[int]]:
-    """Up to `size_bytes` of data, and the descriptors that came with it, closed when a program is executed.
+    """Up to `size_bytes` of data, and the descriptors that came with it. The descriptors close on exec.
 
     Args:
-        count: descriptors expected at most; any more are closed by the kernel.
+        connection: connected Unix socket.
+        size_bytes: the most bytes to read.
+        count: the most descriptors to receive; the kernel closes any more.
     """
     data, descriptors, _, _ = socket.recv_fds(connection, size_bytes, count, socket.MSG_CMSG_CLOEXEC)
     return data, list(descriptors)

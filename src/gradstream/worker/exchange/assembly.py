@@ -17,7 +17,7 @@ from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
 from gradstream.errors import ConfigError
-from gradstream.model.factors import outer_layers_of
+from gradstream.model.factors import factored_layers_of
 from gradstream.server.chunks import ChunkMap
 from gradstream.server.client.client import names_of
 from gradstream.telemetry.events import StepEvent
@@ -139,7 +139,7 @@ class Assembly:
     def _outer_products(self, group: Group) -> SufficientFactors | None:
         """The layers that may be exchanged as factors; None where there are none."""
         config, around = self._config, self._around
-        layers = outer_layers_of(config.model)
+        layers = factored_layers_of(config.model)
         several = isinstance(config.plan, JoinedPlan) or config.loop is not None or bool(config.clip)
         if config.strategy.factors and (several or not layers):
             why = "gradients are clipped, summed up from parts, or a loop's" if several else "it has none"

@@ -18,7 +18,7 @@ from gradstream.worker.replica.base import Replica
 __all__ = ["Exchange", "ExchangeContext", "Transfers"]
 
 MAX_TRANSFERS = 128
-"""Transfers reported one by one between two reports of vitals."""
+"""Transfers reported one by one between two reports of process metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

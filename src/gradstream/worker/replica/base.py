@@ -22,7 +22,7 @@ from gradstream.errors import ConfigError, InternalError, UserCodeError
 from gradstream.memory import Vector
 from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
-from gradstream.model.factors import KeptLayers
+from gradstream.model.factors import FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.optim.schedules import Rate, rate_at
 from gradstream.runtime.base import Runtime, Work, awaited_later
@@ -185,7 +185,7 @@ class Replica(ABC):
         del mean
         return None
 
-    def _kept(self, batch: SampleBatch, *, mean: bool) -> KeptLayers | None:
+    def _kept(self, batch: SampleBatch, *, mean: bool) -> FactorPairs | None:
         """The layers whose part of the next gradient is to be kept as factors; None for none."""
         del batch, mean
         return None

@@ -10,7 +10,7 @@ from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group
 from gradstream.data.base import BatchRef
 from gradstream.memory import Vector
-from gradstream.model.factors import KeptLayers
+from gradstream.model.factors import FactorPairs
 from gradstream.telemetry.traffic import Transfer
 from gradstream.telemetry.wait_attribution import WaitAttribution
 from gradstream.worker.computed import ComputedGradient, SampleBatch
@@ -66,7 +66,7 @@ class GroupReplica(Replica):
         """See `Replica.newest`: this worker's own, which between two rounds are those of all."""
         return self.parameters.tensor
 
-    def _kept(self, batch: SampleBatch, *, mean: bool) -> KeptLayers | None:
+    def _kept(self, batch: SampleBatch, *, mean: bool) -> FactorPairs | None:
         """See `Replica._kept`: as the workers decide it for this round."""
         if self._outer is None:
             return None

@@ -19,7 +19,7 @@ from gradstream.errors import GradientError, InternalError
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.check import finite
-from gradstream.model.factors import KeptLayers
+from gradstream.model.factors import FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 from gradstream.strategies import api
@@ -154,7 +154,7 @@ class _Turns:
         report: Report,
         samples: Sequence[Batch] | None = None,
         sums: torch.Tensor | None = None,
-        kept: KeptLayers | None = None,
+        kept: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> Result:
         del ref, num_samples, mean, samples, sums, kept, rows

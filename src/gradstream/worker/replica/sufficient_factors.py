@@ -20,7 +20,7 @@ import torch
 from gradstream.collectives.group import Group
 from gradstream.errors import GradientError
 from gradstream.memory import Span, Vector
-from gradstream.model.factors import FactoredLayer, FactorPair, KeptLayers
+from gradstream.model.factors import FactoredLayer, FactorPair, FactorPairs
 from gradstream.runtime.base import Runtime, Work
 from gradstream.telemetry.events import FactorsEvent
 
@@ -142,7 +142,7 @@ class SufficientFactors:
         """Those that go as factors in this round, in the order of the vector."""
         return [one.layer for one in self._round.values()]
 
-    def begin(self, sizes: Sequence[int] | None) -> KeptLayers | None:
+    def begin(self, sizes: Sequence[int] | None) -> FactorPairs | None:
         """Begins a round of so many samples at each worker; None where nobody knows.
 
         Returns:

@@ -1,0 +1,162 @@
+"""The plan of a run as JSON: what the launcher writes for its nodes, and what they read the job again by."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradstream.checkpoint import Resume
+from gradstream.errors import ConfigError
+from gradstream.job.files import load_job
+from gradstream.job.job import Job, is_script
+from gradstream.job.overrides import overrides, with_overrides
+from gradstream.job.registry import describe, find_optimizer, find_strategy
+from gradstream.run.files import read_record
+from gradstream.run.plan import RunPlan, plan_run
+from gradstream.untrusted import DocumentError, MismatchError, check_record, parse_json
+
+__all__ = ["NodeSpec"]
+
+MAX_BYTES, MAX_DEPTH = 16 << 20, 32
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """The plan of a run as nodes.json holds it.
+
+    Args:
+        id: name of the run.
+        job: place of the job (see `Job.spec`); "" where it is in no file, as in a notebook.
+        earlier: run directories of the runs that the script made before this one.
+        run_dir: run directory.
+        plain: fields of the job that are plain values.
+        strategy, optimizer: as the registry describes them.
+        resume: where the run goes on, as `Resume.as_json` gives it; None where it begins.
+        script: the user's script, where the workers run a training loop in it; the other nodes do not run it.
+        data: checksums of arrays in memory, by name, which each node compares with those of its own arrays.
+        trial: whether nothing of the run is kept, so that files need not be synchronized to the disk.
+        elsewhere: whether the nodes are on another machine than the launcher, with a run directory of its
+            own: they write and read checkpoints through the coordinator.
+        per_machine: number of workers on each machine, where they run a script.
+        meeting: host:port at which the script's own torch.distributed meets; "" where torchrun or another
+            launcher has started the script.
+    """
+
+    id: str
+    job: str
+    earlier: tuple[str, ...]
+    run_dir: str
+    plain: dict[str, Any]
+    strategy: dict[str, Any]
+    optimizer: dict[str, Any]
+    resume: dict[str, Any] | None = None
+    script: str = ""
+    data: dict[str, str] = field(default_factory=dict)
+    trial: bool = False
+    elsewhere: bool = False
+    per_machine: int = 1
+    meeting: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        plan: RunPlan,
+        *,
+        run_dir: Path,
+        earlier: tuple[Path, ...],
+        trial: bool = False,
+        per_machine: int = 1,
+        meeting: str = "",
+    ) -> NodeSpec:
+        """The description of a plan. A job that is not in a file can be run, but not be read again."""
+        job = plan.job
+        return cls(
+            id=plan.id,
+            job=job.data.job if is_script(job) else job.spec or "",  # type: ignore[attr-defined]
+            earlier=tuple(map(str, earlier)),
+            run_dir=str(run_dir),
+            plain=overrides(job),
+            strategy=describe(plan.strategy),
+            optimizer=describe(plan.optimizer),
+            resume=None if plan.resume is None else plan.resume.as_json(),
+            script=job.spec or "" if is_script(job) else "",
+            data=dict(getattr(job.data, "quick_checks", {})),
+            trial=trial,
+            per_machine=per_machine,
+            meeting=meeting,
+        )
+
+    @classmethod
+    def of_text(cls, text: str, where: str) -> NodeSpec:
+        """Reads a spec from JSON text. Raises ConfigError where it is none.
+
+        Args:
+            text: JSON.
+            where: name of the document for messages.
+        """
+        try:
+            record = parse_json(text, max_bytes=MAX_BYTES, max_depth=MAX_DEPTH)
+            check_record(cls, record)
+        except (DocumentError, MismatchError) as error:
+            raise ConfigError(f"{where}: written by another version of gradstream: {error}") from None
+        return cls(**record)
+
+    @classmethod
+    def read(cls, path: Path) -> NodeSpec:
+        """Reads a spec from a file. Raises ConfigError where it holds none, FileNotFoundError without a file."""
+        record = read_record(path)
+        try:
+            check_record(cls, record)
+        except MismatchError as error:
+            raise ConfigError(
+                f"{path} is damaged, or another version of gradstream wrote it: {error}; put it back from a "
+                "copy, or use the version that run.json names"
+            ) from None
+        return cls(**record)
+
+    @property
+    def argv(self) -> list[str]:
+        """The command line that the user's file finds as sys.argv."""
+        return list(self.plain.get("argv") or sys.argv)
+
+    def load(self) -> Job:
+        """Reads the job in this process as a node does. Raises ConfigError where it is not in a file."""
+        return self._load(self.job)
+
+    def load_again(self) -> Job:
+        """Reads the job as the launcher did: a script up to its `join()`. Raises ConfigError as `load`."""
+        return self._load(self.script or self.job)
+
+    def plan(self, job: Job) -> RunPlan:
+        """The launcher's plan, made again of the job as this node has it. Raises ConfigError."""
+        resume = None if self.resume is None else Resume.of_json(self.resume)
+        return plan_run(job, self.id, resume=resume)
+
+    def check_data(self, job: Job) -> None:
+        """Raises ConfigError where this node's data differs from the launcher's."""
+        here = getattr(job.data, "quick_checks", {})
+        for part in {**self.data, **here}:
+            mine, launchers = here.get(part, "none"), self.data.get(part, "none")
+            if mine != launchers:
+                raise ConfigError(
+                    f"{part} of the data set {job.data.name!r} are {mine}; those of the launcher {launchers}. "
+                    "Every node runs the job file, and makes the data anew: give the random generator a "
+                    "seed, numpy.random.default_rng(0), or keep the data in a file"
+                )
+
+    def _load(self, job: str) -> Job:
+        if not job:
+            raise ConfigError(
+                f"{self.run_dir}: the job of this run was not in a file, so it cannot be read again"
+            )
+        loaded = load_job(job, earlier=[Path(path) for path in self.earlier], argv=self.argv)
+        # A class that is defined in the job file has no place: the fields of the file's own object are changed.
+        strategy = find_strategy(self.strategy["class"] or loaded.strategy, self.strategy["fields"])
+        optimizer = find_optimizer(
+            self.optimizer["class"] or loaded.optimizer or strategy.optimizer(), self.optimizer["fields"]
+        )
+        changed = with_overrides(loaded, self.plain)
+        return dataclasses.replace(changed, strategy=strategy, strategy_options={}, optimizer=optimizer)

@@ -1,0 +1,212 @@
+"""Rounds in which the workers of a loop average their gradients, and check that they are still in step."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from gradstream.errors import ConfigError, ReplicasDifferError
+from gradstream.session.bridge import LoopBridge
+from gradstream.session.gradient_states import WrappedParameters
+from gradstream.session.gradient_vector import GradientVector, GradientWriter
+
+__all__ = ["Digest", "GradientRounds", "LateGradients", "RoundResult"]
+
+LATE_ROUNDS = 64
+"""The most rounds that gradients of parameters without a place may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """A round's mean, the same on every worker.
+
+    Args:
+        mean: the mean vector (E,), valid until the next round begins.
+        fired: indices of the parameters for which some worker's backward has computed a gradient.
+        broken: indices for which some worker's gradient has a NaN or an infinity.
+        present: indices that have a gradient on some worker.
+    """
+
+    mean: torch.Tensor
+    fired: Sequence[int]
+    broken: set[int]
+    present: set[int]
+
+
+@dataclass(frozen=True, slots=True)
+class LateGradients:
+    """Mean gradients of parameters without a place in the vector.
+
+    Args:
+        means: flat mean gradient of each parameter.
+        broken: indices for which some worker's gradient has a NaN or an infinity.
+        own_broken: those for which this worker's has.
+    """
+
+    means: Mapping[int, torch.Tensor]
+    broken: set[int]
+    own_broken: set[int]
+
+
+class GradientRounds:
+    """Exchanges gradient vectors with the other workers, and counts rounds and steps.
+
+    Args:
+        wrapped: the parameters.
+        vector: what a round carries.
+        bridge: the worker beside the loop, which makes the exchange.
+        loss: returns the loss of the backward that ends, or NaN.
+
+    Attributes:
+        steps: steps that this loop's wrapped optimizers have made.
+    """
+
+    def __init__(
+        self,
+        wrapped: WrappedParameters,
+        vector: GradientVector,
+        bridge: LoopBridge,
+        loss: Callable[[], float],
+    ) -> None:
+        self.steps = 0
+        self._rounds = 0
+        self._wrapped = wrapped
+        self._vector = vector
+        self._bridge = bridge
+        self._loss = loss
+        self._digest = Digest(dict(zip(wrapped.names, wrapped.parameters, strict=True)))
+
+    def open(self, samples: int, *, silent: bool = False) -> torch.Tensor:
+        """Begins a round: see `LoopBridge.open`."""
+        return self._bridge.open(samples, silent=silent)
+
+    @property
+    def samples(self) -> int:
+        """Samples behind this worker's gradient, of the round that is open or was last."""
+        return self._bridge.round_samples
+
+    def step(self) -> None:
+        """Counts a step that an optimizer has made."""
+        self.steps += 1
+
+    def exchange(
+        self, gradient: torch.Tensor, fired: set[int], broken: set[int], present: set[int]
+    ) -> RoundResult | None:
+        """Ends the round that is open, whose gradients are written. None where no worker has samples.
+
+        Args:
+            gradient: the vector (E,) of the open round.
+            fired, broken, present: this worker's flags, as indices of parameters.
+
+        Raises:
+            ReplicasDifferError: the workers are not at the same point of the same training.
+        """
+        vector, total = self._vector, len(self._wrapped.parameters)
+        name, digest = self._digest.next()
+        checks = [self._rounds, self.steps, digest >> 16, digest]
+        flags = [[float(index in found) for index in range(total)] for found in (fired, broken, present)]
+        vector.finish(gradient, flags, checks)
+        mean = self._bridge.exchange(self._loss())
+        if not self.samples and vector.differing(mean, [self._rounds - 1]) == []:
+            self._rounds += 1
+            return None  # the vector is still the mean of the round before
+        self._check(vector.differing(mean, checks), name)
+        self._rounds += 1
+        return RoundResult(mean, vector.fired(mean), vector.broken(mean), vector.present(mean))
+
+    def exchange_late(self, indices: Sequence[int]) -> LateGradients:
+        """Averages gradients of parameters that were frozen at `wrap`, in as many rounds as they need.
+
+        Args:
+            indices: indices of the parameters, the same on all workers.
+
+        Raises:
+            ConfigError: they would need more than `LATE_ROUNDS` rounds.
+            ReplicasDifferError: see `exchange`.
+        """
+        names, parameters = self._wrapped.names, self._wrapped.parameters
+        sizes = [parameters[index].numel() for index in indices]
+        room, total = self._vector.gradient_elems, sum(sizes)
+        if total > LATE_ROUNDS * room:
+            raise ConfigError(
+                f"{names[indices[0]]!r} and {len(indices) - 1} other parameters were frozen at session.wrap "
+                f"and are trained now: {total:,} elements, but wrap reserved {room:,}. Call wrap while they "
+                "require a gradient, and freeze them after it: that reserves their place"
+            )
+        flat = torch.empty(total, dtype=self._vector.layout.dtype)
+        bounds = [(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        writer = GradientWriter([names[index] for index in indices], bounds, report=lambda elems: None)
+        writer.begin(flat)
+        for place, index in enumerate(indices):
+            writer.write(place, parameters[index].grad)
+        writer.finish()
+        own_broken = {indices[place] for place in writer.broken}
+        broken: set[int] = set()
+        for start in range(0, total, room):
+            piece = flat[start : start + room]
+            gradient = self.open(self.samples, silent=True)
+            gradient[: len(piece)] = piece
+            checks = [self._rounds, self.steps, start // room, total]
+            flags = [float(index in own_broken) for index in range(len(parameters))]
+            self._vector.finish(gradient, [[0.0] * len(flags), flags, [0.0] * len(flags)], checks)
+            mean = self._bridge.exchange(self._loss())
+            self._check(self._vector.differing(mean, checks), names[indices[0]])
+            broken |= self._vector.broken(mean)
+            piece.copy_(mean[: len(piece)])
+        means = {index: flat[start:stop] for index, (start, stop) in zip(indices, bounds, strict=True)}
+        return LateGradients(means, broken, own_broken)
+
+    def _check(self, differing: Sequence[int], name: str) -> None:
+        """Raises ReplicasDifferError where the workers are not at the same point of the same training."""
+        if not differing:
+            return
+        if differing[0] < 2:
+            raise ReplicasDifferError(
+                f"backward {self._rounds}, after {self.steps} steps: the workers have made different "
+                "numbers of backward passes or steps; expected the same number on every worker. Take "
+                "minibatches from session.shard(loader), which gives each worker equally many"
+            )
+        raise ReplicasDifferError(
+            f"step {self.steps}: {name} is not the same on all workers. The script changes "
+            "parameters, learning rates or the optimizer on one worker in another way than on the others. "
+            "Look for code that depends on session.rank, on random numbers without a common seed, or on "
+            "this worker's own samples"
+        )
+
+
+class Digest:
+    """Computes a checksum of a replica's parameters, to find replicas that have drifted apart.
+
+    Each call covers another piece, so a difference is found within as many rounds as there are pieces, and
+    in a small model at once.
+
+    Args:
+        parameters: the parameters by name.
+    """
+
+    PIECE_ELEMS = 1 << 13
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = list(parameters.items())
+        self._begin = 0
+        self._index = 0
+
+    def next(self) -> tuple[str, int]:
+        """(names of the parameters that are covered, for messages; their 32-bit checksum)."""
+        first, left, digest, names = self._index, self.PIECE_ELEMS, 0, list[str]()
+        while left > 0 and (not names or self._begin or self._index != first):
+            name, parameter = self._parameters[self._index]
+            names.append(name)
+            flat = parameter.detach().flatten()  # no copy where it is contiguous
+            piece = flat[self._begin : self._begin + left]
+            digest = zlib.crc32(piece.cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest)
+            left -= len(piece)
+            self._begin += len(piece)
+            if self._begin >= len(flat):
+                self._begin, self._index = 0, (self._index + 1) % len(self._parameters)
+        covered = f"parameter {names[0]!r}" if len(names) == 1 else f"one of {names[0]!r} to {names[-1]!r}"
+        return covered, digest

@@ -1,0 +1,152 @@
+"""Which gradients are averaged over all workers, and which are still this worker's own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from gradstream.errors import ConfigError
+
+__all__ = ["GradientStates", "WrappedParameters"]
+
+
+class WrappedParameters:
+    """The parameters that a script has wrapped, and the optimizers that step them.
+
+    Args:
+        names: names of all parameters, those with a place in the gradient vector first, in its order.
+        parameters: the parameters, in the same order.
+        optimizers: the wrapped optimizers.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        parameters: Sequence[nn.Parameter],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self.names = names
+        self.parameters = parameters
+        self.optimizers = optimizers
+        self._indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+
+    def indices_of(self, optimizer: torch.optim.Optimizer, step: int) -> list[int]:
+        """Indices of a wrapped optimizer's parameters.
+
+        Args:
+            step: step of the loop, for messages.
+
+        Raises:
+            ConfigError: a parameter with a gradient was added to the optimizer after `wrap`.
+        """
+        found = []
+        for parameter in _parameters_of(optimizer):
+            index = self._indices.get(id(parameter))
+            if index is not None:
+                found.append(index)
+            elif parameter.grad is not None:
+                raise ConfigError(
+                    f"step {step}: {type(optimizer).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that it did not have at session.wrap, so its gradient is of "
+                    "this worker's samples alone: make it before wrap, and wrap its module or optimizer too"
+                )
+        return found
+
+    def check_unwrapped(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """Refuses a step of an optimizer that was not wrapped, with gradients of this worker alone.
+
+        Raises:
+            ConfigError: the optimizer has such a gradient.
+        """
+        if optimizer in self.optimizers:
+            return
+        for parameter in _parameters_of(optimizer):
+            if parameter.grad is not None and id(parameter) not in self._indices:
+                raise ConfigError(
+                    f"step {step}: {type(optimizer).__name__}, which was not wrapped, has a parameter of "
+                    f"shape {tuple(parameter.shape)} that no wrapped module or optimizer has, so its "
+                    "gradient is of this worker's samples alone: call session.wrap([model, ...], [optimizer, "
+                    "...]) with all of them; or, if each worker is to have its own, make the step inside "
+                    "session.no_sync()"
+                )
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class GradientStates:
+    """Tells for each parameter, by its index, whether its gradient is averaged over all workers.
+
+    An averaged gradient remains one whatever a loop does to it (clipping, scaling), until an optimizer has
+    made a step of it. A loop that writes into it after that begins the next gradient.
+
+    Args:
+        parameters: the wrapped parameters.
+
+    Attributes:
+        fired: indices for which backward has computed a gradient since the last round.
+        not_finite: indices whose averaged gradient is NaN, until the next step.
+        own_not_finite: indices whose gradient on this worker has a NaN or an infinity, until the next step.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self.fired: set[int] = set()
+        self.not_finite: set[int] = set()
+        self.own_not_finite: set[int] = set()
+        self._averaged: dict[int, weakref.ref[torch.Tensor]] = {}  # gradients that rounds have written
+        self._fresh: set[int] = set()  # of these, the ones that no step has used yet
+        self._versions: dict[int, int] = {}  # of the others: after the last step, or backward in no_sync
+
+    def present(self) -> set[int]:
+        """Indices of the parameters that have a gradient."""
+        return {index for index, parameter in enumerate(self._parameters) if parameter.grad is not None}
+
+    def accumulated(self, index: int) -> None:
+        """Notes that a backward inside no_sync has added to this worker's own gradient."""
+        self._versions[index] = self._version(index)
+
+    def set_averaged(self, index: int, *, again: bool = False) -> None:
+        """Notes that a round has written the parameter's present gradient.
+
+        Args:
+            again: no backward computed it since the last round. If a step has used the gradient that was
+                there before, that step counts for this one too.
+        """
+        gradient = self._parameters[index].grad
+        assert gradient is not None
+        self._averaged[index] = weakref.ref(gradient)
+        if again and index not in self._fresh:
+            self._versions[index] = self._version(index)
+        else:
+            self._fresh.add(index)
+
+    def stepped(self, index: int) -> None:
+        """Notes that a step has used the gradient. Some optimizers also write into it."""
+        self._fresh.discard(index)
+        self._versions[index] = self._version(index)
+
+    def is_averaged(self, index: int) -> bool:
+        """Whether the gradient is averaged over all workers; True where there is no gradient."""
+        if self._parameters[index].grad is None:
+            return True
+        if index in self.fired or not self._is_from_round(index):
+            return False
+        return index in self._fresh or self._version(index) == self._versions[index]
+
+    def changed_early(self, index: int) -> bool:
+        """Whether the loop has written into a gradient after backward and before it was averaged."""
+        return index in self.fired and self._version(index) != self._versions.get(index)
+
+    def _is_from_round(self, index: int) -> bool:
+        averaged = self._averaged.get(index)
+        return averaged is not None and averaged() is self._parameters[index].grad
+
+    def _version(self, index: int) -> int:
+        """The number of writes into the gradient, as torch counts them."""
+        gradient = self._parameters[index].grad
+        return -1 if gradient is None else gradient._version
