@@ -90,14 +90,14 @@ class Gradstream:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.rank, self.size = rank, size
         self._torch, self._group = torch, SharedGroup
-        self._party = RendezvousMembers(f"bench-{Path(meet).name}", [f"rank-{r}" for r in range(size)], rank)
+        self._members = RendezvousMembers(f"bench-{Path(meet).name}", [f"rank-{r}" for r in range(size)], rank)
         self._runtime = RealRuntime(f"rank-{rank}")
         self._vectors: dict[int, Any] = {}
 
     async def timed(self, way: str, elems: int, repeats: int) -> float:
         """Seconds of one "call" of a strategy, of the "core", to "read" only, or of a core that "waits"."""
         if isinstance(self._group, type):
-            self._group = await self._group.join(self._runtime, self._party, deadline_s=120)
+            self._group = await self._group.join(self._runtime, self._members, deadline_s=120)
         group, core = self._group, self._group._core
         if way == "waits":
             return share_of_core(core, elems)

@@ -57,7 +57,7 @@ def same(one: gs.Run, other: gs.Run) -> bool:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_stopped_and_resumed_a_run_ends_with_the_same_bytes(name: str) -> None:
-    """Also where it is stopped again, and where it goes on the other way: the files are the same."""
+    """This holds if it is stopped again, and if it is resumed by the other exchange: the files are the same."""
     job = {**JOB, "strategy": STRATEGIES[name]}
     whole = simulate(MODEL, DATA, **job)
     stops = 0
@@ -131,7 +131,7 @@ WORKERS: list[Any] = []
 
 @dataclass(frozen=True, slots=True)
 class Watched(AllReduce):
-    """Its workers can be looked at after their death."""
+    """Keeps its workers, to be looked at after their death."""
 
     async def train(self, worker: Any) -> None:
         WORKERS.append(worker)
@@ -157,7 +157,7 @@ def rounds_of(strategy: AllReduce, monkeypatch: pytest.MonkeyPatch) -> tuple[dic
 def test_a_worker_killed_anywhere_leaves_the_others_with_whole_rounds(
     algorithm: str, trials: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run ends within the deadline, naming it, and nobody has applied a part of a sum."""
+    """The run ends within the deadline with its name, and no worker has applied a part of a sum."""
     strategy = Watched(bucket_mib=SMALL, algorithm=algorithm)
     table, takes_s = rounds_of(strategy, monkeypatch)
     rng = random.Random(0)

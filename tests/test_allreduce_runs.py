@@ -1,4 +1,4 @@
-"""Runs without servers for real: processes that are killed and resumed, threads, loops of a user's own."""
+"""Runs without servers in real time: processes that are killed and resumed, threads, a user's own loops."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Killer:
             self._hold.unlink()
 
     def bury(self) -> None:
-        """Hears of every death, so that the next run does not."""
+        """Receives the report of every death, so that the next run does not get it."""
         while self._cluster.message(0.2) is not None or self._cluster.running:
             pass
 
@@ -106,7 +106,7 @@ class Killer:
 def test_killed_and_resumed_it_ends_with_the_bytes_of_a_simulation(
     job_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker, or everybody, at any instant: the error names the worker that was killed alone.
+    """A worker, or every node, dies at any instant: the error names a worker that was killed alone.
 
     With two workers a sum has the same bits in either order: shared memory gives those of messages.
     """

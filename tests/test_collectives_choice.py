@@ -1,4 +1,4 @@
-"""Which algorithm, and which kind of group: by figures that are measured, and by where the ranks are."""
+"""The choice of an algorithm by measured figures, and of a kind of group by where its ranks are."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from gradstream.collectives.algorithms import ALGORITHMS, hierarchical
 from gradstream.collectives.autotune import TIE, Choice, MeasuredCosts
 from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import Group
-from gradstream.collectives.hierarchical_group import HierarchicalGroup
-from gradstream.collectives.message_group import MessageGroup
+from gradstream.collectives.message_group import HierarchicalGroup, MessageGroup
 from gradstream.collectives.shm.group import SharedGroup
 from gradstream.errors import ConfigError, PeerLostError, UnknownNameError
 from gradstream.memory import Vector
@@ -29,7 +28,7 @@ from gradstream.telemetry.events import GroupEvent
 from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.runs import least_squares
-from gradstream.testing.schedule_checks import play
+from gradstream.testing.schedule_checks import execute
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
 
@@ -53,7 +52,7 @@ def test_hierarchical_sums(hosts: list[list[int]]) -> None:
     for elems in (0, 1, 5, 6, 7, 1000):
         vectors = list(np.random.default_rng(0).integers(-9, 9, (size, elems)).astype(np.float32))
         expected = np.add.reduce(vectors, axis=0)
-        tally = play([hierarchical.allreduce(rank, hosts, elems) for rank in range(size)], vectors)
+        tally = execute([hierarchical.allreduce(rank, hosts, elems) for rank in range(size)], vectors)
         for vector in vectors:
             np.testing.assert_array_equal(vector, expected)
         if len({len(host) for host in hosts}) == 1:
@@ -166,13 +165,14 @@ def test_ranks_on_hosts(hosts: str) -> None:
 
 
 async def in_two_storeys(group: Group) -> Any:
-    """The composite of groups, made of message groups alone: ranks 0 and 1, 2 and 3 on a host each."""
+    """A hierarchical group made of message groups alone: ranks 0 and 1 on one host, 2 and 3 on another."""
     assert isinstance(group, MessageGroup)
-    mesh = group._mesh
-    own, lane = ([0, 1], [2, 3])[mesh.rank // 2], ([0, 2], [1, 3])[mesh.rank % 2]
-    inside, between = MessageGroup(mesh, ranks=own), MessageGroup(mesh, ranks=lane)
-    composite = HierarchicalGroup(mesh, inside, between, group)
-    vector = Vector("v", torch.arange(300.0) + mesh.rank)
+    communicator = group._communicator
+    rank = communicator.rank
+    own, across = ([0, 1], [2, 3])[rank // 2], ([0, 2], [1, 3])[rank % 2]
+    inside, between = MessageGroup(communicator, ranks=own), MessageGroup(communicator, ranks=across)
+    composite = HierarchicalGroup(communicator, inside, between, group)
+    vector = Vector("v", torch.arange(300.0) + rank)
     await composite.allreduce(vector.all, weight=2.0)
     found = vector.tensor.numpy().copy()
     await composite.broadcast(vector.all, root=3)
@@ -208,7 +208,7 @@ def test_groups_of_groups_name_who_was_killed() -> None:
 def really(
     size: int, work: Callable[[Group], Coroutine[Any, Any, Any]], *, hosts: Sequence[str] = (), **options: Any
 ) -> list[Any]:
-    """What `work` returned at each rank, all of them in this process; over a carrier of the options."""
+    """The results of `work` at all ranks, which are in this process and use the carrier of the options."""
     names = [f"worker-{rank}" for rank in range(size)]
     carrier = options.pop("carrier", "auto")
 

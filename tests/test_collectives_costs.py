@@ -1,4 +1,4 @@
-"""What algorithms cost, against numbers from paper: messages, bytes, and seconds on virtual time."""
+"""Costs of algorithms against figures computed by hand: messages, bytes, and seconds on virtual time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradstream.collectives.schedule import Recv, Send, Step
 from gradstream.errors import InternalError
 from gradstream.runtime import Cost, Link, Network, SimulationConfig
 from gradstream.testing.group_runs import VirtualRanks
-from gradstream.testing.schedule_checks import check_allreduce, play, schedules_of
+from gradstream.testing.schedule_checks import check_allreduce, execute, schedules_of
 
 SIZES = [*range(1, 10), 12, 16, 32, 64]
 ALPHA_S, BYTES_S = 1e-3, 1e9  # a byte takes a nanosecond: the clock rounds nothing
@@ -90,7 +90,7 @@ def test_parts_alone_move_half() -> None:
         cuts = list(range(0, 10 * size + 1, 10))
         for part in (ring.reduce_scatter, ring.all_gather, halving_doubling.reduce_scatter):
             vectors = list(np.random.default_rng(0).integers(0, 9, (size, 10 * size)))
-            tally = play([part(rank, cuts) for rank in range(size)], vectors)
+            tally = execute([part(rank, cuts) for rank in range(size)], vectors)
             assert tally.elems == (size - 1) * 10 * size
 
 
@@ -110,7 +110,7 @@ def test_a_complete_tree_on_seven() -> None:
         for step in up[rank]:
             tops[rank] += tops[step.peer]
     assert [float(tops[rank][0]) for rank in (4, 5, 6)] == [8.0, 13.0, 28.0]
-    tally = play(schedules_of(make, 7, 1), vectors)
+    tally = execute(schedules_of(make, 7, 1), vectors)
     assert [float(vector[0]) for vector in vectors] == [28.0] * 7
     assert tally.depth == 4
 
@@ -120,9 +120,9 @@ def test_a_butterfly_on_four() -> None:
     make = ALGORITHMS["butterfly"].schedule
     vectors = [np.array([float(rank + 1)]) for rank in range(4)]
     first = [steps[:2] for steps in schedules_of(make, 4, 1)]
-    play(first, vectors)
+    execute(first, vectors)
     assert [float(vector[0]) for vector in vectors] == [3.0, 3.0, 7.0, 7.0]
-    play([steps[2:] for steps in schedules_of(make, 4, 1)], vectors)
+    execute([steps[2:] for steps in schedules_of(make, 4, 1)], vectors)
     assert [float(vector[0]) for vector in vectors] == [10.0] * 4
 
 
@@ -167,7 +167,7 @@ def seconds(
     piece_bytes: int = 4 << 20,
     **network: Any,
 ) -> dict[str, float]:
-    """Of one allreduce by each algorithm, which all ranks begin at the same instant, on virtual time."""
+    """Virtual seconds of one allreduce by each algorithm, which all ranks begin at the same instant."""
     options = {"bandwidth_bytes_s": BYTES_S, "link": Link(latency_s=ALPHA_S), "header_bytes": 0, **network}
     config = SimulationConfig(
         costs={"reduce": Cost(per_elem_s=gamma_s_elem)}, network=Network(**options), shape_only=True
@@ -188,7 +188,7 @@ def seconds(
 
 
 def exact(how: str, size: int) -> bool:
-    """Where the formula is not a bound only."""
+    """Whether the formula is exact, and not only a bound."""
     if how == "complete-tree":
         return is_power(size + 1) or size == 2
     return how in ("naive", "ring", "direct") or is_power(size)
@@ -232,7 +232,7 @@ def test_a_ring_is_as_slow_as_its_slowest_card() -> None:
 
 
 def test_a_long_message_is_sent_on_while_it_arrives() -> None:
-    """In pieces, a tree of 8 takes little longer than its root, which takes in and sends three vectors."""
+    """In pieces, a tree of 8 takes little longer than its root, which receives and sends three vectors."""
     hows = ["binomial-tree", "complete-tree", "butterfly"]
     at_once = seconds(8, 1_000_000, hows, link=Link(latency_s=0.0))
     in_pieces = seconds(8, 1_000_000, hows, link=Link(latency_s=0.0), piece_bytes=64 << 10)

@@ -1,4 +1,4 @@
-"""A rank dies or falls silent at any point of any algorithm: all others learn who, within the deadline."""
+"""A rank dies or falls silent at any point of any algorithm: all others learn its name within the deadline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NETWORK = Network(bandwidth_bytes_s=1e7, link=Link(latency_s=1e-3, jitter_s=1e-3
 
 
 async def twice(group: Group) -> Any:
-    """Two sums, the second of the first; and then what a broken group still does."""
+    """Two sums, the second of the first one's result, and then an operation of the broken group."""
     vector = Vector("v", torch.full((ELEMS,), float(group.rank)))
     try:
         await group.allreduce(vector.all)
@@ -39,7 +39,7 @@ async def twice(group: Group) -> Any:
 @pytest.mark.parametrize("piece_elems", [ELEMS, ELEMS // 8], ids=["short", "in pieces"])
 @pytest.mark.parametrize("how", ALGORITHMS)
 def test_killed_at_each_chunk(how: str, piece_elems: int) -> None:
-    """At every chunk of both sums, each rank in turn; in pieces, at some."""
+    """Kills each rank in turn at every chunk of both sums, or at some chunks if there are many pieces."""
     short = piece_elems == ELEMS
     messages = 2 * check_allreduce(ALGORITHMS[how].schedule, SIZE, ELEMS).messages
     right = [float(sum(range(SIZE)) * SIZE)] * ELEMS
@@ -62,7 +62,7 @@ def test_killed_at_each_chunk(how: str, piece_elems: int) -> None:
 
 @pytest.mark.parametrize("how", ALGORITHMS)
 def test_silent_from_any_moment(how: str) -> None:
-    """A cable is pulled: nobody hears of it, and all notice by the silence."""
+    """A cable is pulled: no rank gets a report, and all notice the silence."""
 
     async def many(group: Group) -> None:
         vector = Vector("v", torch.zeros(ELEMS))
@@ -134,7 +134,7 @@ async def many(group: Group) -> int:
     vector = Vector("v", torch.zeros(ELEMS))
     for _ in range(30):
         await group.allreduce(vector.all)
-        await group._mesh.runtime.sleep(SILENCE_S / 10)  # type: ignore[attr-defined]
+        await group._communicator.runtime.sleep(SILENCE_S / 10)  # type: ignore[attr-defined]
     return 30
 
 

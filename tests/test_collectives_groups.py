@@ -1,4 +1,4 @@
-"""Groups on virtual time: every algorithm, every number of ranks, the same bits whatever comes first."""
+"""Groups on virtual time: the same bits for every algorithm and number of ranks, in any order of events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines: what groups over TCP send by. Several ranks in one process, each with its sockets and its thread."""
+"""Data sockets of groups over TCP. Several ranks in one process, each with its sockets and its thread."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ import pytest
 import torch
 
 from gradstream.collectives.algorithms import ALGORITHMS
+from gradstream.collectives.data_sockets import DataSocket, GroupDataSockets
 from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import Group
-from gradstream.collectives.hierarchical_group import HierarchicalGroup
-from gradstream.collectives.message_group import MessageGroup
+from gradstream.collectives.message_group import HierarchicalGroup, MessageGroup
 from gradstream.collectives.operation import Operation
-from gradstream.collectives.plan import DependencyPlan
+from gradstream.collectives.plan import DependencyPlan, PlanProgress
 from gradstream.collectives.schedule import Recv, Schedule, Send
-from gradstream.collectives.socket_executor import SocketExecutor
-from gradstream.collectives.socket_io import DataSocket, PlanProgress
+from gradstream.collectives.socket_driver import SocketDriver
 from gradstream.errors import ConfigError, DeadlineError, InternalError, PeerLostError
 from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
@@ -57,7 +56,7 @@ def together(
     hosts: Sequence[str] = (),
     silence_s: float = WAIT_S,
 ) -> list[Any]:
-    """What `work` returned, or raised, at each rank."""
+    """The results of `work`, or its errors, at all ranks."""
     names = [f"rank-{rank}" for rank in range(size)]
 
     async def live(rank: int, endpoints: Sequence[TcpEndpoint]) -> Any:
@@ -88,16 +87,16 @@ def together(
     return asyncio.run(main())
 
 
-def has_lines(group: Group) -> bool:
+def has_data_sockets(group: Group) -> bool:
     assert isinstance(group, MessageGroup)
-    return group._mesh.lines is not None
+    return group._communicator.data_sockets is not None
 
 
 def vector_of(values: np.ndarray[Any, Any]) -> Vector:
     return Vector("v", torch.from_numpy(values.copy()))
 
 
-# ---- what they carry -------------------------------------------------------------------------
+# ---- results -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ALGORITHMS)
@@ -116,12 +115,12 @@ def test_the_bits_are_those_of_streams(how: str) -> None:
                 sums.append(vector.tensor.numpy().tobytes())
             return sums
 
-        async def by_lines(group: Group, work: Any = work) -> Any:
-            assert has_lines(group)
+        async def by_sockets(group: Group, work: Any = work) -> Any:
+            assert has_data_sockets(group)
             return await work(group)
 
         expected = VirtualRanks(size).run(work, how=how, piece_bytes=1 << 12)
-        assert together(size, by_lines, how=how) == expected
+        assert together(size, by_sockets, how=how) == expected
         assert len(set(map(tuple, expected))) == 1
 
 
@@ -131,7 +130,7 @@ def test_halves_broadcasts_and_weights() -> None:
         total = sum((rank + 1) * part for rank, part in enumerate(inputs))
 
         async def work(group: Group, inputs: Any = inputs, elems: int = elems) -> Any:
-            assert has_lines(group)
+            assert has_data_sockets(group)
             vector, told = vector_of(inputs[group.rank]), vector_of(np.full(elems, float(group.rank)))
             await group.reduce_scatter(vector.all, weight=group.rank + 1.0)
             await group.all_gather(vector.all)
@@ -144,7 +143,7 @@ def test_halves_broadcasts_and_weights() -> None:
 
 
 def test_operations_follow_each_other_without_waiting_for_all() -> None:
-    """Ranks that are ahead send of the next operation what is read only then."""
+    """Ranks that are ahead send data of the next operation, which others read only then."""
 
     async def work(group: Group) -> list[float]:
         vectors = [vector_of(np.full(3000, float(turn), np.float32)) for turn in range(20)]
@@ -155,13 +154,13 @@ def test_operations_follow_each_other_without_waiting_for_all() -> None:
 
 
 def test_inside_hosts_and_between_them() -> None:
-    """A hierarchical group sends by lines between hosts, and has none inside."""
+    """A hierarchical group has data sockets between hosts, and none inside."""
 
     async def work(group: Group) -> float:
         assert isinstance(group, HierarchicalGroup)
-        lines, other = group._mesh.lines, (group.rank + 2) % 4
-        assert lines is not None
-        assert [rank for rank in range(4) if lines.join([rank])] == [other]
+        sockets, other = group._communicator.data_sockets, (group.rank + 2) % 4
+        assert sockets is not None
+        assert [rank for rank in range(4) if sockets.reach([rank])] == [other]
         vector = group.allocate(5000, torch.float32, "v")
         vector.tensor.fill_(group.rank + 1.0)
         return float((await group.allreduce(vector.all)).tensor.sum())
@@ -170,22 +169,22 @@ def test_inside_hosts_and_between_them() -> None:
     assert together(4, work, how="hierarchical", hosts=hosts) == [50000.0] * 4
 
 
-# ---- who has them ----------------------------------------------------------------------------
+# ---- ranks that have none ----------------------------------------------------------------------------
 
 
 def test_where_one_rank_has_none_all_send_by_streams() -> None:
-    """Who wants several connections to a peer is not served by one line."""
+    """A rank that wants several connections to a peer gets no data socket."""
 
     async def work(group: Group) -> tuple[bool, float]:
         vector = vector_of(np.ones(9000, np.float32))
         await group.allreduce(vector.all)
-        return has_lines(group), float(vector.tensor.sum())
+        return has_data_sockets(group), float(vector.tensor.sum())
 
     options = [{}, {}, {"connections": 2}]
     assert together(3, work, options=options) == [(False, 27000.0)] * 3
 
 
-def test_nobody_gets_a_line_without_the_secret() -> None:
+def test_nobody_gets_a_data_socket_without_the_secret() -> None:
     async def main() -> None:
         server, friend, stranger = endpoint("server"), endpoint("friend"), endpoint("stranger")
         stranger.identity.secret = b"a guess of sixteen bytes"
@@ -209,8 +208,8 @@ def test_nobody_gets_a_line_without_the_secret() -> None:
     asyncio.run(main())
 
 
-def test_a_line_that_nobody_takes_is_hung_up() -> None:
-    """By a later one of its name, and at the end; a descriptor is not kept."""
+def test_a_data_socket_that_nobody_takes_is_closed() -> None:
+    """A later one of its name closes it, and so does the endpoint's end; no descriptor is kept."""
 
     async def main() -> None:
         server, client = endpoint("server"), endpoint("client")
@@ -256,7 +255,7 @@ def test_ranks_that_do_different_things_are_told() -> None:
     )
 
 
-def test_who_leaves_before_the_end_is_named() -> None:
+def test_a_rank_that_leaves_before_the_end_is_named() -> None:
     async def work(group: Group) -> float:
         if group.rank == 1:
             return 0.0  # and closes
@@ -270,8 +269,8 @@ def test_who_leaves_before_the_end_is_named() -> None:
         assert "left the group" in str(error)
 
 
-def test_who_gives_up_breaks_the_group_and_its_memory_is_its_own_again() -> None:
-    """The others wait within an operation; who is cancelled gets its vector back, and nothing writes it."""
+def test_a_rank_that_gives_up_breaks_the_group_and_gets_its_memory_back() -> None:
+    """The others wait within an operation. The cancelled rank gets its vector back, and nothing writes it."""
     done = asyncio.Event()
 
     async def work(group: Group) -> Any:
@@ -306,9 +305,9 @@ def test_a_rank_that_says_nothing_is_named_within_the_deadline() -> None:
         assert isinstance(group, MessageGroup)
         vector = vector_of(np.ones(100_000, np.float32))
         if group.rank == 1:
-            keeper = group._mesh._keeper
-            assert keeper is not None
-            keeper.cancel()
+            heartbeat = group._communicator._heartbeat
+            assert heartbeat is not None
+            heartbeat.cancel()
             await asyncio.sleep(3.0)
             return
         await group.allreduce(vector.all)
@@ -333,15 +332,21 @@ def test_waiting_costs_nothing() -> None:
     assert together(2, work)[0] < 0.2  # of the one that waits, and of all that its process does meanwhile
 
 
-# ---- the player alone ------------------------------------------------------------------------
+# ---- the driver alone ------------------------------------------------------------------------
 
 
-def player(
-    schedule: Schedule, elems: int, line: DataSocket, digest: int = 1
-) -> tuple[SocketExecutor, torch.Tensor]:
-    plan, tensor = DependencyPlan.of(schedule), torch.ones(elems)
-    passage = PlanProgress(Operation(3, digest, "allreduce of ones"), plan, tensor, 64)
-    return SocketExecutor(passage, plan, {0: line}, time.monotonic_ns), tensor
+def driver_of(
+    plan: DependencyPlan, tensor: torch.Tensor, operation: Operation, end: DataSocket
+) -> SocketDriver:
+    progress, sockets = PlanProgress(plan, 16, 4), GroupDataSockets("rank", {0: end})
+    return SocketDriver(progress, operation, tensor, {0: end}, sockets.in_thread, time.monotonic_ns)
+
+
+def driver(
+    schedule: Schedule, elems: int, end: DataSocket, digest: int = 1
+) -> tuple[SocketDriver, torch.Tensor]:
+    tensor, operation = torch.ones(elems), Operation(3, digest, "allreduce of ones")
+    return driver_of(DependencyPlan.of(schedule), tensor, operation, end), tensor
 
 
 def pair() -> tuple[DataSocket, DataSocket]:
@@ -351,20 +356,20 @@ def pair() -> tuple[DataSocket, DataSocket]:
     return DataSocket(left, "right"), DataSocket(right, "left")
 
 
-def closed(*lines: DataSocket) -> None:
-    for line in lines:
-        line.socket.close()
+def closed(*ends: DataSocket) -> None:
+    for end in ends:
+        end.socket.close()
 
 
 def test_another_version_is_not_believed() -> None:
-    """The same operation by its digest, and a message of another length: nothing of it is written."""
+    """A message of the same operation but of another length is refused, and nothing of it is written."""
     left, right = pair()
-    sender, _ = player([Send(0, 0, 5)], 5, left)
-    receiver, tensor = player([Recv(0, 0, 4)], 4, right)
-    sender.play()
+    sender, _ = driver([Send(0, 0, 5)], 5, left)
+    receiver, tensor = driver([Recv(0, 0, 4)], 4, right)
+    sender.run_blocking()
     tensor.fill_(7.0)
     with pytest.raises(ConfigError, match="message 0 of 20 bytes came from left, expected message 0 of 16"):
-        receiver.play()
+        receiver.run_blocking()
     assert tensor.tolist() == [7.0] * 4
     closed(left, right)
 
@@ -373,26 +378,26 @@ def test_steps_that_wait_for_each_other_are_an_error_and_no_hang() -> None:
     """A plan that no schedule makes: each of its steps waits for the other."""
     left, right = pair()
     plan = DependencyPlan([Send(0, 0, 4), Recv(0, 0, 4)], [[1], [0]], {0: [0]}, {0: [1]})
-    passage = PlanProgress(Operation(1, 1, "broken"), plan, torch.ones(4), 64)
+    broken = driver_of(plan, torch.ones(4), Operation(1, 1, "broken"), left)
     with pytest.raises(InternalError, match="broken: its steps wait for each other in a circle"):
-        SocketExecutor(passage, plan, {0: left}, time.monotonic_ns).play()
+        broken.run_blocking()
     closed(left, right)
 
 
 def test_a_peer_that_reads_slowly_gets_everything_in_order() -> None:
     """The socket's buffer is full time and again, in the middle of headers and pieces."""
     left, right = pair()
-    for line in (left, right):
-        line.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    for end in (left, right):
+        end.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     steps, elems = 40, 40_000
     cuts = [elems * part // steps for part in range(steps + 1)]
     sends = [Send(0, start, stop) for start, stop in pairwise(cuts)]
-    sender, sent = player(sends, elems, left)
-    receiver, got = player([Recv(0, step.start, step.stop, add=True) for step in sends], elems, right)
+    sender, sent = driver(sends, elems, left)
+    receiver, got = driver([Recv(0, step.start, step.stop, add=True) for step in sends], elems, right)
     sent.copy_(torch.arange(elems))
-    thread = threading.Thread(target=sender.play)
+    thread = threading.Thread(target=sender.run_blocking)
     thread.start()
-    receiver.play()
+    receiver.run_blocking()
     thread.join(WAIT_S)
     assert torch.equal(got, torch.arange(elems) + 1.0)
     closed(left, right)

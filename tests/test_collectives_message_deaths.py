@@ -19,8 +19,8 @@ import asyncio
 from pathlib import Path
 import torch
 from gradstream.collectives.factory import form_group
-from gradstream.collectives.socket_io import Out
-from gradstream.collectives.executor import Player
+from gradstream.collectives.socket_driver import SocketWriter
+from gradstream.collectives.stream_driver import StreamDriver
 from gradstream.errors import GradstreamError
 from gradstream.runtime import RealRuntime
 from gradstream.testing.pairs import SECRET
@@ -76,7 +76,7 @@ def doomed(fatal):
                 here()
             return send(*given)
         return counted
-    Player._frame, Out.move = counting(Player._frame), counting(Out.move)  # by streams, and by lines
+    StreamDriver._frame, SocketWriter.move = counting(StreamDriver._frame), counting(SocketWriter.move)
 """
 
 
@@ -96,7 +96,7 @@ def run(
     number: int = signal.SIGKILL,
     silence_s: float = 30.0,
 ) -> list[Message]:
-    """What the two survivors say, after the third got this signal at its `fatal`-th piece."""
+    """The messages of the two survivors, after the third got this signal at its `fatal`-th piece."""
     argv = [[str(folder), str(rank), carrier, how, str(fatal), str(silence_s)] for rank in range(3)]
     said, others = survivors(cluster, argv, number)
     assert not others

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from gradstream.collectives.group import Group, slice_of
-from gradstream.collectives.shm import barrier, core, weighted_sum
-from gradstream.collectives.shm.assembly import COUNT, PATIENT
+from gradstream.collectives.shm import barrier, operations, weighted_sum
 from gradstream.collectives.shm.control_block import ARRIVED, ASLEEP, CORE, DTYPES, SLOT_BYTES, available
-from gradstream.collectives.shm.core import BRIEF_BYTES, SharedCore
+from gradstream.collectives.shm.core import SharedCore
 from gradstream.collectives.shm.group import SharedGroup
-from gradstream.collectives.shm.native import native
+from gradstream.collectives.shm.native import COUNT, PATIENT, native
+from gradstream.collectives.shm.operations import BRIEF_BYTES
 from gradstream.collectives.shm.rendezvous import RendezvousMembers
 from gradstream.collectives.shm.weighted_sum import BLOCK_ELEMS, PAST_CACHE_BYTES, WeightedSum, plain_sum
 from gradstream.errors import ClosedError, ConfigError, DeadlineError, LentMemoryError, PeerLostError
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(not available(), reason="no sealed shared memory
 SMALL = 1000
 LARGE = SLOT_BYTES // 4 + 1000  # float32 elements; neither a multiple of 64 nor of the number of ranks
 
-USERS_OF_MACHINE_CODE = (barrier, core, weighted_sum)
+USERS_OF_MACHINE_CODE = (barrier, operations, weighted_sum)
 
 Body = Callable[[SharedCore], Any]
 Ranks = Callable[..., list[Any]]
@@ -141,7 +141,7 @@ def weighted(elems: int, rank: int) -> tuple[torch.Tensor, float]:
 
 
 def in_the_order_of_ranks(elems: int, size: int) -> torch.Tensor:
-    """As a shard of the parameter server sums what workers push."""
+    """The sum that a shard of a parameter server makes of the workers' pushes."""
     first, weight = weighted(elems, 0)
     result = torch.mul(first, weight)
     for rank in range(1, size):
@@ -230,19 +230,19 @@ def test_each_rank_updates_its_slice_of_parameters_that_all_share(ranks: Ranks) 
 
 @pytest.mark.parametrize("verb", ["reduce_scatter_", "all_gather_", "broadcast_"])
 def test_who_is_done_may_write_its_own_part_again_at_once(ranks: Ranks, verb: str) -> None:
-    """Rank 1 is slow to read: nobody goes on before it has read what it needs."""
+    """Rank 1 is slow to read: no rank goes on before it has read its part."""
 
     def body(core: SharedCore) -> bool:
         vector = core.allocate(LARGE, torch.float32, "v")
         vector.tensor.copy_(part(0 if verb != "reduce_scatter_" else core.rank, LARGE))
         if core.rank == 1:
-            find = core._vectors.elements
+            find = core._operations.vectors.elements
 
             def slowly(call: Any) -> torch.Tensor:
                 time.sleep(0.1)
                 return find(call)
 
-            core._vectors.elements = slowly  # type: ignore[method-assign]
+            core._operations.vectors.elements = slowly  # type: ignore[method-assign]
         getattr(core, verb)(vector.all)
         mine = slice(*slice_of(LARGE, core.rank, 2)) if verb == "reduce_scatter_" else slice(None)
         found = vector.tensor[mine].clone()
@@ -407,37 +407,37 @@ def test_integers_have_weight_one(ranks: Ranks) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    party = RendezvousMembers(f"{os.getpid()}-alone", ["worker-0", "worker-1", "worker-2"], 1)
+    members = RendezvousMembers(f"{os.getpid()}-alone", ["worker-0", "worker-1", "worker-2"], 1)
     with pytest.raises(DeadlineError, match=r"worker-0.*worker-1.*missing: worker-0"):
-        SharedCore(party, deadline_s=0.05).join()
+        SharedCore(members, deadline_s=0.05).join()
 
 
 def test_ranks_that_mean_others_are_told_so() -> None:
     job = f"{os.getpid()}-others"
 
-    def one(party: RendezvousMembers) -> Exception | None:
+    def one(members: RendezvousMembers) -> Exception | None:
         with pytest.raises((ConfigError, PeerLostError)) as caught:
-            SharedCore(party, deadline_s=30).join()
+            SharedCore(members, deadline_s=30).join()
         return caught.value
 
-    parties = [
+    groups = [
         RendezvousMembers(job, ["worker-0", "worker-1"], 0),
         RendezvousMembers(job, ["worker-0", "worker-9"], 1),
     ]
     with ThreadPoolExecutor(2) as pool:
-        errors = list(pool.map(one, parties))
+        errors = list(pool.map(one, groups))
     assert any("worker-9" in str(error) for error in errors)
 
 
 def test_strangers_are_shown_the_door() -> None:
-    party = RendezvousMembers(f"{os.getpid()}-strangers", ["worker-0", "worker-1"], 0)
+    members = RendezvousMembers(f"{os.getpid()}-strangers", ["worker-0", "worker-1"], 0)
 
     def second() -> None:
         for message in (b"", b"hello?", b'{"job": "another"}', b"[1]"):
             while True:
                 stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 try:
-                    stranger.connect(party.address(0))
+                    stranger.connect(members.address(0))
                     break
                 except ConnectionRefusedError:
                     stranger.close()
@@ -446,13 +446,13 @@ def test_strangers_are_shown_the_door() -> None:
             else:
                 stranger.close()
             strangers.append(stranger)
-        with SharedCore(replace(party, rank=1), deadline_s=30) as core:
+        with SharedCore(replace(members, rank=1), deadline_s=30) as core:
             core.barrier_()
 
     strangers: list[socket.socket] = []
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(second)
-        with SharedCore(party, deadline_s=30) as core:
+        with SharedCore(members, deadline_s=30) as core:
             core.barrier_()
             other.result()
     for stranger in strangers:
@@ -478,8 +478,8 @@ def groups(
 
     async def one(rank: int) -> Any:
         runtime = RealRuntime(f"worker-{rank}")
-        party = RendezvousMembers(f"{os.getpid()}-{name}", [f"worker-{r}" for r in range(size)], rank)
-        group = await SharedGroup.join(runtime, party, deadline_s=deadline_s)
+        members = RendezvousMembers(f"{os.getpid()}-{name}", [f"worker-{r}" for r in range(size)], rank)
+        group = await SharedGroup.join(runtime, members, deadline_s=deadline_s)
         try:
             return await body(group)
         except Exception as error:
@@ -552,7 +552,7 @@ def test_cancelling_an_operation_breaks_the_group_and_waits_for_nobody() -> None
 
 
 def handed_over(group: SharedGroup) -> list[Any]:
-    """What a group gives to its thread, from now on."""
+    """The operations that a group gives to its thread from now on."""
     given: list[Any] = []
     submit = group._thread.submit
 
@@ -570,7 +570,7 @@ BRIEF = BRIEF_BYTES // 4  # float32 elements
 @pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("elems", [SMALL, LARGE, BRIEF])
 def test_who_comes_last_needs_no_thread_and_all_get_the_same_bits(elems: int) -> None:
-    """Of a small vector; of others it waits for their sums. An early rank leaves its loop to others."""
+    """This holds for a small vector; for others it waits for their sums. An early rank lets its loop run."""
     size = 3
     coming = asyncio.Event()
 
@@ -690,19 +690,19 @@ def test_an_operation_that_is_given_up_breaks_the_group(ranks: Ranks) -> None:
 
 @pytest.mark.usefixtures("code")
 def test_patience_lasts_until_it_was_in_vain(ranks: Ranks) -> None:
-    """A rank looks longer after a sleep of another one, and no longer after one that lasted."""
+    """A rank looks longer after a sleep of another one, until it has slept for long itself."""
 
     def body(core: SharedCore) -> Any:
         found = []
         for _ in range(2):
             core.barrier_()
             if core.rank:
-                words, next_one = core._peers[0].words, core._state.words[COUNT] + 1
+                words, next_one = core._peers[0].words, core._operations.state.words[COUNT] + 1
                 while not (words[ARRIVED] == next_one and words[ASLEEP]):
                     threading.Event().wait(0.001)
                 threading.Event().wait(2 * barrier.SHORT_S)
             core.barrier_()
-            found.append(core._state.words[PATIENT])
+            found.append(core._operations.state.words[PATIENT])
         return found
 
     assert ranks(2, body) == [[0, 0], [1, 1]]
@@ -716,13 +716,14 @@ def test_ranks_on_one_core_spread(ranks: Ranks, monkeypatch: pytest.MonkeyPatch)
     def body(core: SharedCore) -> None:
         core.barrier_()
         if core.rank == 0:
-            for board, number in zip(core._boards, (0, 0, 1), strict=True):
-                board.words[CORE] = number
-            core._barrier._spread()  # two are here and one is there: no better the other way round
-            core._boards[2].words[CORE] = 0
-            core._barrier._spread_at = 0.0
-            core._barrier._spread()
-            core._barrier._spread()  # just moved
+            blocks, meeting_point = core._operations.blocks, core._operations.barrier
+            for block, number in zip(blocks, (0, 0, 1), strict=True):
+                block.words[CORE] = number
+            meeting_point._spread()  # two are here and one is there: no better the other way round
+            blocks[2].words[CORE] = 0
+            meeting_point._spread_at = 0.0
+            meeting_point._spread()
+            meeting_point._spread()  # just moved
         core.barrier_()
 
     assert ranks(3, body) == [None] * 3

@@ -17,11 +17,11 @@ pytestmark = pytest.mark.skipif(not available(), reason="no sealed shared memory
 RANK = """
 import asyncio
 import torch
-from gradstream.collectives import shared_core
 from gradstream.collectives.shm.group import SharedGroup
-from gradstream.collectives.shm.assembly import LOOKS, LOOKS_NS
 from gradstream.collectives.shm.core import SharedCore
-from gradstream.collectives.shm.rendezvous import Party
+from gradstream.collectives.shm.native import LOOKS, LOOKS_NS
+from gradstream.collectives.shm.rendezvous import RendezvousMembers
+from gradstream.collectives.shm.weighted_sum import WeightedSum
 from gradstream.errors import GradstreamError
 from gradstream.runtime import RealRuntime
 
@@ -30,8 +30,8 @@ ELEMS = 100_000
 def rank(argv):
     job, number, phase, deadline_s = argv[0], int(argv[1]), argv[2], float(argv[3])
     victim = number == 2
-    party = Party(job, NAMES, number)
-    with SharedCore(party, deadline_s=deadline_s) as core:
+    members = RendezvousMembers(job, NAMES, number)
+    with SharedCore(members, deadline_s=deadline_s) as core:
         gradient = core.allocate(1000 if phase == "small" else ELEMS, torch.float32, "gradient")
         sums = [allreduce(core, gradient, 1)]
         if victim and phase == "with a child":
@@ -44,11 +44,11 @@ def rank(argv):
         if victim and phase == "between halves":
             core.all_gather_ = here
         if victim and phase == "between":
-            shared_core.WeightedSum.__call__ = here
+            WeightedSum.__call__ = here
         if not victim and phase == "careless":
             careless(core)
         if victim and phase == "careless":
-            shared_core.WeightedSum.__call__ = here
+            WeightedSum.__call__ = here
         try:
             sums.append(allreduce(core, gradient, 2, halves=phase == "between halves"))
             if victim:
@@ -61,21 +61,21 @@ def rank(argv):
 
 def looking(argv):
     "The victim ends while the others look for it, on their loops."
-    party = Party(argv[0], NAMES, int(argv[1]))
-    found = asyncio.run(beside_a_loop(party, int(argv[2]), float(argv[3])))
+    members = RendezvousMembers(argv[0], NAMES, int(argv[1]))
+    found = asyncio.run(beside_a_loop(members, int(argv[2]), float(argv[3])))
     say(left=still_mapped(), **found)
 
-async def beside_a_loop(party, elems, deadline_s):
-    runtime = RealRuntime(party.me)
-    group = await SharedGroup.join(runtime, party, deadline_s=deadline_s)
+async def beside_a_loop(members, elems, deadline_s):
+    runtime = RealRuntime(members.me)
+    group = await SharedGroup.join(runtime, members, deadline_s=deadline_s)
     gradient, sums = group.allocate(elems, torch.float32, "gradient"), []
     for times in (1, 2):
         if times == 2:
-            if party.rank == 2:
+            if members.rank == 2:
                 here()
-            words = group._core._state.words
+            words = group._core._operations.state.words
             words[LOOKS], words[LOOKS_NS] = 1 << 40, 500_000_000
-        fill(gradient.tensor, party.rank, times)
+        fill(gradient.tensor, members.rank, times)
         try:
             sums.append(extent((await group.allreduce(gradient.all)).tensor))
         except GradstreamError as error:
@@ -103,12 +103,12 @@ def child(core, gradient, tell):
 
 def careless(core):
     "A planted fault: the second barrier is left out."
-    wait, calls = core._barrier.wait, []
+    wait, calls = core._operations.barrier.wait, []
     def first_only(doing, **_):
         calls.append(doing)
         if len(calls) % 2:
             yield from wait(doing)
-    core._barrier.wait = first_only
+    core._operations.barrier.wait = first_only
 """
 
 
@@ -121,7 +121,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def run(
     cluster: LocalCluster, phase: str, number: int = signal.SIGKILL, deadline_s: float = 30.0
 ) -> tuple[list[Message], list[str]]:
-    """What the two survivors say, and the children of the victim."""
+    """The messages of the two survivors, and of the children of the victim."""
     job = f"{os.getpid()}-{phase}-{number}".replace(" ", "-")
     said, others = survivors(cluster, [[job, str(rank), phase, str(deadline_s)] for rank in range(3)], number)
     for child in others:

@@ -1,4 +1,4 @@
-"""HOGWILD!'s machine code, on memory that several processes share: nothing is lost where that is promised."""
+"""HOGWILD!'s machine code on memory that several processes share: the safe ways lose no update."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shared_vector(elems: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def in_processes(num: int, work: Callable[[int], None]) -> list[int]:
-    """Forks, lets all begin together, and returns how each ended."""
+    """Forks, lets all processes begin together, and returns how each ended."""
     start, children = FORK.Barrier(num), []
     for rank in range(num):
         pid = os.fork()
@@ -60,7 +60,7 @@ def in_processes(num: int, work: Callable[[int], None]) -> list[int]:
 
 
 def go_through(model: SparseModel, rows: SparseRows, rate: float, update: str, at: SweepState) -> float:
-    """A sweep to its end, as a worker makes it whose peers are all alive."""
+    """A sweep to its end, by a worker with peers that are all alive."""
     at.state[:] = 0
     loss = model.sweep(rows, rate, update, LOOKS, at)
     while at.blocked(len(rows)):
@@ -79,7 +79,7 @@ class Shared:
         return SweepState(self.parameters, self.locks, rank + 1)
 
     def held(self) -> list[int]:
-        """Numbers of the locks that somebody holds."""
+        """Numbers of the locks that are held."""
         return [int(number) for number in np.flatnonzero(self.locks) if number not in (TURN, RANKS)]
 
 
@@ -262,7 +262,7 @@ def test_that_check_sees_workers_that_do_not_share() -> None:
 
 
 def serial(data: SparseDataset, ids: Any, rate: float, l2: float = 0.0) -> Any:
-    """SGD in so many words, in float32: w ← w - η·(x·w - y)·x, sample by sample."""
+    """SGD as a plain loop in float32: w ← w - η·(x·w - y)·x, sample by sample."""
     table, w = data.tables[0], np.zeros(data.num_features, np.float32)
     for i in ids:
         e = slice(table.indptr[i], table.indptr[i + 1])

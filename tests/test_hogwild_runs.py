@@ -1,4 +1,4 @@
-"""Runs with HOGWILD!: from the outside they are runs like others."""
+"""Runs with HOGWILD!: users handle them like any other run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_it_obeys_the_laws_and_with_one_worker_is_plain_sgd_bit_for_bit() -> Non
 
 @dataclasses.dataclass(frozen=True)
 class Twice(gs.Hogwild):
-    """Adds every gradient twice: what the laws are to notice."""
+    """Adds every gradient twice, which the properties have to notice."""
 
     async def train(self, worker: SharedMemoryWorker) -> None:
         async for batch in worker.batches():
@@ -193,7 +193,7 @@ def before() -> frozenset[int]:
 
 
 def check_nothing_is_left(cluster: LocalCluster, before: frozenset[int]) -> None:
-    """Segments have no names: they are gone when no process of the run is left, and this one has none."""
+    """Segments have no names. They are gone when no process of the run is left, and this one holds none."""
     assert not cluster.running
     assert segments() <= before
 
@@ -296,7 +296,7 @@ def waits(member: There, board: SharedWords) -> Any:
 
 
 async def waits_for(rank: int, member: There) -> int:
-    """Asks for a lock that this rank holds until it is free; how often it had to."""
+    """Asks for a lock that this rank holds until it is free; returns the number of attempts."""
     board = SharedWords(torch.zeros(64, dtype=torch.int64), torch.zeros(20, dtype=torch.int32), rank=0)
     board.locks[7] = rank + 1
     asked, one = 0, waits(member, board)
@@ -307,7 +307,7 @@ async def waits_for(rank: int, member: There) -> int:
 
 
 async def asks_at_every_halt(times: int) -> None:
-    """Comes to a halt so many times, each time for half of what a lock may be kept for."""
+    """Stops `times` times, each time for half of the time for which a lock may be held."""
     board = SharedWords(torch.zeros(64, dtype=torch.int64), torch.zeros(20, dtype=torch.int32), rank=0)
     board.locks[7] = 2
     one = waits(There(0, 1), board)

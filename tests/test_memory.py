@@ -1,4 +1,4 @@
-"""Who holds which range of a vector: conflicts, narrowing, shape-only memory."""
+"""Loans of ranges of a vector: conflicts, narrowing, shape-only memory."""
 
 from __future__ import annotations
 

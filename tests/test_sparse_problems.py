@@ -1,4 +1,4 @@
-"""Sparse problems and data: the same as the dense arithmetic says, and refused where they make no sense."""
+"""Sparse problems and data: equal to the dense arithmetic, and refused if they make no sense."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_any_strategy_takes_a_sparse_model() -> None:
 
 
 def test_a_problem_of_ones_own() -> None:
-    """Counts how often each sample was gone through, in its own component."""
+    """Counts the updates of each sample in a component of its own."""
 
     def touched(table: Any, i: int, where: Any) -> int:
         where[0] = i

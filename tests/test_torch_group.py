@@ -130,7 +130,7 @@ def test_every_operation_on_every_length(size: int) -> None:
 
 
 def test_an_operation_is_over_when_all_of_its_parts_are_and_failed_if_one_is() -> None:
-    """Slices of several lengths are gathered by one broadcast of each."""
+    """Slices of different lengths are gathered by one broadcast each."""
 
     class InParts(HostEngine):
         def _works(self, verb: Any, tensor: torch.Tensor, root: int) -> Sequence[Any]:
@@ -177,7 +177,7 @@ def test_weights_and_spans_and_the_same_bits_everywhere() -> None:
 
 
 def test_operations_asked_for_at_once_go_in_order() -> None:
-    """Some are scaled first, in a thread; the ranks differ in which."""
+    """Each rank scales other ones first, in a thread."""
 
     async def main() -> None:
         async with groups(2) as (_, formed):
@@ -211,7 +211,7 @@ def test_memory_is_lent_while_it_is_exchanged() -> None:
 
 
 def test_many_groups_come_and_go() -> None:
-    """Nothing of torch's is left waiting for itself: each group ends right after an operation."""
+    """No thread of torch waits for itself: each group ends right after an operation."""
 
     async def main() -> None:
         engines: list[weakref.ref[Engine]] = []
@@ -232,7 +232,7 @@ def test_many_groups_come_and_go() -> None:
 
 
 def test_a_rank_that_is_lost_is_named_in_the_middle_of_an_operation() -> None:
-    """Its connections of torch's are still there, so torch itself would wait."""
+    """Its connections of torch are still open, so that torch itself would wait."""
 
     async def main() -> None:
         async with groups(3) as (endpoints, formed):
@@ -305,7 +305,7 @@ def test_what_torch_refuses_is_an_error_of_ours_and_breaks_the_group(
             raise error
         done(error, Hold(HostEngine(None, 0, 2)))
 
-    monkeypatch.setattr(group, "VERDICT_S", 0.1)
+    monkeypatch.setattr(group, "BLAME_S", 0.1)
 
     async def main() -> None:
         async with groups(2) as (_, formed):

@@ -1,21 +1,42 @@
-"""Which algorithm for how many bytes: the cheapest by the cost formulas, with figures that were measured."""
+"""Chooses an algorithm by the length of a vector: the cheapest by the cost formulas, with measured figures."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import statistics
+import struct
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gradstream.collectives.algorithms import ALGORITHMS, PARTS
+import numpy as np
+import torch
 
-__all__ = ["TIE", "Choice", "MeasuredCosts"]
+from gradstream.collectives.algorithms import ALGORITHMS, PARTS
+from gradstream.collectives.communicator import Communicator
+from gradstream.collectives.executor import carry_out
+from gradstream.collectives.operation import Operation
+from gradstream.collectives.plan import DependencyPlan
+from gradstream.collectives.schedule import Recv, Schedule, Send
+from gradstream.runtime.base import Work
+
+__all__ = ["TIE", "Choice", "MeasuredCosts", "measure"]
 
 LARGEST_BYTES = 1 << 40
 
 RING = "ring"
 TIE = 0.02
-"""A ring's ranks talk to two neighbours alone, and hide the latency of all steps but the first behind pieces
-that are on their way: for long vectors it is the fastest of those that the formulas hardly tell apart."""
+"""The ring is taken unless another algorithm is cheaper by more than this part. Its ranks talk to two neighbours
+alone, and hide the latency of all steps but the first behind pieces that are on their way. So it is the fastest
+for long vectors among algorithms that the formulas hardly tell apart."""
+
+SHORT_ELEMS = 1
+FIRST_ELEMS = 1 << 14  # 64 KiB: short enough for any network
+LONG_ELEMS = 1 << 18  # 1 MiB, unless the first already takes long
+PATIENCE_S = 0.02
+TIMES = 8  # even: see `_typical`
+
+_FIGURES = struct.Struct("<4d")
+_SECONDS = struct.Struct("<d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +44,10 @@ class MeasuredCosts:
     """What messages and sums cost among the ranks of a group.
 
     Args:
-        alpha_s: a message, however short, from one rank to the next.
-        beta_s_byte: a byte more.
-        gamma_s_byte: adding up a byte's worth of elements.
-        message_s: handling one more message at the same time.
+        alpha_s: a message from one rank to the next, however short, in seconds.
+        beta_s_byte: each byte of a message.
+        gamma_s_byte: adding up elements of one byte.
+        message_s: handling one more message at the same time (LogP's overhead o), in seconds.
     """
 
     alpha_s: float
@@ -37,37 +58,37 @@ class MeasuredCosts:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The cheapest algorithm by size, for one group.
+    """The cheapest algorithm for each size, for one group.
 
     Args:
-        size: how many ranks.
-        figures: the same at all of them, or they would choose differently.
+        size: number of ranks.
+        figures: the same at all ranks; otherwise they would choose different algorithms.
     """
 
     size: int
     figures: MeasuredCosts
 
     def seconds(self, algorithm: str, num_bytes: int) -> float:
-        """What the formula predicts for an allreduce."""
+        """What the formula predicts for an allreduce of `num_bytes`."""
         cost, at = ALGORITHMS[algorithm].cost(self.size), self.figures
         return cost.seconds(num_bytes, at.alpha_s, at.beta_s_byte, at.gamma_s_byte, at.message_s)
 
     def allreduce(self, num_bytes: int) -> str:
-        """The algorithm for vectors of so many bytes."""
+        """The algorithm for vectors of `num_bytes`."""
         return self._cheapest(ALGORITHMS, num_bytes)
 
     def parts(self, num_bytes: int) -> str:
-        """The same for reduce-scatter and all-gather."""
+        """The algorithm for a reduce-scatter or all-gather of `num_bytes`."""
         return self._cheapest([name for name, parts in PARTS.items() if parts.fits(self.size)], num_bytes)
 
     def _cheapest(self, names: Iterable[str], num_bytes: int) -> str:
-        """The ring, unless another one is cheaper by more than `TIE`; of others that are equal the first."""
+        """The ring, unless another one is cheaper by more than `TIE`; the first of others that cost the same."""
         costs = {name: self.seconds(name, num_bytes) for name in names}
         cheapest = min(costs, key=costs.__getitem__)
         return RING if costs.get(RING, math.inf) <= (1 + TIE) * costs[cheapest] else cheapest
 
     def table(self) -> Mapping[int, str]:
-        """The choice by the number of bytes from which on it holds."""
+        """The choice for all sizes. A key is the number of bytes from which on its algorithm is chosen."""
         found, at = {0: self.allreduce(0)}, 0
         while at < LARGEST_BYTES:
             last, following = found[max(found)], max(1, 2 * at)
@@ -80,7 +101,7 @@ class Choice:
         return found
 
     def _edge(self, below: int, above: int) -> int:
-        """The first number of bytes after `below` at which the choice is another."""
+        """The first number of bytes after `below` for which another algorithm is chosen."""
         name = self.allreduce(below)
         while above - below > 1:
             middle = (below + above) // 2
@@ -89,3 +110,118 @@ class Choice:
             else:
                 above = middle
         return above
+
+
+async def measure(
+    communicator: Communicator, long_elems: int | None = None, piece_elems: int | None = None
+) -> MeasuredCosts:
+    """Measures messages of two sizes round a ring, short messages to all ranks at once, and a sum.
+
+    Every rank gets the same figures: the highest of all ranks, since all wait for the slowest. This takes
+    some tens of short messages, and six long ones.
+
+    Args:
+        communicator: its ranks have met. Messages take the way that operations take.
+        long_elems: float32 elements of a long message; None takes a megabyte, or less on a slow network.
+        piece_elems: elements that go at once; None sends the whole message.
+
+    Raises:
+        PeerLostError, DeadlineError: names a rank; the group is broken.
+    """
+    if communicator.size == 1:
+        return MeasuredCosts(0.0, 0.0, 0.0, 0.0)
+    around = _around(communicator.rank, communicator.size)
+    await _exchange_s(
+        communicator, _to_all(communicator.rank, communicator.size), 2
+    )  # the first message takes longer
+    alpha_s = await _exchange_s(communicator, around(SHORT_ELEMS), TIMES)
+    overhead_s = await _exchange_s(communicator, _to_all(communicator.rank, communicator.size), TIMES)
+    elems, times = (long_elems, 6) if long_elems else await _affordable(communicator, around)
+    long_s = await _exchange_s(communicator, around(elems), times, piece_elems)
+    own = (
+        alpha_s,
+        max(0.0, long_s - alpha_s) / (4 * elems),
+        await _sum_s(communicator) / (4 * LONG_ELEMS),
+        max(0.0, overhead_s - alpha_s) / max(1, communicator.size - 2),
+    )
+    figures = [_FIGURES.unpack(word) for word in await communicator.all_gather_bytes(_FIGURES.pack(*own))]
+    return MeasuredCosts(*(max(column) for column in zip(*figures, strict=True)))
+
+
+async def _affordable(communicator: Communicator, around: Callable[[int], Schedule]) -> tuple[int, int]:
+    """(elements, repetitions) of long messages: fewer where the network is slow."""
+    first_s = max(await _all_gather_s(communicator, await _exchange_s(communicator, around(FIRST_ELEMS), 2)))
+    return (LONG_ELEMS, 6) if first_s < PATIENCE_S else (FIRST_ELEMS, 4)
+
+
+def _around(rank: int, size: int) -> Callable[[int], Schedule]:
+    def schedule(elems: int) -> Schedule:
+        return [Send((rank + 1) % size, 0, elems), Recv((rank - 1) % size, elems, 2 * elems)]
+
+    return schedule
+
+
+def _to_all(rank: int, size: int) -> Schedule:
+    others = [(rank + turn) % size for turn in range(1, size)]
+    return [
+        *(Send(peer, 0, 1) for peer in others),
+        *(Recv(peer, 1 + turn, 2 + turn) for turn, peer in enumerate(reversed(others))),
+    ]
+
+
+async def _exchange_s(
+    communicator: Communicator, schedule: Schedule, times: int, piece_elems: int | None = None
+) -> float:
+    plan, everybody = DependencyPlan.of(schedule), range(communicator.size)
+    elems = max(step.stop for step in schedule)
+    tensor = _zeros(communicator, elems)
+    operation = Operation(0, 0, "measuring")
+
+    def once() -> Awaitable[None]:
+        return communicator.guarded(
+            carry_out(communicator, everybody, operation, plan, tensor, piece_elems or elems)
+        )
+
+    return _typical([await _timed_s(communicator, once) for _ in range(times)])
+
+
+def _typical(took_s: Sequence[float]) -> float:
+    """Seconds of one exchange: the median over the means of consecutive pairs.
+
+    One of two ranks may be ahead. It then waits twice as long in every other exchange, and not at all in
+    those between; for the other rank it is the other way round.
+    """
+    pairs = zip(took_s[::2], took_s[1::2], strict=True)
+    return statistics.median(map(statistics.mean, pairs))
+
+
+async def _sum_s(communicator: Communicator) -> float:
+    runtime = communicator.runtime
+    vector = _zeros(communicator, 2 * LONG_ELEMS)
+    into, part = vector[:LONG_ELEMS], vector[LONG_ELEMS:]
+
+    def add(_: object) -> None:
+        np.add(into.numpy(), part.numpy(), out=into.numpy())
+
+    work = Work("reduce", elems=LONG_ELEMS)
+    return min(
+        [
+            await _timed_s(communicator, lambda: runtime.compute(add, work=work, lane="exchange"))
+            for _ in range(3)
+        ]
+    )
+
+
+def _zeros(communicator: Communicator, elems: int) -> torch.Tensor:
+    """Allocated outside the node's memory, which counts only what lasts."""
+    return torch.zeros(elems, device="meta" if communicator.runtime.memory.shape_only else "cpu")
+
+
+async def _timed_s(communicator: Communicator, work: Callable[[], Awaitable[object]]) -> float:
+    begun_ns = communicator.runtime.now()
+    await work()
+    return (communicator.runtime.now() - begun_ns) / 1e9
+
+
+async def _all_gather_s(communicator: Communicator, seconds: float) -> list[float]:
+    return [_SECONDS.unpack(word)[0] for word in await communicator.all_gather_bytes(_SECONDS.pack(seconds))]

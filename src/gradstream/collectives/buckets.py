@@ -1,4 +1,4 @@
-"""The buckets of a run without servers: how the flat vector is cut, and which worker owns what of it."""
+"""The buckets of a run without servers: how the flat vector is divided, and which worker owns which part."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Buckets:
 
     Args:
         elems: length of the flat vector.
-        bucket_elems: n, a multiple of 64: update rules round differently at other cuts.
-        size: how many ranks there are.
+        bucket_elems: n, a multiple of 64, since update rules round differently at other cuts.
+        size: number of ranks.
     """
 
     elems: int
@@ -31,11 +31,11 @@ class Buckets:
         return [(start, min(start + self.bucket_elems, self.elems)) for start in starts]
 
     def slice_in(self, bucket: tuple[int, int], rank: int) -> tuple[int, int]:
-        """[start, stop) of what a rank owns of a bucket, in the flat vector; may be empty."""
+        """[start, stop) of the part of a bucket that a rank owns, in the flat vector; may be empty."""
         start, stop = slice_of(bucket[1] - bucket[0], rank, self.size)
         return bucket[0] + start, bucket[0] + stop
 
     def owned(self, rank: int) -> Sequence[tuple[int, int]]:
-        """Everything that a rank owns, in the order of the vector. All ranks' together are the whole."""
+        """All slices that a rank owns, in the order of the vector. Those of all ranks cover the whole."""
         slices = (self.slice_in(bucket, rank) for bucket in self.bounds)
         return [(start, stop) for start, stop in slices if start < stop]

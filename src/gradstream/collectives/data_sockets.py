@@ -1,7 +1,7 @@
-"""A mesh's lines: a socket between two ranks that send each other messages, and the thread that uses them.
+"""Data sockets: one between two ranks that send each other messages, and the thread that uses them.
 
-The streams of a mesh stay for everything else: signs of life, and who is lost. A rank that is lost breaks its
-lines, or those who hear of it shut them down, which ends what the thread is at.
+The streams of the communicator carry everything else: signs of life, and reports of lost ranks. When a rank is
+lost, its sockets break, or ranks that hear of the loss shut them down. Either ends what the thread does.
 """
 
 from __future__ import annotations
@@ -10,81 +10,92 @@ import asyncio
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from gradstream.collectives.socket_executor import SocketExecutor
-from gradstream.collectives.socket_io import DataSocket
+import numpy as np
+
 from gradstream.runtime.tasks import finish_despite_cancel
 
-__all__ = ["GroupDataSockets"]
+__all__ = ["DataSocket", "GroupDataSockets"]
 
-PATIENCE_MS = 2
-"""What is done after so long never leaves the event loop: waking a thread, and the loop by it, would take as
-long as the allreduce of a short vector."""
+
+class DataSocket:
+    """A socket to a rank, and memory for a piece that is to be added.
+
+    That memory is kept, since new memory costs page faults.
+
+    Args:
+        connected: a non-blocking socket that nobody else uses.
+        name: name of the rank.
+    """
+
+    def __init__(self, connected: socket.socket, name: str) -> None:
+        self.socket = connected
+        self.name = name
+        self._memory = np.empty(0, dtype=np.uint8)
+
+    def part(self, num_bytes: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+        """Memory of `num_bytes`, as elements of `dtype`; valid until the next call."""
+        if self._memory.nbytes < num_bytes:
+            self._memory = np.empty(num_bytes, dtype=np.uint8)
+        return self._memory[:num_bytes].view(dtype)
 
 
 class GroupDataSockets:
-    """Those of one rank.
+    """The data sockets of one rank.
 
     Args:
-        node: name of this rank, for its thread.
-        lines: by rank; owned from here on.
+        node: name of this rank; its thread is named after it.
+        sockets: by rank; this object closes them.
     """
 
-    def __init__(self, node: str, lines: Mapping[int, DataSocket]) -> None:
-        self._lines = dict(lines)
+    def __init__(self, node: str, sockets: Mapping[int, DataSocket]) -> None:
+        self._sockets = dict(sockets)
         self._is_closed = False
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-lines")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{node}-data")
 
-    def join(self, ranks: Iterable[int]) -> bool:
-        """Whether there is one to each of these."""
-        return all(rank in self._lines for rank in ranks)
+    def reach(self, ranks: Iterable[int]) -> bool:
+        """Whether there is a data socket to each of `ranks`."""
+        return all(rank in self._sockets for rank in ranks)
 
-    def line(self, rank: int) -> DataSocket:
-        """The line with a rank."""
-        return self._lines[rank]
+    def to(self, rank: int) -> DataSocket:
+        """The data socket to a rank."""
+        return self._sockets[rank]
 
-    async def play(self, player: SocketExecutor) -> None:
-        """Carries out an operation. However that has ended, nothing touches its memory any more.
-
-        Raises:
-            PeerLostError, ConfigError: see `SocketExecutor.play`. The lines are of no more use.
-        """
-        if not player.play(PATIENCE_MS):
-            await self._run(player.play)
-
-    async def _run(self, work: Callable[[], object]) -> None:
+    async def in_thread(self, work: Callable[[], object]) -> None:
+        """Runs a blocking function on the thread. If the caller is cancelled, the sockets are shut down first."""
         running = asyncio.get_running_loop().run_in_executor(self._thread, work)
         try:
             await asyncio.shield(running)
         except asyncio.CancelledError:
-            self.cut()
+            self.shut_down()
             await _settled(running)
             raise
 
-    def cut(self) -> None:
-        """Ends what the thread is at, here and at the other ends. Idempotent."""
-        for line in self._lines.values():
+    def shut_down(self) -> None:
+        """Ends what the thread does, here and at the other ends. Idempotent."""
+        for data_socket in self._sockets.values():
             try:
-                line.socket.shutdown(socket.SHUT_RDWR)
+                data_socket.socket.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # the other end was faster
 
     async def close(self) -> None:
-        """Cuts, and closes once the thread has let go. Idempotent."""
+        """Shuts the sockets down, and closes them once the thread no longer uses them. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        self.cut()
-        await self._run(self._close)
+        self.shut_down()
+        await self.in_thread(self._close)
         self._thread.shutdown(wait=False)
 
     def _close(self) -> None:
-        for line in self._lines.values():
-            line.socket.close()
+        for data_socket in self._sockets.values():
+            data_socket.socket.close()
 
 
 async def _settled(running: asyncio.Future[object]) -> None:
-    """Waits for it whatever comes; how it ended is of no interest any more."""
+    """Waits for the end of `running`, whatever its outcome."""
     try:
         await finish_despite_cancel(running)
     except BaseException:

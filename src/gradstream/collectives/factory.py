@@ -1,8 +1,8 @@
-"""Groups are formed here: the one place that knows their kinds, and chooses among them.
+"""Forms groups: knows their kinds and chooses among them.
 
-All ranks meet in a mesh and say where they are. Ranks of one host that can share memory sum in place;
-of several hosts with as many ranks each, they do so inside each, and send messages between; all others
-send messages, by the algorithm that is named, or by the cheapest for each size, as measured once.
+All ranks meet and say where they are. Ranks of one host that can share memory sum in place. On several hosts
+with equally many ranks they do so inside each host and send messages between hosts. All others send messages,
+by the algorithm that is named, or by the one that measured figures make the cheapest for a size.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from gradstream.collectives.algorithms import ALGORITHMS
-from gradstream.collectives.autotune import Choice
+from gradstream.collectives.autotune import Choice, measure
 from gradstream.collectives.communicator import Communicator
 from gradstream.collectives.group import Group
-from gradstream.collectives.hierarchical_group import HierarchicalGroup
-from gradstream.collectives.measuring import measure
-from gradstream.collectives.message_group import PIECE_BYTES, MessageGroup
+from gradstream.collectives.message_group import PIECE_BYTES, HierarchicalGroup, MessageGroup
 from gradstream.collectives.shm.control_block import available
 from gradstream.collectives.shm.group import SharedGroup
 from gradstream.collectives.shm.rendezvous import RendezvousMembers
@@ -32,10 +30,10 @@ from gradstream.transport.socket.unix import host_id
 __all__ = ["KINDS", "TORCH", "form_group"]
 
 TORCH = {"torch": "auto", "gloo": "gloo", "nccl": "nccl", "mpi": "mpi"}
-"""Kinds that torch.distributed carries out, and the backend that each asks for."""
+"""Kinds of group that use torch.distributed, and the backend of each."""
 
 KINDS = ("auto", "shared", "hierarchical", "messages", *ALGORITHMS, *TORCH)
-"""What `form_group` knows. "auto" chooses, "messages" only among algorithms, all others are by name."""
+"""Kinds of group. "auto" chooses a kind, "messages" an algorithm; each other name stands for itself."""
 
 
 async def form_group(
@@ -51,26 +49,26 @@ async def form_group(
     piece_bytes: int = PIECE_BYTES,
     on_event: Callable[[Event], None] | None = None,
 ) -> Group:
-    """All ranks come together; each calls this at about the same time.
+    """Forms the group of all ranks. Each rank calls this at about the same time.
 
     Args:
-        runtime: of this node.
-        endpoint: started, and told the addresses of all of `names`.
-        names: of all nodes, by rank.
-        rank: of this one.
-        epoch: membership epoch of the group: ranks of different ones do not meet.
-        how: one of `KINDS`; the same at all ranks.
-        silence_s: how long a rank may be silent, now and later, before it counts as lost.
-        host: names what ranks have in common that are close to each other; "" finds out.
-        piece_bytes: messages go in pieces of this size.
-        on_event: hears at rank 0 what was chosen.
+        runtime: runtime of this node.
+        endpoint: a started endpoint that knows the addresses of all `names`.
+        names: names of all nodes, by rank.
+        rank: rank of this node.
+        epoch: membership epoch of the group; ranks of different epochs do not meet.
+        how: one of `KINDS`, the same at all ranks.
+        silence_s: a rank that is silent for this long, now or later, counts as lost, in seconds.
+        host: a name that ranks close to each other have in common; "" finds one.
+        piece_bytes: size of the pieces in which messages go.
+        on_event: called at rank 0 with an event that says what was chosen.
 
     Raises:
         UnknownNameError: there is no such kind.
-        ConfigError: memory is to be shared by ranks that cannot; torch.distributed cannot do it here, see
-            `TorchGroup.form`.
-        DeadlineError, PeerLostError: a rank has not come within `silence_s`, or is gone.
-        RefusedError: ranks do not agree on who they are.
+        ConfigError: the ranks cannot share memory as `how` says, or torch.distributed cannot work here
+            (see `TorchGroup.form`).
+        DeadlineError, PeerLostError: names a rank that has not come within `silence_s`, or is gone.
+        RefusedError: the ranks do not agree on the members of the group.
     """
     if how not in KINDS:
         raise UnknownNameError("kind of group", how, KINDS)
@@ -83,24 +81,25 @@ async def form_group(
             kind="torch", ranks=list(names), epoch=epoch, hosts=by_torch.hosts, algorithm=by_torch.backend
         )
     else:
-        mesh = Communicator(runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s)
+        communicator = Communicator(runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s)
         place = _Place.here(runtime, endpoint.identity.name, host)
-        group, event = await _on(mesh, place, endpoint.identity.job, epoch, how, piece_bytes)
+        group, event = await _form_on(communicator, place, endpoint.identity.job, epoch, how, piece_bytes)
     if on_event is not None and rank == 0:
         on_event(event)
     return group
 
 
-async def _on(
-    mesh: Communicator, place: _Place, job: str, epoch: int, how: str, piece_bytes: int
+async def _form_on(
+    communicator: Communicator, place: _Place, job: str, epoch: int, how: str, piece_bytes: int
 ) -> tuple[Group, GroupEvent]:
-    """Of ranks that meet first, and say where they are; after an error the mesh is closed."""
-    await mesh.meet()
+    """Lets the ranks meet and say where they are, and forms their group. Closes the communicator on an error."""
+    await communicator.meet()
     try:
-        places = [_Place(**json.loads(word)) for word in await mesh.swap(json.dumps(asdict(place)).encode())]
-        return await _Former(mesh, job, epoch, places, piece_bytes).form(how)
+        words = await communicator.all_gather_bytes(json.dumps(asdict(place)).encode())
+        places = [_Place(**json.loads(word)) for word in words]
+        return await _GroupFactory(communicator, job, epoch, places, piece_bytes).form(how)
     except BaseException:
-        await mesh.close()
+        await communicator.close()
         raise
 
 
@@ -109,8 +108,8 @@ class _Place:
     """Where a rank is.
 
     Args:
-        host: what it has in common with ranks that are close.
-        memory: what it has in common with those that it can share memory with; "" with none.
+        host: name that it has in common with ranks that are close.
+        memory: name that it has in common with ranks with which it can share memory; "" for none.
     """
 
     host: str
@@ -123,17 +122,17 @@ class _Place:
             try:
                 memory = host_id()
             except ConfigError:
-                pass  # this system does not say: as if it were alone
+                pass  # this system does not name its host: the rank shares memory with none
         return cls(host or memory or name, memory)
 
 
-class _Former:
-    """Forms a group of ranks that have met, and know where all are."""
+class _GroupFactory:
+    """Forms a group of ranks that have met and know where all of them are."""
 
     def __init__(
-        self, mesh: Communicator, job: str, epoch: int, places: Sequence[_Place], piece_bytes: int
+        self, communicator: Communicator, job: str, epoch: int, places: Sequence[_Place], piece_bytes: int
     ) -> None:
-        self._mesh = mesh
+        self._communicator = communicator
         self._job = job
         self._epoch = epoch
         self._places = places
@@ -144,10 +143,10 @@ class _Former:
         self._hosts = list(by_host.values())
 
     async def form(self, how: str) -> tuple[Group, GroupEvent]:
-        """The same kind at every rank: it follows from `how` and the places alone."""
+        """Forms the same kind at every rank: it follows from `how` and the places alone."""
         shared = all(self._shares(ranks) for ranks in self._hosts)
         even = len({len(ranks) for ranks in self._hosts}) == 1
-        several = self._mesh.size > len(self._hosts)  # ranks on one host
+        several = self._communicator.size > len(self._hosts)  # some host has several ranks
         if how == "shared" or (how == "auto" and shared and several and len(self._hosts) == 1):
             return await self._shared(shared)
         if how in ("auto", "hierarchical") and shared and even and several and len(self._hosts) > 1:
@@ -161,56 +160,64 @@ class _Former:
         return len(memories) == 1 and "" not in memories
 
     async def _shared(self, possible: bool) -> tuple[Group, GroupEvent]:
-        mesh = self._mesh
+        communicator = self._communicator
         if not possible or len(self._hosts) > 1:
-            where = ", ".join(f"{name} at {p.host}" for name, p in zip(mesh.names, self._places, strict=True))
+            where = ", ".join(
+                f"{name} at {p.host}" for name, p in zip(communicator.names, self._places, strict=True)
+            )
             raise ConfigError(
                 f"ranks cannot share memory ({where}): use the algorithm 'auto', or one by name"
             )
-        group = await self._join(list(range(mesh.size)), "all")
-        await mesh.close()
+        group = await self._join(list(range(communicator.size)), "all")
+        await communicator.close()
         return group, self._event("shared", "in place")
 
     async def _join(self, ranks: Sequence[int], purpose: str) -> SharedGroup:
-        mesh = self._mesh
-        party = RendezvousMembers(
-            self._job, [mesh.names[rank] for rank in ranks], ranks.index(mesh.rank), self._epoch, purpose
+        communicator = self._communicator
+        members = RendezvousMembers(
+            self._job,
+            [communicator.names[rank] for rank in ranks],
+            ranks.index(communicator.rank),
+            self._epoch,
+            purpose,
         )
-        return await SharedGroup.join(mesh.runtime, party, deadline_s=mesh.silence_s)
+        return await SharedGroup.join(communicator.runtime, members, deadline_s=communicator.silence_s)
 
     async def _hierarchical(self) -> tuple[Group, GroupEvent]:
-        mesh = self._mesh
-        number, own = next((i, ranks) for i, ranks in enumerate(self._hosts) if mesh.rank in ranks)
-        inside = await mesh.guarded(self._join(own, f"host-{number}"))
-        lane = [ranks[own.index(mesh.rank)] for ranks in self._hosts]
-        await self._string(lane)
-        figures = await measure(mesh)
-        choice, everybody = Choice(len(lane), figures), Choice(mesh.size, figures)
+        communicator = self._communicator
+        number, own = next((i, ranks) for i, ranks in enumerate(self._hosts) if communicator.rank in ranks)
+        inside = await communicator.guarded(self._join(own, f"host-{number}"))
+        across = [ranks[own.index(communicator.rank)] for ranks in self._hosts]
+        await self._connect(across)
+        figures = await measure(communicator)
+        choice, everybody = Choice(len(across), figures), Choice(communicator.size, figures)
         piece_bytes = self._piece_bytes
-        between = MessageGroup(mesh, algorithm="auto", choice=choice, ranks=lane, piece_bytes=piece_bytes)
-        whole = MessageGroup(mesh, algorithm="auto", choice=everybody, piece_bytes=piece_bytes)
-        group = HierarchicalGroup(mesh, inside, between, whole)
+        between = MessageGroup(
+            communicator, algorithm="auto", choice=choice, ranks=across, piece_bytes=piece_bytes
+        )
+        whole = MessageGroup(communicator, algorithm="auto", choice=everybody, piece_bytes=piece_bytes)
+        group = HierarchicalGroup(communicator, inside, between, whole)
         return group, self._event("hierarchical", "in place inside hosts", choice)
 
     async def _messages(self, algorithm: str) -> tuple[MessageGroup, GroupEvent]:
-        mesh = self._mesh
-        await self._string(range(mesh.size))
-        choice = Choice(mesh.size, await measure(mesh)) if algorithm == "auto" else None
+        communicator = self._communicator
+        await self._connect(range(communicator.size))
+        choice = Choice(communicator.size, await measure(communicator)) if algorithm == "auto" else None
         group = MessageGroup(
-            mesh, algorithm=algorithm, choice=choice, hosts=self._hosts, piece_bytes=self._piece_bytes
+            communicator, algorithm=algorithm, choice=choice, hosts=self._hosts, piece_bytes=self._piece_bytes
         )
         return group, self._event("messages", algorithm, choice)
 
-    async def _string(self, ranks: Sequence[int]) -> None:
-        if isinstance(self._mesh.runtime, RealRuntime):  # virtual nodes have streams alone
-            await self._mesh.string(ranks)
+    async def _connect(self, ranks: Sequence[int]) -> None:
+        if isinstance(self._communicator.runtime, RealRuntime):  # virtual nodes have streams alone
+            await self._communicator.connect_data_sockets(ranks)
 
     def _event(self, kind: str, algorithm: str, choice: Choice | None = None) -> GroupEvent:
         figures = {} if choice is None else asdict(choice.figures)
         table = {} if choice is None else choice.table()
         return GroupEvent(
             kind=kind,
-            ranks=list(self._mesh.names),
+            ranks=list(self._communicator.names),
             epoch=self._epoch,
             hosts=len(self._hosts),
             algorithm=algorithm,

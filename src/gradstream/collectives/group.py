@@ -1,12 +1,11 @@
 """The `Group`: ranks that combine their vectors, under one membership epoch, without a server.
 
-Every rank calls the same operations in the same order, with spans of the same length: this is what a
-group matches them by. All ranks get the same bits, which depend on no timing.
+Every rank calls the same operations in the same order, with spans of the same length; a group matches them by
+this order. All ranks get the same bits, which depend on no timing.
 
-A rank that dies or stays silent fails the operation for every other one, within the deadline: each gets
-a `PeerLostError` or a `DeadlineError` that names the rank, and the group is broken: every operation
-after that raises the same. What the operation's memory holds is then undefined, so an update is made
-only of a result that has been returned.
+If a rank dies or stays silent, the operation fails at every other rank within the deadline, with a
+`PeerLostError` or a `DeadlineError` that names the rank. The group is then broken: every later operation raises
+the same error. The contents of the operation's memory are undefined, so callers use only a returned result.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["Group", "slice_of"]
 
 
 def slice_of(elems: int, rank: int, size: int) -> tuple[int, int]:
-    """[start, stop) of the slice that `rank` of `size` owns of so many elements.
+    """[start, stop) of the slice of `elems` elements that `rank` of `size` owns.
 
     Edges are multiples of 64 elements where there are enough, since update rules round differently at
     unaligned cuts; slices differ by at most 64 elements, and the last ones may be empty.
@@ -33,66 +32,71 @@ def slice_of(elems: int, rank: int, size: int) -> tuple[int, int]:
 
 
 class Group(Protocol):
-    """Ranks 0 to size-1 of one run, and what they can do together."""
+    """Ranks 0 to size-1 of one run, and their collective operations."""
 
     rank: int
     size: int
     names: Sequence[str]  # of the nodes, by rank
-    shares_memory: bool  # what `common` gives is one vector for all
+    shares_memory: bool  # `common` gives one vector for all ranks
 
     def allocate(self, elems: int, dtype: torch.dtype, name: str, *, lead_bytes: int = 0) -> Vector:
-        """A vector of zeros, where this group works best in place.
+        """Allocates a vector of zeros in memory that suits this group best.
 
-        Every rank allocates the same vectors in the same order. Spans of other vectors can be given to
-        every operation too; a carrier of shared memory copies them first.
+        Every rank allocates the same vectors in the same order. Operations take spans of other vectors, too;
+        a group in shared memory copies those first.
 
         Args:
-            lead_bytes: how far past a multiple of 64 bytes it begins, where the group can choose.
+            elems: length of the vector.
+            dtype: type of its elements.
+            name: name of the vector, for messages.
+            lead_bytes: distance of its first element from a multiple of 64 bytes, where the group can choose.
         """
         ...
 
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
-        """A vector of zeros for what all ranks have alike: one for all, where the group shares memory.
+        """A vector of zeros for contents that are the same at all ranks.
 
-        Elsewhere each rank gets its own. A rank writes its own `slice_of` a span alone, while no other
-        reads it, and calls `all_gather` of that span: which moves nothing where the vector is one for all.
-        Every rank asks for the same ones, in the same order.
+        A group that shares memory gives all ranks one vector; in other groups each rank gets its own. A rank
+        writes only its own `slice_of` a span, while no other rank reads it, and then calls `all_gather` of
+        the span, which moves nothing in a vector that all ranks share. Every rank asks for the same vectors,
+        in the same order.
 
         Raises:
-            PeerLostError, DeadlineError: a rank that has to make it is gone or silent.
+            PeerLostError, DeadlineError: the rank that makes the vector is gone or silent.
         """
         ...
 
     async def allreduce(self, span: Span, *, weight: float = 1.0) -> Span:
-        """Σ_r weight_r · span_r, over all ranks.
+        """Sums up Σ_r weight_r · span_r over all ranks.
 
         Args:
-            span: this rank's; lent for reading and writing until the call returns, undefined after it
-                unless it is what is returned.
-            weight: this rank's, multiplied in before the sum.
+            span: this rank's part; lent for reading and writing until the call returns. Its contents are
+                undefined afterwards unless it is returned.
+            weight: factor of this rank's part.
 
         Returns:
-            Where the sum lies: `span` itself, or memory of the group's. It can be read until the next
-            operation on any of the same elements: buckets of one vector are summed one after the
-            other, and read together. Of a vector that is not the group's own, until the next operation.
+            The span that holds the sum: `span` itself, or memory of the group. For a vector that the group
+            has allocated it can be read until the next operation on any of the same elements, so that
+            buckets of one vector can be summed one after the other and read together. For any other vector
+            it can be read until the next operation.
 
         Raises:
-            PeerLostError, DeadlineError: naming a rank; the group is broken.
+            PeerLostError, DeadlineError: names a rank; the group is broken.
         """
         ...
 
     async def reduce_scatter(self, span: Span, *, weight: float = 1.0) -> Span:
-        """As `allreduce`, but each rank gets only its own `slice_of` the sum."""
+        """Sums up as `allreduce` does, but each rank gets only its own `slice_of` the sum."""
         ...
 
     async def all_gather(self, span: Span) -> None:
-        """Each rank's own `slice_of` the span, to every rank: afterwards all have all of it, in `span`."""
+        """Sends each rank's own `slice_of` the span to every rank. Afterwards all ranks have the whole in `span`."""
         ...
 
     async def broadcast(self, span: Span, *, root: int = 0) -> None:
-        """The span of rank `root`, into that of every rank."""
+        """Copies the span of rank `root` into that of every rank."""
         ...
 
     async def close(self) -> None:
-        """Gives back what the group holds. Others that wait for this rank fail. Idempotent."""
+        """Leaves the group and releases what it holds. Ranks that wait for this one fail. Idempotent."""
         ...

@@ -1,4 +1,4 @@
-"""`MessageGroup`: the `Group` that sends messages, over any carrier, by any algorithm."""
+"""The groups that send messages: `MessageGroup` between all ranks, `HierarchicalGroup` between hosts alone."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS, binomial_tree, hierarchical
-from gradstream.collectives.autotune import Choice, MeasuredCosts
+from gradstream.collectives.autotune import Choice, MeasuredCosts, measure
 from gradstream.collectives.communicator import Communicator
 from gradstream.collectives.executor import carry_out
-from gradstream.collectives.group import slice_of
-from gradstream.collectives.measuring import measure
+from gradstream.collectives.group import Group, slice_of
 from gradstream.collectives.operation import Operation
 from gradstream.collectives.plan import DependencyPlan
 from gradstream.collectives.schedule import Schedule
@@ -22,30 +22,26 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Work
 
-__all__ = ["PIECE_BYTES", "MessageGroup"]
+__all__ = ["PIECE_BYTES", "HierarchicalGroup", "MessageGroup"]
 
 PIECE_BYTES = 1 << 20
-"""A message goes in pieces of this size: the next step begins with the first of them."""
+"""Messages go in pieces of this size, so that the next step can begin when the first piece has arrived."""
 
 
 class MessageGroup:
-    """Implements `Group` on the links of a mesh.
+    """A `Group` that sends messages, over any carrier, by any algorithm.
 
-    Operations go one after the other, in the order of their calls; one may be called before the last
-    has returned.
+    Operations run one after the other, in the order of their calls. A caller need not wait for one before it
+    calls the next.
 
     Args:
-        mesh: of ranks that have met. Closed with this group.
-        algorithm: of `ALGORITHMS`, "hierarchical", or "auto", which takes what `choice` says.
-        choice: what to take for how many bytes.
+        communicator: its ranks have met. The group closes it.
+        algorithm: one of `ALGORITHMS`, "hierarchical", or "auto", which asks `choice`.
+        choice: chooses an algorithm by the number of bytes.
         hosts: the ranks of each host, for "hierarchical".
-        ranks: those of the mesh that are in this group; all by default. Groups on one mesh that share
-            two ranks are used by turns.
+        ranks: ranks of the communicator that are in this group; all by default. Groups that have two ranks
+            in common must not run operations at the same time.
         piece_bytes: see `PIECE_BYTES`.
-
-    Attributes:
-        choice: see there.
-        algorithm: see there.
 
     Raises:
         UnknownNameError: there is no such algorithm.
@@ -55,7 +51,7 @@ class MessageGroup:
 
     def __init__(
         self,
-        mesh: Communicator,
+        communicator: Communicator,
         *,
         algorithm: str = "ring",
         choice: Choice | None = None,
@@ -63,20 +59,20 @@ class MessageGroup:
         ranks: Sequence[int] = (),
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        self._ranks = tuple(ranks) or tuple(range(mesh.size))
-        self.rank, self.size = self._ranks.index(mesh.rank), len(self._ranks)
-        self.names: Sequence[str] = [mesh.names[rank] for rank in self._ranks]
+        self._ranks = tuple(ranks) or tuple(range(communicator.size))
+        self.rank, self.size = self._ranks.index(communicator.rank), len(self._ranks)
+        self.names: Sequence[str] = [communicator.names[rank] for rank in self._ranks]
         self.choice = choice
-        self._mesh = mesh
-        self._runtime = mesh.runtime
+        self._communicator = communicator
+        self._runtime = communicator.runtime
         self._hosts = tuple(map(tuple, hosts)) or tuple((rank,) for rank in range(self.size))
         self.algorithm = self._known(algorithm)
         self._piece_bytes = piece_bytes
-        self._turn = asyncio.Lock()  # serves in the order of coming
+        self._lock = asyncio.Lock()  # first come, first served
         self._count = 0
 
     def allocate(self, elems: int, dtype: torch.dtype, name: str, *, lead_bytes: int = 0) -> Vector:
-        """See `Group.allocate`: any memory does."""
+        """See `Group.allocate`: takes memory of the node."""
         return self._runtime.memory.allocate(elems, dtype, name, lead_bytes=lead_bytes)
 
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
@@ -87,9 +83,9 @@ class MessageGroup:
         """See `Group.allreduce`: the sum lies in `span`.
 
         Args:
-            span: as there.
-            weight: as there.
-            algorithm: another one for this time, the same at all ranks.
+            span: see `Group.allreduce`.
+            weight: see `Group.allreduce`.
+            algorithm: replaces the group's algorithm in this call; the same at all ranks.
         """
         name = self._known(algorithm or self.algorithm)
         if name == "auto":
@@ -98,7 +94,7 @@ class MessageGroup:
         return span
 
     async def reduce_scatter(self, span: Span, *, weight: float = 1.0) -> Span:
-        """See `Group.reduce_scatter`: the slice lies in its place of `span`."""
+        """See `Group.reduce_scatter`: the slice lies at its place in `span`."""
         await self._carry_out(
             f"reduce_scatter by {self._parts(span)}", self._parts(span), span, weight=weight
         )
@@ -116,17 +112,17 @@ class MessageGroup:
         await self._carry_out(f"broadcast from rank {root}", str(root), span)
 
     async def measure(self, elems: int) -> MeasuredCosts:
-        """What messages and sums cost now, on the very links of this group. All ranks call it at once.
+        """Measures what messages and sums cost now, between the ranks of this group. All ranks call it at once.
 
         Args:
-            elems: float32 of a long message; it goes in pieces, as those of operations do.
+            elems: float32 elements of a long message, which goes in pieces as an operation's does.
         """
-        async with self._turn:
-            return await measure(self._mesh, elems, max(1, self._piece_bytes // 4))
+        async with self._lock:
+            return await measure(self._communicator, elems, max(1, self._piece_bytes // 4))
 
     async def close(self) -> None:
         """See `Group.close`."""
-        await self._mesh.close()
+        await self._communicator.close()
 
     # ---- inside -------------------------------------------------------------------------
 
@@ -137,7 +133,7 @@ class MessageGroup:
         return algorithm
 
     def _parts(self, span: Span) -> str:
-        """The algorithm of a half of allreduce."""
+        """The algorithm for a reduce-scatter or an all-gather."""
         if self.algorithm == "auto" and self.choice is not None:
             return self.choice.parts(_size_bytes(span))
         fits = self.algorithm in PARTS and PARTS[self.algorithm].fits(self.size)
@@ -149,18 +145,97 @@ class MessageGroup:
         verb, text = text.partition(" ")[0], f"{text} of {len(span)} {dtype}"
         operation = Operation(self._count, zlib.crc32(text.encode()), text)
         with span.borrowed(write=True, to=f"{self.names[self.rank]}: {text}") as tensor:
-            async with self._turn:
+            async with self._lock:
                 plan = _plan(verb, how, self.rank, self.size, len(span), self._hosts)
-                await self._mesh.guarded(self._play(operation, plan, tensor, weight), streams_alone=True)
+                await self._communicator.guarded(
+                    self._run(operation, plan, tensor, weight), streams_only=True
+                )
 
-    async def _play(
+    async def _run(
         self, operation: Operation, plan: DependencyPlan, tensor: torch.Tensor, weight: float
     ) -> None:
         if weight != 1.0:
             work = Work("reduce", elems=len(tensor))
             await self._runtime.compute(lambda _: _scale(tensor, weight), work=work, lane="exchange")
         piece_elems = max(1, self._piece_bytes // tensor.element_size())
-        await carry_out(self._mesh, self._ranks, operation, plan, tensor, piece_elems)
+        await carry_out(self._communicator, self._ranks, operation, plan, tensor, piece_elems)
+
+
+class HierarchicalGroup:
+    """A `Group` of several hosts with equally many ranks: in place inside each host, by messages between hosts.
+
+    An allreduce is a reduce-scatter inside the host, an allreduce of the slice among the ranks of the
+    same place on all hosts, and an all-gather inside the host. The loss of any rank breaks the whole group,
+    and every rank learns its name.
+
+    Args:
+        communicator: its ranks, all of the group, have met. The group closes it.
+        inside: the ranks of this host.
+        between: the ranks of the same place on each host.
+        whole: all ranks, for the operations that do not divide in this way.
+    """
+
+    shares_memory = False
+
+    def __init__(
+        self, communicator: Communicator, inside: Group, between: MessageGroup, whole: MessageGroup
+    ) -> None:
+        self.rank, self.size = communicator.rank, communicator.size
+        self.names: Sequence[str] = communicator.names
+        self._communicator = communicator
+        self._inside = inside
+        self._between = between
+        self._whole = whole
+        self._lock = asyncio.Lock()  # first come, first served
+
+    def allocate(self, elems: int, dtype: torch.dtype, name: str, *, lead_bytes: int = 0) -> Vector:
+        """See `Group.allocate`: memory in which the ranks of the host work in place."""
+        return self._inside.allocate(elems, dtype, name, lead_bytes=lead_bytes)
+
+    async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
+        """See `Group.common`: each rank has its own."""
+        return self.allocate(elems, dtype, name)
+
+    async def allreduce(self, span: Span, *, weight: float = 1.0) -> Span:
+        """See `Group.allreduce`: the sum lies in `span`."""
+        async with self._lock:
+            await self._communicator.guarded(self._allreduce(span, weight))
+        return span
+
+    async def _allreduce(self, span: Span, weight: float) -> None:
+        own = await self._inside.reduce_scatter(span, weight=weight)
+        start, stop = slice_of(len(span), self._inside.rank, self._inside.size)
+        place = Span(span.vector, span.start + start, span.start + stop)
+        if (own.vector, own.start) != (place.vector, place.start):
+            await self._communicator.runtime.compute(
+                lambda _: _copy(place.tensor, own.tensor),
+                work=Work("copy", elems=len(own)),
+                reads=[own],
+                writes=[place],
+                lane="exchange",
+            )
+        await self._between.allreduce(place)
+        await self._inside.all_gather(span)
+
+    async def reduce_scatter(self, span: Span, *, weight: float = 1.0) -> Span:
+        """See `Group.reduce_scatter`."""
+        async with self._lock:
+            return await self._whole.reduce_scatter(span, weight=weight)
+
+    async def all_gather(self, span: Span) -> None:
+        """See `Group.all_gather`."""
+        async with self._lock:
+            await self._whole.all_gather(span)
+
+    async def broadcast(self, span: Span, *, root: int = 0) -> None:
+        """See `Group.broadcast`."""
+        async with self._lock:
+            await self._whole.broadcast(span, root=root)
+
+    async def close(self) -> None:
+        """See `Group.close`."""
+        await self._inside.close()
+        await self._communicator.close()
 
 
 def _size_bytes(span: Span) -> int:
@@ -190,3 +265,7 @@ def _schedule(
     if how == "hierarchical":
         return hierarchical.allreduce(rank, hosts, elems)
     return ALGORITHMS[how].schedule(rank, size, elems)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    np.copyto(target.numpy(), source.numpy())

@@ -1,4 +1,4 @@
-"""An operation of a group, as its ranks agree on it."""
+"""An operation of a group, as all its ranks describe it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Operation"]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What the ranks do together, for all of them to agree on.
+    """Identifies one operation, so that a rank refuses chunks of another one.
 
     Args:
-        number: of the operation in its group.
-        digest: of what it is; chunks of another one are refused.
-        text: the same for people.
+        number: number of the operation in its group.
+        digest: checksum of `text`.
+        text: what the ranks do, for messages.
     """
 
     number: int
@@ -24,7 +24,7 @@ class Operation:
     text: str
 
     def mismatch(self, peer: str, number: int) -> ConfigError:
-        """The error where a peer is in another operation, which is its `number`."""
+        """The error to raise if a peer is in another operation, the one with its number `number`."""
         return ConfigError(
             f"{self.text} is this rank's operation {self.number} of the group, but {peer} does another "
             f"(its number {number}): all ranks must call the same operations in the same order, with as "

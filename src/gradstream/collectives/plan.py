@@ -1,25 +1,25 @@
-"""Plans: which steps of a schedule have to wait for which, so that all others can go on at once."""
+"""Plans: which steps of a schedule have to wait for which others, and how far each of them is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradstream.collectives.schedule import Recv, Schedule, Send, Step
 
-__all__ = ["DependencyPlan"]
+__all__ = ["DependencyPlan", "PlanProgress"]
 
 
 @dataclass(frozen=True, slots=True)
 class DependencyPlan:
-    """A schedule, ready to be carried out.
+    """A schedule with its dependencies. Steps that do not depend on each other may run at the same time.
 
     Args:
-        steps: those of at least one element, in their order.
-        after: for each, the numbers of earlier steps on some of its elements. Two sends do not
-            conflict; what follows from other entries is left out.
-        sends, recvs: numbers of steps by peer, in their order: what goes to one peer, or comes from
-            it, goes one after the other.
+        steps: the steps of at least one element, in the order of the schedule.
+        after: for each step, the numbers of earlier steps that touch some of its elements. Two sends do not
+            conflict. Dependencies that follow from other entries are left out.
+        sends: for each peer, the numbers of the steps that send to it, in order. They run one after the other.
+        recvs: for each peer, the numbers of the steps that receive from it, in order.
     """
 
     steps: Sequence[Step]
@@ -29,7 +29,7 @@ class DependencyPlan:
 
     @classmethod
     def of(cls, schedule: Schedule) -> DependencyPlan:
-        """Looks at each pair of steps once, from the later one backwards."""
+        """Derives the plan of a schedule."""
         steps = [step for step in schedule if step.stop > step.start]
         return cls(
             steps,
@@ -37,6 +37,56 @@ class DependencyPlan:
             _by_peer((step.peer, number) for number, step in enumerate(steps) if isinstance(step, Send)),
             _by_peer((step.peer, number) for number, step in enumerate(steps) if isinstance(step, Recv)),
         )
+
+
+class PlanProgress:
+    """How far each step of a plan is, and how far it may go. Drivers move the bytes and report here.
+
+    A position counts units along the vector. A unit is an element, or a byte for a driver that may stop in
+    the middle of an element.
+
+    Args:
+        plan: plan of this rank.
+        piece_elems: the most elements that a driver moves or adds at once.
+        unit: units of one element.
+
+    Attributes:
+        piece: length of a piece, in units.
+        passed: for each step, the position up to which it is done.
+    """
+
+    def __init__(self, plan: DependencyPlan, piece_elems: int, unit: int = 1) -> None:
+        self.plan = plan
+        self.unit = unit
+        self.piece = max(1, piece_elems) * unit
+        self.passed = [step.start * unit for step in plan.steps]
+        self._stops = [step.stop * unit for step in plan.steps]
+
+    def limit(self, number: int) -> int:
+        """The position up to which a step may go: earlier steps are done with the elements below it."""
+        low = self._stops[number]
+        for earlier in self.plan.after[number]:
+            if self.passed[earlier] < self._stops[earlier]:
+                low = min(low, self.passed[earlier])
+        return low
+
+    def room(self, number: int, stop: int) -> int:
+        """Units that a step may move now, up to `stop`: all of them or none.
+
+        Drivers send and add whole pieces, since a part of one would cost a system call or a message of its own.
+        """
+        return stop - self.passed[number] if self.limit(number) >= stop else 0
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """[start, stop) of a step, as positions."""
+        return self.plan.steps[number].start * self.unit, self._stops[number]
+
+    def pieces(self, numbers: Iterable[int]) -> Iterator[tuple[int, int, int]]:
+        """(step, start, stop) of each piece of these steps. Sender and receiver cut a step alike."""
+        for number in numbers:
+            first, last = self.bounds(number)
+            for start in range(first, last, self.piece):
+                yield number, start, min(start + self.piece, last)
 
 
 def _before(steps: Sequence[Step], number: int) -> list[int]:
@@ -48,12 +98,12 @@ def _before(steps: Sequence[Step], number: int) -> list[int]:
         if max(step.start, other.start) < min(step.stop, other.stop):
             found.append(earlier)
             if isinstance(other, Recv) and other.start <= step.start and step.stop <= other.stop:
-                break  # itself behind everything before it on these elements
+                break  # this receive waits itself for everything before it on these elements
     return found
 
 
 def _by_peer(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    lanes: dict[int, list[int]] = {}
+    numbers: dict[int, list[int]] = {}
     for peer, number in pairs:
-        lanes.setdefault(peer, []).append(number)
-    return lanes
+        numbers.setdefault(peer, []).append(number)
+    return numbers

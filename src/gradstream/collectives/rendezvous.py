@@ -1,6 +1,6 @@
-"""The meeting: how the ranks of a group find each other, each of the lower rank of two calling the higher.
+"""How the ranks of a group find each other: of every two, the lower rank opens a stream to the higher one.
 
-Nobody has to come first: who calls a rank that is not there yet calls again.
+Ranks may come in any order: a rank tries again while the one that it calls is not there yet.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from gradstream.wire import v1
 
 __all__ = ["Rendezvous"]
 
-WINDOW = 16  # chunks that a rank holds of each other one at most
-RETRY_S = 0.02  # after a peer that has not come yet
+WINDOW = 16  # most chunks that a rank holds for each other one
+RETRY_S = 0.02  # between two calls of a rank that has not come yet
 NOT_YET = {"UNKNOWN_METHOD", "NOT_MEMBER", "STALE_EPOCH"}
-"""What a peer answers that is not in the group yet."""
+"""Codes with which a rank refuses a stream while it is not in the group yet."""
 
 
 class Rendezvous:
-    """One rank's part of it.
+    """Opens and accepts the streams of one rank.
 
     Args:
-        runtime: of this node.
+        runtime: runtime of this node.
         endpoint: see `Communicator`.
-        names: of all nodes, by rank.
-        rank: of this one.
-        epoch: of the group.
-        silence_s: how long to wait for each rank.
-        on_linked: hears of each stream, with the rank at its other end.
+        names: names of all nodes, by rank.
+        rank: rank of this node.
+        epoch: membership epoch of the group.
+        silence_s: longest wait for a rank, in seconds.
+        on_stream: called with each new stream and the rank at its other end.
 
     Attributes:
-        streams: by rank, of those who have come.
+        streams: the streams that are open so far, by rank.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Rendezvous:
         *,
         epoch: int,
         silence_s: float,
-        on_linked: Callable[[int, Stream], object],
+        on_stream: Callable[[int, Stream], object],
     ) -> None:
         self.streams: dict[int, Stream] = {}
         self._runtime = runtime
@@ -58,35 +58,35 @@ class Rendezvous:
         self._me = names[rank]
         self._epoch = epoch
         self._silence_s = silence_s
-        self._on_linked = on_linked
-        self._served: dict[int, asyncio.Future[None]] = {}  # handlers that wait for the group's end
-        self._linked = Broadcast()
-        self._is_over = False
+        self._on_stream = on_stream
+        self._served: dict[int, asyncio.Future[None]] = {}  # each ends the handler of an accepted stream
+        self._new_stream = Broadcast()
+        self._is_closed = False
 
-    async def hold(self) -> None:
+    async def meet(self) -> None:
         """Returns once there is a stream with every other rank.
 
         Raises:
-            DeadlineError, PeerLostError: somebody has not come within `silence_s`, or is gone: who.
-            RefusedError: ranks do not agree on who they are.
+            DeadlineError, PeerLostError: names a rank that has not come within `silence_s`, or is gone.
+            RefusedError: the ranks do not agree on the members of the group.
         """
         begun_ns = self._runtime.now()
         higher = range(self._rank + 1, len(self._names))
-        await self._runtime.gather(self._lower_ranks(), *(self._call(rank, begun_ns) for rank in higher))
+        await self._runtime.gather(self._await_lower(), *(self._open(rank, begun_ns) for rank in higher))
 
-    def over(self) -> None:
-        """Nobody is welcome any more."""
-        self._is_over = True
+    def close(self) -> None:
+        """Accepts no further stream."""
+        self._is_closed = True
 
     def release(self, rank: int) -> bool:
-        """Ends this side of the stream of a lower rank; False where this rank has opened it."""
-        over = self._served.get(rank)
-        if over is not None and not over.done():
-            over.set_result(None)  # its handler returns, which ends it
-        return over is not None
+        """Ends this side of the stream of a lower rank. Returns False if this rank has opened the stream."""
+        served = self._served.get(rank)
+        if served is not None and not served.done():
+            served.set_result(None)  # the handler returns, which ends the stream
+        return served is not None
 
-    async def _call(self, rank: int, begun_ns: int) -> None:
-        """Opens the stream with a higher rank, again and again until that has come."""
+    async def _open(self, rank: int, begun_ns: int) -> None:
+        """Opens the stream to a higher rank; tries again until that rank has come."""
         name = self._names[rank]
         request = v1.Exchange(epoch=self._epoch, rank=self._rank, names=self._names)
         while True:
@@ -104,10 +104,10 @@ class Rendezvous:
             except BaseException:
                 stream.cancel("the group was given up")
                 raise
-            self._link(rank, stream)
+            self._add(rank, stream)
             return
 
-    async def _lower_ranks(self) -> None:
+    async def _await_lower(self) -> None:
         """Waits until all lower ranks have opened their streams."""
         try:
             await self._runtime.within(self._silence_s, self._all_lower())
@@ -117,34 +117,34 @@ class Rendezvous:
 
     async def _all_lower(self) -> None:
         while any(rank not in self.streams for rank in range(self._rank)):
-            await self._linked.wait()
+            await self._new_stream.wait()
 
     def _absent(self, name: str) -> DeadlineError:
         message = f"has not come to the group of epoch {self._epoch} within {self._silence_s:g} s"
         return DeadlineError(name, message)
 
-    async def welcome(self, stream: Stream) -> None:
-        """Serves the stream of a lower rank, until either side closes."""
+    async def accept(self, stream: Stream) -> None:
+        """Serves the stream of a lower rank until either side closes it."""
         request = v1.Exchange.FromString(stream.opened.body)
-        if request.epoch != self._epoch or self._is_over:
+        if request.epoch != self._epoch or self._is_closed:
             message = f"{self._me} is in the group of epoch {self._epoch}, not in that of {request.epoch}"
             raise RefusedError(self._me, "NOT_MEMBER", message)
         if tuple(request.names) != self._names or not request.rank < self._rank:
-            who = f"{', '.join(request.names)}, of whom it is rank {request.rank}"
-            message = f"{stream.peer} has a group of {who}: expected {', '.join(self._names)}"
+            theirs, ours = ", ".join(request.names), ", ".join(self._names)
+            message = f"{stream.peer} is rank {request.rank} of a group of {theirs}: expected one of {ours}"
             raise RefusedError(self._me, "BAD_REQUEST", message)
         if self._names[request.rank] != stream.opened.sender:
             message = f"{stream.opened.sender} says that it is {self._names[request.rank]}"
             raise RefusedError(self._me, "BAD_REQUEST", message)
         if request.rank in self.streams:
             raise RefusedError(self._me, "SUPERSEDED", f"{stream.peer} is in this group already")
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._served[request.rank] = over
+        served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._served[request.rank] = served
         stream.on_release(partial(self.release, request.rank))
-        self._link(request.rank, stream)
-        await over
+        self._add(request.rank, stream)
+        await served
 
-    def _link(self, rank: int, stream: Stream) -> None:
+    def _add(self, rank: int, stream: Stream) -> None:
         self.streams[rank] = stream
-        self._on_linked(rank, stream)
-        self._linked.ring()
+        self._on_stream(rank, stream)
+        self._new_stream.ring()

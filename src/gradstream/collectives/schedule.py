@@ -1,13 +1,13 @@
 """Schedules: what each rank sends and receives, as data.
 
-A schedule is one rank's list of steps on its vector, which is combined in place. They take effect as if
-done one after the other, in the order listed; but a step only ever has to wait for earlier steps on the
-same elements, so that who carries them out may do the others at the same time, and a long step piece by
-piece. What one rank sends to another arrives in the order sent.
+A schedule is one rank's list of steps on its vector, which is combined in place. The steps take effect as if
+they ran one after the other, in the order listed. But a step has to wait only for earlier steps on the same
+elements, so that an executor may run the others at the same time, and a long step piece by piece. What one
+rank sends to another arrives in the order sent.
 
 A schedule is made by a pure function of (rank, size, elems), one for each algorithm, in
-`gradstream.collectives.algorithms`. `gradstream.testing.schedule_checks` plays all ranks' schedules on
-plain arrays.
+`gradstream.collectives.algorithms`. `gradstream.testing.schedule_checks` executes the schedules of all ranks
+on plain arrays.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["MakeSchedule", "Recv", "Schedule", "ScheduleCost", "Send", "Step", "
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """The elements [start, stop), as they are when this step's turn comes, to rank `peer`."""
+    """Sends the elements [start, stop), with the values that earlier steps have left, to rank `peer`."""
 
     peer: int
     start: int
@@ -30,7 +30,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """What rank `peer` sends takes the place of [start, stop), or is added to it."""
+    """Receives elements from rank `peer` which replace [start, stop), or are added to them."""
 
     peer: int
     start: int
@@ -41,27 +41,30 @@ class Recv:
 Step: TypeAlias = Send | Recv
 
 Schedule: TypeAlias = Sequence[Step]
-"""Of one rank."""
+"""The steps of one rank, in order."""
 
 MakeSchedule: TypeAlias = Callable[[int, int, int], list[Step]]
-"""(rank, size, elems) to the schedule of that rank."""
+"""Makes the schedule of a rank from (rank, size, elems)."""
 
 
 def cuts_of(elems: int, parts: int) -> list[int]:
-    """The edges of so many parts, which differ by at most one element: part i is [cuts[i], cuts[i + 1])."""
+    """Edges that divide `elems` elements into `parts` parts, whose lengths differ by at most one.
+
+    Part i is [cuts[i], cuts[i + 1]).
+    """
     return [elems * part // parts for part in range(parts + 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCost:
-    """What an algorithm costs on the critical path: seconds = alphas·α + betas·n·β + gammas·n·γ + overhead·o.
+    """Cost of an algorithm on the critical path: seconds = alphas·α + betas·n·β + gammas·n·γ + overhead·o.
 
     Args:
-        alphas: messages one after the other; α is the seconds that each costs, however short.
-        betas: vectors sent or received one after the other; n·β is the seconds of one.
-        gammas: vectors added; n·γ is the seconds of one.
-        overhead: messages that a rank handles besides those, at the same time; o is the work of one. A network
-            carries them at once, which is why the textbooks leave them out; a processor does not.
+        alphas: number of messages one after the other; each costs α seconds, however short it is.
+        betas: number of vectors sent or received one after the other; each costs n·β seconds.
+        gammas: number of vectors added; each costs n·γ seconds.
+        overhead: number of messages that a rank handles besides those, at the same time; each costs o seconds
+            of its processor. Textbooks leave them out, since a network carries them at once.
     """
 
     alphas: float
@@ -77,6 +80,14 @@ class ScheduleCost:
         gamma_s_byte: float = 0.0,
         message_s: float = 0.0,
     ) -> float:
-        """Of a vector of so many bytes, on a network and ranks of such figures."""
+        """Seconds for a vector of `num_bytes` bytes.
+
+        Args:
+            num_bytes: length of the vector.
+            alpha_s: α, in seconds.
+            beta_s_byte: β, for each byte.
+            gamma_s_byte: γ, for each byte.
+            message_s: o, in seconds.
+        """
         per_byte_s = self.betas * beta_s_byte + self.gammas * gamma_s_byte
         return self.alphas * alpha_s + self.overhead * message_s + num_bytes * per_byte_s

@@ -1,7 +1,7 @@
-"""Memory that all workers of a machine have in common, in which each writes as it likes.
+"""The shared window: memory that all workers of a machine read and write without coordination.
 
-Processes meet as an in-place group does (`SharedGroup`), and take nothing from it but `common` vectors: these
-outlive any of them. The nodes of a simulation are in one process: there a vector is one object anyway.
+Processes meet as an in-place group (`SharedGroup`) and use nothing of it but its `common` vectors, which outlive
+any of the processes. The nodes of a simulation are in one process, where a vector is one object anyway.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from gradstream.runtime.real import RealRuntime
 from gradstream.telemetry.events import Event
 from gradstream.transport.base import Endpoint
 
-__all__ = ["SharedWindow", "form_commons"]
+__all__ = ["SharedWindow", "open_shared_window"]
 
 
 class SharedWindow(Protocol):
-    """Where vectors come from that all ranks have."""
+    """Makes vectors that all ranks have."""
 
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
-        """A vector of zeros, one for all. Every rank asks for the same ones, in the same order.
+        """One vector of zeros for all ranks. Every rank asks for the same vectors, in the same order.
 
         Raises:
-            PeerLostError, DeadlineError: the rank that has to make it is gone or silent.
+            PeerLostError, DeadlineError: the rank that makes the vector is gone or silent.
         """
         ...
 
     async def close(self) -> None:
-        """Nothing more is asked for. Vectors stay for as long as somebody holds them. Idempotent."""
+        """Closes the window. Vectors stay for as long as somebody holds them. Idempotent."""
         ...
 
 
-async def form_commons(
+async def open_shared_window(
     runtime: Runtime,
     endpoint: Endpoint,
     names: Sequence[str],
@@ -49,10 +49,10 @@ async def form_commons(
     silence_s: float,
     on_event: Callable[[Event], None],
 ) -> SharedWindow:
-    """All ranks come together; see `form_group`, which says what the arguments are and what it raises.
+    """Opens the window that all ranks share. `form_group` describes the arguments and further errors.
 
     Raises:
-        ConfigError: they are not on one machine.
+        ConfigError: the ranks are not on one machine.
     """
     if not isinstance(runtime, RealRuntime):
         return _OneProcess(endpoint.identity.job, runtime.memory)
@@ -64,15 +64,15 @@ async def form_commons(
 _MADE: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], torch.Tensor]] = (
     weakref.WeakKeyDictionary()
 )
-"""What nodes of one event loop have in common, by job and name."""
+"""Vectors that the nodes of an event loop share, by job and name."""
 
 
 class _OneProcess:
-    """The commons of nodes that run on one event loop.
+    """The shared window of nodes that run on one event loop.
 
     Args:
-        job: runs of other jobs on this loop have vectors of their own.
-        memory: of this node: whether it is shape-only.
+        job: job id; other jobs on this loop have vectors of their own.
+        memory: memory of this node, which says whether vectors are shape-only.
     """
 
     def __init__(self, job: str, memory: Memory) -> None:
@@ -80,9 +80,11 @@ class _OneProcess:
         self._memory = memory
 
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
-        """See `SharedWindow`. Each node has a book of loans of its own: to collide is what the vector is for."""
+        """See `SharedWindow`. Each node keeps its own loans, since nodes may write the vector at the same time."""
         made = _MADE.setdefault(asyncio.get_running_loop(), {})
-        memory = self._memory if dtype.is_floating_point else Memory()  # words are there in a shape-only, too
+        memory = (
+            self._memory if dtype.is_floating_point else Memory()
+        )  # a shape-only simulation needs its words, too
         tensor = made.get((self._job, name))
         if tensor is None:
             tensor = made[self._job, name] = memory.allocate(elems, dtype, name).tensor

@@ -1,4 +1,4 @@
-"""Memory of parameters and gradients: flat vectors, loans of their ranges, and segments of processes."""
+"""Memory of parameters and gradients: flat vectors, loans of their ranges, and shared segments."""
 
 from gradstream.memory.vectors import (
     ALIGNMENT_BYTES,

@@ -1,10 +1,10 @@
 """Shared memory: segments that processes of one host map at the same time.
 
-A segment is a memfd: it has no name, so nothing is left of it once the last process that holds it is
-gone, however that ended. Who is to share it gets its descriptor over a Unix socket. Its size is sealed:
-no holder can shrink it under the others, who would die of a bus error.
+A segment is a memfd. It has no name, so nothing is left of it once the last process that holds it has ended, in
+whatever way. Another process gets its descriptor over a Unix socket. Its size is sealed: no process can shrink it
+while others read it, which would end them with a bus error.
 
-`SharedMemory` puts a node's exchanged vectors into segments, one each, so that peers read them in place.
+`SharedMemory` puts each of a node's exchanged vectors into a segment, so that peers read it in place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradstream.memory.vectors import Memory, Vector
 __all__ = ["SHARED_BYTES", "Segment", "SharedMemory", "supported"]
 
 SHARED_BYTES = 1 << 16
-"""Vectors from this size on are worth a segment of their own; smaller ones are copied sooner than lent."""
+"""Vectors from this size on get a segment of their own. To copy a smaller one is faster than to lend it."""
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if sys.platform == "linux" else 0
 
@@ -40,7 +40,7 @@ def supported() -> bool:
 
 
 def _seals_of(fd: int) -> int:
-    """0 of what is no memfd."""
+    """Seals of a memfd; 0 for any other descriptor."""
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -51,9 +51,9 @@ class Segment:
     """A range of memory that several processes map. Use it as a context manager, or `close` it.
 
     Args:
-        fd: of a memfd; owned by this object from here on.
-        size_bytes: what is mapped.
-        writable: else whoever writes it in this process dies of it.
+        fd: descriptor of a memfd; this object closes it.
+        size_bytes: number of bytes that are mapped.
+        writable: False maps it for reading; to write it then ends the process.
     """
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
@@ -62,18 +62,16 @@ class Segment:
         self.number = next(_NUMBERS)  # names it within this process
         self._map = mmap.mmap(fd, size_bytes, access=mmap.ACCESS_DEFAULT if writable else mmap.ACCESS_READ)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(
-                OSError
-            ):  # where the system has huge pages for shared memory, and is asked for them
+            with suppress(OSError):  # the system may have no huge pages for shared memory
                 self._map.madvise(mmap.MADV_HUGEPAGE)
 
     @classmethod
     def create(cls, size_bytes: int, name: str) -> Segment:
-        """A new one, of zeros. Pages are taken from the system when they are first written.
+        """Creates a segment of zeros. The system provides a page when it is first written.
 
         Args:
-            size_bytes: at least 1.
-            name: shown by the system among a process's maps; need not be unique.
+            size_bytes: its size, at least 1.
+            name: the system shows it among a process's maps. It need not be unique.
 
         Raises:
             ConfigError: the system has no such memory.
@@ -91,15 +89,16 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int, size_bytes: int | None = None, *, writable: bool = True) -> Segment:
-        """That of a peer, by a descriptor that came over a socket; owned, and closed where it is refused.
+        """Maps the segment of a peer, whose descriptor has come over a socket.
 
         Args:
-            size_bytes: what this process knows that it must have, not what the peer says; None maps all
-                that it has.
-            writable: for who only reads, False.
+            fd: the descriptor; this object closes it, also if it refuses the segment.
+            size_bytes: the least size, which this process must know by itself and not from the peer. None
+                maps the whole segment.
+            writable: False maps it for reading.
 
         Raises:
-            ConfigError: it is smaller, or its size is not sealed.
+            ConfigError: the segment is smaller, or its size is not sealed.
         """
         try:
             actual_bytes, seals = os.fstat(fd).st_size, _seals_of(fd)
@@ -115,11 +114,11 @@ class Segment:
             raise
 
     def vector(self, offset_bytes: int, elems: int, dtype: torch.dtype, name: str) -> Vector:
-        """A part of it as a flat vector; `offset_bytes` is a multiple of its elements' size."""
+        """A part of the segment as a flat vector; `offset_bytes` is a multiple of the size of an element."""
         return Vector(name, self.tensor(offset_bytes, elems, dtype), self, offset_bytes)
 
     def tensor(self, offset_bytes: int, elems: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same as a tensor (elems,), which keeps the memory mapped for as long as it lives."""
+        """A part of the segment as a tensor (elems,), which keeps the memory mapped for as long as it lives."""
         assert offset_bytes % dtype.itemsize == 0
         if elems == 0:
             return torch.empty(0, dtype=dtype)
@@ -127,11 +126,11 @@ class Segment:
 
     @property
     def bytes(self) -> memoryview:
-        """All of it, writable where it was mapped so; keeps the memory mapped for as long as it lives."""
+        """All bytes of the segment, as they are mapped. The view keeps the memory mapped for as long as it lives."""
         return memoryview(self._map)
 
     def close(self) -> None:
-        """Closes the descriptor. The memory itself goes with the last tensor on it. Idempotent."""
+        """Closes the descriptor. The memory goes with the last tensor on it. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -154,10 +153,10 @@ class Segment:
 
 @dataclass(slots=True)
 class SharedMemory(Memory):
-    """Memory whose exchanged vectors lie in segments, one each. They go with their vectors.
+    """Memory in which each exchanged vector lies in a segment of its own, which goes with the vector.
 
     Raises:
-        ConfigError: when allocating, the system has no such memory.
+        ConfigError: on allocation, if the system has no such memory.
     """
 
     def _allocate(

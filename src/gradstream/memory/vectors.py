@@ -1,14 +1,13 @@
 """Allocation and ownership of flat vectors.
 
-A `Vector` is one contiguous run of elements; a `Span` is a range of it. Who needs memory to
-stay as it is *borrows* the span for reading; who fills it borrows it for writing. Two loans
-conflict when they overlap and at least one of them writes: the second borrower gets a
-`LentMemoryError` at once, naming both. Compute holds its loans for as long as it runs (on
-virtual time: for the whole charged interval), a carrier until its call returns. So a fetch that
-would land in parameters which are being differentiated is an error, not a wrong gradient.
+A `Vector` is one contiguous run of elements; a `Span` is a range of it. Code that needs memory to stay as it is
+*borrows* the span for reading; code that fills it borrows it for writing. Two loans conflict when they overlap and
+at least one of them writes: the second borrower gets a `LentMemoryError` at once, which names both. Compute holds
+its loans for as long as it runs (on virtual time: for the whole charged interval), a carrier until its call
+returns. So a fetch into parameters that are being differentiated is an error, and not a wrong gradient.
 
-shape-only memory has sizes and no elements (torch's meta device): the simulator moves 64 replicas
-of a large model through the very same code without holding any of them.
+Shape-only memory has sizes and no elements (torch's meta device). With it the simulator moves 64 replicas of a
+large model through the same code without holding any of them.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ __all__ = [
 ]
 
 ALIGNMENT_BYTES = 64
-"""Of every vector: a cache line, and the widest SIMD register."""
+"""Alignment of every vector: a cache line, and the widest SIMD register."""
 
 
 @dataclass(slots=True, eq=False)
 class Loan:
-    """A range of a vector in somebody's hands. It can shrink from below as they get done."""
+    """A borrowed range of a vector. It can shrink from below as the borrower finishes."""
 
     start: int
     stop: int
@@ -53,20 +52,20 @@ class Loan:
 
 
 class Home(Protocol):
-    """Memory that other processes can map, too (`segments.Segment`)."""
+    """Memory that other processes can also map (`segments.Segment`)."""
 
     fd: int
     size_bytes: int
 
 
 class Vector:
-    """One contiguous flat vector, and the book of who holds which range of it.
+    """One contiguous flat vector, and the loans of its ranges.
 
     Args:
-        name: what it is, for messages: "parameters".
+        name: name for messages, as "parameters".
         tensor: its elements, one-dimensional and contiguous.
-        home: the shared memory in which it lies; None where it is this process's own.
-        offset_bytes: where it begins there.
+        home: the shared memory in which it lies; None if it lies in memory of this process alone.
+        offset_bytes: byte of `home` at which it begins.
     """
 
     __slots__ = ("_loans", "home", "name", "offset_bytes", "tensor")
@@ -96,14 +95,17 @@ class Vector:
 
     @property
     def lent(self) -> bool:
-        """Whether anybody holds any part of it."""
+        """Whether any part of it is borrowed."""
         return bool(self._loans)
 
     def borrow(self, start: int, stop: int, *, write: bool, to: str, queue: object = None) -> Loan:
-        """Hands out [start, stop). Return it with `give_back`.
+        """Lends [start, stop). End the loan with `give_back`.
 
         Args:
-            queue: borrowers in the same queue go one after the other, and do not conflict.
+            start, stop: the range.
+            write: whether the borrower writes.
+            to: name of the borrower, for messages.
+            queue: loans with the same queue do not conflict, since their borrowers take turns.
 
         Raises:
             LentMemoryError: an overlapping loan exists and one of the two writes.
@@ -113,11 +115,11 @@ class Vector:
                 continue
             overlap = max(start, loan.start) < min(stop, loan.stop)  # nothing overlaps an empty range
             if overlap and (loan.write or write):
-                verb, held = ("write", "read") if write else ("read", "written")
+                verb, state = ("write", "read") if write else ("read", "written")
                 raise LentMemoryError(
                     f"{to} wants to {verb} {self.name}[{start}:{stop}], which is being "
-                    f"{'written' if loan.write else held} at [{loan.start}:{loan.stop}] by {loan.to}; "
-                    "land it in a spare vector and adopt that at a step boundary"
+                    f"{'written' if loan.write else state} at [{loan.start}:{loan.stop}] by {loan.to}; "
+                    "receive into a back buffer and swap that in at a step boundary"
                 )
         loan = Loan(start, stop, write, to, queue)
         self._loans.append(loan)
@@ -143,12 +145,12 @@ class Span:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """A view; writing it writes the vector. Only for who has borrowed it."""
+        """A view of the elements, for the borrower of the span. To write it writes the vector."""
         return self.vector.tensor[self.start : self.stop]
 
     @contextmanager
     def borrowed(self, *, write: bool, to: str) -> Iterator[torch.Tensor]:
-        """Borrows the span for the length of a `with` block and yields the view."""
+        """Borrows the span for a `with` block, and yields the view."""
         loan = self.vector.borrow(self.start, self.stop, write=write, to=to)
         try:
             yield self.tensor
@@ -171,13 +173,13 @@ class Loans(ExitStack):
             self._writes.append(loan)
 
     def release_below(self, elems: int) -> None:
-        """Everything of the written spans below this element of their vectors is final: give it back."""
+        """Gives back the written spans below this element of their vectors, which is final."""
         for loan in self._writes:
             loan.start = min(max(loan.start, elems), loan.stop)
 
 
 def borrow_all(reads: Iterable[Span], writes: Iterable[Span], *, to: str, queue: object = None) -> Loans:
-    """Borrows several spans at once, or none of them. A context manager that gives them back."""
+    """Borrows all of these spans, or none of them. The result is a context manager that gives them back."""
     loans = Loans()
     try:
         for span in reads:
@@ -192,10 +194,11 @@ def borrow_all(reads: Iterable[Span], writes: Iterable[Span], *, to: str, queue:
 
 @dataclass(slots=True)
 class Memory:
-    """Where vectors come from, so that a carrier may share or pin them, and a bill can be shown.
+    """Allocates vectors, in memory that a carrier may share or pin, and counts their bytes.
 
     Args:
-        shape_only: allocate sizes only.
+        shape_only: whether to allocate sizes without elements.
+        allocated_bytes: bytes of the vectors so far, by name.
     """
 
     shape_only: bool = False
@@ -204,21 +207,24 @@ class Memory:
     def allocate(
         self, elems: int, dtype: torch.dtype, name: str, *, exchanged: bool = False, lead_bytes: int = 0
     ) -> Vector:
-        """A vector of zeros, aligned to 64 bytes (shape_only: of no storage).
+        """Allocates a vector of zeros, aligned to 64 bytes (shape_only: without storage).
 
-        Pages are taken from the system when they are first written, not here.
+        The system provides a page when it is first written.
 
         Args:
-            exchanged: peers are sent what lies in it, so it is put where they can read it in place, if
-                this memory has such a place (`segments.SharedMemory`).
-            lead_bytes: how far past a multiple of 64 bytes it begins; see `Layout.lead_bytes`.
+            elems: length of the vector.
+            dtype: type of its elements.
+            name: name of the vector, for messages.
+            exchanged: whether its contents are sent to peers. If this memory can, it puts the vector where
+                peers read it in place (`segments.SharedMemory`).
+            lead_bytes: distance of its first element from a multiple of 64 bytes; see `Layout.lead_bytes`.
         """
         used_bytes = self.allocated_bytes.get(name, 0)
         self.allocated_bytes[name] = used_bytes + elems * dtype.itemsize
         return self._allocate(elems, dtype, name, exchanged=exchanged, lead_bytes=lead_bytes)
 
     def free(self, vector: Vector) -> None:
-        """Takes a vector off the bill that its holder is letting go of."""
+        """Subtracts a vector that its holder is about to drop from `allocated_bytes`."""
         left_bytes = self.allocated_bytes.get(vector.name, 0) - vector.tensor.nbytes
         self.allocated_bytes[vector.name] = left_bytes
         if left_bytes <= 0:
@@ -227,7 +233,7 @@ class Memory:
     def _allocate(
         self, elems: int, dtype: torch.dtype, name: str, *, exchanged: bool, lead_bytes: int
     ) -> Vector:
-        del exchanged  # nobody else sees this memory
+        del exchanged  # no other process sees this memory
         itemsize_bytes = dtype.itemsize
         if self.shape_only:
             return Vector(name, torch.empty(elems, dtype=dtype, device="meta"))
@@ -238,10 +244,10 @@ class Memory:
 
 
 def trim() -> None:
-    """Gives freed pages back to the system, where the C library can (glibc).
+    """Returns freed pages to the system, if the C library can (glibc).
 
-    Nodes run with an allocator that keeps pages, since a step takes the same ones again and
-    again. What was needed once, as the model's own first parameters, should not be kept.
+    Nodes run with an allocator that keeps pages, since each step takes the same ones again. Pages that were
+    needed only once, as the initial parameters of a model, should not be kept.
     """
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if malloc_trim is not None:

@@ -1,8 +1,8 @@
-"""Sparse problems, and updates of a vector that several processes share: what HOGWILD! is made of.
+"""Sparse problems, and updates of a vector that several processes share, as HOGWILD! makes them.
 
-`data.py` samples in compressed rows; `synthetic.py` and `svmlight.py` where they come from; `model.py`
-problems whose samples touch few components; `sweep.py` the innermost loop, `ways.py` what one update takes,
-`turns.py` who writes next, `atomics.py` the instructions below.
+`data.py` has samples in compressed rows, `synthetic.py` and `svmlight.py` make them. `model.py` has problems whose
+samples touch few components. `sweep.py` is the innermost loop, `ways.py` says which locks an update takes,
+`turns.py` which worker writes next, and `atomics.py` has the instructions for both.
 """
 
 from gradstream.sparse.data import CsrTable, SparseDataset, SparseRows, Sparsity, from_csr, from_ratings

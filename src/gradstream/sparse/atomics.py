@@ -1,6 +1,6 @@
-"""Instructions that numba has no name for: an atomic add to an element of an array, and locks that are words.
+"""Instructions that numba does not offer: an atomic add to an element of an array, and locks that are words.
 
-They work between processes, on memory that these share: what makes an instruction atomic is the processor.
+They work between processes on memory that these share, since the processor makes an instruction atomic.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 YIELD_EVERY = 16
-"""Looks at a lock between two offers of the core to whoever may hold it."""
+"""After so many looks at a lock a worker yields its core, which the holder of the lock may need."""
 
 yield_core = types.ExternalFunction("sched_yield", types.int32())
 
 
 def compiled(function: F) -> F:
-    """Machine code of a function, made when it is first called. It keeps no lock of Python's.
+    """Compiles a function when it is first called. The machine code runs without the GIL.
 
-    Floating-point numbers are added in the order written: no reordering, no fusing.
+    It adds floating-point numbers in the order written, and fuses nothing.
     """
     made: Any = numba.njit(nogil=True, error_model="numpy")(function)
     return cast(F, made)
@@ -49,7 +49,7 @@ def _place(context: Any, builder: Any, kind: Any, array: Any, index: Any) -> Any
 
 
 def _atomic_add(typing: Any, array: Any, index: Any, value: Any) -> Any:
-    """array[index] += value, as one: nobody sees or does anything between the load and the store."""
+    """array[index] += value, as one instruction: no other worker can act between the load and the store."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         place = _place(context, builder, signature.args[0], given[0], given[1])
@@ -60,7 +60,7 @@ def _atomic_add(typing: Any, array: Any, index: Any, value: Any) -> Any:
 
 
 def _swap_if(typing: Any, array: Any, index: Any, expected: Any, wanted: Any) -> Any:
-    """array[index] ← wanted if it is `expected`, as one; whether it was."""
+    """array[index] ← wanted if it is `expected`, as one instruction. Returns whether it was."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         place = _place(context, builder, signature.args[0], given[0], given[1])
@@ -71,7 +71,7 @@ def _swap_if(typing: Any, array: Any, index: Any, expected: Any, wanted: Any) ->
 
 
 def _load(typing: Any, array: Any, index: Any) -> Any:
-    """array[index], looked up in memory each time: not what an earlier look has found."""
+    """array[index], loaded from memory each time."""
 
     def generate(context: Any, builder: Any, signature: Any, given: Any) -> Any:
         place = _place(context, builder, signature.args[0], given[0], given[1])
@@ -99,9 +99,9 @@ store: Any = intrinsic(_store)
 
 @compiled
 def acquire(locks: Any, at: int, me: int, looks: int) -> bool:
-    """Takes a lock, whose word is then `me`; False where it was not free at any of so many looks."""
+    """Takes a lock, whose word is then `me`. Returns False if it was not free at any of `looks` looks."""
     for look in range(looks):
-        if load(locks, at) == 0 and swap_if(locks, at, 0, me):  # who only looks takes no cache line away
+        if load(locks, at) == 0 and swap_if(locks, at, 0, me):  # a mere look takes no cache line away
             return True
         if look % YIELD_EVERY == YIELD_EVERY - 1:
             yield_core()
@@ -110,5 +110,5 @@ def acquire(locks: Any, at: int, me: int, looks: int) -> bool:
 
 @compiled
 def release(locks: Any, at: int) -> None:
-    """Gives a lock back."""
+    """Releases a lock."""
     store(locks, at, 0)

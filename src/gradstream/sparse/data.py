@@ -1,6 +1,6 @@
 """Sparse data: samples that touch few features each, as one table in compressed rows (CSR).
 
-Machine code goes through the table itself, by sample number: a minibatch copies nothing (`SparseRows`). In a
+Machine code reads the table itself, by sample number, so that a minibatch copies nothing (`SparseRows`). In a
 HOGWILD! run the table lies in shared memory, once for all workers.
 """
 
@@ -28,22 +28,22 @@ __all__ = [
     "table_of",
 ]
 
-MAX_FEATURES = (1 << 31) - 1  # they are int32
+MAX_FEATURES = (1 << 31) - 1  # features are int32
 FEW_FEATURES, FEATURES_PER_VALUE = 1 << 24, 1024
 
 Array = np.ndarray[Any, Any]
 
 
 class CsrTable(NamedTuple):
-    """Samples in compressed rows: those of sample i are at indptr[i] to indptr[i+1].
+    """Samples in compressed rows: the features and values of sample i are at indptr[i] to indptr[i+1].
 
     Args:
         indptr: (n+1,) int64.
-        indices: (z,) int32, of features, ascending in each row.
+        indices: (z,) int32, features, ascending in each row.
         values: (z,) float32.
         targets: (n,) float32; classes are 0 and 1.
-        scale: (d,) float32: n/d_v, where d_v samples have feature v; 0 where none has. A regulariser that is
-            taken of touched components alone, times this, is in expectation the one of all.
+        scale: (d,) float32: n/d_v, where d_v samples have feature v; 0 if none has. A regulariser of touched
+            components alone, times this, equals in expectation the regulariser of all components.
     """
 
     indptr: Array
@@ -55,11 +55,11 @@ class CsrTable(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SparseRows:
-    """Samples of a table by number: what the inputs of a sparse minibatch are.
+    """The inputs of a sparse minibatch: samples of a table by number.
 
     Args:
-        table: of all samples.
-        ids: (b,) int64.
+        table: table of all samples.
+        ids: (b,) int64, numbers of the samples.
     """
 
     table: CsrTable
@@ -71,13 +71,13 @@ class SparseRows:
 
 @dataclass(frozen=True, slots=True)
 class Sparsity:
-    """How rarely samples meet, as Niu and others (2011) measure it; E are the samples.
+    """How rarely samples E have components in common, as Niu and others (2011) measure it.
 
     Args:
         omega: Ω, the most components of a sample.
-        delta: Δ, the largest share of samples that have a component in common.
-        rho: ρ, the largest share of samples that share any component with one; or a bound of it.
-        exact: whether `rho` is that, and not min(1, max_e Σ_{v∈e} d_v/|E|), which is at least as large.
+        delta: Δ, the largest share of samples that have the same component.
+        rho: ρ, the largest share of samples that have a component in common with one sample; or a bound of it.
+        exact: whether `rho` is exact. Otherwise it is min(1, max_e Σ_{v∈e} d_v/|E|), an upper bound.
     """
 
     omega: int
@@ -90,10 +90,10 @@ class SparseDataset:
     """A data set of sparse samples. Made by `from_csr`, `from_ratings`, `synthetic` and `from_svmlight`.
 
     Args:
-        name: for messages and records.
-        num_samples, num_features, num_values: n, d and z of the table to train on.
-        build: makes it, and the held-out one; called when somebody reads first.
-        num_test_samples, num_test_values: of the held-out table; 0 where there is none.
+        name: name for messages and records.
+        num_samples, num_features, num_values: n, d and z of the training table.
+        build: makes the training table and the held-out table, when they are first read.
+        num_test_samples, num_test_values: n and z of the held-out table; 0 if there is none.
         classes: whether targets are classes.
         checksum: tells data sets of this name apart.
     """
@@ -122,11 +122,11 @@ class SparseDataset:
 
     @cached_property
     def tables(self) -> tuple[CsrTable, CsrTable]:
-        """What is trained on, and what is held out: made when first asked for, unless `map` came before."""
+        """The training table and the held-out table, made when they are first read unless `map` came before."""
         return self._build()
 
     def batch(self, ids: Array) -> Batch:
-        """The samples with these ids; copies nothing of them. Raises DataError for an unknown id."""
+        """The samples with these ids, without a copy. Raises DataError for an unknown id."""
         return self._rows(self.tables[0], ids, self.num_samples, "training")
 
     def test_batch(self, ids: Array) -> Batch:
@@ -134,15 +134,15 @@ class SparseDataset:
         return self._rows(self.tables[1], ids, self.num_test_samples, "test")
 
     def sparsity(self, *, exact: bool = False) -> Sparsity:
-        """Ω, Δ and ρ of the samples to train on.
+        """Ω, Δ and ρ of the training samples.
 
         Args:
-            exact: find ρ itself, not a bound: it takes time in proportion to Σ_v d_v².
+            exact: whether to compute ρ itself and not a bound, which takes time in proportion to Σ_v d_v².
         """
         return sparsity_of(self.tables[0], exact=exact)
 
     def shared(self) -> Iterator[tuple[str, int, np.dtype[Any]]]:
-        """The arrays of both tables, before they are made: name, number of elements, dtype."""
+        """(name, number of elements, dtype) of each array of both tables, before the tables are made."""
         sizes = ((self.num_samples, self._num_values[0]), (self.num_test_samples, self._num_values[1]))
         for part, (samples, values) in zip(("train", "test"), sizes, strict=True):
             yield f"{part} indptr", samples + 1, np.dtype(np.int64)
@@ -152,13 +152,13 @@ class SparseDataset:
             yield f"{part} scale", self.num_features if part == "train" else 0, np.dtype(np.float32)
 
     def fill(self, places: Mapping[str, Array]) -> None:
-        """Makes both tables, where `shared` has asked for; other processes `map` them then."""
+        """Makes both tables in memory that `shared` has described. Other processes `map` them afterwards."""
         for array, place in zip((a for table in self.tables for a in table), places.values(), strict=True):
             place[...] = array
         self.map(places)
 
     def map(self, places: Mapping[str, Array]) -> None:
-        """Takes the tables from there; what was in this process's own memory is let go."""
+        """Uses the tables in `places` and drops those in this process's own memory."""
         arrays = list(places.values())
         self.__dict__["tables"] = (CsrTable(*arrays[:5]), CsrTable(*arrays[5:]))
         self._build = _nothing
@@ -196,14 +196,14 @@ def from_csr(
     """A data set from arrays in compressed rows, as scipy's `csr_matrix` has them.
 
     Args:
-        indptr: (n+1,) where each sample begins.
-        indices: (z,) features, from 0, each at most once in a sample; sorted here where they are not.
+        indptr: (n+1,) position at which each sample begins.
+        indices: (z,) features, from 0, each at most once in a sample, in any order.
         values: (z,) numbers.
         targets: (n,) classes 0 and 1 (or -1 and 1), or numbers.
         num_features: d; None takes the largest feature.
-        test: the same four of held-out samples.
-        classes: whether targets are classes; None says so where they are integers, or all -1, 0 or 1.
-        name: for messages and records.
+        test: the same four arrays of held-out samples.
+        classes: whether targets are classes; None takes them for classes if all are -1, 0 or 1.
+        name: name for messages and records.
 
     Raises:
         DataError: lengths do not fit, a feature is out of range or twice in a sample, a number is not finite.
@@ -261,13 +261,14 @@ def from_ratings(
     test: tuple[Any, Any, Any] | None = None,
     name: str = "ratings",
 ) -> SparseDataset:
-    """Known entries of a matrix, for `matrix_completion`: each is a sample that touches its row and column.
+    """A data set of known entries of a matrix, for `matrix_completion`. A sample touches its row and column.
 
     Args:
-        rows, columns: (n,) where each entry is.
-        values: (n,) what it is.
-        shape: of the matrix.
-        test: the same three of held-out entries.
+        rows, columns: (n,) position of each entry.
+        values: (n,) the entries.
+        shape: rows and columns of the matrix.
+        test: the same three arrays of held-out entries.
+        name: name for messages and records.
 
     Raises:
         DataError: lengths do not fit, an entry is outside of the matrix, a number is not finite.
@@ -284,9 +285,9 @@ def from_ratings(
         both = np.stack([i, j + shape[0]], axis=1).astype(np.int32).ravel()
         return 2 * np.arange(len(i) + 1), both, np.ones(2 * len(i), np.float32), v
 
-    held = None if test is None else incidence(*test)
+    held_out = None if test is None else incidence(*test)
     return from_csr(
-        *incidence(rows, columns, values), num_features=sum(shape), test=held, classes=False, name=name
+        *incidence(rows, columns, values), num_features=sum(shape), test=held_out, classes=False, name=name
     )
 
 
@@ -332,7 +333,7 @@ def _checked(part: tuple[Any, Any, Any, Any], which: str) -> tuple[Array, Array,
         )
     if len(indices) and indices.min() < 0:
         raise DataError(f"{which} samples: feature {indices.min()}; expected numbers from 0")
-    with np.errstate(over="ignore"):  # what overflows is not finite, and refused
+    with np.errstate(over="ignore"):  # a number that overflows is not finite, and refused below
         values, targets = (array.astype(np.float32, copy=False) for array in (values, targets))
     if not (np.isfinite(values).all() and np.isfinite(targets).all()):
         raise DataError(f"{which} samples: a value or target is not finite")
@@ -347,7 +348,7 @@ def _checked(part: tuple[Any, Any, Any, Any], which: str) -> tuple[Array, Array,
 
 
 def table_of(indptr: Array, indices: Array, values: Array, targets: Array, d: int) -> CsrTable:
-    """A table of arrays that fit; `d` features, 0 where `scale` is not needed."""
+    """Makes a table of arrays that fit together; `d` is the number of features, or 0 if `scale` is not needed."""
     n, indices = len(targets), np.asarray(indices, np.int32)
     degrees = np.bincount(indices, minlength=d)[:d]
     scale = np.divide(n, degrees, out=np.zeros(d), where=degrees > 0)

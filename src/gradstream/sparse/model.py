@@ -1,16 +1,16 @@
-"""Sparse problems as models: linear classifiers and regression, matrix completion, and one's own.
+"""Sparse problems as models: linear classifiers and regression, matrix completion, and user-defined ones.
 
     f(w) = 1/n Σ_i f_i(w_e),   e the components that sample i touches
 
-A problem is two functions that numba compiles (see `sparse.sweep`): which components a sample touches, and
-its gradient on these. So HOGWILD! makes no pass over the vector; any other strategy gets the dense gradient
-of a minibatch, the mean over its samples.
+A problem is two functions that numba compiles (see `sparse.sweep`): one finds the components that a sample
+touches, the other its gradient on these. So HOGWILD! makes no pass over the vector. Any other strategy gets the
+dense gradient of a minibatch, the mean over its samples.
 
-L2 regularisation is taken of touched components alone, as in the paper:
+L2 regularisation covers touched components alone, as in the paper:
 
     l2/2 |w|² = 1/n Σ_i l2/2 Σ_{v∈e} (n/d_v)·w_v²      where d_v samples touch v
 
-which is exact in expectation and wants η·l2·n/d_v < 1 for the rarest component.
+It is exact in expectation, and needs η·l2·n/d_v < 1 for the rarest component.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ Scores = Callable[[Array, SparseRows], Array]
 
 @dataclass(slots=True)
 class SweepState:
-    """Where a sweep works, and how far it is.
+    """The memory of a sweep, and how far it is.
 
     Args:
-        parameters: (E,), which others update at the same time.
+        parameters: (E,); other workers update them at the same time.
         locks: words of all locks; see `sparse.updates`.
-        me: what this worker writes into a lock that it holds: its rank + 1.
-        state: of the kernels: where to go on, and the lock that was not to be had.
+        me: rank of this worker + 1, which it writes into a lock that it holds.
+        state: words of the kernels: the next sample, and the lock that was not free.
     """
 
     parameters: torch.Tensor
@@ -56,20 +56,20 @@ class SweepState:
     state: Array = field(default_factory=lambda: np.zeros(2, np.int64))
 
     def blocked(self, num: int) -> bool:
-        """Whether it has stopped before the end, at lock `state[1]`."""
+        """Whether the sweep has stopped before sample `num`, at lock `state[1]`."""
         return int(self.state[0]) < num
 
 
 class SparseModel:
-    """A problem as a `Model`, with `sweep` besides. Made by `linear`, `matrix_completion` and `from_samples`.
+    """A problem as a `Model` that also has `sweep`. Made by `linear`, `matrix_completion` and `from_samples`.
 
     Args:
-        layout: of its parameters, float32.
-        functions: gives the two functions of `sparse.sweep`, always the same; called by who compiles them.
-        most: how many components a sample touches at most, of a table.
-        scores: (w, samples) to outputs, (b,) or (b, ...); None where nobody evaluates.
+        layout: layout of its parameters, float32.
+        functions: returns the two functions of `sparse.sweep`, the same at each call.
+        most: (table) to the most components that a sample of it touches.
+        scores: (w, samples) to outputs, (b,) or (b, ...); None if the model is never evaluated.
         start: (seed, parameters): fills in initial parameters; None leaves zeros.
-        classes: outputs are scores of class 1 against class 0.
+        classes: whether outputs are scores of class 1 against class 0.
     """
 
     reduction: Reduction = "mean"
@@ -98,21 +98,23 @@ class SparseModel:
             self._start(seed, parameters)
 
     def sweep(self, rows: SparseRows, rate: float, update: str, looks: int, at: SweepState) -> float:
-        """Goes through samples in order, from `at.state` on: each is an update of what it touches.
+        """Makes an update of each sample in turn, from `at.state` on.
 
         Args:
+            rows: the samples.
             rate: η.
             update: one of `sparse.updates.UPDATES`.
-            looks: at a lock, before it gives up; `at.blocked` then.
+            looks: looks at a lock before the sweep stops (`SweepState.blocked`).
+            at: where the sweep is; it moves on.
 
         Returns:
-            The sum of the losses of the samples gone through, each as of before its own update.
+            The sum of the losses of these samples, each before its own update.
         """
         kernels, table = self._kernels(update), rows.table
         loss: float = kernels.sweep(
             at.parameters.numpy(),
             table,
-            np.ascontiguousarray(rows.ids),  # of another layout it would be compiled anew
+            np.ascontiguousarray(rows.ids),  # numba would compile anew for another layout
             np.float32(rate),
             at.locks,
             np.int32(at.me),
@@ -139,7 +141,7 @@ class SparseModel:
         return loss
 
     def objective(self, parameters: Any, data: SparseDataset) -> float:
-        """f(w): the mean over all samples to train on, regularisation included; parameters (E,)."""
+        """f(w), the mean over all training samples with regularisation. `parameters` are (E,)."""
         table = data.tables[0]
         ids = np.arange(len(table.targets), dtype=np.int64)
         w = np.ascontiguousarray(parameters, np.float32)
@@ -147,7 +149,7 @@ class SparseModel:
         return total / len(ids)
 
     def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
-        """(b,) numbers; of a classifier (b, 2), the score against 0. See `Model.outputs`."""
+        """(b,) numbers, or (b, 2) scores of a classifier, where class 0 has 0. See `Model.outputs`."""
         if self._scores is None:
             raise ConfigError("this sparse model has no `scores`: give from_samples what evaluates it")
         found = np.asarray(self._scores(parameters.numpy(), inputs))
@@ -158,7 +160,7 @@ class SparseModel:
         return {name: view.numpy() for name, view in self.layout.views(parameters)}
 
     def rows(self, batch: Batch) -> SparseRows:
-        """The samples of a minibatch. Raises GradientError where they are not sparse."""
+        """The samples of a minibatch. Raises GradientError if they are not sparse."""
         if not isinstance(batch.inputs, SparseRows):
             raise GradientError(
                 f"inputs are {type(batch.inputs).__name__}; a sparse model goes through sparse data: "
@@ -173,7 +175,7 @@ class SparseModel:
         return kernels_of(*self._functions(), update)
 
     def _room_for(self, table: CsrTable) -> tuple[Array, Array]:
-        """Room for one sample's components and gradient."""
+        """Memory for one sample's components and gradient."""
         if self._room[0] != id(table):
             most = max(1, self._most(table))
             self._room = id(table), (np.zeros(most, np.uint32), np.zeros(most, np.float32))
@@ -190,18 +192,18 @@ def from_samples(
     start: Callable[[int, torch.Tensor], None] | None = None,
     classes: bool = False,
 ) -> SparseModel:
-    """A sparse model from two functions, which numba compiles. Both see the whole table (`sparse.CsrTable`).
+    """A sparse model from two functions, which numba compiles. Both get the whole table (`sparse.CsrTable`).
 
     Args:
         tensors: names and shapes of the parameters; they lie in this order in the flat vector w.
         touched: (table, i, where) to count: writes the components of w that sample i touches, ascending and
             each once, to the front of `where`.
         gradient: (w, table, i, where, count, into) to the sample's loss: writes the gradient on these
-            components to the front of `into`. w changes meanwhile where other workers touch the same.
-        most: how many components a sample touches at most; or a function of the table.
+            components to the front of `into`. Other workers may change w meanwhile.
+        most: the most components that a sample touches, or a function of the table.
         scores: (w, rows) to outputs, with numpy, for evaluation; `rows` are `SparseRows`.
         start: (seed, parameters): fills in initial parameters, (E,); None leaves zeros.
-        classes: scores are of class 1 against class 0.
+        classes: whether scores are of class 1 against class 0.
 
     Example:
         >>> def touched(table, i, where):
@@ -254,15 +256,15 @@ LOSSES: Mapping[str, Callable[[float, float], tuple[float, float]]] = {
 
 
 def linear(num_features: int, *, loss: str = "logistic", l2: float = 0.0) -> SparseModel:
-    """w·x: logistic regression, the linear support vector machine of the paper, or least squares.
+    """The model w·x: logistic regression, the linear support vector machine of the paper, or least squares.
 
     Args:
         num_features: d; the parameters are {"w": (d,)}, and begin at 0.
         loss: "logistic", "hinge" or "squared".
-        l2: λ of λ/2 |w|², of the mean loss; taken of touched components, see the module.
+        l2: λ of λ/2 |w|² in the mean loss; see the module.
 
     Raises:
-        UnknownNameError: no such loss.
+        UnknownNameError: there is no such loss.
         ConfigError: l2 is negative, or there are no features.
     """
     if loss not in LOSSES:
@@ -276,7 +278,9 @@ def linear(num_features: int, *, loss: str = "logistic", l2: float = 0.0) -> Spa
 
 
 def _touched_row(table: Any, i: int, where: Any) -> int:
-    features = table.indices[table.indptr[i] : table.indptr[i + 1]]  # a slice needs no look at signs
+    features = table.indices[
+        table.indptr[i] : table.indptr[i + 1]
+    ]  # indexing a slice needs no check of signs
     for j in range(len(features)):
         where[j] = features[j]
     return len(features)
@@ -333,7 +337,7 @@ def matrix_completion(
     Args:
         shape: (m, k) of the matrix; the parameters are {"L": (m, rank), "R": (k, rank)}.
         rank: r.
-        l2: taken of touched rows, see the module.
+        l2: λ of the regularisation, over touched rows; see the module.
         spread: standard deviation of the initial factors; None takes 1/√r.
 
     Raises:

@@ -15,21 +15,21 @@ __all__ = ["from_svmlight", "read_svmlight"]
 
 
 def read_svmlight(path: str | Path, *, first: int = 1) -> tuple[Any, Any, Any, Any]:
-    """The four arrays of `from_csr`: indptr, indices, values, targets. `qid:` entries are passed over.
+    """Reads the four arrays of `from_csr`: indptr, indices, values, targets. It skips `qid:` entries.
 
     Args:
-        path: of a text file.
+        path: a text file.
         first: number of the first feature: 1 as in svmlight, or 0.
 
     Raises:
         ConfigError: there is no such file.
-        DataError: a line is no sample; names file and line.
+        DataError: a line is no sample; the message names file and line.
     """
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"no such file: {path}")
     indptr, indices, values, targets = array("q", [0]), array("q"), array("f"), array("f")
-    with path.open(errors="backslashreplace") as lines:  # what is no text is no number either
+    with path.open(errors="backslashreplace") as lines:  # bytes that are no text are no number either
         for number, line in enumerate(lines, 1):
             words = line.partition("#")[0].split()
             if not words:
@@ -56,17 +56,17 @@ def read_svmlight(path: str | Path, *, first: int = 1) -> tuple[Any, Any, Any, A
 def from_svmlight(
     path: str | Path, test: str | Path | None = None, *, first: int = 1, num_features: int | None = None
 ) -> SparseDataset:
-    """A data set from such files; see `read_svmlight` and `from_csr`. Every node of a run reads them.
+    """A data set from svmlight files; see `read_svmlight` and `from_csr`. Every node of a run reads them.
 
-    For what takes long to read: read it once, keep the arrays with `numpy.save`, and give `from_csr` those of
-    `numpy.load(..., mmap_mode="r")`.
+    If they take long to read, read them once, save the arrays with `numpy.save`, and pass to `from_csr` those
+    of `numpy.load(..., mmap_mode="r")`.
 
     Args:
-        path: samples to train on.
-        test: held-out ones.
+        path: file of training samples.
+        test: file of held-out samples.
         first: see `read_svmlight`.
-        num_features: d; None takes the largest in either file.
+        num_features: d; None takes the largest feature in either file.
     """
-    held = None if test is None else read_svmlight(test, first=first)
+    held_out = None if test is None else read_svmlight(test, first=first)
     train = read_svmlight(path, first=first)
-    return from_csr(*train, num_features=num_features, test=held, name=Path(path).stem)
+    return from_csr(*train, num_features=num_features, test=held_out, name=Path(path).stem)

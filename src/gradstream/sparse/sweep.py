@@ -1,11 +1,11 @@
-"""The innermost loop of HOGWILD!, and the addition of a whole gradient: both for each way to update.
+"""The innermost loop of HOGWILD!, and the addition of a whole gradient, for each way to update.
 
-A sample's arithmetic is two functions of the problem's (see `sparse.model`):
+A problem has two functions for the arithmetic of a sample (see `sparse.model`):
 
     touched(table, i, where) -> count            the components that sample i touches, ascending, each once
-    gradient(w, table, i, where, count, into)    ∂f_i on them, at w as it is; returns f_i
+    gradient(w, table, i, where, count, into)    ∂f_i on them, at the current w; returns f_i
 
-Nothing here is atomic beyond what `update` says (`sparse.ways`), and the reads never are.
+Reads are never atomic, and writes only as far as `update` says (`sparse.ways`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from gradstream.sparse.ways import GOT, WAYS, take_nothing
 __all__ = ["Kernels", "adder_of", "free", "kernels_of"]
 
 NEXT, LOCK = 0, 1
-"""Words of a state: the sample, or element, to go on with; and the lock that was not to be had, or `GOT`."""
+"""Words of a state: the next sample, or element, and the lock that was not free, or `GOT`."""
 
 # ---- one sample after the other ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """Machine code of one problem, made when it is first called.
+    """Machine code of one problem, compiled when it is first called.
 
     Args:
         sweep: (w, table, ids, rate, locks, me, looks, state, room) → Σ f_i: from sample ids[state[NEXT]] on,
-            each is an update of its own. It stops before one that needs a lock which is not to be had.
+            each is an update of its own. It stops before a sample for which a lock is not free.
         total: (w, table, ids, into, room) → Σ f_i; adds Σ ∂f_i to `into`, which is dense.
         loss: (w, table, ids, room) → Σ f_i.
     """
@@ -46,10 +46,10 @@ class Kernels:
 
 @functools.cache
 def kernels_of(touched: Callable[..., int], gradient: Callable[..., float], update: str) -> Kernels:
-    """Machine code of a problem's two functions, once in a process.
+    """Compiles a problem's two functions, once in a process.
 
     Args:
-        touched, gradient: Python that numba can compile, or has compiled.
+        touched, gradient: Python functions that numba can compile, or has compiled.
         update: one of `UPDATES`.
     """
     touch, differentiate = _compiled_once(touched), _compiled_once(gradient)
@@ -122,8 +122,9 @@ def _compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
 def adder_of(update: str) -> Callable[..., None]:
     """Machine code of w ← w - rate·gradient: (w, gradient, rate, locks, me, looks, state) → None.
 
-    What is 0 is not written: a cache line stays where it is if nothing of it changes. Locks and the turn
-    are held from the first element to the last, but for locks of components: these one at a time.
+    It does not write elements whose gradient is 0, so that a cache line of which nothing changes stays where it
+    is. It holds the lock of the whole and the turn from the first element to the last, and locks of components
+    one at a time.
     """
     way = WAYS[update]
     take, add, give, begin, end = way.take, way.add, way.give, way.begin, way.end
@@ -159,7 +160,7 @@ def adder_of(update: str) -> Callable[..., None]:
     return made
 
 
-# ---- locks of the dead --------------------------------------------------------------------------
+# ---- locks of dead workers --------------------------------------------------------------------------
 
 
 @compiled
@@ -168,5 +169,5 @@ def _free(locks: Any, at: int, owner: Any) -> bool:
 
 
 def free(locks: np.ndarray[Any, Any], at: int, owner: int) -> bool:
-    """Takes a lock from an owner who is dead; whether it was still theirs."""
+    """Releases a lock of an owner that is dead. Returns whether that owner still held it."""
     return bool(_free(locks, at, np.int32(owner)))

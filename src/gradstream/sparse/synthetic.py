@@ -1,4 +1,4 @@
-"""Sparse problems made up from a seed: as large as one likes, and nothing to download."""
+"""Sparse problems drawn from a seed, of any size and without a download."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradstream.sparse.data import CsrTable, SparseDataset, from_ratings, table_
 __all__ = ["synthetic", "synthetic_ratings"]
 
 AT_ONCE = 1 << 14
-"""Samples that are drawn together."""
+"""Number of samples that are drawn together."""
 
 
 def synthetic(
@@ -26,19 +26,19 @@ def synthetic(
     noise: float = 0.1,
     seed: int = 0,
 ) -> SparseDataset:
-    """Samples x of norm 1 with `touched` features each, and targets of a hidden linear function w*·x.
+    """A data set of samples x of norm 1 with `touched` features each, and targets of a hidden function w*·x.
 
-    They are made when they are first read: in a HOGWILD! run by one worker, in shared memory.
+    The samples are drawn when they are first read: in a HOGWILD! run by one worker, in shared memory.
 
     Args:
         num_samples, num_features: n and d.
-        touched: Ω, features of each sample; numbers that are drawn twice are drawn again one higher.
-        num_test_samples: held-out ones besides.
-        task: "classes", 1 where w*·x > 0 and 0 elsewhere; or "numbers".
-        skew: 0 draws all features alike; else feature v with a probability that falls as
-            (v+1)^(-skew): words of a language have about 1. Frequent ones are spread over the vector.
-        noise: share of classes that are turned round; or standard deviation of what is added to numbers.
-        seed: of everything.
+        touched: Ω, number of features of each sample. A feature that is drawn twice moves to the next free one.
+        num_test_samples: number of held-out samples besides.
+        task: "classes", 1 if w*·x > 0 and 0 otherwise; or "numbers".
+        skew: 0 draws all features alike. Otherwise the probability of feature v falls as (v+1)^(-skew); words
+            of a language have about 1. Frequent features are spread over the vector.
+        noise: share of classes that are inverted; or standard deviation of what is added to numbers.
+        seed: seed of all random numbers.
 
     Raises:
         ConfigError: a number is out of range.
@@ -93,11 +93,11 @@ def _features(rng: Any, rows: int, d: int, touched: int, skew: float, spread: An
         drawn = rng.integers(0, d, (rows, touched))
     elif skew == 1:
         drawn = np.floor((d + 1) ** rng.random((rows, touched))) - 1
-    else:  # the inverse of the distribution, as of a continuous one
+    else:  # inverts the distribution function of the continuous analogue
         power = 1 - skew
         drawn = np.floor((1 + rng.random((rows, touched)) * ((d + 1) ** power - 1)) ** (1 / power)) - 1
     drawn = np.sort(np.minimum(drawn.astype(np.int64), d - 1), axis=1)
-    # The k-th smallest leaves room for k smaller ones and for all larger ones: ties move apart, in order.
+    # The k-th smallest leaves room for k smaller ones and for all larger ones, so that ties move apart in order.
     ranks = np.arange(touched)
     drawn = np.maximum.accumulate(np.maximum(drawn - ranks, 0), axis=1) + ranks
     drawn = np.minimum(drawn, d - touched + ranks)
@@ -119,15 +119,15 @@ def synthetic_ratings(
     num_test_entries: int = 0,
     seed: int = 0,
 ) -> SparseDataset:
-    """Entries of a random matrix of low rank, for `matrix_completion`; an entry may come twice.
+    """A data set of entries of a random matrix of low rank, for `matrix_completion`. An entry may occur twice.
 
     Args:
-        shape: of the matrix.
-        num_entries: known ones.
-        rank: of the matrix; its entries have a variance of 1, and noise besides.
-        noise: standard deviation of it.
-        num_test_entries: held-out ones.
-        seed: of everything.
+        shape: rows and columns of the matrix.
+        num_entries: number of known entries.
+        rank: rank of the matrix. Its entries have a variance of 1, and noise besides.
+        noise: standard deviation of the noise.
+        num_test_entries: number of held-out entries.
+        seed: seed of all random numbers.
     """
     if min(*shape, num_entries, rank) < 1:
         raise ConfigError(f"synthetic_ratings({shape}, {num_entries}, {rank}): expected numbers from 1")

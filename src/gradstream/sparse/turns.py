@@ -1,14 +1,14 @@
-"""Turns: workers write in the order of their ranks, round after round, and who is away is passed over.
+"""Turns: workers write in the order of their ranks, round after round. A worker that takes no part is skipped.
 
-    a worker waits for its turn:    while the turn is another's:
-                                        if that one does not take part, pass its turn on
+    a worker waits for its turn:    while another rank has the turn:
+                                        if that rank takes no part, pass its turn on
     when it has written:            pass the turn on
 
-The turn is a word, the rank whose it is. That a rank takes part is a lock of its own, which it holds around a
-sweep: so it is freed as any lock is when its owner has died, and nothing else has to be done about the dead.
+The turn is a word: the rank that writes next. A rank takes part while it holds a lock of its own, from the
+beginning of a sweep to its end. So this lock is freed like any other when its owner has died.
 
-The turn is the order and no more: who has it takes the lock of the whole vector to write. For a rank may
-begin to take part, and see that it is its turn, just when another, who has found it away, passes the turn on.
+The turn only sets the order: the rank that has it also takes the lock of the whole vector to write. For a rank may
+begin to take part, and see that it has the turn, just when another one that has found it away passes the turn on.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["await_turn", "leave", "part_of", "pass_turn", "take_part"]
 
 @compiled
 def part_of(locks: Any, rank: int) -> int:
-    """Number of the lock that says that a rank takes part: from the end, behind those of components."""
+    """Number of the lock that a rank holds while it takes part. These locks come last, in falling order of ranks."""
     return len(locks) - 1 - rank
 
 
 @compiled
 def take_part(locks: Any, me: Any) -> None:
-    """From now on this worker's turn is waited for."""
+    """Begins to take part: others wait for this worker's turn from now on."""
     store(locks, part_of(locks, me - 1), me)
     ranks = load(locks, RANKS)
     while ranks < me and not swap_if(locks, RANKS, ranks, me):
@@ -38,19 +38,19 @@ def take_part(locks: Any, me: Any) -> None:
 
 @compiled
 def leave(locks: Any, me: Any) -> None:
-    """From now on it is passed over."""
+    """Ends to take part: others skip this worker from now on."""
     release(locks, part_of(locks, me - 1))
 
 
 @compiled
 def pass_turn(locks: Any, rank: int) -> None:
-    """The turn goes from this rank, if it is there still, to the next of those that ever took part."""
+    """Passes the turn, if this rank still has it, to the next rank among those that ever took part."""
     swap_if(locks, TURN, rank, (rank + 1) % load(locks, RANKS))
 
 
 @compiled
 def await_turn(locks: Any, me: Any, looks: int) -> int:
-    """-1 when it is this worker's turn; after so many looks the number of the lock of who has it."""
+    """-1 when this worker has the turn. After `looks` looks, the number of the lock of the rank that has it."""
     turn = load(locks, TURN)
     for look in range(looks):
         if turn + 1 == me:

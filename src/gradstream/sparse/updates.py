@@ -1,4 +1,4 @@
-"""What one update of a component is called, and where in shared memory its locks are. Nothing heavy."""
+"""Names of the ways to update a component, and the places of locks in shared memory. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ WHOLE = 0
 """Number of the lock of the whole vector."""
 
 TURN, RANKS = 1, 2
-"""Words beside it: the rank whose turn it is, and among how many ranks the turn goes round."""
+"""Words beside it: the rank that has the turn, and the number of ranks among which the turn goes round."""
 
 FIRST = 16
-"""Number of the lock of component 0: a cache line behind that of the whole, which all workers write."""
+"""Number of the lock of component 0: one cache line behind the lock of the whole, which all workers write."""
 
 LOOKS = 1 << 16
-"""At a lock, before a worker asks whether the one that holds it still lives: some milliseconds."""
+"""Looks at a lock before a worker asks whether the lock's holder is alive; they take some milliseconds."""
 
 
 def num_locks(elems: int, workers: int) -> int:
-    """Words of 4 bytes that the locks take: one of each component and of each worker, and none shared."""
+    """Number of 4-byte words of all locks: one for each component and each worker, and those of the whole."""
     return FIRST + elems + workers
 
 
 def check_compiler(what: str) -> None:
-    """Raises ConfigError where there is no numba, which makes machine code of `what`."""
+    """Raises ConfigError if numba, which compiles `what`, is not installed."""
     if importlib.util.find_spec("numba") is None:
         raise ConfigError(
             f"{what} is compiled by numba, which is not installed: pip install 'gradstream[fast]'"

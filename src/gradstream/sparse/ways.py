@@ -1,12 +1,12 @@
-"""Ways to update components of a vector that others update too: what is taken for it, when, and given back.
+"""Ways to update components of a vector that others update too: which locks they take, and when.
 
-    plain, atomic      nothing is taken
+    plain, atomic      no lock
     lock               the lock of the whole vector, before the sample is read
-    short_lock         the same, when its components are known
-    component_locks    a lock of each of its components, when they are known
-    round_robin        the turn to write, when the gradient is known; see `sparse.turns`
+    short_lock         the lock of the whole vector, once the components of the sample are known
+    component_locks    a lock of each component of the sample, once they are known
+    round_robin        the turn to write, once the gradient is known; see `sparse.turns`
 
-Each lock that is taken is given back after the last write.
+Each lock is released after the last write.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from gradstream.sparse.updates import FIRST, WHOLE
 __all__ = ["GOT", "WAYS", "Way", "take_nothing"]
 
 GOT = -1
-"""Of `take`: all that is needed. Else it has none of the locks, and says which was not to be had."""
+"""`take` returns this if it has all locks. Otherwise it has none, and returns the number of one that was not free."""
 
 Moment = Literal["sample", "read", "write"]
-"""Before the sample is read; before the vector is; before the vector is written."""
+"""When a way takes its locks: before the sample is read, before the vector is read, before it is written."""
 
 
 @compiled
@@ -40,7 +40,7 @@ def _add_atomic(w: Any, v: int, change: Any) -> None:
 
 @compiled
 def take_nothing(locks: Any, where: Any, count: int, me: Any, looks: int) -> int:
-    """Of a moment at which a way takes nothing."""
+    """`take` at a moment at which a way takes no lock."""
     return GOT
 
 
@@ -61,11 +61,11 @@ def _give_whole(locks: Any, where: Any, count: int, me: Any) -> None:
 
 @compiled
 def _take_each(locks: Any, where: Any, count: int, me: Any, looks: int) -> int:
-    """In ascending order, all alike: so no two workers wait for each other."""
+    """All workers take locks in ascending order, so that no two wait for each other."""
     for j in range(count):
         if not acquire(locks, FIRST + where[j], me, looks):
-            for held in range(j):
-                release(locks, FIRST + where[held])
+            for taken in range(j):
+                release(locks, FIRST + where[taken])
             return int(FIRST + where[j])
     return GOT
 
@@ -78,7 +78,7 @@ def _give_each(locks: Any, where: Any, count: int, me: Any) -> None:
 
 @compiled
 def _take_turn(locks: Any, where: Any, count: int, me: Any, looks: int) -> int:
-    """Nobody writes at the same time, whatever becomes of the turn: that is seen to by the lock."""
+    """Waits for the turn and takes the lock, which prevents writes at the same time whatever becomes of the turn."""
     awaited = await_turn(locks, me, looks)
     if awaited != GOT:
         return awaited
@@ -102,11 +102,11 @@ class Way:
 
     Args:
         add: (w, v, change): w_v ← w_v + change.
-        take: (locks, where, count, me, looks) → `GOT`, or the number of a lock that was not to be had at so
-            many looks. For an update of the `count` components at the front of `where`, once they are known.
-        give: (locks, where, count, me): gives back what was taken.
-        moment: when a sweep takes it.
-        begin, end: (locks, me): what is said before the first update of a sweep and after its last.
+        take: (locks, where, count, me, looks) → `GOT`, or the number of a lock that was not free at any of
+            `looks` looks. It is for an update of the `count` components at the front of `where`.
+        give: (locks, where, count, me): releases the locks.
+        moment: when a sweep calls `take`.
+        begin, end: (locks, me): called before the first update of a sweep and after its last.
     """
 
     add: Callable[..., None]
@@ -125,4 +125,4 @@ WAYS: Mapping[str, Way] = {
     "component_locks": Way(_add, _take_each, _give_each, "read"),
     "round_robin": Way(_add, _take_turn, _give_turn, "write", begin=take_part, end=leave),
 }
-"""For each of `UPDATES`."""
+"""A way for each of `UPDATES`."""

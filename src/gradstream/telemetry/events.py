@@ -153,7 +153,7 @@ class GroupEvent(Event):
     `kind` is "messages", "shared" (in place, all on one host), "hierarchical" (in place inside hosts, by
     messages between) or "torch" (torch.distributed; `algorithm` is its backend). Where it was chosen by
     measurement, `choices` has the algorithm by the number of bytes from which on it holds, and the figures
-    are those of `collectives.autotune.Figures`.
+    are those of `collectives.autotune.MeasuredCosts`.
     """
 
     name: ClassVar[str] = "group"

@@ -18,22 +18,22 @@ from gradstream.wire import v1
 __all__ = ["RankWork", "VirtualRanks"]
 
 RankWork = Callable[[Group], Awaitable[Any]]
-"""What each rank does with its group."""
+"""Work that each rank does with its group."""
 
 
 class VirtualRanks:
     """A group of `size` ranks, "worker-0" and so on, each on a machine of its own.
 
     Args:
-        size: how many.
-        seed: of the schedule and of the network.
-        world: durations and network.
+        size: number of ranks.
+        seed: seed of the schedule and of the network.
+        config: durations and network.
 
     Attributes:
-        outcomes: what the work returned, or raised, by rank; None of a rank that was killed.
-        ended_s: when, in virtual time.
-        killed: (rank, seconds) of who was killed, once it has happened.
-        num_chunks: that have arrived so far, at all ranks.
+        outcomes: result or error of each rank's work; None for a rank that was killed.
+        ended_s: virtual time at which each rank's work ended, in seconds.
+        killed: (rank, seconds) of the rank that was killed, once it has happened.
+        num_chunks: number of chunks that have arrived so far, at all ranks.
     """
 
     def __init__(self, size: int, *, seed: int = 0, config: SimulationConfig | None = None) -> None:
@@ -49,11 +49,11 @@ class VirtualRanks:
 
     @property
     def now_s(self) -> float:
-        """Virtual time."""
+        """Virtual time, in seconds."""
         return self.cluster.clock.now_ns / 1e9
 
     def kill_at_chunk(self, rank: int, number: int) -> None:
-        """As by SIGKILL, when the `number`-th chunk (from 1) arrives anywhere, before it is looked at."""
+        """Kills a rank as by SIGKILL when the `number`-th chunk (from 1) arrives at any rank, before it is read."""
         self._doomed = (rank, number)
 
     def run(
@@ -65,14 +65,14 @@ class VirtualRanks:
         absent: Sequence[int] = (),
         **options: Any,
     ) -> list[Any]:
-        """Forms the group, does `work` at all ranks, closes it; returns the outcomes.
+        """Forms the group, does `work` at all ranks, and closes the group; returns the outcomes.
 
         Args:
-            work: what each rank does.
+            work: work of each rank.
             how: see `form_group`.
-            hosts: that of each rank; by default each has its own.
+            hosts: host of each rank; by default each has its own.
             absent: ranks that never come.
-            options: of `form_group`.
+            options: further arguments of `form_group`.
         """
         hosts = hosts or self.names
 
@@ -110,7 +110,7 @@ class VirtualRanks:
         ranks = self
 
         class Counting(MemoryEndpoint):
-            """Tells of each chunk before it is looked at."""
+            """Counts each chunk before it is read."""
 
             def _keep(self, stream: StreamCore) -> None:
                 super()._keep(stream)
@@ -138,7 +138,7 @@ class VirtualRanks:
         director.spawn(self._bury(self._tasks[rank]), name=f"burial of {self.names[rank]}")
 
     async def _bury(self, task: asyncio.Task[None]) -> None:
-        """Cancels until it has ended: clean-up code of a dead node waits for timers that never fire."""
+        """Cancels a task until it has ended: clean-up code of a dead node waits for timers that never fire."""
         director = self.cluster.runtime("director")
         while not task.done():
             task.cancel()

@@ -1,7 +1,7 @@
-"""Plays the schedules of all ranks on plain arrays, and counts: the pure twin of `MessageGroup`.
+"""Executes the schedules of all ranks on plain arrays, and counts: the pure twin of `MessageGroup`.
 
-Sends never wait here and receives wait for their message, so what comes to a standstill here would on any
-network, and what does not needs no more than the order of messages between two ranks.
+Sends never wait here, and a receive waits for its message. So schedules that stop here would stop on any network,
+and those that end need no more than the order of messages between two ranks.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy.typing as npt
 from gradstream.collectives.schedule import MakeSchedule, Recv, Schedule, Send
 from gradstream.errors import InternalError
 
-__all__ = ["ScheduleTally", "check_allreduce", "play", "schedules_of"]
+__all__ = ["ScheduleTally", "check_allreduce", "execute", "schedules_of"]
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleTally:
-    """What a schedule costs.
+    """Counts of all messages of a schedule.
 
     Args:
-        messages: in all, of at least one element.
-        elems: sent in all.
-        busiest_elems: sent by the rank that sends most.
-        depth: messages on the longest chain of which each had to wait for the one before: the α's.
+        messages: number of messages of at least one element.
+        elems: number of elements sent.
+        busiest_elems: number of elements that the busiest rank sends.
+        depth: length of the longest chain of messages, each of which had to wait for the one before it.
     """
 
     messages: int
@@ -44,29 +44,29 @@ def schedules_of(make: MakeSchedule, size: int, elems: int) -> list[Schedule]:
     return [make(rank, size, elems) for rank in range(size)]
 
 
-def play(schedules: Sequence[Schedule], vectors: Sequence[Array]) -> ScheduleTally:
-    """Carries them out on `vectors`, one for each rank, in place.
+def execute(schedules: Sequence[Schedule], vectors: Sequence[Array]) -> ScheduleTally:
+    """Executes the schedules on `vectors`, one for each rank, in place.
 
     Raises:
-        InternalError: ranks wait for each other for ever, a message is longer or shorter than who
-            receives it expects, or one is never received.
+        InternalError: ranks wait for each other for ever, a message is longer or shorter than its receiver
+            expects, or is never received.
     """
-    return _Table(schedules, vectors).play()
+    return _AllRanks(schedules, vectors).execute()
 
 
-class _Table:
-    """All ranks at one table: how far each has come, and what is under way between them."""
+class _AllRanks:
+    """How far each rank is, and which messages are under way between ranks."""
 
     def __init__(self, schedules: Sequence[Schedule], vectors: Sequence[Array]) -> None:
         self._schedules = [[step for step in schedule if step.stop > step.start] for schedule in schedules]
         self._vectors = vectors
         self._at = [0] * len(schedules)
-        self._clocks = [0] * len(schedules)  # of each rank: messages that it had to wait for, in a row
+        self._clocks = [0] * len(schedules)  # for each rank, the messages that it has waited for, in a chain
         self._sent_elems = [0] * len(schedules)
         self._messages = 0
         self._under_way: dict[tuple[int, int], deque[tuple[Array, int]]] = {}
 
-    def play(self) -> ScheduleTally:
+    def execute(self) -> ScheduleTally:
         ranks = range(len(self._schedules))
         while sum(self._advance(rank) for rank in ranks):
             pass
@@ -81,7 +81,7 @@ class _Table:
         return ScheduleTally(self._messages, sum(sent), max(sent, default=0), max(self._clocks, default=0))
 
     def _advance(self, rank: int) -> int:
-        """Does all the steps that a rank can do now; how many those were."""
+        """Executes all steps that a rank can execute now; returns their number."""
         begun, schedule = self._at[rank], self._schedules[rank]
         while self._at[rank] < len(schedule):
             step = schedule[self._at[rank]]
@@ -99,7 +99,7 @@ class _Table:
         self._sent_elems[rank] += len(message)
 
     def _recv(self, rank: int, step: Recv) -> bool:
-        """Whether the message was there."""
+        """Receives a message; returns False if it has not been sent yet."""
         queue = self._under_way.get((step.peer, rank))
         if not queue:
             return False
@@ -113,15 +113,15 @@ class _Table:
 
 
 def check_allreduce(make: MakeSchedule, size: int, elems: int, *, seed: int = 0) -> ScheduleTally:
-    """Plays an algorithm on whole numbers, and looks whether every rank has numpy's sum.
+    """Executes an algorithm on whole numbers, and checks that every rank has numpy's sum.
 
     Raises:
-        InternalError: a rank has something else; or as `play`.
+        InternalError: a rank has another result; or as `execute`.
     """
     rng = np.random.default_rng(seed)
     vectors = list(rng.integers(-1000, 1000, (size, elems)).astype(np.float32))
     expected: Array = np.add.reduce(vectors, axis=0)
-    tally = play(schedules_of(make, size, elems), vectors)
+    counts = execute(schedules_of(make, size, elems), vectors)
     for rank, vector in enumerate(vectors):
         wrong = np.flatnonzero(vector != expected)
         if len(wrong):
@@ -130,4 +130,4 @@ def check_allreduce(make: MakeSchedule, size: int, elems: int, *, seed: int = 0)
                 f"rank {rank} of {size} has {vector[first]} at element {first} of {elems}: "
                 f"expected {expected[first]}"
             )
-    return tally
+    return counts

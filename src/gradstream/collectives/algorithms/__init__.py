@@ -1,4 +1,4 @@
-"""Allreduce, one algorithm a file: its schedule and what it costs."""
+"""Algorithms of allreduce. Each has a file with its schedule and its cost."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["ALGORITHMS", "PARTS", "Algorithm", "Parts"]
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One way of allreduce.
+    """One algorithm of allreduce.
 
     Args:
-        schedule: of (rank, size, elems).
-        cost: of the number of ranks.
+        schedule: (rank, size, elems) to the schedule of a rank.
+        cost: (size) to the cost.
     """
 
     schedule: MakeSchedule
@@ -41,17 +41,18 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "ring": Algorithm(ring.allreduce, ring.cost),
     "direct": Algorithm(direct.allreduce, direct.cost),
 }
-"""By name."""
+"""The algorithms, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The halves of an allreduce, for who needs them alone: each costs half of it.
+    """The two halves of an allreduce, for callers that need one alone. Each costs half of the whole.
 
     Args:
-        reduce_scatter: of (rank, cuts): part i, [cuts[i], cuts[i + 1]), of the sum to rank i.
-        all_gather: of (rank, cuts): part i of rank i to all.
-        powers_only: whether it takes a power of two of ranks.
+        reduce_scatter: (rank, cuts) to the schedule by which rank i gets part i, [cuts[i], cuts[i + 1]), of the
+            sum.
+        all_gather: (rank, cuts) to the schedule by which all ranks get part i of rank i.
+        powers_only: whether the number of ranks has to be a power of two.
     """
 
     reduce_scatter: Callable[[int, Sequence[int]], list[Step]]
@@ -59,7 +60,7 @@ class Parts:
     powers_only: bool = False
 
     def fits(self, size: int) -> bool:
-        """Whether so many ranks can use it."""
+        """Whether `size` ranks can use it."""
         return not self.powers_only or size & (size - 1) == 0
 
 
@@ -68,4 +69,4 @@ PARTS: Mapping[str, Parts] = {
     "ring": Parts(ring.reduce_scatter, ring.all_gather),
     "direct": Parts(direct.reduce_scatter, direct.all_gather),
 }
-"""By the name of the algorithm that they are of."""
+"""The halves, by name of the algorithm."""

@@ -1,10 +1,10 @@
-"""A binomial tree: in step k, who is 2^k apart from the next pairs up, and the upper one is done.
+"""A binomial tree: in step k, ranks that are 2^k apart pair up, and the upper one of each pair is done.
 
     0 ◀─ 1   2 ◀─ 3   4 ◀─ 5   6 ◀─ 7
     0 ◀────── 2       4 ◀────── 6
     0 ◀────────────── 4                 and back the same way: the broadcast
 
-Half of those left send in each step, all of the vector: right for short ones.
+Half of the ranks that are left send the whole vector in each step, which suits short vectors.
 
 Reference: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH",
 2005, section 4 (broadcast, reduce).
@@ -18,12 +18,12 @@ __all__ = ["allreduce", "broadcast", "broadcast_cost", "cost", "reduce"]
 
 
 def allreduce(rank: int, size: int, elems: int) -> list[Step]:
-    """2(p-1) messages of n; 2(p-1)n bytes in all, ⌈lg p⌉n of them sent by rank 0."""
+    """2(p-1) messages of n; 2(p-1)n bytes in all, of which rank 0 sends ⌈lg p⌉n."""
     return reduce(rank, size, elems) + broadcast(rank, size, elems)
 
 
 def reduce(rank: int, size: int, elems: int) -> list[Step]:
-    """The sum, to rank 0; what the others hold is of no use afterwards."""
+    """Sums up to rank 0. The vectors of other ranks are of no use afterwards."""
     steps: list[Step] = []
     distance = 1
     while distance < size:
@@ -36,7 +36,7 @@ def reduce(rank: int, size: int, elems: int) -> list[Step]:
 
 
 def broadcast(rank: int, size: int, elems: int, root: int = 0) -> list[Step]:
-    """The vector of rank `root`, to all: p-1 messages of n."""
+    """Sends the vector of rank `root` to all: p-1 messages of n."""
     place = (rank - root) % size
     steps: list[Step] = []
     distance = 1
@@ -52,7 +52,7 @@ def broadcast(rank: int, size: int, elems: int, root: int = 0) -> list[Step]:
 
 
 def cost(size: int) -> ScheduleCost:
-    """2⌈lg p⌉α + 2⌈lg p⌉nβ + ⌈lg p⌉nγ; exact where p is a power of two, else at most."""
+    """2⌈lg p⌉α + 2⌈lg p⌉nβ + ⌈lg p⌉nγ; exact if p is a power of two, otherwise an upper bound."""
     levels = (size - 1).bit_length()
     return ScheduleCost(2 * levels, 2 * levels, levels)
 

@@ -1,10 +1,10 @@
-"""Butterfly, or recursive doubling: in step k, each rank swaps vectors with who is 2^k apart.
+"""Butterfly, or recursive doubling: in step k, each rank swaps vectors with the rank 2^k apart.
 
     0 ◀─▶ 1   2 ◀─▶ 3          with 1 2 3 4:  3 3 7 7
     0 ◀─────▶ 2   1 ◀─────▶ 3                10 10 10 10
 
-The fewest messages one after the other that there can be, each of the whole vector: right for short
-ones. Both partners of a pair add the same two vectors, so that all ranks get the same bits.
+It sends the fewest possible messages one after the other, each of the whole vector, which suits short vectors.
+Both partners of a pair add the same two vectors, so that all ranks get the same bits.
 
 Reference: Thakur, Rabenseifner, Gropp, 2005, section 4.5.
 """
@@ -31,10 +31,10 @@ def allreduce(rank: int, size: int, elems: int) -> list[Step]:
 
 
 def cost(size: int) -> ScheduleCost:
-    """(α + nβ + nγ)·lg p; (⌊lg p⌋ + 2)(α + nβ) + (⌊lg p⌋ + 1)nγ where p is no power of two.
+    """(α + nβ + nγ)·lg p; (⌊lg p⌋ + 2)(α + nβ) + (⌊lg p⌋ + 1)nγ if p is no power of two.
 
-    (It may be nβ more then: who has nothing to wait for sends its vector while its partner's card still
-    takes in another.)
+    (It may be nβ more then: a rank with nothing to wait for sends its vector while its partner's network card
+    still takes in another.)
     """
     levels = size.bit_length() - 1
     if size == 1 << levels:

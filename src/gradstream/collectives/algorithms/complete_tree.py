@@ -1,4 +1,4 @@
-r"""A complete binary tree: sums go up, the whole comes down.
+r"""A complete binary tree: partial sums go up, and the total comes down.
 
     rank        6
               /   \
@@ -6,9 +6,9 @@ r"""A complete binary tree: sums go up, the whole comes down.
             / \   / \
            3   2 1   0
 
-The root is the last rank, its children the two before it, and so on, level by level. With vectors 1
-to 7 the middle ranks come to 13 and 8, and the root to 28: two steps up and two down. A rank takes in
-the vectors of both children one after the other, so a level costs two of them.
+The root is the last rank, its children are the two before it, and so on, level by level. With vectors 1 to 7 the
+middle ranks get 13 and 8, and the root 28: two steps up and two down. A rank receives the vectors of both children
+one after the other, so a level costs two of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["allreduce", "cost"]
 
 def allreduce(rank: int, size: int, elems: int) -> list[Step]:
     """2(p-1) messages of n; 2(p-1)n bytes in all."""
-    place = size - 1 - rank  # level by level from the root, as in a heap
+    place = size - 1 - rank  # number in a heap, level by level from the root
     children = [size - 1 - child for child in (2 * place + 1, 2 * place + 2) if child < size]
     steps: list[Step] = [Recv(child, 0, elems, add=True) for child in children]
     if place:
@@ -30,9 +30,9 @@ def allreduce(rank: int, size: int, elems: int) -> list[Step]:
 
 
 def cost(size: int) -> ScheduleCost:
-    """2dα + 4dnβ + 2dnγ with d = ⌊lg p⌋ levels, where all are full (p = 2^k - 1); less where not.
+    """2dα + 4dnβ + 2dnγ with d = ⌊lg p⌋ levels, if all are full (p = 2^k - 1); less otherwise.
 
-    Two ranks are a level with one child: 2α + 2nβ + nγ.
+    Two ranks have a level with one child: 2α + 2nβ + nγ.
     """
     if size == 2:
         return ScheduleCost(2, 2, 1)

@@ -2,8 +2,8 @@
 
     every rank ─ slice i ─▶ i ─ Σ slice i ─▶ every rank
 
-As few bytes as there can be, in two steps; but every rank talks to every other, p-1 messages at a time.
-In turn k rank r sends to rank r+k, so that no two send to the same one at once.
+It sends as few bytes as possible, in two steps. But every rank talks to every other, p-1 messages at a time. In
+step k rank r sends to rank r+k, so that no two ranks send to the same one at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def allreduce(rank: int, size: int, elems: int) -> list[Step]:
 
 
 def reduce_scatter(rank: int, cuts: Sequence[int]) -> list[Step]:
-    """Part i of the sum, [cuts[i], cuts[i + 1]), to rank i."""
+    """Gives rank i part i of the sum, [cuts[i], cuts[i + 1])."""
     size = len(cuts) - 1
     steps: list[Step] = []
     for turn in range(1, size):
@@ -34,7 +34,7 @@ def reduce_scatter(rank: int, cuts: Sequence[int]) -> list[Step]:
 
 
 def all_gather(rank: int, cuts: Sequence[int]) -> list[Step]:
-    """Part i of rank i, to all."""
+    """Gives all ranks part i of rank i."""
     size = len(cuts) - 1
     steps: list[Step] = []
     for turn in range(1, size):
@@ -46,6 +46,6 @@ def all_gather(rank: int, cuts: Sequence[int]) -> list[Step]:
 
 
 def cost(size: int) -> ScheduleCost:
-    """2α + 2(p-1)/p·nβ + (p-1)/p·nγ: messages of one step go at the same time and share the card."""
+    """2α + 2(p-1)/p·nβ + (p-1)/p·nγ: messages of one step go at the same time and share the network card."""
     share = (size - 1) / size
     return ScheduleCost(2, 2 * share, share, overhead=2 * (size - 2)) if size > 1 else ScheduleCost(0, 0)

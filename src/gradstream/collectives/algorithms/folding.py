@@ -1,7 +1,7 @@
-"""Any number of ranks for algorithms that need a power of two: the treatment of MPICH.
+"""Lets any number of ranks use an algorithm that needs a power of two, as MPICH does.
 
-Of p = p' + r ranks, p' the power of two below, the first 2r pair up: the even one sends its vector to the
-odd one and sits out, and gets the result at the end. The p' that are left are renumbered.
+Of p = p' + r ranks, with p' the power of two below p, the first 2r pair up. The even rank of a pair sends its vector
+to the odd one, takes no part, and gets the result at the end. The p' ranks that are left get new numbers.
 
     0 ─▶ 1   2 ─▶ 3   4   5            p = 6: 1, 3, 4 and 5 go on as 0, 1, 2 and 3
 
@@ -19,13 +19,13 @@ __all__ = ["Fold"]
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """What one rank does before and after, and who it is in between.
+    """The steps of a rank before and after the algorithm, and its number within.
 
     Args:
-        core: p', how many ranks are left in between.
-        extra: r, how many sit out.
-        place: this rank's number among those left; None if it sits out.
-        before, after: its steps.
+        core: p', the number of ranks that take part.
+        extra: r, the number of ranks that take no part.
+        place: this rank's number among those that take part; None if it takes no part.
+        before, after: its steps before and after the algorithm.
     """
 
     core: int
@@ -36,7 +36,7 @@ class Fold:
 
     @classmethod
     def of(cls, rank: int, size: int, elems: int) -> Fold:
-        """For one of `size` ranks, with vectors of `elems`."""
+        """The fold of one of `size` ranks, for vectors of `elems`."""
         core = 1 << (size.bit_length() - 1)
         extra = size - core
         if rank >= 2 * extra:
@@ -54,5 +54,5 @@ class Fold:
         return cls(core, extra, None, before=(Send(partner, 0, elems), Recv(partner, 0, elems)))
 
     def rank_of(self, place: int) -> int:
-        """The rank behind a number among those left."""
+        """The rank that has the number `place` among those that take part."""
         return 2 * place + 1 if place < self.extra else place + self.extra

@@ -1,4 +1,4 @@
-"""Halving-doubling (Rabenseifner): halves are reduced, then put together again.
+"""Halving-doubling (Rabenseifner): ranks reduce halves of halves, and then put them together again.
 
     reduce-scatter, 4 ranks           all-gather
     0 ◀─ half of the vector ─▶ 2      0 ◀─ a quarter ─▶ 1
@@ -6,11 +6,11 @@
     0 ◀─ a quarter ─▶ 1               0 ◀─ a half ─▶ 2
     2 ◀─ a quarter ─▶ 3               1 ◀─ a half ─▶ 3
 
-Each slice is summed up in one place and then copied. As few bytes as there can be, in 2·lg p messages.
+One rank sums up each slice, which is then copied. So this sends as few bytes as possible, in 2·lg p messages.
 
 Reference: Rabenseifner, "Optimization of collective reduction operations", 2004; Thakur, Rabenseifner,
-Gropp, 2005, section 4.5. There the nearest partners come first; here the farthest, so that rank i ends
-up with slice i.
+Gropp, 2005, section 4.5. There the nearest partners come first. Here the farthest do, so that rank i gets
+slice i.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ def _itself(place: int) -> int:
 
 
 def reduce_scatter(place: int, cuts: Sequence[int], rank_of: Callable[[int], int] = _itself) -> list[Step]:
-    """Part i of the sum, [cuts[i], cuts[i + 1]), to place i of a power of two of them.
+    """Gives place i of a power of two of places part i of the sum, [cuts[i], cuts[i + 1]).
 
     Args:
-        rank_of: the rank at a place.
+        place: place of this rank.
+        cuts: edges of the parts.
+        rank_of: (place) to the rank there.
     """
     first, last = 0, len(cuts) - 1  # the parts that this place still works on
     steps: list[Step] = []
@@ -56,7 +58,7 @@ def reduce_scatter(place: int, cuts: Sequence[int], rank_of: Callable[[int], int
 
 
 def all_gather(place: int, cuts: Sequence[int], rank_of: Callable[[int], int] = _itself) -> list[Step]:
-    """Part i of place i, to all of a power of two of them."""
+    """Gives all of a power of two of places part i of place i; see `reduce_scatter`."""
     steps: list[Step] = []
     distance = 1
     while distance < len(cuts) - 1:
@@ -74,9 +76,9 @@ def all_gather(place: int, cuts: Sequence[int], rank_of: Callable[[int], int] = 
 def cost(size: int) -> ScheduleCost:
     """2·lg p·α + 2(p-1)/p·nβ + (p-1)/p·nγ.
 
-    (2⌊lg p⌋ + 2)α + (2(p-1)/p + 2)nβ + (1 + (p-1)/p)nγ where p is no power of two: then two more vectors
-    pass one after the other. (It may be nβ/2 more: who has nothing to wait for sends its first half while
-    its partner's card still takes in a whole vector.)
+    (2⌊lg p⌋ + 2)α + (2(p-1)/p + 2)nβ + (1 + (p-1)/p)nγ if p is no power of two: then two more vectors
+    pass one after the other. (It may be nβ/2 more: a rank with nothing to wait for sends its first half while
+    its partner's network card still takes in a whole vector.)
     """
     levels = size.bit_length() - 1
     share = (size - 1) / size

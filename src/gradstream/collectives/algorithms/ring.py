@@ -1,11 +1,11 @@
-"""Ring: each rank only ever sends to the next one, one slice at a time.
+"""Ring: each rank sends to the next one only, one slice at a time.
 
     0 ─▶ 1 ─▶ 2 ─▶ 3 ─▶ 0 ...      p-1 steps in which slices are summed up on their way round,
                                    p-1 steps in which the sums go round
 
-As few bytes as there can be, for any number of ranks, and all cards busy all the time; 2(p-1)
-messages one after the other. For long vectors time does not grow with the number of ranks, and one
-slow link sets the pace of all.
+It sends as few bytes as possible, for any number of ranks, and keeps all network cards busy all the time, in 2(p-1)
+messages one after the other. For long vectors the time does not grow with the number of ranks. One slow link slows
+all ranks down.
 
 Reference: Patarasu, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 """
@@ -26,7 +26,7 @@ def allreduce(rank: int, size: int, elems: int) -> list[Step]:
 
 
 def reduce_scatter(rank: int, cuts: Sequence[int]) -> list[Step]:
-    """Part i of the sum, [cuts[i], cuts[i + 1]), to rank i."""
+    """Gives rank i part i of the sum, [cuts[i], cuts[i + 1])."""
     size = len(cuts) - 1
     steps: list[Step] = []
     for turn in range(1, size):
@@ -39,7 +39,7 @@ def reduce_scatter(rank: int, cuts: Sequence[int]) -> list[Step]:
 
 
 def all_gather(rank: int, cuts: Sequence[int]) -> list[Step]:
-    """Part i of rank i, to all."""
+    """Gives all ranks part i of rank i."""
     size = len(cuts) - 1
     steps: list[Step] = []
     for turn in range(size - 1):

@@ -1,15 +1,15 @@
-"""The barrier between ranks of one host, and what is found out there: who is dead, silent or gone.
+"""The barrier between ranks of one host, where a rank also finds out which other one is dead, silent or gone.
 
-A rank comes to the barrier by counting up a word on its board; it may pass once the words of all others
-have got there. It looks for some microseconds, and then sleeps on the sockets to the others until one
-rings, or a socket ends. The last one to come, who finds all others there, rings for those who sleep.
+A rank arrives at the barrier by counting up a word of its control block. It may pass once the words of all others
+have got there. It looks for some microseconds, and then sleeps on the sockets to the others until one wakes it,
+or a socket ends. The rank that arrives last wakes those that sleep.
 
-To wake takes longer than to look. So a rank looks longer where others can be expected soon: between the two
-barriers of an operation; and after a sleep, its own or another's, until it has slept for long itself. Else
-one would sleep when the other comes, and the other when it is awake, in turns for ever.
+To wake takes longer than to look. So a rank looks longer where it can expect others soon: between the two barriers
+of an operation, and after a sleep, its own or another's, until it has slept for long itself. Otherwise one rank
+would sleep when the other arrives, and the other when it is awake, in turn and without end.
 
-Whoever finds the group broken says so on its board and rings for all, so that every survivor names the
-same rank, also where the survivors end one after the other.
+A rank that finds the group broken says so in its control block and wakes all. So every survivor names the same
+rank, also if the survivors end one after the other.
 """
 
 from __future__ import annotations
@@ -24,26 +24,27 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from threading import Lock
 
-from gradstream.collectives.shm.assembly import (
+from gradstream.collectives.shm.control_block import (
+    ARRIVED,
+    ASLEEP,
+    BEATS,
+    CORE,
+    FAILURE,
+    ControlBlock,
+    fence,
+)
+from gradstream.collectives.shm.native import (
     COUNT,
     DONE,
     LOOKS,
     LOOKS_NS,
     NOT_DONE,
     PATIENT,
-    RING,
     SPREAD,
+    WAKE,
+    State,
+    native,
 )
-from gradstream.collectives.shm.control_block import (
-    ARRIVED,
-    ASLEEP,
-    BEATS,
-    CORE,
-    TROUBLE,
-    ControlBlock,
-    fence,
-)
-from gradstream.collectives.shm.native import State, native
 from gradstream.collectives.shm.rendezvous import MESSAGE_BYTES
 from gradstream.collectives.shm.steps import Steps
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
@@ -52,21 +53,21 @@ from gradstream.transport.socket.unix import recv_descriptors
 __all__ = ["HostBarrier", "Peer", "PeerFailure"]
 
 WITH_CORES = 1 << 20, 20_000
-"""How often a rank looks at most whether others have come, and for how many ns, before it goes to sleep."""
+"""How often a rank looks for others before it sleeps, and for how many nanoseconds, if each has a core."""
 CROWDED = 40, 500_000
-"""The same where ranks are more than cores: each look yields the core, which the others may then use."""
+"""The same if there are more ranks than cores: each look yields the core, which the others may then use."""
 EXPECTED = 1000, 250_000
-"""The same for those who are expected soon. They may need this very core: each look yields it."""
+"""The same for ranks that are expected soon. They may need this very core, so that each look yields it."""
 
 SPREAD_S = 1e-3
-"""Between two moves to another core."""
+"""Shortest time between two moves to another core."""
 SHORT_S = 5e-4
-"""A sleep that was not worth it."""
+"""A shorter sleep takes longer to wake from than it lasts."""
 
-_NAP_S = 0.5  # between two looks at the beats of those who are awaited
-_RING = b"\0"
-_STALL_S = 0.25  # later than it wanted to be: this process stood still
-_RETRY_MS = 5.0  # a letter for which there was no room
+_NAP_S = 0.5  # between two looks at the beats of awaited ranks
+_WAKE = b"\0"
+_STALL_S = 0.25  # delay of a wake-up after which this process counts as stopped meanwhile
+_RETRY_MS = 5.0  # before a message for which there was no room is sent again
 
 
 class PeerFailure(enum.IntEnum):
@@ -82,41 +83,41 @@ class Peer:
 
     Args:
         rank: its number.
-        name: of its node.
-        connection: to it.
-        board: its own.
+        name: name of its node.
+        connection: the socket to it.
+        block: its control block.
     """
 
-    def __init__(self, rank: int, name: str, connection: socket.socket, board: ControlBlock) -> None:
+    def __init__(self, rank: int, name: str, connection: socket.socket, block: ControlBlock) -> None:
         connection.setblocking(False)
         self.rank = rank
         self.name = name
         self.connection = connection
-        self.board = board
-        self.words = board.words
+        self.block = block
+        self.words = block.words
         self.gone = False
-        self.beats = 0  # of its own that were seen last
-        self.on_letter: Callable[[bytes, list[int]], None] = _unexpected  # what is not a ring
-        self._hearing = Lock()
+        self.beats = 0  # its word BEATS when it was last read
+        self.on_message: Callable[[bytes, list[int]], None] = _unexpected
+        self._receiving = Lock()
 
-    def ring(self) -> None:
-        """Wakes it. One that is gone, or that has not heard hundreds of rings, needs none."""
+    def wake(self) -> None:
+        """Wakes it. A rank that is gone, or has not read hundreds of wake-ups, needs none."""
         try:
-            self.connection.send(_RING)
+            self.connection.send(_WAKE)
         except OSError:
             pass
 
-    def write(self, letter: bytes, descriptors: Sequence[int]) -> bool:
-        """Sends what is not a ring; False while there is no room. To one that is gone, nothing is sent."""
+    def send(self, message: bytes, descriptors: Sequence[int]) -> bool:
+        """Sends a message; returns False if there is no room. Sends nothing to a rank that is gone."""
         try:
-            socket.send_fds(self.connection, [letter], list(descriptors))
+            socket.send_fds(self.connection, [message], list(descriptors))
         except OSError as error:
             return error.errno not in (errno.EAGAIN, errno.ETOOMANYREFS)
         return True
 
-    def hear(self) -> None:
-        """Takes what has come from it: rings, letters, or its end. From any thread."""
-        with self._hearing:
+    def receive(self) -> None:
+        """Takes what it has sent: wake-ups, messages, or the end. May be called on any thread."""
+        with self._receiving:
             while not self.gone:
                 try:
                     message, descriptors = recv_descriptors(self.connection, MESSAGE_BYTES, 1)
@@ -126,51 +127,51 @@ class Peer:
                     message, descriptors = b"", []
                 if not message:
                     self.gone = True
-                elif message != _RING:
-                    self.on_letter(message, descriptors)
+                elif message != _WAKE:
+                    self.on_message(message, descriptors)
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         self.gone = True
         self.connection.close()
 
 
-def _unexpected(letter: bytes, descriptors: list[int]) -> None:
-    raise InternalError(f"a letter that nobody opens: {letter!r}")
+def _unexpected(message: bytes, descriptors: list[int]) -> None:
+    raise InternalError(f"no receiver is set for the message {message!r}")
 
 
 class HostBarrier:
-    """Where all ranks wait for each other.
+    """Lets all ranks wait for each other.
 
     Args:
-        rank: this one.
-        names: of all, by rank.
-        board: this rank's.
-        peers: all others.
-        deadline_s: how long a rank that is awaited may show no sign of life: neither come nor beat.
-        stop: a descriptor; once it can be read, a rank that waits gives up.
+        rank: this rank.
+        names: names of all nodes, by rank.
+        block: control block of this rank.
+        peers: all other ranks.
+        deadline_s: how long an awaited rank may give no sign of life, in seconds: neither arrive nor beat.
+        stop: a descriptor. Once it can be read, a rank that waits gives up.
     """
 
     def __init__(
         self,
         rank: int,
         names: Sequence[str],
-        board: ControlBlock,
+        block: ControlBlock,
         peers: Sequence[Peer],
         deadline_s: float,
         stop: int,
     ) -> None:
         self._rank = rank
         self._names = names
-        self._words = board.words
+        self._words = block.words
         self._peers = peers
-        boards = {peer.rank: peer.board.address for peer in peers} | {rank: board.address}
+        blocks = {peer.rank: peer.block.address for peer in peers} | {rank: block.address}
         cores = len(os.sched_getaffinity(0))
         crowded = len(names) > cores
         looks = CROWDED if crowded else WITH_CORES
         share = -(-len(names) // cores)
         self._expected = EXPECTED[0], EXPECTED[1] * share
-        self.state = State(rank, [boards[rank] for rank in range(len(names))], looks, crowded, share)
+        self.state = State(rank, [blocks[rank] for rank in range(len(names))], looks, crowded, share)
         self._native = native()
         self._deadline_s = deadline_s
         self._looked_at = 0.0
@@ -179,46 +180,46 @@ class HostBarrier:
         self._lock = Lock()
         self._poll = select.poll()
         self._poll.register(stop, select.POLLIN)
-        for peer in peers:
-            self._poll.register(peer.connection.fileno(), select.POLLIN)
         self._by_fd = {peer.connection.fileno(): peer for peer in peers}
+        for fd in self._by_fd:
+            self._poll.register(fd, select.POLLIN)
 
     def wait(self, doing: object, *, soon: bool = False) -> Steps[None]:
-        """Comes to the barrier; done once all others have.
+        """Arrives at the barrier; done once all other ranks have arrived.
 
         Args:
-            doing: what for, in messages.
-            soon: the others do just what this rank has done.
+            doing: what this rank waits for or in, for messages.
+            soon: the others do at this moment what this rank has done.
 
         Raises:
-            PeerLostError, DeadlineError: naming the rank that is dead or silent; the same at all ranks.
+            PeerLostError, DeadlineError: names the rank that is dead or silent; the same at all ranks.
             ClosedError: this rank was closed meanwhile.
         """
-        status = self._come() if self._native is None else self._native.come(self.state.address)
+        status = self._arrive() if self._native is None else self._native.arrive(self.state.address)
         if status != DONE:
             yield from self.finish(status, doing, soon=soon)
 
     def finish(self, status: int, doing: object, *, soon: bool = False) -> Steps[None]:
-        """What `come` leaves of a `wait`: to ring for others, or to look longer, or to sleep."""
+        """Does the rest of a `wait` after `arrive` has returned `status`: wakes others, looks longer, or sleeps."""
         if status == NOT_DONE and (soon or self.state.words[PATIENT]):
             status = self._look(*self._expected)
-        if status == RING:
-            self._ring()
+        if status == WAKE:
+            self._wake_sleepers()
         elif status == SPREAD:
             self._spread()
         elif status == NOT_DONE:
             yield
             self._sleep(doing)
 
-    def _come(self) -> int:
-        """Machine code's `come`, without it."""
+    def _arrive(self) -> int:
+        """The twin of machine code's `arrive`."""
         self.state.words[COUNT] += 1
         self._words[ARRIVED] = self.state.words[COUNT]
         fence(self._lock)
         return self._look(self.state.words[LOOKS], self.state.words[LOOKS_NS])
 
     def _look(self, looks: int, ns: int) -> int:
-        """Whether all have come, as DONE, NOT_DONE or RING; looks so often, and for so long, at most."""
+        """Looks whether all have arrived, at most `looks` times and for `ns` nanoseconds: DONE, NOT_DONE or WAKE."""
         if self._native is not None:
             return self._native.look(self.state.address, looks, ns, True)
         count, until_ns = self.state.words[COUNT], 0
@@ -231,17 +232,18 @@ class HostBarrier:
                 os.sched_yield()
         sleepers = any(peer.words[ASLEEP] for peer in self._peers)
         self.state.words[PATIENT] |= sleepers
-        return RING if sleepers and not until_ns else DONE
+        return WAKE if sleepers and not until_ns else DONE
 
-    def _ring(self) -> None:
+    def _wake_sleepers(self) -> None:
         for peer in self._peers:
             if peer.words[ASLEEP]:
-                peer.ring()
+                peer.wake()
 
     def _spread(self) -> None:
         """Moves this thread to the core with the fewest ranks; the system may move it again as it likes.
 
-        Who rings draws the other onto its own core, and two that never sleep are left there for long.
+        A rank that wakes another draws it onto its own core, and the system leaves two that never sleep there
+        for long.
         """
         now = time.monotonic()
         if now - self._spread_at < SPREAD_S:
@@ -254,25 +256,25 @@ class HostBarrier:
             os.sched_setaffinity(0, [best])
             os.sched_setaffinity(0, cores)
 
-    def give_up(self, trouble: PeerFailure, culprit: int) -> None:
-        """Says on the board why the group is broken, and wakes all; the first reason stands."""
-        if not self._words[TROUBLE]:
-            self._words[TROUBLE] = trouble + 8 * culprit
+    def give_up(self, kind: PeerFailure, culprit: int) -> None:
+        """Writes into the control block why the group is broken, and wakes all. The first reason stands."""
+        if not self._words[FAILURE]:
+            self._words[FAILURE] = kind + 8 * culprit
         fence(self._lock)
-        self._ring()
+        self._wake_sleepers()
 
     def receive(self, peer: Peer, ready: Callable[[], bool], doing: object) -> None:
-        """Hears a rank until `ready()`; waits for its letters as for its coming. Raises as `wait`."""
+        """Receives messages of a rank until `ready()`; waits for them as for its arrival. Raises as `wait`."""
         heard_at = self._looked_at = time.monotonic()
         while True:
-            peer.hear()
+            peer.receive()
             if ready():
                 return
-            self._raise_trouble(doing, [peer])
+            self._raise_failure(doing, [peer])
             heard_at = self._nap({peer.rank: heard_at}, doing)[peer.rank]
 
-    def send(self, peer: Peer, letter: bytes, descriptors: Sequence[int]) -> None:
-        """Writes a letter to a rank; hears all while it takes none, since it may have as many to write.
+    def send(self, peer: Peer, message: bytes, descriptors: Sequence[int]) -> None:
+        """Sends a message to a rank. While it takes none, receives from all: it may have as many to send.
 
         Raises:
             DeadlineError: it has taken nothing until the deadline.
@@ -281,12 +283,12 @@ class HostBarrier:
         begun = time.monotonic()
         room = select.poll()
         room.register(peer.connection.fileno(), select.POLLOUT)
-        while not peer.write(letter, descriptors):
+        while not peer.send(message, descriptors):
             for other in self._peers:
-                other.hear()
-            self._raise_trouble("for it to read letters", [peer])
+                other.receive()
+            self._raise_failure("for it to read messages", [peer])
             if time.monotonic() - begun > self._deadline_s:
-                self._raise_silence("for it to read letters", [peer.rank])
+                self._raise_silence("for it to read messages", [peer.rank])
             room.poll(_RETRY_MS)
 
     def _sleep(self, doing: object) -> None:
@@ -297,13 +299,14 @@ class HostBarrier:
         try:
             while True:
                 fence(self._lock)
-                # Troubles first: who has passed this barrier and then left leaves no trouble in it.
-                troubles = [peer.words[TROUBLE] for peer in self._peers]
+                # Failures are read before arrivals: a rank that has passed this barrier and then left breaks a
+                # later one alone.
+                failures = [peer.words[FAILURE] for peer in self._peers]
                 missing = [peer for peer in self._peers if peer.words[ARRIVED] < count]
                 if not missing:
                     return
-                if any(troubles) or any(peer.gone for peer in missing):
-                    self._raise_trouble(doing, missing)
+                if any(failures) or any(peer.gone for peer in missing):
+                    self._raise_failure(doing, missing)
                 awaited = {peer.rank: heard_at[peer.rank] for peer in missing}
                 heard_at.update(self._nap(awaited, doing))
         finally:
@@ -311,7 +314,7 @@ class HostBarrier:
             self.state.words[PATIENT] = time.monotonic() - begun < SHORT_S
 
     def _nap(self, awaited: dict[int, float], doing: object) -> dict[int, float]:
-        """Sleeps until something is heard, or for a while; when each awaited rank was heard last, by rank."""
+        """Sleeps until another rank sends something, or for a while. Updates when each awaited rank was heard."""
         now = time.monotonic()
         if now - self._looked_at > _NAP_S + _STALL_S:
             awaited = dict.fromkeys(awaited, now)  # this rank was stopped: it has to look first
@@ -324,9 +327,9 @@ class HostBarrier:
                 self.give_up(PeerFailure.LEFT, self._rank)
                 raise ClosedError(f"{self._names[self._rank]}: its group was closed while it waited {doing}")
             peer = self._by_fd[fd]
-            peer.hear()
+            peer.receive()
             if peer.gone:
-                self._poll.unregister(fd)  # its end has been heard
+                self._poll.unregister(fd)  # its end has been received
         now = time.monotonic()
         for peer in self._peers:
             if peer.rank in awaited and peer.words[BEATS] != peer.beats:
@@ -334,12 +337,12 @@ class HostBarrier:
                 awaited[peer.rank] = now
         return awaited
 
-    def _raise_trouble(self, doing: object, awaited: Sequence[Peer]) -> None:
-        """Raises what others have found out, or that an awaited rank is gone."""
+    def _raise_failure(self, doing: object, awaited: Sequence[Peer]) -> None:
+        """Raises the failure that another rank has reported, or that an awaited rank is gone."""
         for peer in self._peers:
-            if trouble := peer.words[TROUBLE]:
-                kind, culprit = PeerFailure(trouble % 8), trouble // 8
-                if culprit == self._rank:  # they take this one for dead or silent, and have gone on
+            if word := peer.words[FAILURE]:
+                kind, culprit = PeerFailure(word % 8), word // 8
+                if culprit == self._rank:  # others take this rank for dead or silent, and have gone on
                     culprit = peer.rank
                     kind = PeerFailure.LEFT
                 raise self.failure(kind, culprit, doing)
@@ -351,17 +354,17 @@ class HostBarrier:
         raise self.failure(PeerFailure.SILENT, ranks[0], doing, ranks)
 
     def failure(
-        self, trouble: PeerFailure, culprit: int, doing: object, ranks: Sequence[int] = ()
+        self, kind: PeerFailure, culprit: int, doing: object, ranks: Sequence[int] = ()
     ) -> GradstreamError:
-        """Breaks the group; the error to raise."""
-        self.give_up(trouble, culprit)
+        """Breaks the group; returns the error to raise."""
+        self.give_up(kind, culprit)
         name, me = self._names[culprit], self._names[self._rank]
         where = f"(rank {culprit} of {len(self._names)}) while {me} waited {doing}"
         remedy = "the group is broken; nothing of this operation may be used"
-        if trouble is PeerFailure.SILENT:
+        if kind is PeerFailure.SILENT:
             others = f"; silent: {', '.join(self._names[rank] for rank in ranks)}" if len(ranks) > 1 else ""
             return DeadlineError(
                 name, f"gave no sign of life for {self._deadline_s:g} s {where}{others}; {remedy}"
             )
-        what = "left the group" if trouble is PeerFailure.LEFT else "its process ended"
+        what = "left the group" if kind is PeerFailure.LEFT else "its process ended"
         return PeerLostError(name, f"{what} {where}; {remedy}")

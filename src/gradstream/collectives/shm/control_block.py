@@ -1,8 +1,9 @@
-"""What a rank tells the others of its host through shared memory: a page of words that it alone writes.
+"""The control block: a page of shared memory through which a rank tells the others of its host how far it is.
 
-A word is eight bytes in a cache line that no other rank writes, and is stored whole. Who reads a word
-also sees everything that was written before it: x86-64 keeps the order of stores. Between storing a word
-of one's own and loading another's a `fence` is needed, since a load may overtake a store.
+Only its own rank writes a block. A word has eight bytes, lies in a cache line that no other rank writes, and is
+stored whole. A rank that reads a word also sees everything that was written before it, since x86-64 keeps the
+order of stores. Between storing its own word and loading another's a rank needs a `fence`, since a load may
+overtake a store.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ __all__ = [
     "ARRIVED",
     "ASLEEP",
     "BEATS",
-    "BOARD_BYTES",
+    "BLOCK_BYTES",
     "CALLS_AT",
     "CALL_BYTES",
     "CORE",
     "DTYPES",
+    "FAILURE",
     "SLOTS_AT",
     "SLOT_BYTES",
-    "TROUBLE",
     "Call",
     "ControlBlock",
     "OperationCode",
@@ -37,37 +38,37 @@ __all__ = [
 ]
 
 ARRIVED = 0
-"""Barriers that this rank has come to."""
+"""Number of barriers that this rank has arrived at."""
 CORE = 1
-"""The processor's core on which it came last, as machine code says."""
+"""The core of the processor on which it arrived last; machine code writes it."""
 ASLEEP = 8
-"""Whether it sleeps, and has to be rung for."""
+"""Whether it sleeps and has to be woken."""
 BEATS = 16
 """Grows while the rank's process lives, however long its arithmetic takes."""
-TROUBLE = 17
-"""Why the group is broken: kind + 8 · (rank of the culprit); 0 while this rank takes it for whole."""
+FAILURE = 17
+"""Why the group is broken: kind + 8 · (rank of the culprit). 0 while this rank takes the group for whole."""
 
 SLOT_BYTES = 1 << 16
-"""Vectors up to this size are copied onto the board, where each rank adds up all of them by itself."""
+"""Vectors up to this size are copied into the control block. Each rank adds up all of them by itself."""
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
-"""Of vectors in shared memory, by number."""
+"""Types of vectors in shared memory; a type's number is its index."""
 
 CALLS_AT = 256
 SLOTS_AT = 4096
-BOARD_BYTES = SLOTS_AT + 2 * SLOT_BYTES
+BLOCK_BYTES = SLOTS_AT + 2 * SLOT_BYTES
 
 _CALL = struct.Struct("7qd")
 CALL_BYTES = _CALL.size
 
 
 def available() -> bool:
-    """Whether ranks can share memory here: sealed segments, and a processor that keeps stores in order."""
+    """Whether ranks can share memory here: it takes sealed segments and a processor that keeps stores in order."""
     return supported() and platform.machine() in ("x86_64", "AMD64")
 
 
 class OperationCode(enum.IntEnum):
-    """What ranks do together. In common memory there is nothing to copy, only to wait for."""
+    """What ranks do together. In a common vector they only wait for each other, and copy nothing."""
 
     BARRIER = 0
     ALLREDUCE = 1
@@ -79,23 +80,23 @@ class OperationCode(enum.IntEnum):
 
 
 class Call(NamedTuple):
-    """What a rank asks for, on its board before it comes to the first barrier."""
+    """What a rank asks for; it lies in its control block before the rank arrives at the first barrier."""
 
     operation: int
     dtype: int
     elems: int
     root: int = 0
     owner: int = -1
-    """Its part lies in a vector of this rank's; -1 where the others need none, or find it in its slot."""
+    """The rank that made the vector of its part. -1 if the others need no part, or find it in the slot."""
     item: int = -1
-    """The number of that vector among its owner's."""
+    """Number of that vector among those of its owner."""
     start: int = 0
-    """Its part begins at this element."""
+    """Element at which the part begins."""
     weight: float = 1.0
 
     @property
     def matter(self) -> tuple[int, int, int, int]:
-        """What must be the same at all ranks: operation, dtype, length, root."""
+        """The fields that must be the same at all ranks: operation, dtype, length, root."""
         return self[:4]
 
     def __str__(self) -> str:
@@ -104,10 +105,13 @@ class Call(NamedTuple):
 
 
 class ControlBlock:
-    """One rank's page: written by that rank, read by all.
+    """One rank's page: that rank writes it, all read it.
 
-    There are two places for a call and two for a small vector, used by turns: a rank gets to its next call
-    but one only when all have come to the next, and so are done with this one.
+    There are two places for a call and two for a small vector, used in turn. A rank reaches its next call but
+    one only when all ranks have arrived at the next one, and so are done with this one.
+
+    Args:
+        segment: BLOCK_BYTES of shared memory.
     """
 
     def __init__(self, segment: Segment) -> None:
@@ -117,22 +121,22 @@ class ControlBlock:
         self.words: memoryview[int] = self._bytes[:CALLS_AT].cast("Q")
 
     def write(self, turn: int, call: Call) -> None:
-        """Posts a call; `turn` is 0 or 1."""
+        """Posts a call in place `turn`, 0 or 1."""
         _CALL.pack_into(self._bytes, CALLS_AT + _CALL.size * turn, *call)
 
     def read(self, turn: int) -> Call:
-        """The call posted last for this turn."""
+        """The call that was posted last in this place."""
         return Call._make(_CALL.unpack_from(self._bytes, CALLS_AT + _CALL.size * turn))
 
     def slot(self, turn: int, dtype: torch.dtype) -> torch.Tensor:
-        """Room for a small vector."""
+        """The elements that a small vector of this type can take in this place."""
         return self._segment.tensor(SLOTS_AT + SLOT_BYTES * turn, SLOT_BYTES // dtype.itemsize, dtype)
 
 
 def fence(lock: Lock) -> None:
-    """What was stored before is seen by others before anything is loaded after.
+    """Makes earlier stores visible to others before anything is loaded afterwards.
 
-    Taking a lock is an atomic operation, and on x86-64 each of these is a full fence.
+    To take a lock is an atomic operation, and on x86-64 each of these is a full fence.
     """
     with lock:
         pass

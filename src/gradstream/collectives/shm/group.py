@@ -1,9 +1,9 @@
 """`SharedGroup`: collectives in place between processes of one host, beside backprop.
 
-`SharedCore` does the work, in the order in which it was asked for. A short operation runs where it is called,
-as long as nobody has to wait: a hop to another thread and back takes ten times as long. What is long, what
-others have not come to within some microseconds, and what is asked for meanwhile, goes on on a thread, while
-the node's loop and its arithmetic go on.
+`SharedCore` carries operations out in the order of their calls. A short operation runs on the caller's thread as
+long as no rank has to wait, since a hop to another thread and back takes ten times as long. A long operation, one
+for which other ranks are late by more than some microseconds, and one that is called meanwhile, run on a thread of
+their own beside the node's loop and its arithmetic.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ T = TypeVar("T")
 
 BEATS_PER_DEADLINE = 8
 HOLD_NS = 1_000_000
-"""How long operations may hold the loop in all before it turns to others for once."""
+"""Time that operations may take on the event loop in all before it runs other tasks."""
 
 
 class SharedGroup:
     """A `Group` of processes that share memory; made by `join`.
 
-    Besides the protocol's operations it has vectors that all ranks share (`common`), and `barrier`.
+    Besides the protocol's operations it has `barrier`.
 
-    Spans of vectors from `allocate` are read in place, and a sum over all ranks' spans of one stays to be
-    read until the next operation on the same elements. An operation that is cancelled, or closed under
-    way, breaks the group.
+    Ranks read spans of vectors from `allocate` in place. A sum over all ranks' spans of such a vector can be
+    read until the next operation on the same elements. An operation that is cancelled breaks the group, and
+    so does `close` while one is under way.
     """
 
     shares_memory = True
@@ -52,27 +52,27 @@ class SharedGroup:
         self._core = core
         self._beat_s = beat_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{runtime.node}-exchange")
-        # Of the group's own vectors: where their sums have been handed out, if they have.
+        # For each vector of the group: the vector that holds its sums, once one has been returned.
         self._sums: dict[Vector, Vector | None] = {}
         self._timer: Timer | None = None
-        self._running: Future[Any] | None = None  # what was given to the thread last
-        self._held_ns = 0
+        self._running: Future[Any] | None = None  # the last operation that was given to the thread
+        self._on_loop_ns = 0
 
     @classmethod
-    async def join(cls, runtime: Runtime, party: RendezvousMembers, *, deadline_s: float) -> SharedGroup:
+    async def join(cls, runtime: Runtime, members: RendezvousMembers, *, deadline_s: float) -> SharedGroup:
         """Meets the other ranks; returns once all are there.
 
         Args:
-            runtime: of this rank's node.
-            party: who is to meet, and which of them this is.
-            deadline_s: how long another rank may show no sign of life while it is awaited. A rank
-                whose event loop runs shows one, however long its step takes.
+            runtime: runtime of this rank's node.
+            members: the ranks that are to meet, and which of them this is.
+            deadline_s: how long an awaited rank may show no sign of life, in seconds. A rank whose event
+                loop runs shows one, however long its step takes.
 
         Raises:
-            DeadlineError, PeerLostError: naming a rank that has not come, or has gone.
-            ConfigError: this system has no such memory, or a rank means other ranks.
+            DeadlineError, PeerLostError: names a rank that has not come, or has gone.
+            ConfigError: this system has no such memory, or a rank was given other names.
         """
-        group = cls(runtime, SharedCore(party, deadline_s=deadline_s), deadline_s / BEATS_PER_DEADLINE)
+        group = cls(runtime, SharedCore(members, deadline_s=deadline_s), deadline_s / BEATS_PER_DEADLINE)
         try:
             await group._threaded(group._core.join)
         except BaseException:
@@ -85,8 +85,8 @@ class SharedGroup:
         """See `Group.allocate`."""
         vector = self._core.allocate(elems, dtype, name, lead_bytes=lead_bytes)
         self._sums[vector] = None
-        bill = self._runtime.memory.allocated_bytes
-        bill[name] = bill.get(name, 0) + vector.tensor.nbytes
+        allocated_bytes = self._runtime.memory.allocated_bytes
+        allocated_bytes[name] = allocated_bytes.get(name, 0) + vector.tensor.nbytes
         return vector
 
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
@@ -94,14 +94,14 @@ class SharedGroup:
         return await self._threaded(lambda: self._core.common(elems, dtype, name))
 
     async def allreduce(self, span: Span, *, weight: float = 1.0) -> Span:
-        """See `Group.allreduce`, and `SharedCore.allreduce_` for how long the result stays."""
+        """See `Group.allreduce`, and `SharedCore.allreduce` for how long the result can be read."""
         sums = self._sums.get(span.vector)
         loan = span.vector.borrow(span.start, span.stop, write=True, to="allreduce")
         try:
             steps, brief = self._core.allreduce(span, weight=weight), self._core.is_brief(span)
             if sums is None:
                 result = await self._run(steps, brief)
-            else:  # somebody may still read what was handed out
+            else:  # a caller may still read the last sum
                 with sums[span.start : span.stop].borrowed(write=True, to="allreduce"):
                     result = await self._run(steps, brief)
         finally:
@@ -117,18 +117,18 @@ class SharedGroup:
             return await self._run(steps, self._core.is_brief(span))
 
     async def all_gather(self, span: Span) -> None:
-        """See `Group.all_gather`. In a common vector nothing is moved: it only waits for all ranks."""
+        """See `Group.all_gather`. In a common vector it moves nothing, and only waits for all ranks."""
         with span.borrowed(write=True, to="all-gather"):
             await self._run(self._core.all_gather(span), self._core.is_brief(span, moves=True))
 
     async def broadcast(self, span: Span, *, root: int = 0) -> None:
-        """See `Group.broadcast`. In a common vector nothing is moved: it only waits for all ranks."""
+        """See `Group.broadcast`. In a common vector it moves nothing, and only waits for all ranks."""
         with span.borrowed(write=True, to="broadcast"):
             steps = self._core.broadcast(span, root=root)
             await self._run(steps, self._core.is_brief(span, moves=True))
 
     async def barrier(self) -> None:
-        """Returns once all ranks have called it: what they wrote before can be read."""
+        """Returns once all ranks have called it. Then this rank can read what they wrote before."""
         await self._run(self._core.barrier(), brief=True)
 
     async def close(self) -> None:
@@ -140,22 +140,22 @@ class SharedGroup:
         self._thread.shutdown(wait=False)
 
     async def _run(self, steps: Steps[T], brief: bool) -> T:
-        """Here if it is brief and the thread has nothing, until it has to wait; else there."""
+        """Runs a brief operation here until it has to wait, if the thread is free; else on the thread."""
         if brief and (self._running is None or self._running.done()):
             begun_ns = self._runtime.now()
             try:
                 next(steps)
             except StopIteration as done:
                 result: T = done.value
-                await self._held(self._runtime.now() - begun_ns)
+                await self._yield_after(self._runtime.now() - begun_ns)
                 return result
         return await self._threaded(partial(finish, steps))
 
-    async def _held(self, duration_ns: int) -> None:
-        """Lets others have the loop, which they would not have between operations that never wait."""
-        self._held_ns += duration_ns
-        if self._held_ns > HOLD_NS:
-            self._held_ns = 0
+    async def _yield_after(self, duration_ns: int) -> None:
+        """Lets other tasks run now and then: operations that never wait would keep the loop to themselves."""
+        self._on_loop_ns += duration_ns
+        if self._on_loop_ns > HOLD_NS:
+            self._on_loop_ns = 0
             await self._runtime.sleep(0)
 
     async def _threaded(self, operation: Callable[[], T]) -> T:

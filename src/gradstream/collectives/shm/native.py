@@ -1,12 +1,11 @@
-"""Machine code for the innermost loops of an allreduce inside a host, where `llvmlite` is there to make it.
+"""Machine code for the innermost loops of an allreduce inside a host, if `llvmlite` is there to make it.
 
-What it gains over Python and torch: an allreduce of a small vector takes two microseconds, of which Python's
-were most; and the sum of a large one is stored past the cache, so that memory is not read only to be
-overwritten. Everything works without it, with the same bits: it does what `HostBarrier`, `SharedCore` and
-`plain_sum` do.
+With it an allreduce of a small vector takes two microseconds, most of which Python would take otherwise, and the
+sum of a large one is stored past the cache, so that memory is not read only to be overwritten. Everything works
+without it, with the same bits: the twins are `HostBarrier`, `SharedOperations` and `plain_sum`.
 
-It is written down in LLVM's language, since that is compiled within a fraction of a second, by a library and
-not by a compiler that would have to be on the machine.
+The code is written in LLVM's language (`barrier.ll`, `sum.ll`). A library compiles it within a fraction of a
+second; no compiler has to be on the machine.
 """
 
 from __future__ import annotations
@@ -15,47 +14,77 @@ import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from string import Template
 from typing import Any
 
 import torch
 
-from gradstream.collectives.shm.assembly import (
-    BOARDS,
-    LOOKS,
-    LOOKS_NS,
-    RANK,
-    RANKS,
-    SHARE,
-    YIELDS,
-    assembly,
-)
-from gradstream.collectives.shm.control_block import DTYPES
+from gradstream.collectives.shm import control_block as block
 
-__all__ = ["Native", "State", "native"]
+__all__ = [
+    "COUNT",
+    "DONE",
+    "LOOKS",
+    "LOOKS_NS",
+    "NOT_DONE",
+    "PATIENT",
+    "SPREAD",
+    "TURN",
+    "WAKE",
+    "Native",
+    "State",
+    "native",
+]
+
+DONE, NOT_DONE, WAKE, SPREAD = range(4)
+"""How `arrive`, `look` and `small` end.
+
+DONE: all ranks have arrived, and a small sum is complete.
+NOT_DONE: a rank has not arrived in time, or asks for another operation. The caller has to see to it.
+WAKE: done. This rank arrived last while others sleep, and has to wake them.
+SPREAD: done. More ranks than necessary are on this core, and this one should go to another.
+"""
+
+COUNT, TURN, PATIENT, RANK, RANKS, LOOKS, LOOKS_NS, YIELDS, SHARE, BLOCKS = range(10)
+"""Words of `State`: barriers that this rank has arrived at, which of two places the next call takes, whether it
+is worthwhile to look longer for others, and constants. From word BLOCKS on there are the addresses of all control
+blocks, then room for as many addresses of parts, then for as many weights."""
+
+AHEAD_BYTES = 1024
+"""Distance at which a sum prefetches its parts."""
 
 _TYPES = {torch.float32: ("f32", "float"), torch.float64: ("f64", "double")}
 
+_NUMBERS = {
+    name: value
+    for names in (globals(), vars(block))
+    for name, value in dict(names).items()
+    if name.isupper() and isinstance(value, int)
+} | {"ALLREDUCE": int(block.OperationCode.ALLREDUCE)}
+"""What the templates may name."""
+
 
 class State:
-    """What machine code and Python know in common about a rank: how often it came, and where the boards are.
+    """Words about a rank that machine code and Python both use.
 
     Args:
-        rank: this one.
-        boards: addresses of all ranks' boards.
-        looks: how often `come` looks at most whether others have come, and for how many ns.
+        rank: this rank.
+        blocks: addresses of the control blocks of all ranks.
+        looks: how often `arrive` looks at most whether others have arrived, and for how many nanoseconds.
         yields: whether each look yields the core.
-        share: ranks that there have to be on one core.
+        share: the fewest ranks that can share a core.
     """
 
     def __init__(
-        self, rank: int, boards: list[int], looks: tuple[int, int], yields: bool, share: int
+        self, rank: int, blocks: list[int], looks: tuple[int, int], yields: bool, share: int
     ) -> None:
-        words = (ctypes.c_int64 * (BOARDS + 3 * len(boards)))()
-        words[RANK], words[RANKS], words[YIELDS] = rank, len(boards), yields
+        words = (ctypes.c_int64 * (BLOCKS + 3 * len(blocks)))()
+        words[RANK], words[RANKS], words[YIELDS] = rank, len(blocks), yields
         words[LOOKS], words[LOOKS_NS] = looks
         words[SHARE] = share
-        for other, address in enumerate(boards):
-            words[BOARDS + other] = address
+        for other, address in enumerate(blocks):
+            words[BLOCKS + other] = address
         self._words = words
         self.address = ctypes.addressof(words)
         self.words: memoryview[int] = memoryview(words).cast("B").cast("q")
@@ -63,37 +92,55 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The functions.
+    """The compiled functions.
 
     Args:
-        come: (state) → DONE, NOT_DONE, RING or SPREAD; keeps the GIL, since it is short.
-        look: (state, how often, for how many ns, whether it yields the core) → the same, for who has come
-            already; lets the GIL go.
-        small: by dtype: (state, data, elems, weight) → the same as `come`.
-        sum: by dtype: (out, parts, weights, ranks, elems, whether past the cache); lets the GIL go.
-        engine: keeps the code.
+        arrive: (state) → DONE, NOT_DONE, WAKE or SPREAD. Keeps the GIL, since it is short.
+        look: (state, times, nanoseconds, whether it yields the core) → the same, for a rank that has arrived
+            already. Releases the GIL.
+        small: by dtype: (state, data, elems, weight) → the same as `arrive`. Keeps the GIL.
+        sum: by dtype: (out, parts, weights, ranks, elems, whether past the cache). Releases the GIL.
+        engine: keeps the code alive.
     """
 
-    come: Callable[[int], int]
+    arrive: Callable[[int], int]
     look: Callable[[int, int, int, int], int]
     small: dict[torch.dtype, Callable[[int, int, int, float], int]]
     sum: dict[torch.dtype, Callable[[int, Any, Any, int, int, int], None]]
     engine: object
 
 
+def _source() -> str:
+    """The whole module in LLVM's language."""
+    folder = Path(__file__).parent
+    barrier, sum_ = (Template((folder / name).read_text("utf-8")) for name in ("barrier.ll", "sum.ll"))
+    return barrier.substitute(_NUMBERS) + "".join(
+        sum_.substitute(
+            _NUMBERS,
+            suffix=suffix,
+            type=type_,
+            bytes=dtype.itemsize,
+            line=64 // dtype.itemsize,
+            narrow="fptrunc" if dtype is torch.float32 else "bitcast",
+            dtype=block.DTYPES.index(dtype),
+        )
+        for dtype, (suffix, type_) in _TYPES.items()
+    )
+
+
 @functools.cache
 def native() -> Native | None:
-    """Makes the code, once; None without `llvmlite`, or where torch's kernels do not fuse either."""
+    """Compiles the code, once. None without `llvmlite`, or on a processor where torch's kernels do not fuse."""
     try:
         import llvmlite.binding as llvm
-    except (ImportError, OSError):  # not there, or not for this system
+    except (ImportError, OSError):  # not installed, or not for this system
         return None
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     features = llvm.get_host_cpu_features()
     if not (features.get("fma") and features.get("avx2")):
         return None
-    module = llvm.parse_assembly(assembly({DTYPES.index(dtype): names for dtype, names in _TYPES.items()}))
+    module = llvm.parse_assembly(_source())
     module.verify()
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=features.flatten(), opt=3
@@ -101,16 +148,15 @@ def native() -> Native | None:
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
     word, address, real = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
-    come = ctypes.PYFUNCTYPE(word, address)
+    arrive = ctypes.PYFUNCTYPE(word, address)
     look = ctypes.CFUNCTYPE(word, address, word, word, word)
     small = ctypes.PYFUNCTYPE(word, address, address, word, real)
     sum_ = ctypes.CFUNCTYPE(None, address, address, address, word, word, word)
+    at = engine.get_function_address
     return Native(
-        come=come(engine.get_function_address("come")),
-        look=look(engine.get_function_address("look")),
-        small={
-            dtype: small(engine.get_function_address(f"small.{name}")) for dtype, (name, _) in _TYPES.items()
-        },
-        sum={dtype: sum_(engine.get_function_address(f"sum.{name}")) for dtype, (name, _) in _TYPES.items()},
+        arrive=arrive(at("arrive")),
+        look=look(at("look")),
+        small={dtype: small(at(f"small.{suffix}")) for dtype, (suffix, _) in _TYPES.items()},
+        sum={dtype: sum_(at(f"sum.{suffix}")) for dtype, (suffix, _) in _TYPES.items()},
         engine=engine,
     )

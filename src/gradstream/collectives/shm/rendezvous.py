@@ -1,8 +1,8 @@
-"""How the ranks of one host meet: a Unix socket for each pair, over which each hands out its board.
+"""How the ranks of one host meet: a Unix socket for each pair, over which each rank sends its control block.
 
-Each rank listens under its own name, connects to all ranks below it, and waits for those above it. The
-sockets stay open: they end with the process that holds them, however it ends, and a sleeping rank is
-rung for over them. Messages are kept apart (SOCK_SEQPACKET), since descriptors come with some.
+Each rank listens under its own name, connects to all ranks below it, and waits for those above it. The sockets
+stay open: they end with the process that holds them, however it ends, and wake sleeping ranks. They keep messages
+apart (SOCK_SEQPACKET), since descriptors come with some.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradstream.collectives.shm.control_block import BOARD_BYTES
+from gradstream.collectives.shm.control_block import BLOCK_BYTES
 from gradstream.errors import ClosedError, ConfigError, DeadlineError, PeerLostError
 from gradstream.memory.segments import Segment
 from gradstream.transport.socket.unix import (
@@ -31,17 +31,17 @@ __all__ = ["MESSAGE_BYTES", "RendezvousMembers", "meet"]
 
 MESSAGE_BYTES = 1 << 16
 _PROTOCOL = 1
-_RETRY_MS = 5.0  # a rank that does not listen yet
+_RETRY_MS = 5.0  # before a rank that does not listen yet is called again
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousMembers:
-    """Who is to meet.
+    """The ranks that are to meet.
 
     Args:
         job: job id.
-        names: of the nodes, by rank; all are processes of one user on this host.
-        rank: this process's.
+        names: names of the nodes, by rank. All are processes of one user on this host.
+        rank: rank of this process.
         epoch: membership epoch; another group of the same nodes has another one.
         purpose: tells groups of one epoch apart.
     """
@@ -58,58 +58,61 @@ class RendezvousMembers:
         return self.names[self.rank]
 
     def address(self, rank: int) -> str:
-        """Where a rank listens while they meet."""
+        """Address at which a rank listens while the ranks meet."""
         return address_of(self.job, f"{self.names[rank]}/{self.purpose}", self.epoch)
 
 
 def meet(
-    party: RendezvousMembers, board: Segment, deadline_s: float, stop: int
+    members: RendezvousMembers, block: Segment, deadline_s: float, stop: int
 ) -> dict[int, tuple[socket.socket, Segment]]:
-    """Connects this rank to all others: the socket and the board of each, by rank.
+    """Connects this rank to all others. Returns the socket to each and its control block, by rank.
+
+    After any error all sockets and segments are closed.
 
     Args:
-        board: this rank's, handed out.
-        deadline_s: for all of it.
-        stop: a descriptor; once it can be read the meeting is given up.
+        members: the ranks that are to meet.
+        block: control block of this rank, sent to the others.
+        deadline_s: longest time for the whole rendezvous, in seconds.
+        stop: a descriptor. Once it can be read, this rank gives up.
 
     Raises:
         DeadlineError: names a rank that did not come.
         PeerLostError: a rank came, and ended.
-        ConfigError: a rank means other ranks than this one, or the name is taken.
-        ClosedError: it was stopped. After any error all sockets and boards are closed.
+        ConfigError: a rank was given other names than this one, or the name is taken.
+        ClosedError: this rank was stopped.
     """
-    meeting = _HostRendezvous(party, board, deadline_s, stop)
+    rendezvous = _HostRendezvous(members, block, deadline_s, stop)
     try:
-        for rank in range(party.rank):
-            meeting.visit(rank)
-        meeting.receive_all()
+        for rank in range(members.rank):
+            rendezvous.connect(rank)
+        rendezvous.receive_all()
     except BaseException:
-        meeting.abandon()
+        rendezvous.abandon()
         raise
     finally:
-        meeting.listener.close()
-    return meeting.met
+        rendezvous.listener.close()
+    return rendezvous.met
 
 
 class _HostRendezvous:
-    def __init__(self, party: RendezvousMembers, board: Segment, deadline_s: float, stop: int) -> None:
+    def __init__(self, members: RendezvousMembers, block: Segment, deadline_s: float, stop: int) -> None:
         self.met: dict[int, tuple[socket.socket, Segment]] = {}
-        self._party = party
-        self._board = board
+        self._members = members
+        self._block = block
         self._deadline_s = deadline_s
         self._ends_at = time.monotonic() + deadline_s
         self._stop = stop
-        self._visited: dict[socket.socket, int] = {}
-        self._guests: list[socket.socket] = []  # who they are is not known yet
-        self.listener = listen(party.address(party.rank), socket.SOCK_SEQPACKET)
+        self._connected: dict[socket.socket, int] = {}
+        self._pending: list[socket.socket] = []  # connections whose rank is not known yet
+        self.listener = listen(members.address(members.rank), socket.SOCK_SEQPACKET)
 
-    def visit(self, rank: int) -> None:
+    def connect(self, rank: int) -> None:
         """Connects to a rank below, as soon as it listens."""
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
-                connection.connect(self._party.address(rank))
-                check_peer(connection)  # before anything is said to it
+                connection.connect(self._members.address(rank))
+                check_peer(connection)  # before anything is sent
                 break
             except (ConnectionRefusedError, BlockingIOError):
                 connection.close()
@@ -117,14 +120,14 @@ class _HostRendezvous:
             except BaseException:
                 connection.close()
                 raise
-        self._visited[connection] = rank
+        self._connected[connection] = rank
         self._greet(connection)
 
     def receive_all(self) -> None:
-        """Takes the greetings of all others."""
-        while missing := [rank for rank in range(len(self._party.names)) if not self._has_met(rank)]:
-            known = [connection for connection, rank in self._visited.items() if rank in missing]
-            sources = [self.listener, *self._guests, *known]
+        """Takes the greetings of all other ranks."""
+        while missing := [rank for rank in range(len(self._members.names)) if not self._has_met(rank)]:
+            known = [connection for connection, rank in self._connected.items() if rank in missing]
+            sources = [self.listener, *self._pending, *known]
             for source in self._wait(sources, self._left_ms(*missing)):
                 if source is self.listener:
                     self._accept()
@@ -133,84 +136,84 @@ class _HostRendezvous:
 
     def abandon(self) -> None:
         """Closes everything."""
-        for connection in (*self._visited, *self._guests):
+        for connection in (*self._connected, *self._pending):
             connection.close()
         for connection, segment in self.met.values():
             connection.close()
             segment.close()
 
     def _has_met(self, rank: int) -> bool:
-        return rank == self._party.rank or rank in self.met
+        return rank == self._members.rank or rank in self.met
 
     def _accept(self) -> None:
         connection, _ = self.listener.accept()
         try:
             check_peer(connection)
             self._greet(connection)
-        except (ConfigError, OSError):  # a stranger, or gone again
+        except (ConfigError, OSError):  # a process of another user, or one that has ended
             connection.close()
         else:
-            self._guests.append(connection)
+            self._pending.append(connection)
 
     def _greet(self, connection: socket.socket) -> None:
-        party = self._party
+        members = self._members
         hello = {
             "protocol": _PROTOCOL,
-            "job": party.job,
-            "epoch": party.epoch,
-            "purpose": party.purpose,
-            "names": list(party.names),
-            "rank": party.rank,
+            "job": members.job,
+            "epoch": members.epoch,
+            "purpose": members.purpose,
+            "names": list(members.names),
+            "rank": members.rank,
         }
-        send_descriptors(connection, json.dumps(hello).encode(), [self._board.fd])
+        send_descriptors(connection, json.dumps(hello).encode(), [self._block.fd])
 
     def _take_greeting(self, connection: socket.socket) -> None:
         try:
             data, descriptors = recv_descriptors(connection, MESSAGE_BYTES, 1)
         except ConnectionError:
             data, descriptors = b"", []
-        visited = self._visited.get(connection)
+        connected = self._connected.get(connection)
         try:
             hello = _parsed(data)
-            rank = self._rank_of(hello, visited) if hello else None
+            rank = self._rank_of(hello, connected) if hello else None
         except BaseException:
             _close_all(descriptors)
             raise
         if rank is None or not descriptors:
             _close_all(descriptors)
             connection.close()
-            if visited is not None:
-                raise PeerLostError(self._party.names[visited], "ended while the ranks of this host met")
-            self._guests.remove(connection)  # a stranger
+            if connected is not None:
+                raise PeerLostError(self._members.names[connected], "ended while the ranks of this host met")
+            self._pending.remove(connection)  # not a member of this group
             return
-        self.met[rank] = connection, Segment.attach(descriptors[0], BOARD_BYTES)
-        if visited is None:
-            self._guests.remove(connection)
+        self.met[rank] = connection, Segment.attach(descriptors[0], BLOCK_BYTES)
+        if connected is None:
+            self._pending.remove(connection)
 
-    def _rank_of(self, hello: dict[str, Any], visited: int | None) -> int | None:
-        """Who says so; None for somebody who means another group."""
-        party = self._party
-        mine = (_PROTOCOL, party.job, party.epoch, party.purpose)
+    def _rank_of(self, hello: dict[str, Any], connected: int | None) -> int | None:
+        """Rank of the sender of a greeting; None if it belongs to another group."""
+        members = self._members
+        mine = (_PROTOCOL, members.job, members.epoch, members.purpose)
         if tuple(hello.get(key) for key in ("protocol", "job", "epoch", "purpose")) != mine:
             return None
-        if hello.get("names") != list(party.names):
+        if hello.get("names") != list(members.names):
             raise ConfigError(
-                f"{party.me} expects the ranks {list(party.names)}, rank {hello.get('rank')} of the same "
+                f"{members.me} expects the ranks {list(members.names)}, rank {hello.get('rank')} of the same "
                 f"group {hello.get('names')}: all ranks must be given the same names, in the same order"
             )
         rank = hello.get("rank")
-        expected = range(party.rank + 1, len(party.names)) if visited is None else (visited,)
+        expected = range(members.rank + 1, len(members.names)) if connected is None else (connected,)
         if not isinstance(rank, int) or rank not in expected or rank in self.met:
-            raise ConfigError(f"{party.me}: a second process came as rank {rank}: each rank is one process")
+            raise ConfigError(f"{members.me}: a second process came as rank {rank}: each rank is one process")
         return rank
 
     def _left_ms(self, *missing: int) -> float:
         left_ms = 1e3 * (self._ends_at - time.monotonic())
         if left_ms <= 0:
-            names = [self._party.names[rank] for rank in missing]
+            names = [self._members.names[rank] for rank in missing]
             raise DeadlineError(
                 names[0],
-                f"has not come to meet {self._party.me} within {self._deadline_s:g} s (missing: "
+                f"has not come to meet {self._members.me} within {self._deadline_s:g} s (missing: "
                 f"{', '.join(names)}); look at its log, and see that it is on the same host",
             )
         return left_ms
@@ -222,7 +225,7 @@ class _HostRendezvous:
             poll.register(fd, select.POLLIN)
         ready = [fd for fd, _ in poll.poll(timeout_ms)]
         if self._stop in ready:
-            raise ClosedError(f"{self._party.me}: the group was closed while its ranks met")
+            raise ClosedError(f"{self._members.me}: the group was closed while its ranks met")
         return [by_fd[fd] for fd in ready]
 
 

@@ -1,8 +1,8 @@
 """Operations that can stop where they would have to wait, and go on in another thread.
 
-An operation is a generator: it yields when the other ranks have not come within some microseconds; what is
-left of it blocks. So whoever asks for one carries it out on the spot where all ranks come at about the same
-time, and needs a thread only where they do not.
+An operation is a generator. It yields if the other ranks have not arrived within some microseconds; the rest of
+it blocks. So the caller carries it out at once if all ranks arrive at about the same time, and needs a thread only
+if they do not.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ __all__ = ["Steps", "finish"]
 T = TypeVar("T")
 
 Steps = Generator[None, None, T]
-"""An operation that returns T: what comes after a yield blocks until others come, or a deadline is over."""
+"""An operation that returns T. After a yield it blocks until others arrive, or a deadline is over."""
 
 
 def finish(steps: Steps[T]) -> T:
-    """Carries out what is left of an operation; blocks this thread where it has to."""
+    """Carries out the rest of an operation; blocks this thread if it has to wait."""
     while True:
         try:
             next(steps)

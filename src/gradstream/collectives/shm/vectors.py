@@ -1,7 +1,7 @@
-"""Vectors that ranks of one host read where they lie: who made which, and where a part of it is found.
+"""Vectors that all ranks of a host can read in place: which rank made which, and where a part of it lies.
 
-Each rank numbers the vectors that it makes, and sends every other one a letter with the descriptor, before it
-posts a call that names the vector.
+A rank numbers the vectors that it makes. It sends every other rank a message with the descriptor before it posts
+a call that names the vector.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Held:
+class _Mapped:
     """A vector in shared memory, as this process sees it.
 
     Args:
         vector: its elements.
-        sums: what is summed up over all ranks, range by range; beside rank 0's vectors only.
+        sums: its sums over all ranks, range by range; only rank 0's vectors have them.
         common: whether all ranks have it as their own.
     """
 
@@ -42,13 +42,13 @@ class _Held:
 
 
 class Vectors:
-    """The vectors of a group, from one of its ranks.
+    """The vectors of a group, as one of its ranks sees them.
 
     Args:
-        rank: this one.
-        names: of all, by rank.
-        peers: the others, by rank.
-        barrier: to wait for a letter at.
+        rank: this rank.
+        names: names of all nodes, by rank.
+        peers: the other ranks, by rank.
+        barrier: waits for messages of other ranks.
     """
 
     def __init__(self, rank: int, names: Sequence[str], peers: dict[int, Peer], barrier: HostBarrier) -> None:
@@ -56,32 +56,34 @@ class Vectors:
         self._names = names
         self._peers = peers
         self._barrier = barrier
-        self._tables: list[list[_Held | None]] = [[] for _ in names]  # by owner
+        self._tables: list[list[_Mapped | None]] = [[] for _ in names]  # by owner
         self._places: dict[Vector, tuple[int, int]] = {}  # owner and number
         self._staging: dict[torch.dtype, Vector] = {}
         self._common: set[Vector] = set()
-        self._made: list[Vector] = []  # common ones, in the order in which rank 0 has made them
-        self._num_common = 0  # of those that this rank has asked for
+        self._made: list[Vector] = []  # common vectors, in the order in which rank 0 has made them
+        self._num_common = 0  # common vectors that this rank has asked for
         for owner, peer in peers.items():
-            peer.on_letter = partial(self._open_letter, owner)
-        self._making = Lock()  # at the same time on the loop's thread, and as staging on that of an operation
+            peer.on_message = partial(self._receive, owner)
+        self._making = (
+            Lock()
+        )  # the loop's thread and an operation's, which stages, may make vectors at the same time
 
     def make(
         self, elems: int, dtype: torch.dtype, name: str, *, common: bool = False, lead_bytes: int = 0
     ) -> Vector:
-        """A vector of this rank's; the others are told."""
+        """Makes a vector of this rank, and tells the others."""
         number = number_of(dtype)
-        letter = {"elems": elems, "dtype": number, "name": name, "common": common, "lead": lead_bytes}
+        message = {"elems": elems, "dtype": number, "name": name, "common": common, "lead": lead_bytes}
         size_bytes = _size_bytes(lead_bytes, elems, dtype, sums=self._rank == 0 and not common)
         with (
             self._making,
             Segment.create(size_bytes, f"gradstream {self._names[self._rank]} {name}") as segment,
         ):
-            self._tell(letter, [segment.fd])
-            return self._hold(self._rank, segment, lead_bytes, elems, dtype, name, common=common)
+            self._tell(message, [segment.fd])
+            return self._add(self._rank, segment, lead_bytes, elems, dtype, name, common=common)
 
     def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
-        """The next vector that all ranks have; rank 0 makes it."""
+        """The next vector that all ranks have as their own; rank 0 makes it."""
         if self._rank == 0:
             return self.make(elems, dtype, name, common=True)
         wanted = self._num_common
@@ -99,17 +101,17 @@ class Vectors:
         return vector
 
     def is_common(self, vector: Vector) -> bool:
-        """Whether all ranks have it."""
+        """Whether all ranks have this vector as their own."""
         return vector in self._common
 
     def is_own(self, vector: Vector) -> bool:
-        """Whether it is the group's, and not somebody else's."""
+        """Whether the group has made this vector."""
         return vector in self._places
 
     def place(self, span: Span, start: int, stop: int) -> tuple[int, int, int]:
-        """Where others find a span: owner and number of a vector, and the element at which it begins.
+        """Where others find a span: owner and number of a vector, and the element at which the span begins.
 
-        Of the span of a foreign vector [start, stop) is copied to where they can read it.
+        If the group has not made the vector, [start, stop) of the span is copied to where others can read it.
         """
         place = self._places.get(span.vector)
         if place is not None:
@@ -124,17 +126,17 @@ class Vectors:
         return *self._places[staging], 0
 
     def elements(self, call: Call) -> torch.Tensor:
-        """The part of the rank whose call this is, where it lies."""
-        return self._held(call).vector.tensor.narrow(0, call.start, call.elems)
+        """The part of the rank that has posted this call, in place."""
+        return self._mapped(call).vector.tensor.narrow(0, call.start, call.elems)
 
     def sums(self, call: Call) -> Span:
-        """Where the sum is to lie, if this is the call of rank 0."""
-        sums = self._held(call).sums
+        """Memory for the sum, if rank 0 has posted this call."""
+        sums = self._mapped(call).sums
         assert sums is not None
         return sums[call.start : call.start + call.elems]
 
     def clear(self) -> None:
-        """Lets go of everything; memory that nobody else holds is gone."""
+        """Forgets all vectors. The system frees memory that nobody else holds."""
         for table in self._tables:
             table.clear()
         self._places.clear()
@@ -142,15 +144,15 @@ class Vectors:
         self._common.clear()
         self._made.clear()
 
-    def _held(self, call: Call) -> _Held:
+    def _mapped(self, call: Call) -> _Mapped:
         table = self._tables[call.owner]
         if len(table) <= call.item:
             self._barrier.receive(self._peers[call.owner], lambda: len(table) > call.item, call)
-        held = table[call.item]
-        assert held is not None
-        return held
+        mapped = table[call.item]
+        assert mapped is not None
+        return mapped
 
-    def _hold(
+    def _add(
         self,
         owner: int,
         segment: Segment,
@@ -163,7 +165,7 @@ class Vectors:
     ) -> Vector:
         vector = segment.vector(lead_bytes, elems, dtype, name)
         sums = None
-        if owner == 0 and not common:  # at a multiple of 64 bytes: stores past the cache need that
+        if owner == 0 and not common:  # sums begin at a multiple of 64 bytes, as stores past the cache need
             behind_bytes = _padded_bytes(lead_bytes, elems, dtype)
             sums = segment.vector(behind_bytes, elems, dtype, f"{name}, summed up")
         if owner == self._rank or common:
@@ -171,19 +173,19 @@ class Vectors:
         if common:
             self._common.add(vector)
             self._made.append(vector)
-        self._tables[owner].append(_Held(vector, sums, common))
+        self._tables[owner].append(_Mapped(vector, sums, common))
         return vector
 
-    def _open_letter(self, owner: int, data: bytes, descriptors: list[int]) -> None:
-        letter = json.loads(data)
-        if "drop" in letter:
-            self._tables[owner][letter["drop"]] = None
+    def _receive(self, owner: int, data: bytes, descriptors: list[int]) -> None:
+        message = json.loads(data)
+        if "drop" in message:
+            self._tables[owner][message["drop"]] = None
             return
-        dtype, common = DTYPES[letter["dtype"]], bool(letter["common"])
-        elems, lead_bytes = letter["elems"], letter["lead"]
+        dtype, common = DTYPES[message["dtype"]], bool(message["common"])
+        elems, lead_bytes = message["elems"], message["lead"]
         size_bytes = _size_bytes(lead_bytes, elems, dtype, sums=owner == 0 and not common)
         with Segment.attach(descriptors[0], size_bytes) as segment:
-            self._hold(owner, segment, lead_bytes, elems, dtype, letter["name"], common=common)
+            self._add(owner, segment, lead_bytes, elems, dtype, message["name"], common=common)
 
     def _drop(self, vector: Vector) -> None:
         with self._making:
@@ -191,13 +193,13 @@ class Vectors:
             self._tables[self._rank][number] = None
             self._tell({"drop": number}, [])
 
-    def _tell(self, letter: dict[str, Any], descriptors: list[int]) -> None:
+    def _tell(self, message: dict[str, Any], descriptors: list[int]) -> None:
         for peer in self._peers.values():
-            self._barrier.send(peer, json.dumps(letter).encode(), descriptors)
+            self._barrier.send(peer, json.dumps(message).encode(), descriptors)
 
 
 def number_of(dtype: torch.dtype) -> int:
-    """As which a dtype goes over a board. Raises ConfigError for one that is not exchanged."""
+    """Number of a dtype in a call. Raises ConfigError for a dtype that is not exchanged."""
     if dtype not in NUMBERS:
         raise ConfigError(f"vectors of {dtype} are not exchanged; known: {', '.join(map(str, DTYPES))}")
     return NUMBERS[dtype]

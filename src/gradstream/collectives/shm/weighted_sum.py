@@ -12,25 +12,25 @@ from gradstream.collectives.shm.native import native
 __all__ = ["BLOCK_ELEMS", "WeightedSum", "plain_sum"]
 
 BLOCK_ELEMS = 1 << 16
-"""Of what is added at once: a block of float32 of two ranks and the sum stay in a core's own cache.
+"""Elements that are added at once: a block of float32 of two ranks and the sum stay in a core's own cache.
 
-A multiple of 64, since kernels round differently at other cuts.
+It is a multiple of 64, since kernels round differently at other cuts.
 """
 
 PAST_CACHE_BYTES = 4 << 20
-"""From this size on a sum is stored past the cache: it would not stay there until it is used."""
+"""From this size on a sum is stored past the cache, where it would not stay until it is used."""
 
 
 class WeightedSum:
-    """Σ_r weights[r] · parts[r] into `out`, in the order of ranks, with the bits of a parameter server's sum.
+    """Adds up Σ_r weights[r] · parts[r] into `out`, in the order of ranks, with the bits of a parameter server's sum.
 
-    Each element of the parts is read once, each of `out` written once. It can be called again and again: to
-    prepare it takes as long as to add up some ten thousand elements.
+    It reads each element of the parts once, and writes each of `out` once. Keep it to call it again: to make
+    one takes as long as to add up some ten thousand elements.
 
     Args:
-        parts: (n,) each.
-        out: (n,); may be one of the parts, but overlap none of them otherwise.
-        scratch: (BLOCK_ELEMS,) of the same dtype, for sums that are not complete.
+        parts: vectors of shape (n,).
+        out: (n,); one of the parts, or memory that overlaps none of them.
+        scratch: (BLOCK_ELEMS,) of the same dtype, for incomplete sums.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], out: torch.Tensor, scratch: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ class WeightedSum:
         self._add = None if code is None else code.sum.get(out.dtype)
         at = out.data_ptr()
         self._weights = (ctypes.c_double * len(parts))()
-        self._given = (
+        self._arguments = (
             at,
             (ctypes.c_void_p * len(parts))(*[part.data_ptr() for part in parts]),
             self._weights,
@@ -56,20 +56,20 @@ class WeightedSum:
             plain_sum(self._parts, weights, self._out, self._scratch)
         else:
             self._weights[:] = list(weights)
-            self._add(*self._given)
+            self._add(*self._arguments)
 
 
 def plain_sum(
     parts: Sequence[torch.Tensor], weights: Sequence[float], out: torch.Tensor, scratch: torch.Tensor
 ) -> None:
-    """`WeightedSum` by torch's kernels, with the same bits."""
+    """Does what `WeightedSum` does with torch's kernels, with the same bits."""
     if len(parts) == 1:
         if weights[0] != 1.0:
             torch.mul(parts[0], weights[0], out=out)
         elif out.data_ptr() != parts[0].data_ptr():
             out.copy_(parts[0])
         return
-    if len(parts) == 2 and weights[0] == 1.0:  # one pass: nothing to keep in the cache
+    if len(parts) == 2 and weights[0] == 1.0:  # one pass is enough
         torch.add(parts[0], parts[1], alpha=_factor(weights[1]), out=out)
         return
     for out_block, *blocks in zip(*(torch.split(each, BLOCK_ELEMS) for each in (out, *parts)), strict=True):
@@ -81,4 +81,4 @@ def plain_sum(
 
 
 def _factor(weight: float) -> float:
-    return 1 if weight == 1.0 else weight  # sums of integers take no other factor
+    return 1 if weight == 1.0 else weight  # torch takes no floating-point factor for integers

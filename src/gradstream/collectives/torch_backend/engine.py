@@ -1,10 +1,10 @@
-"""Process groups of `torch.distributed`, each made by hand: its own store, its own connections.
+"""Process groups of `torch.distributed`, each with a store and connections of its own.
 
-`init_process_group` keeps one group for the whole process, which can be neither made anew beside what a
-user has made, nor let go while an operation hangs in it. The classes beneath it can.
+`init_process_group` keeps one group for the whole process. One cannot make another beside that of a user, nor drop
+it while an operation hangs in it. The classes beneath it allow both.
 
-torch's own connections are neither encrypted nor authenticated: they are for loopback and for networks
-in which everybody is trusted.
+torch's own connections are neither encrypted nor authenticated. They are for loopback and for networks in which
+all machines are trusted.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ Backend = Literal["gloo", "nccl", "mpi"]
 Verb = Literal["allreduce", "reduce_scatter", "all_gather", "broadcast"]
 
 Done = Callable[[BaseException | None, "Hold"], None]
-"""Told, on any thread, that the engine has let go of a tensor: well, or by which error."""
+"""Called on any thread when the engine no longer uses a tensor, with the error of the operation if it has failed."""
 
 WAIT_S = 1800.0
-"""torch gives up on a peer after so long, as it does by default. Who is silent is noticed long before, by
-the mesh; who is only slow may be waited for."""
+"""torch gives up on a peer after this time, as it does by default. The communicator notices a silent rank long
+before; a rank that is only slow may be waited for."""
 
 
 def choose_backend(device: torch.device | None, wanted: str = "auto") -> Backend:
-    """The backend for vectors on a device.
+    """Chooses the backend for vectors on a device.
 
     Args:
-        device: None is main memory.
-        wanted: "auto" takes NCCL for CUDA where torch has it, and gloo otherwise.
+        device: the device; None is main memory.
+        wanted: a backend, or "auto", which takes NCCL for CUDA if torch has it, and gloo otherwise.
 
     Raises:
-        ConfigError: torch was built without it, or it does not move memory of that device.
+        ConfigError: torch was built without the backend, or there is no such backend.
     """
     found: dict[str, bool] = {}
     if torch.distributed.is_available():
@@ -78,19 +78,19 @@ def choose_backend(device: torch.device | None, wanted: str = "auto") -> Backend
 
 
 class TorchStore:
-    """torch's key-value store, by which ranks find each other; rank 0 holds it, at a free port.
+    """torch's key-value store, through which ranks find each other. Rank 0 holds it, at a free port.
 
     Args:
-        address: where it is; None makes it here.
-        host: for one made here: the interface that it listens on.
-        timeout_s: for a rank to say what another one asks for.
+        address: address of the store; None makes one here.
+        host: interface on which a store made here listens.
+        timeout_s: longest wait for a key that another rank has to set, in seconds.
     """
 
     def __init__(self, address: str | None, host: str, timeout_s: float) -> None:
         make: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]  # torch's __all__ is shorter
         options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s), "wait_for_workers": False}
         if address is None:
-            # A socket of our own: left to itself, it listens on all interfaces.
+            # It gets a socket, since it would listen on all interfaces by itself.
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = socket.create_server((host, 0), family=family)
             port = listener.getsockname()[1]
@@ -105,11 +105,11 @@ class TorchStore:
 
 
 class Hold:
-    """Keeps an engine while torch works for it. Let it go on any thread but torch's.
+    """Keeps an engine alive while torch works for it. Release it on any thread but torch's.
 
-    A process group whose last reference goes waits for its threads, also when it goes in one of them. And
-    one that goes in the middle of an operation waits for that; so nothing but torch itself refers to this
-    then, and a process may end.
+    When the last reference to a process group goes, it waits for its threads, also on one of these threads, and
+    for the end of an operation under way. So only torch itself refers to this object during an operation, and
+    the process can end.
     """
 
     __slots__ = ("_engine",)
@@ -117,25 +117,25 @@ class Hold:
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine | None = engine
 
-    def let_go(self) -> None:
-        """Drops it; idempotent."""
+    def release(self) -> None:
+        """Drops the engine; idempotent."""
         self._engine = None
 
-    def let_be(self) -> None:
-        """Keeps it for as long as the process lives: there is no thread to let go on."""
-        _unclaimed.append(self)
+    def keep(self) -> None:
+        """Keeps the engine until the process ends, if there is no thread to release it on."""
+        _kept.append(self)
 
 
-_unclaimed: list[Hold] = []
-atexit.register(_unclaimed.clear)  # while Python is whole
+_kept: list[Hold] = []
+atexit.register(_kept.clear)  # before Python is torn down
 
 
 class Engine(ABC):
-    """One process group of torch's.
+    """One process group of torch.
 
     Args:
         group: torch's object.
-        rank, size: of this process in it, and of how many.
+        rank, size: rank of this process in it, and number of ranks.
     """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
@@ -145,23 +145,25 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self, verb: Verb, tensor: torch.Tensor, root: int, done: Done) -> None:
-        """Starts an operation, in place, and returns; `done` is told when it is over.
+        """Starts an operation in place, and returns.
 
         Args:
-            tensor: (elems,), which belongs to the engine until then.
-            root: of a broadcast.
+            verb: the operation.
+            tensor: (elems,); the engine uses it until it calls `done`.
+            root: root of a broadcast.
+            done: called when the operation has ended.
         """
 
     def allocate(self, elems: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Memory of zeros that suits it best, where that is another than any."""
+        """Memory of zeros that suits the engine best; None if any memory does."""
         del elems, dtype
         return None
 
     def abort(self) -> None:  # noqa: B027  not every engine can
-        """Ends what is going on, where torch can: see `start`."""
+        """Ends operations under way, if torch can."""
 
     def _works(self, verb: Verb, tensor: torch.Tensor, root: int) -> Sequence[Any]:
-        """Torch's handles of what makes up an operation."""
+        """Torch's handles of the parts of an operation."""
         group, limit = self._group, timedelta(seconds=WAIT_S)
         c10d: Any = torch.distributed.distributed_c10d
         bounds = [slice_of(len(tensor), rank, self._size) for rank in range(self._size)]
@@ -179,7 +181,7 @@ class Engine(ABC):
             gather_options = c10d.AllgatherOptions()
             gather_options.timeout = limit
             return [group._allgather_base(tensor, mine, gather_options)]
-        if verb == "all_gather":  # slices of several lengths: the same bytes in all, without a copy
+        if verb == "all_gather":  # slices of different lengths: as many bytes in all, without a copy
             parts = [(rank, tensor[slice(*bounds[rank])]) for rank in range(self._size)]
         else:
             parts = [(root, tensor)]
@@ -192,14 +194,14 @@ class Engine(ABC):
         return works
 
     _scatters = False
-    """Whether its reduce-scatter is one: gloo's is an allreduce of which a part is copied out."""
+    """Whether its reduce-scatter sends less than an allreduce. gloo's is an allreduce of which it copies a part."""
 
 
 class HostEngine(Engine):
-    """gloo or MPI: threads of torch's own do everything, on main memory.
+    """gloo or MPI: threads of torch carry out everything, in main memory.
 
-    An operation cannot be ended early. One that hangs on a silent peer keeps its tensor and the process
-    group until torch gives up; a process may end meanwhile.
+    An operation cannot be ended early. One that hangs on a silent peer keeps its tensor and the process group
+    until torch gives up. The process may end meanwhile.
     """
 
     def start(self, verb: Verb, tensor: torch.Tensor, root: int, done: Done) -> None:
@@ -209,10 +211,10 @@ class HostEngine(Engine):
         if not works:
             done(None, hold)
             return
-        left = itertools.count(len(works) - 1, -1)  # several threads count down: `next` is one step to Python
+        left = itertools.count(len(works) - 1, -1)  # several threads count down, and `next` is atomic
         errors: list[BaseException] = []
 
-        def one_is_over(future: Any) -> None:  # on a thread of torch's: nothing but `hold` refers to self
+        def one_is_over(future: Any) -> None:  # on a thread of torch: nothing but `hold` refers to self
             try:
                 future.value()
             except Exception as error:
@@ -225,10 +227,11 @@ class HostEngine(Engine):
 
 
 class CudaEngine(Engine):
-    """NCCL: vectors on the device are summed there; those in main memory go there and back.
+    """NCCL: sums up vectors on the device, and copies those in main memory there and back.
 
     Args:
-        device: this rank's own: two ranks cannot share one.
+        group, rank, size: see `Engine`.
+        device: the device of this rank, which no other rank uses.
     """
 
     _scatters = True
@@ -241,7 +244,7 @@ class CudaEngine(Engine):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="nccl")
 
     def start(self, verb: Verb, tensor: torch.Tensor, root: int, done: Done) -> None:
-        """See `Engine.start`: waits in a thread, since what NCCL tells is that it has begun."""
+        """See `Engine.start`. It waits in a thread, since NCCL only reports that an operation has begun."""
         hold = Hold(self)
 
         def run() -> None:
@@ -256,7 +259,7 @@ class CudaEngine(Engine):
 
     def _run(self, verb: Verb, tensor: torch.Tensor, root: int) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self._stream.wait_stream(torch.cuda.default_stream(self._device))  # who filled the tensor
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))  # which has filled the tensor
             there = tensor if tensor.is_cuda else self._stage(tensor)
             for work in self._works(verb, there, root):
                 work.wait()  # of the stream
@@ -270,7 +273,7 @@ class CudaEngine(Engine):
         return self._staged[: len(tensor)].copy_(tensor, non_blocking=True)
 
     def allocate(self, elems: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Pinned: the device reads and writes it without a copy in between."""
+        """Pinned memory, which the device reads and writes without a copy in between."""
         return torch.zeros(elems, dtype=dtype, pin_memory=True)
 
     def abort(self) -> None:
@@ -289,13 +292,15 @@ def make_engine(
     device: torch.device | None,
     timeout_s: float,
 ) -> Engine:
-    """Makes the process group: returns when all ranks have connected. Blocks.
+    """Makes the process group; blocks until all ranks have connected.
 
     Args:
-        store: one of this group alone.
+        backend: torch's backend.
+        store: a store of this group alone.
+        rank, size: rank of this process, and number of ranks.
         host: address of the interface that gloo uses.
-        device: that NCCL uses; None takes the GPUs in turn, rank by rank.
-        timeout_s: for the others to come.
+        device: device that NCCL uses; None gives the GPUs to ranks in turn.
+        timeout_s: longest wait for the others, in seconds.
 
     Raises:
         RuntimeError: as torch raises it; names no rank.
@@ -311,7 +316,7 @@ def make_engine(
             )
         return HostEngine(group, rank, size)
     if backend == "nccl":
-        # Its watchdog would end the process when a peer is lost; we are told by others, and abort.
+        # Its watchdog would end the process when a peer is lost. The communicator reports a loss, and we abort.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=WAIT_S)

@@ -1,12 +1,12 @@
 """`TorchGroup`: ranks that combine their vectors by `torch.distributed`.
 
-torch moves the bytes (gloo in main memory, NCCL between GPUs, MPI where torch was built with it). Who is
-in the group, where its ranks find each other and who was lost is the `Communicator`'s affair, since torch tells
-that something broke, and not who. Each group has a store and connections of its own and is made for one
-membership epoch: after a loss another one is made, and none is mended.
+torch moves the bytes (gloo in main memory, NCCL between GPUs, MPI if torch was built with it). The `Communicator`
+says which ranks are in the group, where they find each other, and which one was lost, since torch reports a failure
+without a name. Each group has a store and connections of its own, and is made for one membership epoch. After a
+loss another one is made; none is repaired.
 
-The order in which a sum is made is torch's: all ranks get the same bits, which differ from those of
-another engine. gloo and NCCL sum in a ring: each of p ranks sends 2n(p-1)/p bytes of n.
+torch chooses the order of additions: all ranks get the same bits, which differ from those of another engine. gloo
+and NCCL sum in a ring: each of p ranks sends 2n(p-1)/p bytes of n.
 """
 
 from __future__ import annotations
@@ -38,42 +38,42 @@ from gradstream.transport.offers import CarrierOffer
 
 __all__ = ["TorchGroup"]
 
-VERDICT_S = 5.0
-"""How long it is waited to be told who has broken an operation: that comes over another connection."""
+BLAME_S = 5.0
+"""Longest wait for the name of the rank that has broken an operation, which comes over another connection."""
 
 
 class TorchGroup:
-    """Implements `Group`. Made by `form`.
+    """A `Group` whose operations torch carries out. Made by `form`.
 
-    A deadline bounds silence: a rank that gives signs of life may come late to an operation, by up to
-    half an hour, where torch itself gives up.
+    The deadline bounds silence: a rank that gives signs of life may come late to an operation, by up to half
+    an hour, when torch itself gives up.
 
-    That all ranks call the same operations with spans of one length is not checked: gloo ends the process
-    where a longer one arrives, and takes a shorter one.
+    Nothing checks that all ranks call the same operations with spans of one length: gloo ends the process if a
+    longer span arrives, and accepts a shorter one.
 
-    What an operation that failed or was cancelled was working on stays lent until torch has let go of it,
-    which is at once where a peer has died, and may be much later where it is only silent.
+    The span of an operation that failed or was cancelled stays lent until torch no longer uses it: at once if a
+    peer has died, perhaps much later if it is only silent.
 
     Attributes:
-        backend: of torch's, which was asked for or chosen.
-        hosts: on how many addresses its ranks listen.
+        backend: the backend of torch that was asked for or chosen.
+        hosts: number of addresses on which its ranks listen.
     """
 
     shares_memory = False
 
-    def __init__(self, mesh: Communicator, engine: Engine, backend: Backend, hosts: int) -> None:
-        self.rank, self.size = mesh.rank, mesh.size
-        self.names: Sequence[str] = mesh.names
+    def __init__(self, communicator: Communicator, engine: Engine, backend: Backend, hosts: int) -> None:
+        self.rank, self.size = communicator.rank, communicator.size
+        self.names: Sequence[str] = communicator.names
         self.backend = backend
         self.hosts = hosts
-        self._mesh = mesh
-        self._runtime = mesh.runtime
+        self._communicator = communicator
+        self._runtime = communicator.runtime
         self._engine: Engine | None = engine
-        self._turn = asyncio.Lock()  # operations start in the order in which they are asked for
+        self._lock = asyncio.Lock()  # operations start in the order of their calls
         self._left: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._watches = [
+        self._watchers = [
             awaited_later(
-                mesh.runtime.spawn(self._watch(rank), name=f"{self._me}/group: watches rank {rank}")
+                communicator.runtime.spawn(self._watch(rank), name=f"{self._me}/group: watches rank {rank}")
             )
             for rank in range(self.size)
             if rank != self.rank
@@ -92,48 +92,50 @@ class TorchGroup:
         backend: str = "auto",
         device: torch.device | None = None,
     ) -> TorchGroup:
-        """Makes the group, together with the other ranks, which call this too.
+        """Makes the group. All ranks call this at about the same time.
 
         Args:
-            runtime: of this node; on real time.
-            endpoint: knows the addresses of all nodes of the group. torch connects on the same interface.
-            names: of the nodes, by rank.
-            rank: of this one.
-            epoch: membership epoch: each group has one of its own.
-            silence_s: for the others to come, and later the longest silence of a rank.
-            backend: "gloo", "nccl", "mpi", or "auto" by device and what torch has.
-            device: of the vectors; None is main memory, and this rank's share of the GPUs for "nccl".
+            runtime: runtime of this node, on real time.
+            endpoint: an endpoint that knows the addresses of all nodes. torch uses its interface.
+            names: names of the nodes, by rank.
+            rank: rank of this node.
+            epoch: membership epoch; each group has one of its own.
+            silence_s: longest wait for the others, and later the longest silence of a rank, in seconds.
+            backend: "gloo", "nccl", "mpi", or "auto", which chooses by device and by what torch has.
+            device: device of the vectors; None is main memory, or this rank's share of the GPUs for "nccl".
 
         Raises:
-            ConfigError: torch has no such backend; time is virtual; or the endpoint is protected, and on
-                another interface than loopback: torch's connections are not.
-            DeadlineError, PeerLostError: naming a rank that did not come, or was lost on the way.
+            ConfigError: torch has no such backend; time is virtual; or the endpoint is protected and on
+                another interface than loopback, since torch's connections are not protected.
+            DeadlineError, PeerLostError: names a rank that did not come, or was lost meanwhile.
         """
         host = _host_for(runtime, endpoint)
         chosen = choose_backend(device, backend)
-        mesh = Communicator(runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s)
-        await mesh.meet()
+        communicator = Communicator(runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s)
+        await communicator.meet()
         try:
             store = TorchStore(None, host, silence_s) if rank == 0 else None
             word = f"{host} {store.address if store is not None else ''}"
-            told = [other.decode().split(" ") for other in await mesh.swap(word.encode())]
+            places = [
+                other.decode().split(" ") for other in await communicator.all_gather_bytes(word.encode())
+            ]
 
             def make() -> Engine:
-                at = store or TorchStore(told[0][1], host, silence_s)
+                at = store or TorchStore(places[0][1], host, silence_s)
                 return make_engine(
                     chosen, at, rank, len(names), host=host, device=device, timeout_s=silence_s
                 )
 
-            engine = await mesh.guarded(_made(mesh, make))
+            engine = await communicator.guarded(_made(communicator, make))
         except BaseException:
-            await mesh.close()
+            await communicator.close()
             raise
-        return cls(mesh, engine, chosen, len({at for at, _ in told}))
+        return cls(communicator, engine, chosen, len({at for at, _ in places}))
 
     # ---- the protocol -------------------------------------------------------------------
 
     def allocate(self, elems: int, dtype: torch.dtype, name: str, *, lead_bytes: int = 0) -> Vector:
-        """See `Group.allocate`: main memory; pinned where it goes to a GPU and back."""
+        """See `Group.allocate`: main memory, pinned if it goes to a GPU and back."""
         tensor = None if self._engine is None else self._engine.allocate(elems, dtype)
         if tensor is None:
             return self._runtime.memory.allocate(elems, dtype, name, lead_bytes=lead_bytes)
@@ -167,29 +169,29 @@ class TorchGroup:
     async def close(self) -> None:
         """See `Group.close`. Does not wait for an operation that hangs."""
         engine, self._engine = self._engine, None
-        for watch in self._watches:
+        for watch in self._watchers:
             watch.cancel()
         if engine is not None:
             engine.abort()
-        del engine  # which ends its connections: others that wait for this rank are told by torch
-        await self._mesh.close()
+        del engine  # ends its connections, by which torch tells ranks that wait for this one
+        await self._communicator.close()
 
     # ---- operations ---------------------------------------------------------------------
 
     async def _run(self, verb: Verb, span: Span, *, weight: float = 1.0, root: int = 0) -> None:
-        """One operation, in place. Whatever ends it early breaks the group."""
-        if self._mesh.loss is not None:
-            raise self._mesh.loss.error()
+        """Carries out one operation in place. Anything that ends it early breaks the group."""
+        if self._communicator.loss is not None:
+            raise self._communicator.loss.error()
         loan = span.vector.borrow(span.start, span.stop, write=True, to=f"{self._me}: {verb}")
         lent = _Lent(span.vector, loan)
         try:
-            await self._mesh.guarded(self._operate(verb, span, weight, root, lent))
+            await self._communicator.guarded(self._operate(verb, span, weight, root, lent))
         finally:
             if not lent.to_torch:
                 lent.give_back()
 
     async def _operate(self, verb: Verb, span: Span, weight: float, root: int, lent: _Lent) -> None:
-        async with self._turn:
+        async with self._lock:
             if weight != 1.0 and len(span):
                 work = Work("reduce", elems=len(span))
                 await self._runtime.compute(lambda _: span.tensor.mul_(weight), work=work, lane="exchange")
@@ -201,7 +203,7 @@ class TorchGroup:
             over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             try:
                 self._engine.start(verb, span.tensor, root, _on_loop(lent, over))
-            except Exception as error:  # refused, or begun in part: the memory stays lent
+            except Exception as error:  # refused, or begun in part, so that the memory stays lent
                 over.set_exception(error)
         try:
             await over
@@ -209,13 +211,13 @@ class TorchGroup:
             if self._engine is not None:
                 self._engine.abort()
             raise
-        except Exception as error:  # torch's, which names nobody
-            raise await self._verdict(verb, error) from error
+        except Exception as error:  # an error of torch, which names no rank
+            raise await self._blame(verb, error) from error
 
-    async def _verdict(self, verb: str, error: Exception) -> GradstreamError:
-        """Who has broken an operation. A rank that is lost cancels this; one that has left is found here."""
+    async def _blame(self, verb: str, error: Exception) -> GradstreamError:
+        """The error that names the rank that has left. The loss of a rank cancels the operation instead."""
         try:
-            left = await self._runtime.within(VERDICT_S, asyncio.shield(self._left))
+            left = await self._runtime.within(BLAME_S, asyncio.shield(self._left))
         except TimeoutError:
             return InternalError(
                 f"{self._me}: torch.distributed failed in {verb}, though all ranks are there; do all call "
@@ -224,9 +226,9 @@ class TorchGroup:
         return PeerLostError(left, "has left the group, while others went on in it")
 
     async def _watch(self, rank: int) -> None:
-        """Notes that a rank has left."""
+        """Records that a rank has left."""
         try:
-            await self._mesh.stream(rank).recv()
+            await self._communicator.stream(rank).recv()
         except GradstreamError:
             pass
         if not self._left.done():
@@ -238,7 +240,7 @@ class TorchGroup:
 
 
 class _Lent:
-    """Memory in an operation, and whether it is torch that has to let go of it first."""
+    """The loan of an operation's memory, and whether torch uses that memory."""
 
     def __init__(self, vector: Vector, loan: Loan) -> None:
         self._vector = vector
@@ -250,11 +252,11 @@ class _Lent:
 
 
 def _on_loop(lent: _Lent, over: asyncio.Future[None]) -> Done:
-    """What torch's thread calls: on the loop, the memory comes back and the operation is over."""
+    """Makes the callback for torch's thread. It gives the memory back and ends the operation, on the event loop."""
     loop = asyncio.get_running_loop()
 
     def on_loop(error: BaseException | None, hold: Hold) -> None:
-        hold.let_go()
+        hold.release()
         lent.give_back()
         if over.done():
             return
@@ -266,27 +268,27 @@ def _on_loop(lent: _Lent, over: asyncio.Future[None]) -> Done:
     def done(error: BaseException | None, hold: Hold) -> None:
         try:
             loop.call_soon_threadsafe(on_loop, error, hold)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            hold.let_be()
+        except RuntimeError:  # the loop is closed, and no task waits any more
+            hold.keep()
 
     return done
 
 
-async def _made(mesh: Communicator, make: Callable[[], Engine]) -> Engine:
-    """Makes the engine. A rank that is lost meanwhile is what the mesh will say."""
+async def _made(communicator: Communicator, make: Callable[[], Engine]) -> Engine:
+    """Makes the engine. After an error it waits for the communicator to name a lost rank."""
     try:
-        return await mesh.runtime.beside(make, work=Work("form"))
+        return await communicator.runtime.beside(make, work=Work("form"))
     except GradstreamError:
         raise
     except Exception as error:
-        await mesh.runtime.sleep(VERDICT_S)
-        me = mesh.names[mesh.rank]
+        await communicator.runtime.sleep(BLAME_S)
+        me = communicator.names[communicator.rank]
         text = f"{me}: torch.distributed could not connect the ranks, though all are there: {error}"
         raise InternalError(text) from error
 
 
 def _host_for(runtime: Runtime, endpoint: Endpoint) -> str:
-    """The interface that torch is to use: that of the endpoint."""
+    """The interface that torch is to use: the endpoint's."""
     if not isinstance(runtime, RealRuntime):
         raise ConfigError("torch.distributed knows no virtual time: simulate with another exchange")
     host, _ = host_and_port(next(iter(CarrierOffer.parse(endpoint.address).addresses.values())))

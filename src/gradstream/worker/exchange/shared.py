@@ -16,7 +16,7 @@ import torch
 
 from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.checkpoint.snapshot import NodeSnapshots, Pieces, load
-from gradstream.collectives.shared_window import SharedWindow, form_commons
+from gradstream.collectives.shared_window import SharedWindow, open_shared_window
 from gradstream.coordinator.client.member import Member
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DeadlineError
@@ -70,7 +70,7 @@ async def form_shared(
     runtime, member = context.runtime, context.member
     real = isinstance(runtime, RealRuntime)  # the nodes of a simulation compute by turns, on one data set
     names = names_of(member.notice.nodes, "worker")
-    window = await form_commons(
+    window = await open_shared_window(
         runtime,
         context.endpoint,
         names,
