@@ -92,8 +92,8 @@ class ProgressLine:
                 self._machines.update(dict.fromkeys(event["nodes"], event["who"]))
             case "left":
                 self.workers.discard(event["who"])
-            case "drive":
-                self._held = set(event["held"])
+            case "participation":
+                self._held = set(event["paused"])
             case "resumed":
                 self.step = self._resumed_at = event["step"]
             case "step":
@@ -116,7 +116,7 @@ class ProgressLine:
 
     def _news(self, event: EventDict) -> str:
         match event["event"]:
-            case "drive":
+            case "participation":
                 return turn_text(event)
             case "left" if event["lost"]:
                 machine = self._machines.get(event["who"])

@@ -52,7 +52,7 @@ class SampleProgress:
         for one in epochs:
             if isinstance(self.ledger, OpenLedger):
                 epoch = Epoch(one.loader, one.epoch)
-                self.ledger.left_over.begun(rank, epoch, one.step, unclear=one.unclear)
+                self.ledger.reassignment.begun(rank, epoch, one.step, unclear=one.unclear)
 
     def verdict(self, round: int, ranks: Sequence[int], at_s: float) -> RoundEvent | None:  # noqa: A002  protocol's word
         """The first shard says whose contributions make the update of a round."""

@@ -75,7 +75,7 @@ class OpenLedger:
     def __init__(self, num_workers: int, *, rounds: bool) -> None:
         self._lines = [_Line() for _ in range(num_workers)]
         self._rounds = rounds
-        self.left_over = Reassignment(self._lines)
+        self.reassignment = Reassignment(self._lines)
         self._held = -1  # the last round that a worker without data was told to take part in
 
     num_complete = 0
@@ -111,7 +111,7 @@ class OpenLedger:
         """
         line = self._lines[rank]
         line.total, line.samples = batches, samples
-        self.left_over.ended(rank, batches)
+        self.reassignment.ended(rank, batches)
         if not self._rounds:
             return True if self.finished else None
         everybody = all(line.lost or line.total is not None for line in self._lines)
@@ -139,7 +139,7 @@ class OpenLedger:
     def lost(self, rank: int) -> int:
         """A worker is gone. What it had left is not handed out, but asked for: see `left_over`. Returns 0."""
         self._lines[rank].lost = True
-        self.left_over.lost(rank)
+        self.reassignment.lost(rank)
         return 0
 
     def losses(self) -> list[LostSamples]:
@@ -148,7 +148,7 @@ class OpenLedger:
             return []
         lost = [(rank, line) for rank, line in enumerate(self._lines) if line.lost]
         return [
-            LostSamples(rank, line.count, self.left_over.missing(rank))
+            LostSamples(rank, line.count, self.reassignment.missing(rank))
             for rank, line in lost
             if line.total is None or line.low < line.total
         ]
@@ -192,4 +192,4 @@ class OpenLedger:
     def reassigned(self, epoch: int) -> int:
         """How many minibatches of lost workers others have taken over."""
         del epoch
-        return self.left_over.num_taken
+        return self.reassignment.num_taken

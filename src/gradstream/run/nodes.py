@@ -246,7 +246,7 @@ class RunPlan:
             assignment=None
             if rounds or isinstance(ledger, OpenLedger)
             else BatchAssignment(ledger, self.workers, 2 * self.deadlines.lease_s),
-            turns=ParticipationSchedule(ledger, self.workers)
+            participation=ParticipationSchedule(ledger, self.workers)
             if driven and isinstance(ledger, Ledger)
             else None,
             allow_lost=self.allow_lost,
@@ -257,9 +257,9 @@ class RunPlan:
             membership,
             on_events=on_events,
             deadlines=self.deadlines,
-            keeping=None if self.policy is None else self._keeping(started, self.policy),
+            checkpoints=None if self.policy is None else self._keeping(started, self.policy),
             earlier_s=self._earlier_s,
-            goal=None if self.until is None else StoppingCriterion(self.until),
+            criterion=None if self.until is None else StoppingCriterion(self.until),
             drive=self.strategy.drive if driven else None,
             num_samples=self.data.num_samples,
         )

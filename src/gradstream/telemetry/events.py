@@ -326,10 +326,10 @@ class ParticipationEvent(Event):
     A worker in neither list is gone. One that is held back begins no further minibatch.
     """
 
-    name: ClassVar[str] = "drive"
+    name: ClassVar[str] = "participation"
     phase: str  # the strategy's own word
-    engaged: list[str]
-    held: list[str]
+    active: list[str]
+    paused: list[str]
     samples: int | None  # in the model
 
 
@@ -419,13 +419,13 @@ class CheckpointEvent(Event):
     step: int  # rounds, or minibatches over all workers
     folder: str  # in the run directory
     size_bytes: int
-    stood_s: float  # workers stood still for it
-    total_s: float  # from the begin of the cut to its name
+    paused_s: float  # workers were paused for it
+    total_s: float  # from the begin of the snapshot to its name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailedEvent(Event):
-    """No checkpoint came of a cut; the run goes on (coordinator)."""
+    """No checkpoint came of a snapshot; the run goes on (coordinator)."""
 
     name: ClassVar[str] = "checkpoint_failed"
     step: int

@@ -47,7 +47,7 @@ class WorkerNode:
         self._exchange: Exchange | None = None  # once the run has begun
         self._notes = WorkerRecorder(member, config.log)
         self._pace = BatchGate(
-            runtime.node, member.report, member.stands, self._notes.stood, self._notes.turned
+            runtime.node, member.report, member.quiesced, self._notes.stood, self._notes.turned
         )
         member.listen(self._pace.hear)
         self._siblings = BufferAverager(
