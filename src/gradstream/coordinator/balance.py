@@ -59,7 +59,7 @@ class ShareBalance:
         sizes = better(self.sizes, {rank: self._speeds[rank] for rank in present})
         changed = sizes != tuple(self.sizes)
         self.sizes = sizes
-        self._plan.allot(*before, sizes)
+        self._plan.reassign(*before, sizes)
         per_s = [round(speed.per_s or 0.0, 3) for speed in self._speeds]
         return SharesEvent(
             epoch=before[0], batch=before[1], samples=list(sizes), per_s=per_s, changed=changed

@@ -177,7 +177,7 @@ class CheckpointWriter:
             rounds=opened.rounds,
             steps=steps,
             samples=samples,
-            done=snapshot.done,
+            done=snapshot.progress,
             versions=versions,
             model={
                 "fingerprint": spec.fingerprint,

@@ -78,7 +78,7 @@ class Snapshot:
     sums: dict[str, Sequence[int]] = field(default_factory=dict)
     places: tuple[VectorPlace, ...] = ()
     resumed_s: float = 0.0  # when workers went on
-    done: DataProgress = field(default_factory=DataProgress)
+    progress: DataProgress = field(default_factory=DataProgress)
     step: int = 0
     reached: set[str] = field(default_factory=set)
     ordered: v1.Snapshot.Phase | None = None  # the phase that an instruction was given in
@@ -337,7 +337,7 @@ class SnapshotRounds:
                 snapshot.phase = v1.Snapshot.ENDED
                 return [Notify()]
             case v1.Snapshot.STOP:
-                snapshot.done, snapshot.step = self._ledger.done(), self.step
+                snapshot.progress, snapshot.step = self._ledger.progress(), self.step
                 return self._order(snapshot, Prepare(snapshot))
             case v1.Snapshot.SNAPSHOT:
                 if any(version < 0 for versions in snapshot.versions.values() for version in versions):

@@ -154,7 +154,7 @@ class RunPlan:
             shares=self.shares,
             epochs=self.epochs,
             steps=self.steps and self.steps * self.accumulate,
-            done=self.resume.done if self.resume is not None else DataProgress(),
+            progress=self.resume.done if self.resume is not None else DataProgress(),
         )
         plan = plan_of(self.data, division)
         if self.assignment == "queue" and not isinstance(plan, QueuePlan):
@@ -197,7 +197,7 @@ class RunPlan:
             )
         before = self.resume.shares if self.resume is not None else ()
         if len(before) == plan.num_partitions and sum(before) == sum(plan.shares):
-            plan.allot(0, 0, before)
+            plan.reassign(0, 0, before)
 
     def ledger(self) -> Ledger | OpenLedger:
         """An account of every minibatch of the run."""
