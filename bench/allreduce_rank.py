@@ -90,7 +90,9 @@ class Gradstream:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.rank, self.size = rank, size
         self._torch, self._group = torch, SharedGroup
-        self._members = RendezvousMembers(f"bench-{Path(meet).name}", [f"rank-{r}" for r in range(size)], rank)
+        self._members = RendezvousMembers(
+            f"bench-{Path(meet).name}", [f"rank-{r}" for r in range(size)], rank
+        )
         self._runtime = RealRuntime(f"rank-{rank}")
         self._vectors: dict[int, Any] = {}
 

@@ -69,7 +69,7 @@ def measure(every: str | None, seconds: float) -> dict[str, Any]:
         "train_s": run.summary["train_s"],
         "checkpoints": len(made),
         "failed": sum(event["event"] == "checkpoint_failed" for event in run.events),
-        "stood_s": statistics.median(event["stood_s"] for event in made) if made else 0.0,
+        "stood_s": statistics.median(event["paused_s"] for event in made) if made else 0.0,
         "total_s": statistics.median(event["total_s"] for event in made) if made else 0.0,
         "size_bytes": made[-1]["size_bytes"] if made else 0,
         "peak_own_bytes": run.summary["peak_own_bytes"],

@@ -280,7 +280,7 @@ def test_without_memory_for_a_copy_workers_stand_until_all_is_written(
         run = simulate(MODEL, DATA, storage=storage, **job)
         assert same(run, whole)
         cuts = [event for event in run.events if event["event"] == "checkpoint"]
-        stood.append([event["stood_s"] for event in cuts])
+        stood.append([event["paused_s"] for event in cuts])
         found = newest(storage, unexpected)
         assert found is not None and found[0] == cuts[-1]["folder"]
         resumed = simulate(MODEL, DATA, storage=storage, resume=True, **job)
@@ -292,9 +292,9 @@ def test_a_worker_that_is_lost_when_the_run_has_done_enough_is_no_reason_to_keep
     cuts = SnapshotRounds(Ledger(PartitionPlan(4, 2, 2), epochs=1), Policy(), together=False)
     workers = ["worker-0", "worker-1"]
     cuts.finish(0.0, workers, ["shard-0"])
-    for kind in (v1.CutReport.BEGUN, v1.CutReport.REACHED):
+    for kind in (v1.SnapshotReport.BEGUN, v1.SnapshotReport.REACHED):
         for who in workers:
-            cuts.report(who, v1.CutReport(number=1, kind=kind), 0.0)
+            cuts.report(who, v1.SnapshotReport(number=1, kind=kind), 0.0)
     assert cuts.current is not None
-    assert cuts.current.phase == v1.Cut.ENDED
+    assert cuts.current.phase == v1.Snapshot.ENDED
     assert cuts.lost("worker-1", 0.0, workers[:1], ["shard-0"]) == []

@@ -60,17 +60,17 @@ BEATS = {
     "a partition that is not": ("worker-0", v1.Beat(receipts=[GOOD, v1.Receipt(partition=2)])),
     "a receipt of a shard": ("shard-0", v1.Beat(receipts=[GOOD])),
     "a shard that finishes": ("shard-0", v1.Beat(finished=True, relies=True)),
-    "a shard that stands": ("shard-0", v1.Beat(stands=1)),
+    "a shard that stands": ("shard-0", v1.Beat(quiesced=1)),
     "a verdict of a worker": ("worker-0", v1.Beat(verdicts=[v1.Verdict(round=0, ranks=[0])])),
     "a verdict on no round": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=8, ranks=[0])])),
     "a verdict on a huge round": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=VERY_HUGE, ranks=[0])])),
     "a verdict of no rank": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=0, ranks=[2])])),
     "a verdict of a rank twice": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=0, ranks=[0, 0])])),
     "a verdict of nobody": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=0)])),
-    "a cut after too many": ("worker-0", v1.Beat(cuts=[v1.CutReport(number=1, count=VERY_HUGE)])),
+    "a cut after too many": ("worker-0", v1.Beat(snapshots=[v1.SnapshotReport(number=1, count=VERY_HUGE)])),
     "a report of no kind": (
         "worker-0",
-        v1.Beat(receipts=[GOOD], cuts=[v1.CutReport.FromString(b"\x10\x63")]),
+        v1.Beat(receipts=[GOOD], snapshots=[v1.SnapshotReport.FromString(b"\x10\x63")]),
     ),
 }
 
@@ -80,7 +80,7 @@ def test_a_beat_that_cannot_be_is_refused_as_a_whole(who: str, beat: v1.Beat) ->
     state = membership()
     with pytest.raises(RefusedError, match=f"{who} says what cannot be"):
         state.check(who, beat)
-    assert state.tally.ledger.num_receipts == 0
+    assert state.progress.ledger.num_receipts == 0
 
 
 def test_beats_that_can_be_pass() -> None:
@@ -115,13 +115,13 @@ def test_measurements_that_are_none(changes: dict[str, Any]) -> None:
     state = membership()
     request = v1.Took(**{"rounds": 1.0, "samples": 4.0, "seconds": 0.5, "squares": 0.1, **changes})
     with pytest.raises(RefusedError):
-        state.answers.took("worker-0", request)
+        state.replies.took("worker-0", request)
     assert state.balance is not None
     assert state.balance.sizes == (4, 4)
 
 
 def test_only_workers_are_answered() -> None:
-    answers = membership().answers
+    answers = membership().replies
     for answer in (
         answers.assign("shard-0", v1.Ask(), 0.0),
         answers.ending("shard-0", v1.Ending()),
@@ -158,11 +158,11 @@ def test_a_model_that_cannot_be_does_not_get_in(changes: dict[str, Any]) -> None
 
 def test_reports_of_a_cut_out_of_turn_change_nothing() -> None:
     cut = Snapshot(1, ["worker-0"], ["shard-0"], together=True, last=False, began_s=0.0)
-    cut.take("worker-0", v1.CutReport(kind=v1.CutReport.REACHED))
-    cut.take("shard-0", v1.CutReport(kind=v1.CutReport.HELD, versions=[1]))
-    cut.take("shard-0", v1.CutReport(kind=v1.CutReport.WRITTEN, sums=[1]))
+    cut.take("worker-0", v1.SnapshotReport(kind=v1.SnapshotReport.REACHED))
+    cut.take("shard-0", v1.SnapshotReport(kind=v1.SnapshotReport.HELD, versions=[1]))
+    cut.take("shard-0", v1.SnapshotReport(kind=v1.SnapshotReport.WRITTEN, sums=[1]))
     assert (cut.begun, cut.reached, cut.versions, cut.sums) == ({}, set(), {}, {})
-    cut.take("worker-0", v1.CutReport(kind=v1.CutReport.BEGUN, count=3))
+    cut.take("worker-0", v1.SnapshotReport(kind=v1.SnapshotReport.BEGUN, count=3))
     assert cut.begun == {"worker-0": 3}
 
 

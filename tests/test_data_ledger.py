@@ -166,7 +166,7 @@ def test_a_long_run_is_as_small_as_a_short_one() -> None:
         for ref in ledger.hand_out(0, 10):
             ledger.receipt(ref, 0)
         assert ledger.complete(epoch)
-    assert not any(line.ahead or line.returned for line in ledger._lines)
+    assert not any(sequence.ahead or sequence.returned for sequence in ledger._sequences)
     assert not any(ledger._hands.values())
     assert not ledger._again
 

@@ -31,18 +31,18 @@ from gradstream.data.randomness import Generators, seeded, seeded_iterator
 from gradstream.errors import ConfigError, DataError, UserCodeError
 
 
-def division(**changes: Any) -> PartitionSpec:
+def spec_of(**changes: Any) -> PartitionSpec:
     fields: dict[str, Any] = {"partitioning": "partitions", "batch_size": 32, "workers": 2, "seed": 3}
     fields |= {"shares": None, "epochs": 2, "steps": None}
     return PartitionSpec(**(fields | changes))
 
 
-def read_all(data: AnyData, division: PartitionSpec, *, epochs: int = 1) -> dict[BatchRef, Any]:
+def read_all(data: AnyData, spec: PartitionSpec, *, epochs: int = 1) -> dict[BatchRef, Any]:
     """Every minibatch of all workers, by name."""
-    plan = plan_of(data, division)
+    plan = plan_of(data, spec)
     found = {}
-    for rank in range(division.workers):
-        feed = feed_of(data, plan, rank, division.seed)
+    for rank in range(spec.workers):
+        feed = feed_of(data, plan, rank, spec.seed)
         for epoch in range(epochs):
             for batch in range(plan.batches_per_epoch(rank)):
                 ref = BatchRef(epoch, rank, batch)
@@ -111,7 +111,7 @@ def test_trees_that_do_not_fit(arguments: tuple[Any, ...], message: str) -> None
 
 def test_samples_are_collated_and_every_one_comes_once() -> None:
     data = gs.from_dataset(Numbered(21), test=Numbered(5))
-    batches = read_all(data, division(batch_size=4))
+    batches = read_all(data, spec_of(batch_size=4))
     assert sorted(flat(numbers(batches))) == list(range(21))
     assert isinstance(next(iter(batches.values())).inputs, torch.Tensor)
     assert data.test_batch(np.array([4, 0])).inputs.tolist() == [[4.0], [0.0]]
@@ -119,8 +119,8 @@ def test_samples_are_collated_and_every_one_comes_once() -> None:
 
 
 def test_what_is_drawn_for_a_minibatch_depends_on_its_name_alone() -> None:
-    data, division_ = gs.from_dataset(Numbered(8)), division(batch_size=2)
-    plan = plan_of(data, division_)
+    data, spec = gs.from_dataset(Numbered(8)), spec_of(batch_size=2)
+    plan = plan_of(data, spec)
     own, others = feed_of(data, plan, 0, 3), feed_of(data, plan, 1, 3)
     refs = [BatchRef(epoch, 0, batch) for epoch in (0, 1) for batch in (0, 1)]
     in_order = [own.read(ref).targets.tolist() for ref in refs]
@@ -167,24 +167,24 @@ def test_data_that_is_not_numbered_is_sent_elsewhere() -> None:
 @pytest.mark.parametrize("partitioning", ["rounds", "partitions"])
 def test_a_loaders_batch_size_order_and_drop_last_are_kept(partitioning: Any) -> None:
     loader = DataLoader(Numbered(22), batch_size=4, shuffle=False, drop_last=True)
-    batches = read_all(gs.from_loader(loader), division(partitioning=partitioning))
+    batches = read_all(gs.from_loader(loader), spec_of(partitioning=partitioning))
     expected = {
         "rounds": [[0, 1, 2, 3], [8, 9, 10, 11], [4, 5, 6, 7], [12, 13, 14, 15]],
         "partitions": [[0, 1, 2, 3], [4, 5, 6, 7], [11, 12, 13, 14], [15, 16, 17, 18]],
     }
     assert numbers(batches) == expected[partitioning]
     shuffled = gs.from_loader(DataLoader(Numbered(22), batch_size=4, shuffle=True))
-    two = numbers(read_all(shuffled, division(partitioning=partitioning), epochs=2))
+    two = numbers(read_all(shuffled, spec_of(partitioning=partitioning), epochs=2))
     assert Counter(flat(two)) == dict.fromkeys(range(22), 2)
-    assert two == numbers(read_all(shuffled, division(partitioning=partitioning), epochs=2))
+    assert two == numbers(read_all(shuffled, spec_of(partitioning=partitioning), epochs=2))
     with pytest.raises(ConfigError, match="batch_size=5, but the DataLoader of 'Numbered' has 4"):
-        plan_of(shuffled, division(batch_size=5))
+        plan_of(shuffled, spec_of(batch_size=5))
 
 
 def test_a_sampler_of_ones_own_is_drawn_in_each_epoch_and_alike_everywhere() -> None:
     sampler = SubsetRandomSampler([1, 3, 5, 7, 9])
     loader = DataLoader(Numbered(10), batch_size=2, sampler=sampler)
-    batches = read_all(gs.from_loader(loader), division(), epochs=2)
+    batches = read_all(gs.from_loader(loader), spec_of(), epochs=2)
     orders = [flat(numbers({r: b for r, b in batches.items() if r.epoch == e})) for e in (0, 1)]
     assert [sorted(order) for order in orders] == [[1, 3, 5, 7, 9]] * 2
     assert orders[0] != orders[1]
@@ -208,10 +208,10 @@ class Epochs:
 
 def test_samplers_are_told_the_epoch_and_held_to_their_length() -> None:
     sampler = Epochs(6, 6)
-    read_all(gs.from_loader(DataLoader(Numbered(6), sampler=sampler)), division(), epochs=2)
+    read_all(gs.from_loader(DataLoader(Numbered(6), sampler=sampler)), spec_of(), epochs=2)
     assert sampler.told == [-1, 0, 1, 0, 1][: len(sampler.told)]
     with pytest.raises(DataError, match=r"drew \(7,\) in data epoch 0, expected \(6,\)"):
-        read_all(gs.from_loader(DataLoader(Numbered(7), sampler=Epochs(6, 7))), division())
+        read_all(gs.from_loader(DataLoader(Numbered(7), sampler=Epochs(6, 7))), spec_of())
 
 
 def test_a_distributed_sampler_is_refused() -> None:
@@ -263,7 +263,7 @@ def test_loader_processes_read_ahead_and_any_place_can_be_gone_to(persistent: bo
         multiprocessing_context="fork",
     )
     data = gs.from_loader(loader)
-    plan = plan_of(data, division())
+    plan = plan_of(data, spec_of())
     feed = feed_of(data, plan, 0, 3)
     refs = [BatchRef(0, 0, 0), BatchRef(0, 0, 1), BatchRef(0, 1, 2), BatchRef(0, 0, 2), BatchRef(1, 0, 1)]
     batches = [feed.read(ref) for ref in refs]
@@ -274,7 +274,7 @@ def test_loader_processes_read_ahead_and_any_place_can_be_gone_to(persistent: bo
 def test_what_a_loaders_process_raises_comes_with_its_own_traceback() -> None:
     loader = DataLoader(Tagged(100), batch_size=25, num_workers=1, multiprocessing_context="fork")
     with pytest.raises(UserCodeError, match="raised KeyError: 'no such sample of mine'") as raised:
-        read_all(gs.from_loader(loader), division(workers=1))
+        read_all(gs.from_loader(loader), spec_of(workers=1))
     assert "in __getitem__" in raised.value.traceback_text
     assert "Caught" not in str(raised.value)
 
@@ -289,7 +289,7 @@ class Dying(Numbered):
 def test_a_loaders_process_that_dies_is_noticed() -> None:
     loader = DataLoader(Dying(10), num_workers=1, multiprocessing_context="fork")
     with pytest.raises(RuntimeError, match=r"DataLoader worker .*(killed|exited)"):
-        read_all(gs.from_loader(loader), division(workers=1))
+        read_all(gs.from_loader(loader), spec_of(workers=1))
 
 
 # ---- numbered batches ---------------------------------------------------------------------
@@ -299,16 +299,16 @@ def test_a_loaders_process_that_dies_is_noticed() -> None:
 def test_batches_of_a_batch_sampler_are_dealt_out(partitioning: Any) -> None:
     sampler = [[0, 1, 2], [3], [4, 5], [6, 7], [8, 9]]
     data = gs.from_loader(DataLoader(Numbered(10), batch_sampler=sampler))
-    plan = plan_of(data, division(partitioning=partitioning))
+    plan = plan_of(data, spec_of(partitioning=partitioning))
     assert [plan.batches_per_epoch(rank) for rank in (0, 1)] == [3, 3 if partitioning == "rounds" else 2]
-    batches = read_all(data, division(partitioning=partitioning))
+    batches = read_all(data, spec_of(partitioning=partitioning))
     assert numbers(batches) == [[0, 1, 2], [4, 5], [8, 9], [3], [6, 7]]
     assert [batch.num_samples for batch in batches.values()] == [3, 2, 2, 1, 2]
     random_one = BatchSampler(RandomSampler(range(9)), 4, drop_last=False)
-    dealt = numbers(read_all(gs.from_loader(DataLoader(Numbered(9), batch_sampler=random_one)), division()))
+    dealt = numbers(read_all(gs.from_loader(DataLoader(Numbered(9), batch_sampler=random_one)), spec_of()))
     assert sorted(flat(dealt)) == list(range(9))
     with pytest.raises(ConfigError, match="workers=6, but 'Numbered' has 5 batches"):
-        plan_of(data, division(workers=6))
+        plan_of(data, spec_of(workers=6))
 
 
 def test_samples_that_are_batches() -> None:
@@ -317,7 +317,7 @@ def test_samples_that_are_batches() -> None:
             return np.full((index + 1, 1), index), np.zeros(index + 1)
 
     data = gs.from_loader(DataLoader(Batches(4), batch_size=None))
-    assert [b.num_samples for b in read_all(data, division()).values()] == [1, 3, 2, 4]
+    assert [b.num_samples for b in read_all(data, spec_of()).values()] == [1, 3, 2, 4]
 
 
 class Range(IterableDataset[float]):
@@ -339,16 +339,16 @@ class SizedRange(Range):
 
 def test_an_iterable_data_set_is_gone_through_by_all_and_kept_in_turn() -> None:
     data = gs.from_loader(DataLoader(SizedRange(10, 10), batch_size=2))
-    epochs = numbers(read_all(data, division(), epochs=2))
+    epochs = numbers(read_all(data, spec_of(), epochs=2))
     assert Counter(flat(epochs)) == dict.fromkeys(range(10), 2)
     with pytest.raises(ConfigError, match="epochs=2: nobody knows how many batches an epoch of 'Range' has"):
-        plan_of(gs.from_loader(DataLoader(Range(10))), division())
+        plan_of(gs.from_loader(DataLoader(Range(10))), spec_of())
 
 
 def test_a_loader_that_ends_early_says_whose_and_where() -> None:
     data = gs.from_loader(DataLoader(SizedRange(6, 10), batch_size=1))
     with pytest.raises(DataError, match=r"of rank 0 ended after 3 of its 5 batches \(data epoch 0\)"):
-        read_all(data, division())
+        read_all(data, spec_of())
 
 
 # ---- streams ------------------------------------------------------------------------------
@@ -361,11 +361,11 @@ def counting(rank: int, world: int, epoch: int, seed: int) -> Iterator[Any]:
 
 def test_a_stream_is_gone_to_by_name() -> None:
     data = gs.from_stream(counting, batches=3, test=gs.from_arrays([1.0, 2.0], [1.0, 2.0]))
-    batches = read_all(data, division(), epochs=2)
+    batches = read_all(data, spec_of(), epochs=2)
     assert [b.inputs[0].tolist() for b in batches.values()] == [
         [ref.partition, ref.epoch, ref.batch, 3] for ref in batches
     ]
-    other = feed_of(data, plan_of(data, division()), 1, 3)  # makes up for worker 0, out of order
+    other = feed_of(data, plan_of(data, spec_of()), 1, 3)  # makes up for worker 0, out of order
     for ref in (BatchRef(1, 0, 2), BatchRef(1, 0, 1), BatchRef(0, 0, 2)):
         found = other.read(ref)
         assert found.inputs[0].tolist() == [0, ref.epoch, ref.batch, 3]
@@ -374,7 +374,7 @@ def test_a_stream_is_gone_to_by_name() -> None:
 
 
 def test_a_stream_of_unknown_length_goes_on_into_its_next_epoch() -> None:
-    plan = plan_of(gs.from_stream(counting), division(epochs=None, steps=7))
+    plan = plan_of(gs.from_stream(counting), spec_of(epochs=None, steps=7))
     feed = feed_of(gs.from_stream(counting), plan, 1, 0)
     assert plan.batches_per_epoch(0) == 7
     found = [feed.read(BatchRef(0, 1, batch)).inputs[0].tolist()[1:3] for batch in (0, 1, 4, 6, 2)]
@@ -392,7 +392,7 @@ def test_a_stream_of_unknown_length_goes_on_into_its_next_epoch() -> None:
 )
 def test_streams_that_make_no_sense(stream: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        read_all(gs.from_stream(stream), division(epochs=None, steps=1))
+        read_all(gs.from_stream(stream), spec_of(epochs=None, steps=1))
 
 
 def test_number_of_samples_of_what_a_stream_yields() -> None:
@@ -403,7 +403,7 @@ def test_number_of_samples_of_what_a_stream_yields() -> None:
         gs.model.Batch(np.ones(7), None, 5, np.empty(0, np.int64)),
     ]
     data = gs.from_stream(lambda *_: iter(yields), batches=4)
-    assert [b.num_samples for b in read_all(data, division(workers=1)).values()] == [4, 3, 2, 5]
+    assert [b.num_samples for b in read_all(data, spec_of(workers=1)).values()] == [4, 3, 2, 5]
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_number_of_samples_of_what_a_stream_yields() -> None:
     [
         (lambda: gs.from_stream(3), "int is no function"),  # type: ignore[arg-type]
         (lambda: gs.from_stream(counting, batches=0), "batches=0"),
-        (lambda: plan_of(gs.from_stream(counting, batches=1), division(shares=(1, 2))), "leave out shares"),
+        (lambda: plan_of(gs.from_stream(counting, batches=1), spec_of(shares=(1, 2))), "leave out shares"),
         (lambda: gs.from_stream(counting, test=gs.from_stream(counting)), "is a stream; expected numbered"),
     ],
 )

@@ -67,7 +67,7 @@ def tokens(strategy: gs.Strategy, **options: Any) -> gs.Run:
 
 
 def turns(run: gs.Run) -> list[EventDict]:
-    return [event for event in run.events if event["event"] == "drive"]
+    return [event for event in run.events if event["event"] == "participation"]
 
 
 def steps_between(run: gs.Run, begin_s: float, end_s: float) -> set[str]:
@@ -94,12 +94,12 @@ def test_every_sample_once_and_nobody_works_who_is_held_back(drive: str, overlap
     for event, after in zip(told, [*told[1:], None], strict=True):
         end_s = after["time_s"] if after is not None else 1e9
         # Clocks of nodes differ by the time that a notice takes, and so does what they have heard.
-        assert not steps_between(run, event["time_s"] + 0.01, end_s - 0.01) & set(event["held"]), event
+        assert not steps_between(run, event["time_s"] + 0.01, end_s - 0.01) & set(event["paused"]), event
     if "finish_alone" in DRIVES[drive]:
-        assert told[-1]["engaged"] == ["worker-0"]
-        assert told[-2]["engaged"] == []
+        assert told[-1]["active"] == ["worker-0"]
+        assert told[-2]["active"] == []
     else:
-        assert told[-1]["held"] == []
+        assert told[-1]["paused"] == []
     assert told[0]["samples"] == 0
 
 
@@ -107,7 +107,7 @@ def test_who_joins_and_leaves_when_so_many_samples_are_in_the_model() -> None:
     """Gradients of 3 s, so that what is heard a quarter of a second late is at most a step of everybody."""
     slow = SimulationConfig(costs={"gradient": Cost(base_s=3.0)}, network=WORLD.network)
     told = turns(tokens(gs.Downpour(**DRIVES["all"]), config=slow))
-    assert [len(event["engaged"]) for event in told] == [1, 2, 3, 4, 0, 1]
+    assert [len(event["active"]) for event in told] == [1, 2, 3, 4, 0, 1]
     assert [event["phase"] for event in told] == ["alone", *4 * ["together"], "alone"]
     due = [0, 12, 12 + 10, 12 + 2 * 10, NUM_TOKENS * EPOCHS - 30]
     for samples, event in zip(due, told, strict=False):
@@ -156,11 +156,11 @@ def test_what_was_handed_out_in_an_earlier_turn_is_dropped(monkeypatch: pytest.M
     def of_any_turn(self: AssignmentReplies, who: str, request: v1.Ask, at_s: float) -> Any:
         answer = inner(self, who, request, at_s)
         if isinstance(answer, v1.Assigned):
-            answer.turn = 1 << 40
+            answer.interval = 1 << 40
         return answer
 
     monkeypatch.setattr(AssignmentReplies, "assign", of_any_turn)
-    monkeypatch.setattr(BatchGate, "turn", property(lambda pace: v1.Turn(number=1 << 40)))
+    monkeypatch.setattr(BatchGate, "turn", property(lambda pace: v1.Interval(number=1 << 40)))
     with pytest.raises(AssertionError, match="was applied"):
         check_restless(*range(12))
 
@@ -176,7 +176,7 @@ def test_a_worker_is_lost_whoever_and_whenever(drive: str, rank: int) -> None:
 
 def test_the_next_one_takes_the_place_of_a_lost_one() -> None:
     run = tokens(gs.Downpour(warm_start="3epochs"), script=kill_at("worker-0", 0.3))
-    engaged = [event["engaged"] for event in turns(run)]
+    engaged = [event["active"] for event in turns(run)]
     assert engaged == [["worker-0"], ["worker-1"], ["worker-1", "worker-2", "worker-3"]]
     assert [event["phase"] for event in turns(run)] == ["alone", "alone", "together"]
     assert turns(run)[-1]["samples"] >= 3 * NUM_TOKENS
@@ -213,7 +213,7 @@ def test_a_resumed_run_has_its_warm_start_behind_it() -> None:
     (resumed,) = [event for event in run.events if event["event"] == "resumed"]
     assert resumed["samples"] > 2 * NUM_TOKENS
     last = turns(run)[-1]
-    assert (last["held"], last["samples"]) == ([], resumed["samples"])
+    assert (last["paused"], last["samples"]) == ([], resumed["samples"])
     assert last["time_s"] <= resumed["time_s"] + 0.1
 
 
@@ -374,7 +374,7 @@ def test_who_is_held_back_is_neither_slow_nor_dead() -> None:
     for event in run.events:
         progress.update(event)
         lines.append(progress.line())
-        said += [progress.notice(event)] if event["event"] == "drive" else []
+        said += [progress.notice(event)] if event["event"] == "participation" else []
     assert said == ["alone: worker-0 takes part, 3 workers are paused", "together: 4 workers take part"]
     assert any("4/4 workers (3 paused) · " in line for line in lines)
     assert "paused" not in next(line for line in reversed(lines) if " workers" in line)

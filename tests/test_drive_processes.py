@@ -60,7 +60,7 @@ def test_a_warm_start_that_is_stopped_resumed_and_robbed_of_its_worker(
         run = gs.resume(path, on_event=killer)
     assert run.summary["workers_lost"] == ["worker-0"]
     check_nothing_lost(run, 24, 8)
-    turns = [(event["phase"], event["engaged"]) for event in run.events if event["event"] == "drive"]
+    turns = [(event["phase"], event["active"]) for event in run.events if event["event"] == "participation"]
     assert turns == [
         ("alone", ["worker-0"]),
         ("alone", ["worker-0"]),  # resumed
@@ -68,5 +68,5 @@ def test_a_warm_start_that_is_stopped_resumed_and_robbed_of_its_worker(
         ("together", ["worker-1", "worker-2"]),
         ("together", ["worker-1", "worker-2"]),
     ]
-    taken_over = next(i for i, event in enumerate(run.events) if event.get("engaged") == ["worker-1"])
+    taken_over = next(i for i, event in enumerate(run.events) if event.get("active") == ["worker-1"])
     assert {event["rank"] for event in run.events[:taken_over] if event["event"] == "step"} == {0}

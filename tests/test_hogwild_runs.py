@@ -111,14 +111,14 @@ def test_a_worker_lost_while_it_writes_a_checkpoint_ends_the_cut_and_not_the_run
     cuts.begin(0.0, both, both)
     cut = cuts.current
     assert cut is not None
-    cut.phase = v1.Cut.WRITE
+    cut.phase = v1.Snapshot.WRITE
     (discard, event, _) = cuts.lost("worker-1", 1.0, both[:1], both[:1])
     assert isinstance(discard, Discard)
     assert isinstance(event, Emit) and isinstance(event.event, CheckpointFailedEvent)
     # Where there are shards, these write, and no worker is needed for it.
     cuts.begin(2.0, both, ["shard-0"])
     assert cuts.current is not None
-    cuts.current.phase = v1.Cut.WRITE
+    cuts.current.phase = v1.Snapshot.WRITE
     assert cuts.lost("worker-1", 3.0, both[:1], ["shard-0"]) == []
 
 

@@ -75,7 +75,7 @@ class Loop:
     def _run(self) -> Iterator[bool]:
         for number in range(self.epochs):
             epoch, begin = Epoch(0, number), len(self.steps)
-            self.ledger.left_over.begun(self.rank, epoch, begin)
+            self.ledger.reassignment.begun(self.rank, epoch, begin)
             for first in range(0, self.parts[self.rank], self.per_step):
                 self.steps.append([(number, self.rank, first + k) for k in range(self.per_step)])
                 yield True
@@ -88,7 +88,7 @@ class Loop:
 
     def _take(self, epoch: Epoch, begin: int) -> Block | None:
         oldest = max(0, epoch.number - self.reach)
-        return self.ledger.left_over.take(
+        return self.ledger.reassignment.take(
             self.rank, epoch, begin, len(self.steps), self.parts, self.per_step, oldest
         )
 
@@ -135,10 +135,10 @@ def test_each_minibatch_is_in_the_model_once_or_told_as_missing(
 def lone() -> tuple[OpenLedger, Any]:
     """Worker 1 is lost in its first epoch, when one of its steps is in the model."""
     ledger = OpenLedger(2, rounds=False)
-    ledger.left_over.begun(1, Epoch(0, 0), 0)
+    ledger.reassignment.begun(1, Epoch(0, 0), 0)
     ledger.receipt(BatchRef(0, 1, 0), 1)
     ledger.lost(1)
-    return ledger, ledger.left_over.take
+    return ledger, ledger.reassignment.take
 
 
 def test_what_is_left_over_is_handed_out_in_steps_of_the_lost_worker() -> None:
@@ -176,10 +176,10 @@ def test_what_cannot_be_told_is_unknown(calls: list[Any], steps: int) -> None:
 
 def test_what_a_second_lost_worker_had_taken_over_goes_to_a_third() -> None:
     ledger = OpenLedger(3, rounds=False)
-    epoch, take = Epoch(0, 0), ledger.left_over.take
+    epoch, take = Epoch(0, 0), ledger.reassignment.take
     ledger.lost(1)  # before its first epoch
     for rank in (0, 2):
-        ledger.left_over.begun(rank, epoch, 0)
+        ledger.reassignment.begun(rank, epoch, 0)
     ledger.receipt(BatchRef(0, 2, 0), 2)
     first, second = (take(2, epoch, 0, step, (1, 3, 1), 1, 0) for step in (1, 2))
     assert (first, second) == (Block(epoch, 1, 0, 1), Block(epoch, 1, 1, 1))
@@ -197,7 +197,7 @@ def test_what_a_second_lost_worker_had_taken_over_goes_to_a_third() -> None:
 
 def test_steps_that_a_lost_worker_made_unevenly_are_handed_out_to_nobody() -> None:
     ledger, take = lone()
-    ledger.left_over.begun(1, Epoch(0, 0), 0, unclear=True)
+    ledger.reassignment.begun(1, Epoch(0, 0), 0, unclear=True)
     assert take(0, Epoch(0, 0), 0, 3, (3, 3), 1, 0) is None
     assert take(0, Epoch(0, 1), 3, 6, (3, 3), 1, 0) == Block(Epoch(0, 1), 1, 0, 1)
     assert [loss.missing for loss in ledger.losses()] == [None]
@@ -211,7 +211,7 @@ def test_workers_have_to_go_through_the_same_epochs(
 ) -> None:
     ledger, take = lone()
     for epoch, step in of_lost:
-        ledger.left_over.begun(1, epoch, step)
+        ledger.reassignment.begun(1, epoch, step)
     assert take(0, Epoch(0, 0), 0, 1, (1, 1), 1, 0) is None
     ledger.ended(0, 1, 8, 1)
     assert [loss.missing for loss in ledger.losses()] == [missing]
@@ -221,8 +221,8 @@ def test_only_so_many_epochs_without_steps_are_remembered(monkeypatch: pytest.Mo
     monkeypatch.setattr("gradstream.data.left_over.MOST_EPOCHS", 3)
     ledger, take = lone()
     for number in range(9):
-        ledger.left_over.begun(0, Epoch(0, 0) if number == 0 else Epoch(1, number), 0)
-    assert len(ledger.left_over._loops[0].begun) == 3
+        ledger.reassignment.begun(0, Epoch(0, 0) if number == 0 else Epoch(1, number), 0)
+    assert len(ledger.reassignment._loops[0].begun) == 3
     assert take(0, Epoch(0, 0), 0, 1, (1, 1), 1, 0) is None
     assert take(0, Epoch(0, 1), 1, 2, (1, 1), 1, 0) is None  # there is no place for it
     assert [loss.missing for loss in ledger.losses()] == [None]
@@ -272,8 +272,8 @@ class Reached:
 
     def __init__(self, before: int = 0) -> None:
         self.ledger, _ = lone()
-        self.take_over = partial(self.ledger.left_over.take, 0)
-        self.begun = partial(self.ledger.left_over.begun, 0)
+        self.take_over = partial(self.ledger.reassignment.take, 0)
+        self.begun = partial(self.ledger.reassignment.begun, 0)
         self.steps = -before
 
     def step(self) -> None:
@@ -361,7 +361,7 @@ def test_what_is_taken_over_and_not_used_is_not_held_to_be_in_the_model(uses: in
 
 def test_a_resumed_loop_takes_over_nothing_while_it_passes_by() -> None:
     reached = Reached(before=8)  # one epoch of six minibatches, and two of the next
-    reached.ledger.left_over._loops[1].begun[Epoch(0, 0)] = -4  # so this one had four
+    reached.ledger.reassignment._loops[1].begun[Epoch(0, 0)] = -4  # so this one had four
     takeover = Takeover(lambda: None if reached.steps == -8 else reached.steps)
     takeover.bridge = reached  # type: ignore[assignment]
     loader = part_of(DataLoader(numbers(24), 2), LoaderPart(0, 2, 7, False, ignored, takeover=takeover))
@@ -422,7 +422,7 @@ def test_a_validation_neither_takes_over_nor_counts() -> None:
     with torch.no_grad():
         assert len(list(loader)) == 6
     assert len(list(loader)) == 6  # no steps
-    assert reached.ledger.left_over._sizes == {}
+    assert reached.ledger.reassignment._sizes == {}
 
 
 def test_a_run_without_deaths_is_as_without_takeover() -> None:

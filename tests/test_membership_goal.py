@@ -176,18 +176,18 @@ def test_the_transitions_of_rounds() -> None:
     assert membership.finish("enough", 1.0)
     assert not membership.finish("enough again", 1.0)
 
-    def says(rank: int, kind: v1.CutReport.Kind, count: int = 0, **more: Any) -> v1.Cut:
-        report = v1.CutReport(number=1, kind=kind, count=count)
-        membership.beat(f"worker-{rank}", v1.Beat(cuts=[report], **more), 2.0)
-        return membership.notice.cut
+    def says(rank: int, kind: v1.SnapshotReport.Kind, count: int = 0, **more: Any) -> v1.Snapshot:
+        report = v1.SnapshotReport(number=1, kind=kind, count=count)
+        membership.beat(f"worker-{rank}", v1.Beat(snapshots=[report], **more), 2.0)
+        return membership.notice.snapshot
 
-    assert (membership.notice.cut.phase, membership.notice.cut.ends) == (v1.Cut.PAUSE, True)
-    assert says(0, v1.CutReport.BEGUN, 3).phase == v1.Cut.PAUSE
-    told = says(1, v1.CutReport.BEGUN, 4)
-    assert (told.phase, dict(told.stop_at)) == (v1.Cut.STOP, {"worker-0": 4, "worker-1": 4})
-    assert says(0, v1.CutReport.REACHED).phase == v1.Cut.STOP
+    assert (membership.notice.snapshot.phase, membership.notice.snapshot.ends) == (v1.Snapshot.PAUSE, True)
+    assert says(0, v1.SnapshotReport.BEGUN, 3).phase == v1.Snapshot.PAUSE
+    told = says(1, v1.SnapshotReport.BEGUN, 4)
+    assert (told.phase, dict(told.stop_at)) == (v1.Snapshot.STOP, {"worker-0": 4, "worker-1": 4})
+    assert says(0, v1.SnapshotReport.REACHED).phase == v1.Snapshot.STOP
     receipts = [v1.Receipt(epoch=0, partition=rank, batch=batch) for rank in (0, 1) for batch in range(4)]
-    assert says(1, v1.CutReport.REACHED, receipts=receipts).phase == v1.Cut.ENDED
+    assert says(1, v1.SnapshotReport.REACHED, receipts=receipts).phase == v1.Snapshot.ENDED
     membership.beat("worker-0", v1.Beat(finished=True), 3.0)
     assert membership.phases.phase == v1.Notice.TRAINING
     out = membership.beat("worker-1", v1.Beat(finished=True), 3.0)

@@ -169,28 +169,28 @@ def test_batches_of_a_lost_worker_are_taken_over() -> None:
     for name in ("worker-1", "worker-0"):
         batches: list[v1.Receipt] = []
         for number in (1, 2):
-            answer = membership.answers.assign(name, ask_of(number), 0.0)
+            answer = membership.replies.assign(name, ask_of(number), 0.0)
             assert isinstance(answer, v1.Assigned)
             batches += answer.batches
         assert batches == receipts(int(name[-1]))
     membership.beat("worker-1", v1.Beat(receipts=receipts(1, [0])), 1.0)
     membership.beat("worker-0", v1.Beat(receipts=receipts(0)), 1.0)
-    assert membership.answers.assign("worker-0", ask_of(3, wait=True), 1.0) is None
+    assert membership.replies.assign("worker-0", ask_of(3, wait=True), 1.0) is None
     out = membership.lost("worker-1", "no sign of life", 0.0)
     left = only(out, LeftEvent)
     assert isinstance(left, LeftEvent)
     assert (left.lost, left.reason, left.epoch) == (True, "no sign of life", 2)
     assert membership.nodes.epoch == 2
-    answer = membership.answers.assign("worker-0", ask_of(3, wait=True), 2.0)
+    answer = membership.replies.assign("worker-0", ask_of(3, wait=True), 2.0)
     assert isinstance(answer, v1.Assigned)
     assert list(answer.batches) == receipts(1, [1])
     assert not answer.complete
-    assert membership.answers.assign("worker-0", ask_of(3, wait=True), 3.0) == answer  # asked again
-    assert membership.answers.assign("worker-0", ask_of(4, wait=True), 3.0) is None
+    assert membership.replies.assign("worker-0", ask_of(3, wait=True), 3.0) == answer  # asked again
+    assert membership.replies.assign("worker-0", ask_of(4, wait=True), 3.0) is None
     out = membership.beat("worker-0", v1.Beat(receipts=receipts(1, [1]), finished=True), 2.0)
     assert [event.name for event in events(out)] == ["ledger", "finished"]
     assert events(out)[0].reassigned == 1  # type: ignore[attr-defined]
-    assert isinstance(membership.answers.assign("worker-1", ask_of(9), 3.0), Refuse)
+    assert isinstance(membership.replies.assign("worker-1", ask_of(9), 3.0), Refuse)
 
 
 @pytest.mark.parametrize(

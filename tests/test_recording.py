@@ -45,7 +45,7 @@ ENTRIES: list[Entry] = [
     Changed("enter", (2,), 17, 20, ((0, 4), (2, 5))),
     Decided(300, (0, 2), ((1, 5), (3, 400))),
     Summed(7, 65, 0xFFFFFFFF),
-    Handed((BatchRef(1, 2, 3), BatchRef(0, 200, 0, 16)), complete=False, turn=3),
+    Handed((BatchRef(1, 2, 3), BatchRef(0, 200, 0, 16)), complete=False, interval=3),
     Handed((), complete=True),
     Stood(129, ends=True),
     Turned(12, 3, "together"),

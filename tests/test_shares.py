@@ -19,7 +19,7 @@ from gradstream.data.base import BatchRef, PartitionSpec
 from gradstream.data.feed import feed_of, plan_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import PartitionPlan, RoundPlan
-from gradstream.data.shares import WorkerSpeed, begins_stretch, dealt, stretch_end
+from gradstream.data.shares import WorkerSpeed, begins_window, dealt, window_end
 from gradstream.errors import ConfigError, InternalError
 from gradstream.report.figures import figures_of
 from gradstream.report.page import PageSource, page
@@ -52,9 +52,9 @@ def test_the_last_worker_is_done_as_early_as_can_be(speeds: Sequence[float], tot
 
 
 def test_stretches_double() -> None:
-    begins = [batch for batch in range(70) if begins_stretch(batch)]
+    begins = [batch for batch in range(70) if begins_window(batch)]
     assert begins == [0, 4, 8, 16, 32, 64]
-    assert [stretch_end(batch) for batch in (0, 3, 4, 7, 8, 15, 16)] == [4, 4, 8, 8, 16, 16, 32]
+    assert [window_end(batch) for batch in (0, 3, 4, 7, 8, 15, 16)] == [4, 4, 8, 8, 16, 16, 32]
 
 
 def stretch(rounds: int, samples: int, seconds: float) -> WorkerSpeed:
@@ -93,7 +93,7 @@ def ids_of(plan: RoundPlan, epochs: int) -> list[np.ndarray[Any, Any]]:
 def test_the_joined_batch_is_the_same_whatever_the_shares() -> None:
     even, uneven = RoundPlan(101, 8, 3, seed=4), RoundPlan(101, 8, 3, seed=4, shares="measured")
     for place, sizes in (((0, 2), (20, 3, 1)), ((0, 4), (1, 22, 1)), ((1, 0), (7, 8, 9))):
-        uneven.allot(*place, sizes)
+        uneven.reassign(*place, sizes)
     for joined, expected in zip(ids_of(uneven, 2), ids_of(even, 2), strict=True):
         assert np.array_equal(joined, expected)
     taken = [uneven.size(BatchRef(0, 0, batch)) for batch in range(5)]
@@ -104,7 +104,7 @@ def test_the_joined_batch_is_the_same_whatever_the_shares() -> None:
 
 def test_rounds_that_are_joined_are_divided_alike() -> None:
     plan = JoinedPlan(RoundPlan(64, 4, 2, shares="measured"), 3)
-    plan.allot(0, 1, (7, 1), until=2)
+    plan.reassign(0, 1, (7, 1), until=2)
     assert [plan.size(BatchRef(0, 0, batch)) for batch in range(3)] == [12, 21, 14]
     assert plan.sizes(0, 0) == (4, 4)
     assert isinstance(plan.plan, RoundPlan)
@@ -113,10 +113,10 @@ def test_rounds_that_are_joined_are_divided_alike() -> None:
 
 def test_shares_that_make_no_sense() -> None:
     plan = RoundPlan(100, 10, 2, shares="measured")
-    plan.allot(0, 4, (15, 5))
+    plan.reassign(0, 4, (15, 5))
     for place, sizes in (((0, 5), (15, 6)), ((0, 5), (20,)), ((0, 5), (21, -1)), ((0, 3), (10, 10))):
         with pytest.raises(InternalError):
-            plan.allot(*place, sizes)
+            plan.reassign(*place, sizes)
     with pytest.raises(ConfigError, match="a partition of its own"):
         PartitionPlan(100, 10, 2, shares="measured")
     with pytest.raises(ConfigError, match="a round has 2 samples for 3 workers"):
@@ -173,7 +173,7 @@ def test_a_worker_looks_no_further_than_what_is_decided_and_leaves_out_its_first
         for batch in range(20):
             ref = BatchRef(0, 0, batch)
             await balance.reach(ref)
-            assert plan.known_until(ref) == stretch_end(batch)
+            assert plan.known_until(ref) == window_end(batch)
             assert plan.size(ref) == (4 if batch < 4 else 6)
             balance.took(plan.size(ref), 1.0 if batch else 100.0)
 
@@ -261,7 +261,7 @@ def test_a_worker_that_goes_by_other_shares_would_be_noticed(monkeypatch: pytest
     async def stubborn(self: ShareReporter, ref: BatchRef) -> None:
         await reach(self, ref)
         if ref.partition == 1 and (ref.epoch, ref.batch) == (0, 4):
-            self._plan.allot(0, 4, (32, 32, 32, 32), until=8)
+            self._plan.reassign(0, 4, (32, 32, 32, 32), until=8)
 
     monkeypatch.setattr(ShareReporter, "reach", stubborn)
     assert not np.array_equal(uneven("measured").parameters["w"], before)
@@ -321,13 +321,13 @@ def test_a_loaders_processes_read_no_further_than_is_known() -> None:
     ))  # fmt: skip
     assert isinstance(plan, RoundPlan)
     feed = feed_of(data, plan, 0, seed=0)
-    plan.allot(0, 0, (4, 4), until=2)
+    plan.reassign(0, 0, (4, 4), until=2)
     seen = []
     for batch in range(6):
         if batch == 2:
-            plan.allot(0, 2, (6, 2), until=4)
+            plan.reassign(0, 2, (6, 2), until=4)
         if batch == 4:
-            plan.allot(0, 4, (1, 7))
+            plan.reassign(0, 4, (1, 7))
         seen.append(feed.read(BatchRef(0, 0, batch)).targets.tolist())
     assert [len(targets) for targets in seen] == [4, 4, 6, 6, 1, 1]
     assert [first for first, *_ in seen] == [8 * batch for batch in range(6)]

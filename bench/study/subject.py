@@ -175,23 +175,23 @@ class ByLabel(ArrayDataset):
     rounds: a round is everybody's next samples.
     """
 
-    def plan(self, division: PartitionSpec) -> EpochPlan:
+    def plan(self, spec: PartitionSpec) -> EpochPlan:
         """Worker i has samples [i·n/W, (i+1)·n/W)."""
-        count, workers = self.num_samples // division.workers, division.workers
-        size = division.batch_size
+        count, workers = self.num_samples // spec.workers, spec.workers
+        size = spec.batch_size
         if not isinstance(size, int) or count * workers != self.num_samples:
             raise ValueError(
                 f"{self.num_samples} samples in equal parts for {workers} workers of one batch size"
             )
 
         def order(epoch: int) -> Ids:
-            own = [rank * count + epoch_order(count, division.seed + rank, epoch) for rank in range(workers)]
-            if division.partitioning == "partitions":
+            own = [rank * count + epoch_order(count, spec.seed + rank, epoch) for rank in range(workers)]
+            if spec.partitioning == "partitions":
                 return np.concatenate(own)
             rounds = [part[start : start + size] for start in range(0, count, size) for part in own]
             return np.concatenate(rounds)
 
-        return plan_samples(self.num_samples, division, order=order)
+        return plan_samples(self.num_samples, spec, order=order)
 
 
 # ---- machines -------------------------------------------------------------------------------

@@ -118,12 +118,12 @@ def _asynchronous() -> Membership:
 
 
 def _state(membership: Membership) -> object:
-    ledger = membership.tally.ledger
+    ledger = membership.progress.ledger
     return (
         membership.notice.SerializeToString(deterministic=True),
         ledger.num_receipts,
         ledger.num_samples,
-        dict(membership.tally.dropped),
+        dict(membership.progress.dropped),
         tuple(membership.nodes.unfinished),
         tuple(membership.balance.sizes if membership.balance else ()),
     )
@@ -139,7 +139,7 @@ def _emitted(instructions: Any) -> None:
 def _beat(data: bytes) -> None:
     membership, who = _membership(), _who(data)
     beat = v1.Beat.FromString(data[1:])
-    if beat.cuts:
+    if beat.snapshots:
         membership.stop(0.0)  # begins no cut, where there is no disk
     before = _state(membership)
     try:
@@ -149,7 +149,7 @@ def _beat(data: bytes) -> None:
         assert _state(membership) == before
         raise
     _emitted(instructions)
-    assert membership.tally.num_samples is not None and membership.tally.num_samples <= 64
+    assert membership.progress.num_samples is not None and membership.progress.num_samples <= 64
 
 
 def _asks_to_join(data: bytes) -> None:
@@ -168,7 +168,7 @@ def _asks(data: bytes) -> None:
     """An ask for minibatches, an end, or shares, by the second byte."""
     kind = data[1] & 3 if len(data) > 1 else 0
     membership, who, body = _membership() if kind else _asynchronous(), _who(data), data[2:]
-    answers, before = membership.answers, _state(membership)
+    answers, before = membership.replies, _state(membership)
     answer: object
     try:
         match kind:
@@ -315,7 +315,7 @@ DECODERS = (
     _message(
         "beat",
         _beat,
-        v1.Beat(receipts=_RECEIPTS, cuts=[v1.CutReport(number=1, count=2)]),
+        v1.Beat(receipts=_RECEIPTS, snapshots=[v1.SnapshotReport(number=1, count=2)]),
         v1.Beat(finished=True, relies=True),
         v1.Beat(failure=v1.Failure(error="ValueError", message="x\x1b[2J")),
     ),

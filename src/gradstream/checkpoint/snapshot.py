@@ -1,4 +1,4 @@
-"""A node's part in a cut: it holds its ranges as they are, and writes them into the checkpoint's files.
+"""A node's part in a snapshot: it holds its ranges as they are, and writes them into the checkpoint's files.
 
 Held means copied, where there is memory for a copy, and written while workers wait, where there is
 not. Nothing is being applied then: every worker stands, with all that it has computed in the model.
@@ -57,13 +57,13 @@ class SnapshotMember(Protocol):
         """Waits until something holds that a notice decides."""
         ...
 
-    def report(self, report: v1.CutReport) -> None:
-        """Says how far this node is with a cut."""
+    def report(self, report: v1.SnapshotReport) -> None:
+        """Says how far this node is with a snapshot."""
         ...
 
 
 class NodeSnapshots:
-    """Follows the cuts of a run, one after the other.
+    """Follows the snapshots of a run, one after the other.
 
     Args:
         runtime: of the node.
@@ -77,27 +77,27 @@ class NodeSnapshots:
         self._holder = holder
 
     async def run(self) -> None:
-        """Serves every cut that comes, until it is cancelled or the run is over."""
-        cut = v1.Cut()
+        """Serves every snapshot that comes, until it is cancelled or the run is over."""
+        snapshot = v1.Snapshot()
         while True:
-            await self._member.heard(partial(self._asked, cut.number))
-            cut = v1.Cut()
-            cut.CopyFrom(self._member.notice.cut)
+            await self._member.heard(partial(self._asked, snapshot.number))
+            snapshot = v1.Snapshot()
+            snapshot.CopyFrom(self._member.notice.snapshot)
             try:
-                await self._serve(cut)
+                await self._serve(snapshot)
             except Exception as error:
                 if isinstance(error, GradstreamError) and not isinstance(error, DataError):
                     raise  # the run is over
                 text = f"{type(error).__name__}: {error}"
-                self._say(cut, v1.CutReport.FAILED, error=text)
+                self._say(snapshot, v1.SnapshotReport.FAILED, error=text)
 
     def _asked(self, number: int) -> bool:
-        cut = self._member.notice.cut
-        return cut.number > number and cut.phase == v1.Cut.SNAPSHOT
+        snapshot = self._member.notice.snapshot
+        return snapshot.number > number and snapshot.phase == v1.Snapshot.SNAPSHOT
 
-    async def _serve(self, cut: v1.Cut) -> None:
+    async def _serve(self, snapshot: v1.Snapshot) -> None:
         vectors = self._holder.pieces()
-        kept = [piece for place in cut.places for _, piece in vectors[place.vector]]
+        kept = [piece for place in snapshot.places for _, piece in vectors[place.vector]]
         needed_bytes = sum(piece.nbytes for piece in kept)
         free_bytes = free_memory_bytes()
         copies = free_bytes is None or free_bytes > ROOM * needed_bytes
@@ -108,20 +108,20 @@ class NodeSnapshots:
             if copies:
                 vectors = await self._copied(vectors, elems)
             else:
-                sums = await self._write(cut, vectors, elems)
-        self._say(cut, v1.CutReport.HELD, versions=versions)
-        await self._member.heard(lambda: not self._is(cut, v1.Cut.SNAPSHOT))
-        if not self._is(cut, v1.Cut.WRITE):
+                sums = await self._write(snapshot, vectors, elems)
+        self._say(snapshot, v1.SnapshotReport.HELD, versions=versions)
+        await self._member.heard(lambda: not self._is(snapshot, v1.Snapshot.SNAPSHOT))
+        if not self._is(snapshot, v1.Snapshot.WRITE):
             return
         if copies:
-            sums = await self._write(cut, vectors, elems)
+            sums = await self._write(snapshot, vectors, elems)
             vectors = {}
             trim()
-        self._say(cut, v1.CutReport.WRITTEN, sums=sums)
+        self._say(snapshot, v1.SnapshotReport.WRITTEN, sums=sums)
 
-    def _is(self, cut: v1.Cut, phase: v1.Cut.Phase) -> bool:
-        now = self._member.notice.cut
-        return now.number == cut.number and now.phase == phase
+    def _is(self, snapshot: v1.Snapshot, phase: v1.Snapshot.Phase) -> bool:
+        now = self._member.notice.snapshot
+        return now.number == snapshot.number and now.phase == phase
 
     async def _copied(self, vectors: Mapping[str, Pieces], elems: int) -> Mapping[str, Pieces]:
         return await self._runtime.compute(
@@ -130,12 +130,12 @@ class NodeSnapshots:
             shape_only=vectors,
         )
 
-    async def _write(self, cut: v1.Cut, vectors: Mapping[str, Pieces], elems: int) -> list[int]:
+    async def _write(self, snapshot: v1.Snapshot, vectors: Mapping[str, Pieces], elems: int) -> list[int]:
         storage = self._runtime.storage
 
         def write() -> list[int]:
             sums: list[int] = []
-            for place in cut.places:
+            for place in snapshot.places:
                 storage.patch(place.path, _laid(vectors[place.vector], place.offset_bytes, sums))
             return sums
 
@@ -143,14 +143,16 @@ class NodeSnapshots:
 
     def _say(
         self,
-        cut: v1.Cut,
-        kind: v1.CutReport.Kind,
+        snapshot: v1.Snapshot,
+        kind: v1.SnapshotReport.Kind,
         *,
         versions: Sequence[int] = (),
         sums: Sequence[int] = (),
         error: str = "",
     ) -> None:
-        report = v1.CutReport(number=cut.number, kind=kind, versions=versions, sums=sums, error=error)
+        report = v1.SnapshotReport(
+            number=snapshot.number, kind=kind, versions=versions, sums=sums, error=error
+        )
         self._member.report(report)
 
 

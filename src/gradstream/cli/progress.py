@@ -138,8 +138,8 @@ class ProgressLine:
                 self._members.machines.update(dict.fromkeys(event["nodes"], event["who"]))
             case "left":
                 self._members.workers.discard(event["who"])
-            case "drive":
-                self._members.paused = set(event["held"])
+            case "participation":
+                self._members.paused = set(event["paused"])
             case "resumed":
                 self.step = self._resumed_at = event["step"]
             case "step":
@@ -162,7 +162,7 @@ class ProgressLine:
 
     def _notice(self, event: EventDict) -> str:
         match event["event"]:
-            case "drive":
+            case "participation":
                 return turn_text(event)
             case "left" if event["lost"]:
                 machine = self._members.machines.get(event["who"])

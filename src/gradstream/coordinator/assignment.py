@@ -69,19 +69,19 @@ class BatchAssignment:
         self._only_first: set[int] = set()  # ranks of which no more than the first gradient is known
         self._denied_s: dict[int, float] = {}  # by rank, since when
 
-    def took(self, rank: int, stretch: WorkerSpeed, present: Sequence[int]) -> SharesEvent | None:
+    def took(self, rank: int, measured: WorkerSpeed, present: Sequence[int]) -> SharesEvent | None:
         """A worker says how many units it did, in which time, since it said so last. Returns new sizes.
 
         What it says first is of its first gradient alone, which pays for much that no other does: that is
         forgotten as soon as it says more.
         """
-        if stretch.rounds:
+        if measured.rounds:
             if rank in self._only_first:
                 self._only_first.remove(rank)
                 self._speeds[rank] = WorkerSpeed()
             elif not self._speeds[rank].rounds:
                 self._only_first.add(rank)
-            self._speeds[rank].measured(stretch)
+            self._speeds[rank].measured(measured)
         if self._plan is None or not self._measures:
             return None
         sizes = better(self._sizes, {worker: self._speeds[worker] for worker in present})

@@ -30,10 +30,10 @@ class AssignmentReplies:
         ledger: has the batches.
         nodes: only members are answered.
         phases: nobody waits in a run that is over.
-        cuts: in one that ends early, nothing more is handed out.
+        snapshots: in one that ends early, nothing more is handed out.
         balance: decides the shares of a round; None where nobody asks.
         assignment: hands out minibatches; None where workers go through rounds, or bring their own.
-        turns: who is held back gets nothing; None where nobody is.
+        participation: who is held back gets nothing; None where nobody is.
         claims: says what a worker can have to say.
     """
 
@@ -42,21 +42,21 @@ class AssignmentReplies:
         ledger: Ledger | OpenLedger,
         nodes: Nodes,
         phases: Phases,
-        cuts: SnapshotRounds,
+        snapshots: SnapshotRounds,
         balance: ShareBalance | None,
         assignment: BatchAssignment | None,
-        turns: ParticipationSchedule | None,
+        participation: ParticipationSchedule | None,
         claims: Claims,
     ) -> None:
         self._ledger = ledger
         self._nodes = nodes
         self._phases = phases
-        self._cuts = cuts
+        self._snapshots = snapshots
         self._balance = balance
         self._assignment = assignment
         self._asked: dict[str, int] = {}  # number of the newest ask
         self._answered: dict[str, tuple[int, v1.Assigned]] = {}  # of the newest that was answered, and how
-        self._turns = turns
+        self._participation = participation
         self._claims = claims
 
     def measured(self, who: str, request: v1.Ask) -> list[Instruction]:
@@ -72,8 +72,8 @@ class AssignmentReplies:
         if request.number <= self._asked.get(who, 0):
             return []
         self._asked[who] = request.number
-        stretch = WorkerSpeed(request.rounds, request.samples, request.seconds, request.squares)
-        changed = self._assignment.took(node.rank, stretch, self._taking_part)
+        measured = WorkerSpeed(request.rounds, request.samples, request.seconds, request.squares)
+        changed = self._assignment.took(node.rank, measured, self._taking_part)
         return [] if changed is None else [Emit(changed)]
 
     def assign(self, who: str, request: v1.Ask, at_s: float) -> v1.Assigned | Refuse | None:
@@ -93,20 +93,24 @@ class AssignmentReplies:
 
     def _assigned(self, node: v1.Node, request: v1.Ask, at_s: float) -> v1.Assigned | None:
         assert self._assignment is not None
-        if self._cuts.ending:
+        if self._snapshots.ending:
             return v1.Assigned(complete=True)
-        turn = self._turns.turn_of(node.name) if self._turns is not None else v1.Turn()
-        part, held = self._taking_part, turn.held
+        interval = (
+            self._participation.interval_of(node.name) if self._participation is not None else v1.Interval()
+        )
+        part, held = self._taking_part, interval.paused
         refs = () if held else self._assignment.block(node.rank, part, request.in_hand, at_s)
         complete = not refs and (self._ledger.finished or self._phases.over)
         if request.wait and not refs and not complete:
             return None
-        return v1.Assigned(batches=[receipt_of(ref) for ref in refs], complete=complete, turn=turn.number)
+        return v1.Assigned(
+            batches=[receipt_of(ref) for ref in refs], complete=complete, interval=interval.number
+        )
 
     @property
     def _taking_part(self) -> list[int]:
         """Ranks of the workers that are there and not held back."""
-        held = set(self._turns.held) if self._turns is not None else ()
+        held = set(self._participation.paused) if self._participation is not None else ()
         return [node.rank for node in self._nodes.workers if node.name not in held]
 
     def ending(self, who: str, request: v1.Ending) -> v1.Ended | Refuse | None:
@@ -137,7 +141,7 @@ class AssignmentReplies:
             return Refuse(v1.BAD_REQUEST, f"{who} takes minibatches over in a run where they are handed out")
         self._claims.check_take_over(who, request)
         epoch = Epoch(request.epoch.loader, request.epoch.epoch)
-        block = self._ledger.left_over.take(
+        block = self._ledger.reassignment.take(
             node.rank,
             epoch,
             request.epoch.step,
@@ -160,8 +164,8 @@ class AssignmentReplies:
         if isinstance(node, Refuse) or self._balance is None:
             return []
         self._claims.check_took(who, node.rank, request)
-        stretch = WorkerSpeed(request.rounds, request.samples, request.seconds, request.squares)
-        self._balance.took(node.rank, (request.epoch, request.batch), stretch)
+        measured = WorkerSpeed(request.rounds, request.samples, request.seconds, request.squares)
+        self._balance.took(node.rank, (request.epoch, request.batch), measured)
         return self.rebalance()
 
     def shares(self, who: str, request: v1.Took) -> v1.Shares | Refuse | None:

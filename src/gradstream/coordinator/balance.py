@@ -1,6 +1,6 @@
 """Shares of a round by measured speed, as a pure state machine: what workers took goes in, sizes come out.
 
-Before each stretch of rounds (`data.shares`) every worker says how many samples it has gone through, and
+Before each rebalance window of rounds (`data.shares`) every worker says how many samples it has gone through, and
 how long their gradients took. Once all have, one decision is made of it (`data.shares.better`), and all get
 the same.
 """
@@ -36,14 +36,14 @@ class ShareBalance:
         self._asked: dict[int, Round] = {}  # by rank, before which round
         self._decided: Round | None = None
 
-    def took(self, rank: int, before: Round, stretch: WorkerSpeed) -> None:
+    def took(self, rank: int, before: Round, measured: WorkerSpeed) -> None:
         """A worker says what its gradients took since it said so last, and comes to this round.
 
         Saying it twice changes nothing.
         """
         if self._asked.get(rank) != before:
             self._asked[rank] = before
-            self._speeds[rank].measured(stretch)
+            self._speeds[rank].measured(measured)
 
     def decide(self, present: Sequence[int]) -> SharesEvent | None:
         """Decides if there is something to decide, and all workers who are in wait for it.
@@ -59,7 +59,7 @@ class ShareBalance:
         sizes = better(self.sizes, {rank: self._speeds[rank] for rank in present})
         changed = sizes != tuple(self.sizes)
         self.sizes = sizes
-        self._plan.allot(*before, sizes)
+        self._plan.reassign(*before, sizes)
         per_s = [round(speed.per_s or 0.0, 3) for speed in self._speeds]
         return SharesEvent(
             epoch=before[0], batch=before[1], samples=list(sizes), per_s=per_s, changed=changed

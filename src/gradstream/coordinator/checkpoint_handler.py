@@ -27,20 +27,20 @@ class CheckpointHandler:
     Args:
         runtime: of the coordinator; its storage is the run directory.
         endpoint: of the coordinator.
-        keeper: knows the open drafts, and the checkpoint that the run goes on from.
+        writer: knows the open drafts, and the checkpoint that the run goes on from.
     """
 
-    def __init__(self, runtime: Runtime, endpoint: Endpoint, keeper: CheckpointWriter) -> None:
+    def __init__(self, runtime: Runtime, endpoint: Endpoint, writer: CheckpointWriter) -> None:
         self._runtime = runtime
         self._name = endpoint.identity.name
-        self._keeper = keeper
+        self._writer = writer
         endpoint.serve("keep", self._keep, model=False)
         endpoint.serve("kept", self._kept, model=False)
 
     async def _keep(self, stream: Stream) -> None:
         """Writes what a holder sends of its own ranges into an open draft."""
         path, who = v1.Keep.FromString(stream.opened.body).path, stream.opened.sender
-        ranges, parts = self._keeper.ranges_of(who, path), list[tuple[int, bytes]]()
+        ranges, parts = self._writer.ranges_of(who, path), list[tuple[int, bytes]]()
         while (received := await stream.recv()) is not None:
             part = v1.Part.FromString(received.frame.body.data)
             if not lies_in(ranges, part):
@@ -65,7 +65,7 @@ class CheckpointHandler:
         """Sends bytes of a file of the checkpoint that the run goes on from."""
         request, storage = v1.Kept.FromString(stream.opened.body), self._runtime.storage
         folder, _, name = request.path.rpartition("/")
-        if folder != self._keeper.resumed_from or not folder or name not in storage.names(folder):
+        if folder != self._writer.resumed_from or not folder or name not in storage.names(folder):
             text = f"{request.path[:200]!r} is no file of the checkpoint that this run goes on from"
             raise RefusedError(self._name, "BAD_REQUEST", text)
         offset, end = request.offset_bytes, request.offset_bytes + request.size_bytes

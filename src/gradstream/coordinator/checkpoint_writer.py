@@ -1,6 +1,6 @@
-"""The coordinator's hands in a cut: asks workers for their own state, opens drafts and commits them.
+"""The coordinator's hands in a snapshot: asks workers for their own state, opens drafts and commits them.
 
-What is decided, `cut.py` decides; what is written how, `checkpoint/folder.py`. Files are written
+What is decided, `snapshot.py` decides; what is written how, `checkpoint/folder.py`. Files are written
 beside the event loop, so members are heard all the while.
 """
 
@@ -69,23 +69,23 @@ class CheckpointWriter:
         runtime: of the coordinator; its storage is the run directory.
         endpoint: knows the workers.
         membership: has the model and the ledger.
-        keeping: what is kept.
+        options: what is kept.
     """
 
     def __init__(
-        self, runtime: Runtime, endpoint: Endpoint, membership: Membership, keeping: CheckpointOptions
+        self, runtime: Runtime, endpoint: Endpoint, membership: Membership, options: CheckpointOptions
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
         self._membership = membership
-        self._keeping = keeping
-        self._open: dict[int, _Open] = {}  # by number of the cut
+        self._options = options
+        self._open: dict[int, _Open] = {}  # by number of the snapshot
         self._left_over = False  # a draft has failed, and some of it may still take room
 
     @property
     def resumed_from(self) -> str:
         """Folder of the checkpoint that the run goes on from; "" where it begins."""
-        return self._keeping.resume.folder if self._keeping.resume else ""
+        return self._options.resume.folder if self._options.resume else ""
 
     def ranges_of(self, holder: str, path: str) -> list[tuple[int, int]]:
         """[start, stop) in bytes of what a holder writes of a file of an open draft; [] where nothing."""
@@ -93,7 +93,7 @@ class CheckpointWriter:
         for opened in self._open.values():
             for place in opened.draft.places:
                 if spec is not None and place.path == path and holder in opened.holders:
-                    pieces = self._keeping.pieces(spec, len(opened.holders))[opened.holders.index(holder)]
+                    pieces = self._options.pieces(spec, len(opened.holders))[opened.holders.index(holder)]
                     begin, size_bytes = place.offset_bytes, itemsize_bytes(spec.dtype)
                     return [(begin + start * size_bytes, begin + stop * size_bytes) for start, stop in pieces]
         return []
@@ -110,7 +110,7 @@ class CheckpointWriter:
 
         await self._runtime.beside(work, work=Work("write"))
 
-    async def prepare(self, cut: Snapshot) -> tuple[VectorPlace, ...]:
+    async def prepare(self, snapshot: Snapshot) -> tuple[VectorPlace, ...]:
         """Opens a draft. Returns where vectors go.
 
         Raises:
@@ -123,56 +123,61 @@ class CheckpointWriter:
         assert admission.model is not None
         buffers, fixed = _specs(admission.buffers), _specs(admission.fixed)
         own: dict[str, OwnState] = {}
-        if buffers or self._keeping.open_ended:
-            answers = await self._runtime.gather(
-                *(ask(self._endpoint, who, buffers, silence_s=self._keeping.silence_s) for who in cut.workers)
+        if buffers or self._options.open_ended:
+            replies = await self._runtime.gather(
+                *(
+                    ask(self._endpoint, who, buffers, silence_s=self._options.silence_s)
+                    for who in snapshot.workers
+                )
             )
-            own = dict(zip(cut.workers, answers, strict=True))
-        frozen = await self._frozen([spec for spec in fixed if not spec.same_as], cut.workers)
+            own = dict(zip(snapshot.workers, replies, strict=True))
+        frozen = await self._frozen([spec for spec in fixed if not spec.same_as], snapshot.workers)
         draft = DraftSnapshot(
             self._runtime.storage,
-            step=cut.step,
-            token=f"{self._endpoint.identity.incarnation:x}-{cut.number}",
-            tensors=() if self._keeping.joint else _specs(admission.tensors),
+            step=snapshot.step,
+            token=f"{self._endpoint.identity.incarnation:x}-{snapshot.number}",
+            tensors=() if self._options.joint else _specs(admission.tensors),
             others=[*buffers, *fixed],
-            states=self._keeping.states(admission.model),
+            states=self._options.states(admission.model),
         )
-        before = self._keeping.resume.rounds if self._keeping.resume else 0
-        rounds = before + membership.tally.ledger.num_rounds
-        self._open[cut.number] = _Open(draft, cut.shards, own, frozen, rounds)
+        before = self._options.resume.rounds if self._options.resume else 0
+        rounds = before + membership.progress.ledger.num_rounds
+        self._open[snapshot.number] = _Open(draft, snapshot.shards, own, frozen, rounds)
         await self._runtime.beside(draft.open, work=Work("write"))
         return draft.places
 
-    async def commit(self, cut: Snapshot) -> tuple[str, int]:
+    async def commit(self, snapshot: Snapshot) -> tuple[str, int]:
         """Makes a checkpoint of what all holders have written. Returns its folder, and its size.
 
         Raises:
             OSError: the disk is full or broken.
             DataError: what is on the disk is not what the shards held.
         """
-        opened, keeping, storage = self._open.pop(cut.number), self._keeping, self._runtime.storage
+        opened, options, storage = self._open.pop(snapshot.number), self._options, self._runtime.storage
         spec = self._membership.admission.model
         assert spec is not None
         num_chunks = -(-spec.elems // spec.chunk_elems)
-        pieces = keeping.pieces(spec, len(cut.shards))
-        _check_reports(cut, num_chunks, [len(one) for one in pieces])
-        versions = _dealt(num_chunks, [cut.versions[shard] for shard in cut.shards])
+        pieces = options.pieces(spec, len(snapshot.shards))
+        _check_reports(snapshot, num_chunks, [len(one) for one in pieces])
+        versions = _dealt(num_chunks, [snapshot.versions[shard] for shard in snapshot.shards])
         sums = {
-            place.vector: _in_order(pieces, [_part(cut.sums[s], index, len(cut.places)) for s in cut.shards])
-            for index, place in enumerate(cut.places)
+            place.vector: _in_order(
+                pieces, [_part(snapshot.sums[s], index, len(snapshot.places)) for s in snapshot.shards]
+            )
+            for index, place in enumerate(snapshot.places)
         }
-        steps = {who: self._base(who) + count for who, count in cut.stop_at.items()}
+        steps = {who: self._base(who) + count for who, count in snapshot.stop_at.items()}
         samples: dict[str, int] = {}
-        if keeping.open_ended:  # a loop that has run out takes part in rounds that are none of its own
+        if options.open_ended:  # a loop that has run out takes part in rounds that are none of its own
             steps = {who: state.steps for who, state in opened.own.items()}
             samples = {who: state.samples for who, state in opened.own.items()}
         manifest = replace(
-            keeping.template,
-            step=cut.step,
+            options.template,
+            step=snapshot.step,
             rounds=opened.rounds,
             steps=steps,
             samples=samples,
-            done=cut.done,
+            done=snapshot.progress,
             versions=versions,
             model={
                 "fingerprint": spec.fingerprint,
@@ -181,8 +186,8 @@ class CheckpointWriter:
                 "chunk_elems": spec.chunk_elems,
                 "optimizer": spec.optimizer,
             },
-            evaluated=self._membership.cuts.evaluated,
-            dropped=self._membership.tally.dropped,
+            evaluated=self._membership.snapshots.evaluated,
+            dropped=self._membership.progress.dropped,
             shares=self._membership.balance.sizes if self._membership.balance is not None else (),
         )
         others = {**averaged(list(opened.own.values())), **opened.frozen}
@@ -204,17 +209,17 @@ class CheckpointWriter:
                 opened.draft.discard()
                 raise
             try:
-                prune(storage, keeping.policy, fresh=folder)
+                prune(storage, options.policy, fresh=folder)
             except OSError:
                 pass  # tried again after the next one
             return folder
 
-        elems = len(cut.places) * spec.elems
+        elems = len(snapshot.places) * spec.elems
         return await self._runtime.beside(write, work=Work("commit", elems=elems)), opened.draft.size_bytes
 
-    async def discard(self, cut: Snapshot) -> None:
-        """Removes what was written of a cut."""
-        opened = self._open.pop(cut.number, None)
+    async def discard(self, snapshot: Snapshot) -> None:
+        """Removes what was written of a snapshot."""
+        opened = self._open.pop(snapshot.number, None)
         self._left_over = True
         if opened is not None:
             await self._runtime.beside(opened.draft.discard, work=Work("write"))
@@ -223,25 +228,25 @@ class CheckpointWriter:
         """Frozen parameters are the same in all workers: one is asked."""
         if not specs:
             return {}
-        silence_s = self._keeping.silence_s
+        silence_s = self._options.silence_s
         return (await ask(self._endpoint, workers[0], specs, fixed=True, silence_s=silence_s)).buffers
 
     def _base(self, worker: str) -> int:
-        return self._keeping.resume.step_of(worker) if self._keeping.resume else 0
+        return self._options.resume.step_of(worker) if self._options.resume else 0
 
 
 def _specs(tensors: Sequence[v1.TensorSpec]) -> list[TensorSpec]:
     return [of_spec(tensor) for tensor in tensors]
 
 
-def _check_reports(cut: Snapshot, num_chunks: int, num_pieces: Sequence[int]) -> None:
+def _check_reports(snapshot: Snapshot, num_chunks: int, num_pieces: Sequence[int]) -> None:
     """Raises DataError where a holder has told of more or fewer chunks or pieces than it has."""
-    count = len(cut.shards)
-    for rank, (who, theirs) in enumerate(zip(cut.shards, num_pieces, strict=True)):
-        told = {"versions": len(cut.versions[who]), "checksums": len(cut.sums[who])}
+    count = len(snapshot.shards)
+    for rank, (who, theirs) in enumerate(zip(snapshot.shards, num_pieces, strict=True)):
+        told = {"versions": len(snapshot.versions[who]), "checksums": len(snapshot.sums[who])}
         expected = {
             "versions": len(range(rank, num_chunks, count)),
-            "checksums": theirs * len(cut.places),
+            "checksums": theirs * len(snapshot.places),
         }
         if told != expected:
             raise DataError(f"{who} has told of {told}; expected {expected}")

@@ -48,7 +48,7 @@ class Claims:
     def check_beat(self, node: v1.Node, beat: v1.Beat) -> None:
         """Raises RefusedError for a beat that its member cannot have to say."""
         is_worker = node.role == "worker"
-        if not is_worker and (beat.receipts or beat.finished or beat.stands or beat.begun):
+        if not is_worker and (beat.receipts or beat.finished or beat.quiesced or beat.begun):
             raise self._bad(node.name, "only workers have receipts, finish, stand, or begin epochs")
         for one in beat.begun:
             self._check_begun(node.name, one)
@@ -60,8 +60,8 @@ class Claims:
             raise self._bad(node.name, "a verdict; expected them from shard-0 alone, where there is a quorum")
         for verdict in beat.verdicts:
             self._check_verdict(node.name, verdict)
-        for report in beat.cuts:
-            if report.kind not in v1.CutReport.Kind.values():
+        for report in beat.snapshots:
+            if report.kind not in v1.SnapshotReport.Kind.values():
                 raise self._bad(node.name, f"a report of unknown kind {report.kind}")
             if report.count > self._ledger.most_begun:
                 raise self._bad(node.name, f"{report.count} minibatches begun, of {self._ledger.most_begun}")

@@ -60,7 +60,7 @@ class _Attendance:
         self.gate = gate
         self.refusals = refusals
         self.incarnation = stream.opened.incarnation
-        self.bell = Wakeup()  # rings when it is to be told something
+        self.wakeup = Wakeup()  # rings when it is to be told something
         self.heard = 0  # number of its last beat
         self.attempt = 0  # to resume
 
@@ -74,9 +74,9 @@ class Coordinator:
         membership: the state machine to carry out.
         on_events: gets JSON lines, the coordinator's own and those of all nodes, as they come.
         deadlines: how long membership waits.
-        keeping: what checkpoints are made; None makes none.
+        checkpoints: what checkpoints are made; None makes none.
         earlier_s: of the run's time before it was resumed.
-        goal: ends the run early.
+        criterion: ends the run early.
         drive: says who takes part, and when; None where all do.
         num_samples: of a data epoch; None where nobody counts.
     """
@@ -89,9 +89,9 @@ class Coordinator:
         *,
         on_events: Callable[[bytes], None],
         deadlines: Deadlines,
-        keeping: CheckpointOptions | None = None,
+        checkpoints: CheckpointOptions | None = None,
         earlier_s: float = 0.0,
-        goal: StoppingCriterion | None = None,
+        criterion: StoppingCriterion | None = None,
         drive: Callable[[ParticipationDriver], Awaitable[None]] | None = None,
         num_samples: int | None = None,
     ) -> None:
@@ -108,7 +108,7 @@ class Coordinator:
         self._failed: FailedEvent | None = None
         self._endpoint = endpoint
         self._earlier_s = earlier_s
-        self._goal = goal
+        self._criterion = criterion
         self._drive = drive
         self._driver: ParticipationDriver | None = None
         self._driving: asyncio.Task[None] | None = None
@@ -121,10 +121,12 @@ class Coordinator:
                 num_samples=num_samples,
                 look_s=deadlines.notice_s,
             )
-        self._keeper = None if keeping is None else CheckpointWriter(runtime, endpoint, membership, keeping)
-        if self._keeper is not None:
-            CheckpointHandler(runtime, endpoint, self._keeper)
-        self._jobs: dict[asyncio.Task[None], None] = {}  # of the keeper
+        self._writer = (
+            None if checkpoints is None else CheckpointWriter(runtime, endpoint, membership, checkpoints)
+        )
+        if self._writer is not None:
+            CheckpointHandler(runtime, endpoint, self._writer)
+        self._jobs: dict[asyncio.Task[None], None] = {}  # of the writer
         endpoint.serve("join", self._serve_join, model=False)
         endpoint.serve("alive", self._serve_alive, model=False)
         endpoint.serve("resume", self._serve_resume, model=False)
@@ -142,8 +144,8 @@ class Coordinator:
         deadline = self._runtime.expire_after(
             self._deadlines.join_s, lambda: self._carry_out(self._membership.overdue())
         )
-        if self._keeper is not None:
-            await self._keeper.sweep()
+        if self._writer is not None:
+            await self._writer.sweep()
         try:
             while not self._membership.phases.over:
                 await self._ended.rung(self._runtime, self._deadlines.join_s)
@@ -226,8 +228,8 @@ class Coordinator:
                     self._note(admitted.events)
             self._carry_out(self._membership.beat(who, beat, self._age_s()))
             self._tell_driver()
-            if (beat.receipts or beat.verdicts) and self._goal is not None:
-                self._reached(self._goal.counted(self._membership.tally.num_samples))
+            if (beat.receipts or beat.verdicts) and self._criterion is not None:
+                self._reached(self._criterion.counted(self._membership.progress.num_samples))
             if beat.receipts or beat.verdicts:
                 self._wake_askers()
 
@@ -251,7 +253,7 @@ class Coordinator:
             await stream.send(v1.Frame(body=v1.Body(data=said)))
             if notice.phase >= v1.Notice.FINISHED:
                 return
-            while not await attendance.bell.rung(self._runtime, self._deadlines.notice_s):
+            while not await attendance.wakeup.rung(self._runtime, self._deadlines.notice_s):
                 if self._runtime.left_s(stream.heard_ns, 3 * self._deadlines.beat_s) > 0:
                     break
 
@@ -289,24 +291,24 @@ class Coordinator:
 
     async def _serve_assign(self, stream: Stream) -> None:
         request, who = v1.Ask.FromString(stream.opened.body), stream.opened.sender
-        answers = self._membership.answers
-        self._carry_out(answers.measured(who, request))
-        await self._answer(stream, lambda: answers.assign(who, request, self._age_s()))
+        replies = self._membership.replies
+        self._carry_out(replies.measured(who, request))
+        await self._answer(stream, lambda: replies.assign(who, request, self._age_s()))
 
     async def _serve_ending(self, stream: Stream) -> None:
         request, who = v1.Ending.FromString(stream.opened.body), stream.opened.sender
         self._wake_askers()  # what this one says may be what they wait for
-        await self._answer(stream, lambda: self._membership.answers.ending(who, request))
+        await self._answer(stream, lambda: self._membership.replies.ending(who, request))
 
     async def _serve_take_over(self, stream: Stream) -> None:
         request, who = v1.TakeOver.FromString(stream.opened.body), stream.opened.sender
-        await self._answer(stream, lambda: self._membership.answers.take_over(who, request))
+        await self._answer(stream, lambda: self._membership.replies.take_over(who, request))
 
     async def _serve_shares(self, stream: Stream) -> None:
         request, who = v1.Took.FromString(stream.opened.body), stream.opened.sender
-        self._carry_out(self._membership.answers.took(who, request))
+        self._carry_out(self._membership.replies.took(who, request))
         self._wake_askers()  # this one may be whom they wait for
-        await self._answer(stream, lambda: self._membership.answers.shares(who, request))
+        await self._answer(stream, lambda: self._membership.replies.shares(who, request))
 
     async def _answer(
         self,
@@ -314,23 +316,23 @@ class Coordinator:
         decide: Callable[[], v1.Assigned | v1.Ended | v1.Shares | v1.TakenOver | Refuse | None],
     ) -> None:
         """Answers once there is a decision; until then says for whom it has to wait."""
-        who, bell = stream.opened.sender, Wakeup()
-        self._askers[bell] = None
+        who, wakeup = stream.opened.sender, Wakeup()
+        self._askers[wakeup] = None
         try:
             while (answer := decide()) is None:
                 others = [name for name in self._membership.nodes.worker_names if name != who]
                 await stream.waiting(others)
-                await bell.rung(self._runtime, self._deadlines.notice_s)
+                await wakeup.rung(self._runtime, self._deadlines.notice_s)
         finally:
-            del self._askers[bell]
+            del self._askers[wakeup]
         if isinstance(answer, Refuse):
             stream.refuse(answer.code, answer.message)
             return
         await stream.send(v1.Frame(body=v1.Body(data=answer.SerializeToString())))
 
     def _wake_askers(self) -> None:
-        for bell in self._askers:
-            bell.ring()
+        for wakeup in self._askers:
+            wakeup.ring()
 
     # ---- instructions -------------------------------------------------------------------
 
@@ -350,10 +352,12 @@ class Coordinator:
                 self.emit(instruction.event)
             elif isinstance(instruction, Notify):
                 for attendance in self._attending.values():
-                    attendance.bell.ring()
+                    attendance.wakeup.ring()
                 self._wake_askers()
             elif isinstance(instruction, Prepare | Commit | Discard):
-                name = f"{self._runtime.node}-{type(instruction).__name__.lower()}-{instruction.cut.number}"
+                name = (
+                    f"{self._runtime.node}-{type(instruction).__name__.lower()}-{instruction.snapshot.number}"
+                )
                 job = self._runtime.spawn(self._keep(instruction), name=name)
                 self._jobs[job] = None
                 job.add_done_callback(lambda done: self._jobs.pop(done, None))
@@ -361,30 +365,32 @@ class Coordinator:
             self._ended.ring()
 
     async def _keep(self, instruction: Prepare | Commit | Discard) -> None:
-        """Has the keeper do it, and tells the state machine what came of it."""
-        cut, membership, keeper = instruction.cut, self._membership, self._keeper
-        assert keeper is not None
+        """Has the writer do it, and tells the state machine what came of it."""
+        snapshot, membership, writer = instruction.snapshot, self._membership, self._writer
+        assert writer is not None
         try:
             if isinstance(instruction, Prepare):
-                places = await keeper.prepare(cut)
-                self._carry_out(membership.prepared(cut, places, self._age_s()))
+                places = await writer.prepare(snapshot)
+                self._carry_out(membership.prepared(snapshot, places, self._age_s()))
             elif isinstance(instruction, Commit):
-                folder, size_bytes = await keeper.commit(cut)
-                self._carry_out(membership.committed(cut, folder, size_bytes, self._age_s()))
+                folder, size_bytes = await writer.commit(snapshot)
+                self._carry_out(membership.committed(snapshot, folder, size_bytes, self._age_s()))
             else:
-                await keeper.discard(cut)
+                await writer.discard(snapshot)
         except (OSError, GradstreamError) as error:
             why = f"{type(error).__name__}: {error}"
-            self._carry_out(membership.cut_failed(cut, self._runtime.node, why, self._age_s()))
+            self._carry_out(membership.snapshot_failed(snapshot, self._runtime.node, why, self._age_s()))
 
     def _note(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Remembers the latest evaluation, which the next checkpoint tells of, and looks for the goal."""
-        goal = self._goal if self._goal is not None and self._goal.needs_events else None
+        """Remembers the latest evaluation, which the next checkpoint tells of, and looks for the criterion."""
+        criterion = self._criterion if self._criterion is not None and self._criterion.needs_events else None
         for event in events:
             if event["event"] == "evaluated":
-                self._membership.cuts.evaluated = Evaluated(event["step"], event["accuracy"], event["loss"])
-            if goal is not None:
-                self._reached(goal.event(event))
+                self._membership.snapshots.evaluated = Evaluated(
+                    event["step"], event["accuracy"], event["loss"]
+                )
+            if criterion is not None:
+                self._reached(criterion.event(event))
 
     def _reached(self, reason: str) -> None:
         """Ends the run if there is a reason to."""
@@ -392,10 +398,10 @@ class Coordinator:
             self._carry_out(self._membership.finish(reason, self._age_s()))
 
     def _watch_clock(self) -> None:
-        goal = self._goal
-        if goal is not None and goal.until.seconds is not None:
-            left_s = max(0.0, goal.until.seconds - self._earlier_s)
-            self._runtime.call_later(left_s, lambda: self._reached(goal.timed()))
+        criterion = self._criterion
+        if criterion is not None and criterion.until.seconds is not None:
+            left_s = max(0.0, criterion.until.seconds - self._earlier_s)
+            self._runtime.call_later(left_s, lambda: self._reached(criterion.timed()))
 
     def _age_s(self) -> float:
         """What membership goes by: nobody is late by what the coordinator itself stood still."""

@@ -38,21 +38,21 @@ class Emit:
 class Prepare:
     """All workers stand still: open a draft and ask them for their own state, then `prepared`."""
 
-    cut: Snapshot
+    snapshot: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
     """Everything is written: make it a checkpoint, then `committed`."""
 
-    cut: Snapshot
+    snapshot: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Nothing will come of this cut: remove what was written of it."""
+    """Nothing will come of this snapshot: remove what was written of it."""
 
-    cut: Snapshot
+    snapshot: Snapshot
 
 
 Instruction = Notify | Refuse | Emit | Prepare | Commit | Discard

@@ -3,11 +3,11 @@
     what happens ──▶ Membership ──▶ instructions
                          ├── `nodes.py`       who is in, under which epoch
                          ├── `admission.py`   who may come in
-                         ├── `tally.py`       what is in the model
-                         ├── `turns.py`       who takes part
-                         ├── `cut.py`         checkpoints
+                         ├── `progress.py`       what is in the model
+                         ├── `participation.py`       who takes part
+                         ├── `snapshot.py`         checkpoints
                          ├── `phases.py`      how the run stands, and ends
-                         └── `answers.py`     what workers are told that ask
+                         └── `assignment_replies.py`  what workers are told that ask
 
 Nothing here waits, sends or writes: the coordinator carries the instructions out.
 """
@@ -61,22 +61,22 @@ class Membership:
         policy: when checkpoints are made; None makes none, not even when the run is stopped.
         together: workers go through rounds, and stop after the same one.
         resume: where the run goes on, if it does not begin.
-        limits: deadlines of a cut.
+        limits: deadlines of a snapshot.
         quorum: so many contributions make an update, and so many workers are needed; None leaves it to
             `survives_worker_loss`. Verdicts then tell what is in the model, and receipts do not.
         balance: decides the shares of a round by measured speed; None leaves them as they are.
         assignment: hands out minibatches to workers that ask; None where they go through rounds, or bring
             data of their own.
-        turns: who takes part, where the strategy says so; None for all, from the begin.
+        participation: who takes part, where the strategy says so; None for all, from the begin.
         allow_lost: see `Phases`.
 
     Attributes:
         nodes: who is in.
         admission: what the workers have registered of the model.
-        tally: what is in the model.
-        cuts: checkpoints.
+        progress: what is in the model.
+        snapshots: checkpoints.
         phases: how the run stands.
-        answers: what workers are told that ask.
+        replies: what workers are told that ask.
     """
 
     def __init__(
@@ -93,16 +93,16 @@ class Membership:
         balance: ShareBalance | None = None,
         assignment: BatchAssignment | None = None,
         quorum: int | None = None,
-        turns: ParticipationSchedule | None = None,
+        participation: ParticipationSchedule | None = None,
         allow_lost: bool = False,
     ) -> None:
         self._started = started
         self.balance = balance
-        self.turns = turns
+        self.participation = participation
         self.nodes = Nodes(started.workers, started.servers)
         self.admission = Admission(self.nodes, software, resume)
-        self.tally = SampleProgress(ledger, started.num_samples, resume)
-        self.cuts = SnapshotRounds(
+        self.progress = SampleProgress(ledger, started.num_samples, resume)
+        self.snapshots = SnapshotRounds(
             ledger,
             policy or Policy(),
             together=together,
@@ -114,17 +114,17 @@ class Membership:
         self.phases = Phases(
             started,
             self.nodes,
-            self.tally,
-            self.cuts,
-            turns,
+            self.progress,
+            self.snapshots,
+            participation,
             survives_worker_loss=survives_worker_loss,
             quorum=quorum,
             allow_lost=allow_lost,
         )
         first_round = resume.rounds if resume is not None else 0
         self._claims = Claims(ledger, started.workers, first_round=first_round, quorum=quorum is not None)
-        self.answers = AssignmentReplies(
-            ledger, self.nodes, self.phases, self.cuts, balance, assignment, turns, self._claims
+        self.replies = AssignmentReplies(
+            ledger, self.nodes, self.phases, self.snapshots, balance, assignment, participation, self._claims
         )
 
     @property
@@ -137,8 +137,8 @@ class Membership:
             phase=self.phases.phase,
             reason=self.phases.reason,
             culprit=self.phases.culprit,
-            cut=None if self.cuts.current is None else self.cuts.current.as_notice(),
-            drive=None if self.turns is None else self.turns.as_notice(),
+            snapshot=None if self.snapshots.current is None else self.snapshots.current.as_notice(),
+            participation=None if self.participation is None else self.participation.as_notice(),
             revoked=self.nodes.revoked,
         )
 
@@ -176,21 +176,25 @@ class Membership:
                 escaped(failure.message, MESSAGE_BYTES, newlines=True),
                 escaped(failure.traceback, TRACEBACK_BYTES, newlines=True),
             )
-        self.tally.begun(beat.begun, node.rank)
-        self.tally.receipts(beat.receipts, node.rank, at_s)
+        self.progress.begun(beat.begun, node.rank)
+        self.progress.receipts(beat.receipts, node.rank, at_s)
         out: list[Instruction] = []
-        if beat.stands and self.turns is not None and self.turns.stands(who, beat.stands):
+        if (
+            beat.quiesced
+            and self.participation is not None
+            and self.participation.quiesced(who, beat.quiesced)
+        ):
             out.append(Notify())
         for verdict in beat.verdicts:
-            round_ = self.tally.verdict(verdict.round, list(verdict.ranks), at_s)
+            round_ = self.progress.verdict(verdict.round, list(verdict.ranks), at_s)
             out += [] if round_ is None else [Emit(round_)]
         if beat.finished:
             self.nodes.finish(who, relies=beat.relies)
-        for report in beat.cuts:
-            out += self.cuts.report(who, report, at_s)
+        for report in beat.snapshots:
+            out += self.snapshots.report(who, report, at_s)
         if self.phases.training:
-            out += self.cuts.tick(at_s, *self._names)
-        out += self._after_cut()
+            out += self.snapshots.tick(at_s, *self._names)
+        out += self._after_snapshot()
         if beat.receipts or beat.verdicts or beat.finished:
             out += self.phases.conclude()
         return out
@@ -218,11 +222,11 @@ class Membership:
         hopeless = self.phases.why_hopeless(node)
         if hopeless:
             return out + self.phases.abort(who, "PeerLostError", f"{reason}; {hopeless}")
-        self.tally.ledger.lost(node.rank)
-        replaced = self.turns is not None and self.turns.lost(who)
-        out += self._driven() if replaced else [Notify()]
-        out += self.cuts.lost(who, at_s, *self._names)
-        return out + self._after_cut() + self.answers.rebalance() + self.phases.conclude()
+        self.progress.ledger.lost(node.rank)
+        replaced = self.participation is not None and self.participation.lost(who)
+        out += self._participation_changed() if replaced else [Notify()]
+        out += self.snapshots.lost(who, at_s, *self._names)
+        return out + self._after_snapshot() + self.replies.rebalance() + self.phases.conclude()
 
     def overdue(self) -> list[Instruction]:
         """The deadline for joining has passed."""
@@ -237,58 +241,61 @@ class Membership:
     # ---- what the run is to do ----------------------------------------------------------
 
     def stop(self, at_s: float) -> list[Instruction]:
-        """Somebody asks the run to stop: with a cut, if it has begun. Asking again changes nothing."""
-        if self.phases.over or self.cuts.stopping:
+        """Somebody asks the run to stop: with a snapshot, if it has begun. Asking again changes nothing."""
+        if self.phases.over or self.snapshots.stopping:
             return []
         if self.phases.gathering:
             return self.phases.stop()
-        return self.cuts.stop(at_s, *self._names) + self._after_cut()
+        return self.snapshots.stop(at_s, *self._names) + self._after_snapshot()
 
     def finish(self, reason: str, at_s: float) -> list[Instruction]:
         """The run has done enough. It finishes with what workers have begun; asking again changes nothing."""
-        if not self.phases.training or self.cuts.stopping or self.cuts.finishing:
+        if not self.phases.training or self.snapshots.stopping or self.snapshots.finishing:
             return []
-        self.phases.goal = reason
-        return self.cuts.finish(at_s, *self._names)
+        self.phases.criterion = reason
+        return self.snapshots.finish(at_s, *self._names)
 
     def set_active_workers(self, count: int, phase: str) -> list[Instruction]:
         """The strategy says how many workers take part from now on, and what it calls that."""
-        if self.turns is None or not self.phases.training:
+        if self.participation is None or not self.phases.training:
             return []
-        self.turns.set_active_workers(count, phase)
-        return self._driven()
+        self.participation.set_active_workers(count, phase)
+        return self._participation_changed()
 
-    def drive_failed(self, error: str, message: str, traceback: str) -> list[Instruction]:
+    def participation_failed(self, error: str, message: str, traceback: str) -> list[Instruction]:
         """The strategy cannot say who takes part any more."""
         return [] if self.phases.over else self.phases.abort("coordinator", error, message, traceback)
 
-    # ---- cuts ---------------------------------------------------------------------------
+    # ---- snapshots ---------------------------------------------------------------------------
 
-    def prepared(self, cut: Snapshot, places: Sequence[VectorPlace], at_s: float) -> list[Instruction]:
+    def prepared(self, snapshot: Snapshot, places: Sequence[VectorPlace], at_s: float) -> list[Instruction]:
         """See `SnapshotRounds.prepared`."""
-        return self.cuts.prepared(cut, places, at_s) + self._after_cut()
+        return self.snapshots.prepared(snapshot, places, at_s) + self._after_snapshot()
 
-    def committed(self, cut: Snapshot, folder: str, size_bytes: int, at_s: float) -> list[Instruction]:
+    def committed(self, snapshot: Snapshot, folder: str, size_bytes: int, at_s: float) -> list[Instruction]:
         """See `SnapshotRounds.committed`."""
-        return self.cuts.committed(cut, folder, size_bytes, at_s, *self._names) + self._after_cut()
+        return (
+            self.snapshots.committed(snapshot, folder, size_bytes, at_s, *self._names)
+            + self._after_snapshot()
+        )
 
-    def cut_failed(self, cut: Snapshot, who: str, why: str, at_s: float) -> list[Instruction]:
+    def snapshot_failed(self, snapshot: Snapshot, who: str, why: str, at_s: float) -> list[Instruction]:
         """The coordinator could not open or commit a draft."""
-        if cut is not self.cuts.current:
+        if snapshot is not self.snapshots.current:
             return []
-        return self.cuts.fail(who, why, at_s) + self._after_cut()
+        return self.snapshots.fail(who, why, at_s) + self._after_snapshot()
 
     # ---- what follows -------------------------------------------------------------------
 
     @property
     def _names(self) -> tuple[list[str], list[str]]:
-        """Whom a cut concerns: the workers, and who holds the vectors."""
+        """Whom a snapshot concerns: the workers, and who holds the vectors."""
         return self.nodes.worker_names, self.nodes.holders
 
     def _begin(self, at_s: float) -> list[Instruction]:
         """Everybody is there: says what is trained, and from where."""
         self.phases.begin()
-        self.tally.begin(at_s)
+        self.progress.begin(at_s)
         self.nodes.epoch = 1
         started = replace(
             self._started,
@@ -296,20 +303,20 @@ class Membership:
             chunk_elems=self.admission.chunk_elems,
             optimizer=self.admission.optimizer or self._started.optimizer,
         )
-        resumed = self.tally.resumed()
+        resumed = self.progress.resumed()
         return [Emit(started)] if resumed is None else [Emit(started), Emit(resumed)]
 
-    def _after_cut(self) -> list[Instruction]:
-        """Stops the run if that is what the cut was for."""
-        return self.phases.stop() if self.cuts.stopped and not self.phases.over else []
+    def _after_snapshot(self) -> list[Instruction]:
+        """Stops the run if that is what the snapshot was for."""
+        return self.phases.stop() if self.snapshots.stopped and not self.phases.over else []
 
-    def _driven(self) -> list[Instruction]:
+    def _participation_changed(self) -> list[Instruction]:
         """Says who takes part now."""
-        assert self.turns is not None
+        assert self.participation is not None
         event = ParticipationEvent(
-            phase=self.turns.phase,
-            engaged=self.turns.engaged,
-            held=self.turns.held,
-            samples=self.tally.num_samples,
+            phase=self.participation.phase,
+            active=self.participation.active,
+            paused=self.participation.paused,
+            samples=self.progress.num_samples,
         )
         return [Emit(event), Notify()]

@@ -1,6 +1,6 @@
 """Who takes part in a run that its strategy drives, and who is held back: a pure state machine.
 
-    held ──engaged──▶ in ──no longer engaged──▶ held, until it stands ──▶ held
+    held ──active──▶ in ──no longer active──▶ held, until it stands ──▶ held
 
 The strategy says how many workers are to take part: those of the lowest ranks that are there. So one that is
 lost is replaced by the first that is held back. A worker that is no longer to take part finishes the
@@ -19,16 +19,16 @@ __all__ = ["ParticipationSchedule"]
 
 
 @dataclass(slots=True)
-class _Turn:
+class _Interval:
     """One worker's. Nobody has begun anything when a run begins: all are held back, and stand."""
 
     number: int = 1
-    held: bool = True
-    stands: bool = True
+    paused: bool = True
+    quiesced: bool = True
 
 
 class ParticipationSchedule:
-    """Whose turn it is.
+    """Knows which workers take part.
 
     Args:
         ledger: gives others what a worker has in hand that is held back.
@@ -39,72 +39,74 @@ class ParticipationSchedule:
         self.phase = ""
         self.wanted = 0
         self._ledger = ledger
-        self._turns = {f"worker-{rank}": _Turn() for rank in range(num_workers)}
+        self._intervals = {f"worker-{rank}": _Interval() for rank in range(num_workers)}
         for rank in range(num_workers):
             ledger.hold(rank)
 
     @property
-    def held(self) -> list[str]:
+    def paused(self) -> list[str]:
         """Names of the workers that are held back, by rank."""
-        return [name for name, turn in self._turns.items() if turn.held]
+        return [name for name, interval in self._intervals.items() if interval.paused]
 
     @property
-    def engaged(self) -> list[str]:
+    def active(self) -> list[str]:
         """Names of those that take part."""
-        return [name for name, turn in self._turns.items() if not turn.held]
+        return [name for name, interval in self._intervals.items() if not interval.paused]
 
     @property
     def awaited(self) -> list[str]:
         """Who still finishes what it has begun before it stands."""
-        return [name for name, turn in self._turns.items() if not turn.stands]
+        return [name for name, interval in self._intervals.items() if not interval.quiesced]
 
     def set_active_workers(self, count: int, phase: str) -> None:
         """So many workers are to take part from now on."""
         self.wanted, self.phase = count, phase
-        self._turn_over()
+        self._update()
 
-    def stands(self, who: str, number: int) -> bool:
-        """A worker says that all it has begun is in the model. False if that was of another turn."""
-        turn = self._turns.get(who)
-        if turn is None or turn.stands or number != turn.number:
+    def quiesced(self, who: str, number: int) -> bool:
+        """A worker says that all it has begun is in the model. False if that was of another interval."""
+        interval = self._intervals.get(who)
+        if interval is None or interval.quiesced or number != interval.number:
             return False
-        turn.stands = True
+        interval.quiesced = True
         self._ledger.hold(_rank(who))
-        self._turn_over()
+        self._update()
         return True
 
     def lost(self, who: str) -> bool:
         """A worker is gone; the ledger has heard of it. Returns whether another takes its place."""
-        before = self.engaged
-        self._turns.pop(who, None)
-        self._turn_over()
-        return any(name not in before for name in self.engaged)
+        before = self.active
+        self._intervals.pop(who, None)
+        self._update()
+        return any(name not in before for name in self.active)
 
     def dismiss(self) -> bool:
         """Nothing is left to do: all may go and find that out. Returns whether anybody was held back."""
-        if not self.held:
+        if not self.paused:
             return False
-        self.set_active_workers(len(self._turns), self.phase)
+        self.set_active_workers(len(self._intervals), self.phase)
         return True
 
-    def turn_of(self, who: str) -> v1.Turn:
+    def interval_of(self, who: str) -> v1.Interval:
         """A worker's, as it is told it."""
-        turn = self._turns[who]
-        return v1.Turn(number=turn.number, held=turn.held)
+        interval = self._intervals[who]
+        return v1.Interval(number=interval.number, paused=interval.paused)
 
-    def as_notice(self) -> v1.Drive:
+    def as_notice(self) -> v1.Participation:
         """As every node is told it."""
-        return v1.Drive(turns={name: self.turn_of(name) for name in self._turns}, phase=self.phase)
+        return v1.Participation(
+            intervals={name: self.interval_of(name) for name in self._intervals}, phase=self.phase
+        )
 
-    def _turn_over(self) -> None:
-        for place, (name, turn) in enumerate(self._turns.items()):
-            if place < self.wanted and turn.held and turn.stands:
-                turn.held = False
+    def _update(self) -> None:
+        for place, (name, interval) in enumerate(self._intervals.items()):
+            if place < self.wanted and interval.paused and interval.quiesced:
+                interval.paused = False
                 self._ledger.let_in(_rank(name))
-                turn.number += 1
-            elif place >= self.wanted and not turn.held:
-                turn.held, turn.stands = True, False
-                turn.number += 1
+                interval.number += 1
+            elif place >= self.wanted and not interval.paused:
+                interval.paused, interval.quiesced = True, False
+                interval.number += 1
 
 
 def _rank(name: str) -> int:

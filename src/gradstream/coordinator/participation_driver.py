@@ -25,7 +25,7 @@ class ParticipationDriver:
 
     Args:
         runtime: time.
-        membership: of a run with turns.
+        membership: of a run with participation.
         carry_out: carries its instructions out.
         time_s: seconds of training so far, those before the run was resumed included.
         num_samples: of a data epoch; None where nobody counts.
@@ -42,10 +42,10 @@ class ParticipationDriver:
         num_samples: int | None,
         look_s: float,
     ) -> None:
-        assert membership.turns is not None
+        assert membership.participation is not None
         self._runtime = runtime
         self._membership = membership
-        self._turns: ParticipationSchedule = membership.turns
+        self._participation: ParticipationSchedule = membership.participation
         self._carry_out = carry_out
         self._time_s = time_s
         self._num_samples = num_samples
@@ -56,13 +56,13 @@ class ParticipationDriver:
         """Carries a strategy's drive out to its end; what it raises ends the run."""
         try:
             await drive(self)
-            self._check_engaged("drive() is over")
+            self._check_active("drive() is over")
         except Exception as error:
             text = "" if isinstance(error, ConfigError) else traceback.format_exc()
             name, message = type(error).__name__, str(error)
             if not isinstance(error, GradstreamError):
                 name, message = "UserCodeError", f"drive() of the strategy raised {name}: {message}"
-            self._carry_out(self._membership.drive_failed(name, message, text))
+            self._carry_out(self._membership.participation_failed(name, message, text))
 
     def look(self) -> None:
         """Something may have changed."""
@@ -83,25 +83,25 @@ class ParticipationDriver:
     @property
     def total_samples(self) -> int:
         """See `Participation`."""
-        ledger = self._membership.tally.ledger
+        ledger = self._membership.progress.ledger
         assert isinstance(ledger, Ledger)
-        return self._counted(ledger.total_samples) + self._membership.tally.num_samples_before
+        return self._counted(ledger.total_samples) + self._membership.progress.num_samples_before
 
     @property
     def samples(self) -> int:
         """See `Participation`."""
-        return self._counted(self._membership.tally.num_samples)
+        return self._counted(self._membership.progress.num_samples)
 
     async def set_active_workers(self, count: int, phase: str = "") -> None:
         """See `Participation`."""
         self._carry_out(self._membership.set_active_workers(count, phase))
-        while self._turns.awaited:
+        while self._participation.awaited:
             await self._news.rung(self._runtime, self._look_s)
 
     async def until(self, *, samples: float | None = None, seconds: float | None = None) -> None:
         """See `Participation`."""
         while not self._passed(samples, seconds):
-            self._check_engaged("drive() waits for progress")
+            self._check_active("drive() waits for progress")
             left_s = self._look_s if seconds is None else min(self._look_s, seconds - self._time_s())
             await self._news.rung(self._runtime, max(left_s, 1e-3))
 
@@ -110,8 +110,8 @@ class ParticipationDriver:
             return True
         return (seconds is not None and self._time_s() >= seconds) or (samples is None and seconds is None)
 
-    def _check_engaged(self, when: str) -> None:
-        if self._turns.wanted < 1:
+    def _check_active(self, when: str) -> None:
+        if self._participation.wanted < 1:
             raise UserCodeError(f"{when}, but no worker takes part: it must engage() at least one before", "")
 
     @staticmethod

@@ -28,9 +28,9 @@ class Phases:
     Args:
         started: the run as planned.
         nodes: who is in, and has finished.
-        tally: what is in the model.
-        cuts: one may be what the run ends with.
-        turns: who is held back has to be let go in the end; None where nobody is.
+        progress: what is in the model.
+        snapshots: one may be what the run ends with.
+        participation: who is held back has to be let go in the end; None where nobody is.
         survives_worker_loss: the strategy goes on without a lost worker.
         quorum: so many workers are needed, and verdicts tell what is in the model; None leaves it to
             `survives_worker_loss`.
@@ -40,16 +40,16 @@ class Phases:
         phase: the present one.
         reason: why the run was aborted; "" if it was not.
         culprit: the node that this is due to.
-        goal: the goal that was reached; "" as long as none is.
+        criterion: the criterion that was reached; "" as long as none is.
     """
 
     def __init__(
         self,
         started: StartedEvent,
         nodes: Nodes,
-        tally: SampleProgress,
-        cuts: SnapshotRounds,
-        turns: ParticipationSchedule | None,
+        progress: SampleProgress,
+        snapshots: SnapshotRounds,
+        participation: ParticipationSchedule | None,
         *,
         survives_worker_loss: bool,
         quorum: int | None,
@@ -58,12 +58,12 @@ class Phases:
         self.phase: v1.Notice.Phase = v1.Notice.GATHERING
         self.reason = ""
         self.culprit = ""
-        self.goal = ""
+        self.criterion = ""
         self._started = started
         self._nodes = nodes
-        self._tally = tally
-        self._cuts = cuts
-        self._turns = turns
+        self._progress = progress
+        self._snapshots = snapshots
+        self._participation = participation
         self._allow_lost = allow_lost
         self._by_verdicts = quorum is not None
         self._needed = quorum or (1 if survives_worker_loss else started.workers)
@@ -90,7 +90,7 @@ class Phases:
     def stop(self) -> list[Instruction]:
         """Ends the run with the newest checkpoint."""
         self.phase = v1.Notice.STOPPED
-        return [Emit(StoppedEvent(step=self._cuts.step, folder=self._cuts.kept)), Notify()]
+        return [Emit(StoppedEvent(step=self._snapshots.step, folder=self._snapshots.kept)), Notify()]
 
     def abort(self, culprit: str, error: str, message: str, traceback: str = "") -> list[Instruction]:
         """Ends the run, since it cannot go on.
@@ -104,7 +104,7 @@ class Phases:
         self.phase, self.culprit = v1.Notice.ABORTED, culprit
         self.reason = f"{error}: {message}"
         failed = FailedEvent(culprit=culprit, error=error, message=message, traceback=traceback)
-        return [*self._cuts.drop(), Emit(failed), Notify()]
+        return [*self._snapshots.drop(), Emit(failed), Notify()]
 
     def why_hopeless(self, gone: v1.Node) -> str:
         """Why the run cannot go on without a node that is gone, or ""."""
@@ -122,28 +122,28 @@ class Phases:
         """Reports data epochs that are complete now, and ends the run if everything is done."""
         if self.over:
             return []
-        ledger = self._tally.ledger
-        out: list[Instruction] = [Emit(epoch) for epoch in self._tally.completed()]
-        if ledger.finished and self._turns is not None and self._turns.dismiss():
+        ledger = self._progress.ledger
+        out: list[Instruction] = [Emit(epoch) for epoch in self._progress.completed()]
+        if ledger.finished and self._participation is not None and self._participation.dismiss():
             out.append(Notify())
         if self._nodes.unfinished:
             return out
-        early = self._cuts.ending and not ledger.finished
+        early = self._snapshots.ending and not ledger.finished
         if not ledger.finished and not early:
             if self._by_verdicts:
                 return out  # the last ones are on their way
             return out + self._abort_unaccounted()
-        out += [] if early else [*self._losses(), *map(Emit, self._tally.brief())]
+        out += [] if early else [*self._losses(), *map(Emit, self._progress.brief())]
         self.phase = v1.Notice.FINISHED
-        done = self._tally.finished(self.goal if early else "")
-        return [*out, *self._cuts.drop(), Emit(done), Notify()]
+        done = self._progress.finished(self.criterion if early else "")
+        return [*out, *self._snapshots.drop(), Emit(done), Notify()]
 
     def _losses(self) -> list[Instruction]:
         """Says what became of lost workers' data. The run has finished, but not well, where some is missing.
 
         The scripts that are left go on to their end, and the model is kept.
         """
-        told = self._tally.losses()
+        told = self._progress.losses()
         out: list[Instruction] = [Emit(one) for one in told]
         missing = [one for one in told if one.missing != 0]
         if missing and not self._allow_lost:
@@ -160,7 +160,7 @@ class Phases:
         return out
 
     def _abort_unaccounted(self) -> list[Instruction]:
-        epoch, missing = self._tally.num_unaccounted
+        epoch, missing = self._progress.num_unaccounted
         return self.abort(
             self._nodes.worker_names[0],
             "InternalError",

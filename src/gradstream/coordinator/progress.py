@@ -52,7 +52,7 @@ class SampleProgress:
         for one in epochs:
             if isinstance(self.ledger, OpenLedger):
                 epoch = Epoch(one.loader, one.epoch)
-                self.ledger.left_over.begun(rank, epoch, one.step, unclear=one.unclear)
+                self.ledger.reassignment.begun(rank, epoch, one.step, unclear=one.unclear)
 
     def verdict(self, round: int, ranks: Sequence[int], at_s: float) -> RoundEvent | None:  # noqa: A002  protocol's word
         """The first shard says whose contributions make the update of a round."""
@@ -88,7 +88,7 @@ class SampleProgress:
         """By data epoch, samples that updates were made without."""
         found = dict(self._dropped_before)
         if isinstance(self.ledger, Ledger):
-            for epoch, count in self.ledger.all_dropped.items():
+            for epoch, count in self.ledger.dropped.items():
                 found[str(epoch)] = found.get(str(epoch), 0) + count
         return found
 
@@ -168,7 +168,7 @@ class SampleProgress:
             return 0 if self._resume is None else sum(self._resume.samples.values())
         if self._num_samples is None:
             return 0
-        return self.ledger.plan.done.count(self._num_samples, epoch)
+        return self.ledger.plan.progress.count(self._num_samples, epoch)
 
 
 def _told(loss: LostSamples) -> LeftOverEvent:

@@ -1,4 +1,4 @@
-"""A consistent cut, as a pure state machine: reports of nodes go in, phases come out.
+"""A consistent snapshot, as a pure state machine: reports of nodes go in, phases come out.
 
     PAUSE ─all begun─▶ STOP ─all reached─▶ (Prepare) ─▶ SNAPSHOT ─all held─▶ WRITE ─all written─▶ (Commit)
 
@@ -7,11 +7,11 @@ begun; else each after the minibatch it is in. So the model holds whole minibatc
 says which, and nobody waits for somebody who has stopped: the one that is behind is let on, and the
 one that is ahead has begun nothing that the others do not get to.
 
-A run that has done enough finishes with such a cut: STOP is then followed by ENDED, which says that
+A run that has done enough finishes with such a snapshot: STOP is then followed by ENDED, which says that
 everything that was begun is in the model, and nothing is written but the final parameters.
 
 Workers stand still from PAUSE to SNAPSHOT. A node that is lost then, or a deadline that passes,
-ends the cut and not the run.
+ends the snapshot and not the run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ERROR_BYTES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotLimits:
-    """How long a cut may take.
+    """How long a snapshot may take.
 
     Args:
         hold_s: from PAUSE until all shards hold their ranges: workers stand still.
@@ -51,7 +51,7 @@ class SnapshotLimits:
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """One cut.
+    """One snapshot.
 
     Args:
         number: from 1.
@@ -71,63 +71,63 @@ class Snapshot:
     last: bool
     began_s: float
     ends: bool = False
-    phase: v1.Cut.Phase = v1.Cut.PAUSE
+    phase: v1.Snapshot.Phase = v1.Snapshot.PAUSE
     begun: dict[str, int] = field(default_factory=dict)
     stop_at: dict[str, int] = field(default_factory=dict)
     versions: dict[str, Sequence[int]] = field(default_factory=dict)
     sums: dict[str, Sequence[int]] = field(default_factory=dict)
     places: tuple[VectorPlace, ...] = ()
-    held_s: float = 0.0  # when workers went on
-    done: DataProgress = field(default_factory=DataProgress)
+    resumed_s: float = 0.0  # when workers went on
+    progress: DataProgress = field(default_factory=DataProgress)
     step: int = 0
     reached: set[str] = field(default_factory=set)
-    ordered: v1.Cut.Phase | None = None  # the phase that an instruction was given in
+    ordered: v1.Snapshot.Phase | None = None  # the phase that an instruction was given in
 
     @property
     def awaited(self) -> list[str]:
         """For whom it waits."""
         there: Iterable[str]
         match self.phase:
-            case v1.Cut.PAUSE:
+            case v1.Snapshot.PAUSE:
                 needed, there = self.workers, self.begun
-            case v1.Cut.STOP:
+            case v1.Snapshot.STOP:
                 needed, there = self.workers, self.reached
-            case v1.Cut.SNAPSHOT:
+            case v1.Snapshot.SNAPSHOT:
                 needed, there = self.shards, self.versions
-            case v1.Cut.ENDED:
+            case v1.Snapshot.ENDED:
                 needed, there = (), ()
             case _:
                 needed, there = self.shards, self.sums
         return [name for name in needed if name not in there]
 
     @property
-    def standing(self) -> bool:
+    def holds_workers(self) -> bool:
         """Whether workers stand still for it."""
-        return self.phase != v1.Cut.WRITE
+        return self.phase != v1.Snapshot.WRITE
 
-    def take(self, who: str, report: v1.CutReport) -> None:
+    def take(self, who: str, report: v1.SnapshotReport) -> None:
         """Notes what a node says. What is said twice, too early or too late changes nothing."""
-        kind = v1.CutReport
+        kind = v1.SnapshotReport
         match report.kind, self.phase:
-            case kind.BEGUN, v1.Cut.PAUSE if who in self.workers:
+            case kind.BEGUN, v1.Snapshot.PAUSE if who in self.workers:
                 self.begun.setdefault(who, report.count)
-            case kind.REACHED, v1.Cut.STOP if who in self.workers:
+            case kind.REACHED, v1.Snapshot.STOP if who in self.workers:
                 self.reached.add(who)
-            case kind.HELD, v1.Cut.SNAPSHOT if who in self.shards:
+            case kind.HELD, v1.Snapshot.SNAPSHOT if who in self.shards:
                 self.versions.setdefault(who, tuple(report.versions))
-            case kind.WRITTEN, v1.Cut.WRITE if who in self.shards:
+            case kind.WRITTEN, v1.Snapshot.WRITE if who in self.shards:
                 self.sums.setdefault(who, tuple(report.sums))
 
     def stop(self) -> None:
         """PAUSE → STOP: how far each worker goes."""
         furthest = max(self.begun.values(), default=0)
         self.stop_at = {who: furthest if self.together else count for who, count in self.begun.items()}
-        self.phase = v1.Cut.STOP
+        self.phase = v1.Snapshot.STOP
 
-    def as_notice(self) -> v1.Cut:
+    def as_notice(self) -> v1.Snapshot:
         """As every node is told it."""
         places = [v1.Place(vector=p.vector, path=p.path, offset_bytes=p.offset_bytes) for p in self.places]
-        return v1.Cut(
+        return v1.Snapshot(
             number=self.number,
             phase=self.phase,
             stop_at=self.stop_at,
@@ -138,7 +138,7 @@ class Snapshot:
 
 
 class SnapshotRounds:
-    """Begins cuts when they are due, leads one at a time to its end, and says what became of it.
+    """Begins snapshots when they are due, leads one at a time to its end, and says what became of it.
 
     Args:
         ledger: which minibatches are in the model.
@@ -191,18 +191,22 @@ class SnapshotRounds:
         return self.stopping and self.current is None
 
     def tick(self, at_s: float, workers: Sequence[str], shards: Sequence[str]) -> list[Instruction]:
-        """Looks at the clock and the ledger: begins a cut that is due, ends one that takes too long."""
+        """Looks at the clock and the ledger: begins a snapshot that is due, ends one that takes too long."""
         if self._last_s is None:
             self._last_s = at_s
-        cut = self.current
-        if cut is not None:
-            if self._verdicts and cut.phase == v1.Cut.STOP and (out := self._advance(cut, at_s)):
+        snapshot = self.current
+        if snapshot is not None:
+            if (
+                self._verdicts
+                and snapshot.phase == v1.Snapshot.STOP
+                and (out := self._advance(snapshot, at_s))
+            ):
                 return out
             if self.ending:
                 return []  # what they have begun takes as long as it takes
-            limit_s = self._limits.hold_s if cut.standing else self._limits.write_s
-            if at_s - (cut.began_s if cut.standing else cut.held_s) > limit_s:
-                names = ", ".join(cut.awaited) or "the coordinator"
+            limit_s = self._limits.hold_s if snapshot.holds_workers else self._limits.write_s
+            if at_s - (snapshot.began_s if snapshot.holds_workers else snapshot.resumed_s) > limit_s:
+                names = ", ".join(snapshot.awaited) or "the coordinator"
                 return self.fail(names, f"nothing came from {names} within {limit_s:g} s", at_s)
             return []
         due = self._policy.due(
@@ -215,25 +219,25 @@ class SnapshotRounds:
         return self.begin(at_s, workers, shards)
 
     def stop(self, at_s: float, workers: Sequence[str], shards: Sequence[str]) -> list[Instruction]:
-        """The run is to stop with a cut: with the one under way, if workers stand still for it."""
+        """The run is to stop with a snapshot: with the one under way, if workers stand still for it."""
         self.stopping = True
         if not self._enabled or self.finishing:
             return []
         if self.current is None:
             return self.begin(at_s, workers, shards)
-        if self.current.standing:
+        if self.current.holds_workers:
             self.current.last = True
         return [Notify()]
 
     def finish(self, at_s: float, workers: Sequence[str], shards: Sequence[str]) -> list[Instruction]:
-        """The run is to finish early: with a cut of its own, after the one under way."""
+        """The run is to finish early: with a snapshot of its own, after the one under way."""
         self.finishing = True
         return [] if self.current is not None else self.begin(at_s, workers, shards)
 
     @property
     def ending(self) -> bool:
         """Whether workers have been told after which minibatch the run ends."""
-        return self.current is not None and self.current.ends and self.current.phase != v1.Cut.PAUSE
+        return self.current is not None and self.current.ends and self.current.phase != v1.Snapshot.PAUSE
 
     def begin(self, at_s: float, workers: Sequence[str], shards: Sequence[str]) -> list[Instruction]:
         """PAUSE."""
@@ -244,26 +248,26 @@ class SnapshotRounds:
         )
         return [Notify()]
 
-    def report(self, who: str, report: v1.CutReport, at_s: float) -> list[Instruction]:
+    def report(self, who: str, report: v1.SnapshotReport, at_s: float) -> list[Instruction]:
         """A node says how far it is."""
-        cut = self.current
-        if cut is None or report.number != cut.number:
+        snapshot = self.current
+        if snapshot is None or report.number != snapshot.number:
             return []
-        if report.kind == v1.CutReport.FAILED:
+        if report.kind == v1.SnapshotReport.FAILED:
             return self.fail(who, escaped(report.error, ERROR_BYTES), at_s)
-        cut.take(who, report)
-        return self._advance(cut, at_s)
+        snapshot.take(who, report)
+        return self._advance(snapshot, at_s)
 
-    def prepared(self, cut: Snapshot, places: Sequence[VectorPlace], at_s: float) -> list[Instruction]:
+    def prepared(self, snapshot: Snapshot, places: Sequence[VectorPlace], at_s: float) -> list[Instruction]:
         """The draft is open, and the workers' own state is here: shards may hold their ranges."""
-        if cut is not self.current:
-            return [Discard(cut)]
-        cut.places, cut.phase = tuple(places), v1.Cut.SNAPSHOT
-        return [Notify(), *self._advance(cut, at_s)]
+        if snapshot is not self.current:
+            return [Discard(snapshot)]
+        snapshot.places, snapshot.phase = tuple(places), v1.Snapshot.SNAPSHOT
+        return [Notify(), *self._advance(snapshot, at_s)]
 
     def committed(
         self,
-        cut: Snapshot,
+        snapshot: Snapshot,
         folder: str,
         size_bytes: int,
         at_s: float,
@@ -273,16 +277,16 @@ class SnapshotRounds:
         """It is on the disk under its name."""
         self.kept = folder
         event = CheckpointEvent(
-            step=cut.step,
+            step=snapshot.step,
             folder=folder,
             size_bytes=size_bytes,
-            stood_s=cut.held_s - cut.began_s,
-            total_s=at_s - cut.began_s,
+            paused_s=snapshot.resumed_s - snapshot.began_s,
+            total_s=at_s - snapshot.began_s,
         )
-        if cut is not self.current:
+        if snapshot is not self.current:
             return [Emit(event)]
         self.current = None
-        due = self.finishing or (self.stopping and not cut.last)
+        due = self.finishing or (self.stopping and not snapshot.last)
         again = self.begin(at_s, workers, shards) if due else []
         return [Emit(event), *(again or [Notify()])]
 
@@ -290,65 +294,69 @@ class SnapshotRounds:
         """A node is gone. Once the shards hold their ranges, only who writes them is needed.
 
         Args:
-            workers, shards: who is left, to make another cut if the run is to stop with one.
+            workers, shards: who is left, to make another snapshot if the run is to stop with one.
         """
-        cut = self.current
-        if cut is None or who not in cut.workers or not (cut.standing or who in cut.shards):
+        snapshot = self.current
+        if (
+            snapshot is None
+            or who not in snapshot.workers
+            or not (snapshot.holds_workers or who in snapshot.shards)
+        ):
             return []
         if self.ending:  # the others get to where they stop all the same
-            cut.workers = [worker for worker in cut.workers if worker != who]
-            return self._advance(cut, at_s)
-        failed = self.fail(who, f"{who} was lost while the cut was made", at_s)
+            snapshot.workers = [worker for worker in snapshot.workers if worker != who]
+            return self._advance(snapshot, at_s)
+        failed = self.fail(who, f"{who} was lost while the snapshot was made", at_s)
         again = self.stopping or self.finishing
         return [*failed, *(self.begin(at_s, workers, shards) if again else [])]
 
     def fail(self, who: str, why: str, at_s: float) -> list[Instruction]:
-        """Nothing comes of the cut under way; the run goes on, and the checkpoint of before is kept."""
-        cut, self.current = self.current, None
-        if cut is None:
+        """Nothing comes of the snapshot under way; the run goes on, and the checkpoint of before is kept."""
+        snapshot, self.current = self.current, None
+        if snapshot is None:
             return []
         self._last_s = at_s
-        if cut.ends:
+        if snapshot.ends:
             return []
         event = CheckpointFailedEvent(step=self.step, who=who, message=why, kept=self.kept)
-        return [Discard(cut), Emit(event), Notify()]
+        return [Discard(snapshot), Emit(event), Notify()]
 
     def drop(self) -> list[Instruction]:
-        """The run is over: no cut is of use any more."""
-        cut, self.current = self.current, None
-        return [] if cut is None or cut.ends else [Discard(cut)]
+        """The run is over: no snapshot is of use any more."""
+        snapshot, self.current = self.current, None
+        return [] if snapshot is None or snapshot.ends else [Discard(snapshot)]
 
-    def _advance(self, cut: Snapshot, at_s: float) -> list[Instruction]:
-        if cut.awaited or (cut.phase == v1.Cut.STOP and self._unheard_of(cut)):
+    def _advance(self, snapshot: Snapshot, at_s: float) -> list[Instruction]:
+        if snapshot.awaited or (snapshot.phase == v1.Snapshot.STOP and self._unheard_of(snapshot)):
             return []
-        match cut.phase:
-            case v1.Cut.PAUSE:
-                cut.stop()
-                return [Notify(), *self._advance(cut, at_s)]
-            case v1.Cut.STOP if cut.ends:
-                cut.phase = v1.Cut.ENDED
+        match snapshot.phase:
+            case v1.Snapshot.PAUSE:
+                snapshot.stop()
+                return [Notify(), *self._advance(snapshot, at_s)]
+            case v1.Snapshot.STOP if snapshot.ends:
+                snapshot.phase = v1.Snapshot.ENDED
                 return [Notify()]
-            case v1.Cut.STOP:
-                cut.done, cut.step = self._ledger.done(), self.step
-                return self._order(cut, Prepare(cut))
-            case v1.Cut.SNAPSHOT:
-                if any(version < 0 for versions in cut.versions.values() for version in versions):
+            case v1.Snapshot.STOP:
+                snapshot.progress, snapshot.step = self._ledger.progress(), self.step
+                return self._order(snapshot, Prepare(snapshot))
+            case v1.Snapshot.SNAPSHOT:
+                if any(version < 0 for versions in snapshot.versions.values() for version in versions):
                     return self.fail("coordinator", "there are no parameters yet", at_s)
-                cut.phase, cut.held_s = v1.Cut.WRITE, at_s
-                return [Notify(), *self._advance(cut, at_s)]
-            case v1.Cut.ENDED:
+                snapshot.phase, snapshot.resumed_s = v1.Snapshot.WRITE, at_s
+                return [Notify(), *self._advance(snapshot, at_s)]
+            case v1.Snapshot.ENDED:
                 return []
             case _:
-                return self._order(cut, Commit(cut))
+                return self._order(snapshot, Commit(snapshot))
 
-    def _unheard_of(self, cut: Snapshot) -> bool:
+    def _unheard_of(self, snapshot: Snapshot) -> bool:
         """Whether the verdict on a round that workers have gone through is still on its way."""
-        return self._verdicts and self._ledger.num_rounds < max(cut.stop_at.values(), default=0)
+        return self._verdicts and self._ledger.num_rounds < max(snapshot.stop_at.values(), default=0)
 
     @staticmethod
-    def _order(cut: Snapshot, instruction: Instruction) -> list[Instruction]:
+    def _order(snapshot: Snapshot, instruction: Instruction) -> list[Instruction]:
         """Once in a phase: nodes may say a thing twice."""
-        if cut.ordered == cut.phase:
+        if snapshot.ordered == snapshot.phase:
             return []
-        cut.ordered = cut.phase
+        snapshot.ordered = snapshot.phase
         return [instruction]

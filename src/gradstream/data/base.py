@@ -45,8 +45,8 @@ class Dataset(Protocol):
     string, which the machines of one run compare. It may have two more methods, and one that has the
     second needs no `batch`:
 
-        plan(division: Division) -> Plan
-        feed(plan: Plan, rank: int, seed: int) -> Feed
+        plan(spec: PartitionSpec) -> BatchPlan
+        feed(plan: BatchPlan, rank: int, seed: int) -> Feed
     """
 
     name: str
@@ -97,7 +97,7 @@ class PartitionSpec:
         shares: relative amounts of data, one per worker; None leaves it to the batch sizes, "measured" to
             the speed of the workers.
         epochs, steps: when the run ends; one may be None.
-        done: what is in the model already: the plan leaves it out.
+        progress: what is in the model already: the plan leaves it out.
     """
 
     partitioning: Partitioning
@@ -107,7 +107,7 @@ class PartitionSpec:
     shares: Sequence[float] | Literal["measured"] | None
     epochs: int | None
     steps: int | None
-    done: DataProgress = field(default_factory=DataProgress)
+    progress: DataProgress = field(default_factory=DataProgress)
 
 
 class BatchPlan(Protocol):
@@ -134,7 +134,7 @@ class BatchPlan(Protocol):
         ...
 
     @property
-    def done(self) -> DataProgress:
+    def progress(self) -> DataProgress:
         """What is in the model already, and in no minibatch of this plan: a resumed run."""
         ...
 

@@ -13,30 +13,30 @@ from gradstream.model.batch import Batch
 __all__ = ["IdFeed", "feed_of", "plan_of", "plan_samples"]
 
 
-def plan_of(data: Dataset, division: PartitionSpec) -> BatchPlan:
+def plan_of(data: Dataset, spec: PartitionSpec) -> BatchPlan:
     """How a run divides a data set. Raises ConfigError where the numbers do not fit."""
     own = getattr(data, "plan", None)
     if own is not None:
-        plan: BatchPlan = own(division)
+        plan: BatchPlan = own(spec)
         return plan
     if data.num_samples is None:
         raise ConfigError(f"data set {data.name!r} does not say how many samples it has, nor has it a plan()")
-    return plan_samples(data.num_samples, division)
+    return plan_samples(data.num_samples, spec)
 
 
 def plan_samples(
-    num_samples: int, division: PartitionSpec, *, order: Order | None = None, drop_last: bool = False
+    num_samples: int, spec: PartitionSpec, *, order: Order | None = None, drop_last: bool = False
 ) -> EpochPlan:
     """The plan of a data set whose samples have ids: rounds, a queue, or a partition for each worker."""
-    return _KINDS[division.partitioning](
+    return _KINDS[spec.partitioning](
         num_samples,
-        division.batch_size,
-        division.workers,
-        seed=division.seed,
-        shares=division.shares,
+        spec.batch_size,
+        spec.workers,
+        seed=spec.seed,
+        shares=spec.shares,
         order=order,
         drop_last=drop_last,
-        done=division.done,
+        progress=spec.progress,
     )
 
 

@@ -26,7 +26,7 @@ class JoinedPlan(BatchSequence):
     """
 
     def __init__(self, plan: BatchPlan, k: int) -> None:
-        super().__init__(plan.num_partitions, plan.done)
+        super().__init__(plan.num_partitions, plan.progress)
         self.num_workers, self.per_step, self.seekable = plan.num_workers, plan.per_step, plan.seekable
         self.plan = plan
         self.k = k
@@ -57,10 +57,10 @@ class JoinedPlan(BatchSequence):
         """See `BatchPlan`."""
         return sum(self.plan.likely_size(part) for part in self.parts(ref))
 
-    def allot(self, epoch: int, batch: int, sizes: Sequence[int], *, until: int | None = None) -> None:
+    def reassign(self, epoch: int, batch: int, sizes: Sequence[int], *, until: int | None = None) -> None:
         """See `RoundPlan`: in joined rounds."""
         assert isinstance(self.plan, RoundPlan)
-        self.plan.allot(epoch, batch * self.k, sizes, until=None if until is None else until * self.k)
+        self.plan.reassign(epoch, batch * self.k, sizes, until=None if until is None else until * self.k)
 
     def sizes(self, epoch: int, batch: int) -> tuple[int, ...]:
         """See `RoundPlan`: of each part of a joined round."""

@@ -2,81 +2,40 @@
 
 Where a quorum makes each update, a round's verdict accounts for all of its minibatches at once (`verdict`).
 
-Without rounds, minibatches are handed out to workers that ask (`hand_out`). A plan has one line of
-minibatches for all workers, or one for each. A worker gets the next ones of its own line, unless another line
+Without rounds, minibatches are handed out to workers that ask (`hand_out`). A plan has one sequence of
+minibatches for all workers, or one for each. A worker gets the next ones of its own sequence, unless another sequence
 is behind by an epoch: a worker that is done with its part of an epoch helps the others to finish theirs. What
 a lost worker had in hand without a receipt is handed out again.
 
 Receipts come in any order and more than once.
 
-A line's minibatches, over all epochs, have sequence numbers k (`BatchPlan.nth`). What is kept is a low-water mark
-in the line and the few numbers received ahead of it, so the memory is that of the disorder and not of the
+A sequence's minibatches, over all epochs, have sequence numbers k (`BatchPlan.nth`). What is kept is a low-water mark
+in the sequence and the few numbers received ahead of it, so the memory is that of the disorder and not of the
 length of the run.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from gradstream.data.base import BatchPlan, BatchRef
 from gradstream.data.done import DataProgress
+from gradstream.data.receipts import AssignableBatches
 from gradstream.errors import ConfigError, InternalError
 
 __all__ = ["Ledger", "Unassigned"]
 
-Piece = tuple[int, int]
-"""(k, count): so many numbers of a line, from k on."""
-
 
 @dataclass(slots=True)
-class _Line:
-    """One line of minibatches 0 … total-1."""
+class _EpochCounts:
+    """What the ledger has counted of one data epoch."""
 
-    total: int
-    low: int = 0  # all below have receipts
-    ahead: set[int] = field(default_factory=set)  # receipts above the low-water mark
-    fresh: int = 0  # from here on none was handed out
-    returned: list[Piece] = field(default_factory=list)  # heap: handed out, and the taker did not do them
-
-    def received(self, k: int) -> bool:
-        return k < self.low or k in self.ahead
-
-    def receive(self, k: int) -> None:
-        self.ahead.add(k)
-        while self.low in self.ahead:
-            self.ahead.remove(self.low)
-            self.low += 1
-
-    def first(self) -> int | None:
-        """The first number that nobody has; receipts that came meanwhile are passed over."""
-        while self.returned and self.received(self.returned[0][0]):
-            k, count = heapq.heappop(self.returned)
-            if count > 1:
-                heapq.heappush(self.returned, (k + 1, count - 1))
-        if self.returned:
-            return self.returned[0][0]
-        while self.received(self.fresh):
-            self.fresh += 1
-        return self.fresh if self.fresh < self.total else None
-
-    def take(self, most: int, stop: int) -> Piece:
-        """Up to `most` numbers in a row from the first one on, all below `stop`."""
-        if not self.returned:
-            piece = self.fresh, min(most, stop - self.fresh)
-            self.fresh += piece[1]
-            return piece
-        k, count = heapq.heappop(self.returned)
-        if count > most:
-            heapq.heappush(self.returned, (k + most, count - most))
-        return k, min(most, count)
-
-    def num_free(self, stop: int | None = None) -> int:
-        """About how many nobody has, below `stop`: receipts of what was returned may have come meanwhile."""
-        fresh = max(0, (self.total if stop is None else min(stop, self.total)) - self.fresh)
-        return fresh + sum(count for k, count in self.returned if stop is None or k < stop)
+    received: int = 0  # numbers with a receipt
+    batches: int = 0  # receipts
+    dropped: int = 0  # samples that are not in the model
+    reassigned: int = 0  # receipts of minibatches that another worker had before
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +59,9 @@ class Ledger:
     Args:
         plan: how the data is cut.
         epochs: how many data epochs the run has.
-        steps: how many minibatches each worker has in all, over its epochs; of a line for all workers, the
+        steps: how many minibatches each worker has in all, over its epochs; of a sequence for all workers, the
             mean. At least one of the two limits is given; with both, the smaller counts.
-        helping: a worker that is done with its own line of an epoch is given of the others' lines. False:
+        helping: a worker that is done with its own sequence of an epoch is given of the others' sequences. False:
             only of those of workers that are lost, or held back.
 
     Raises:
@@ -124,24 +83,21 @@ class Ledger:
             raise ConfigError("a run needs an end: give epochs or steps")
         self.plan = plan
         self.helping = helping or plan.num_partitions == 1
-        self._lines = []
+        self._sequences = []
         for partition in range(plan.num_partitions):
             limits = [plan.batches_before(partition, epochs)] if epochs is not None else []
             if steps is not None:
                 limits.append(steps * plan.per_step if plan.batches_per_epoch(partition) else 0)
-            self._lines.append(_Line(min(limits)))
-        totals = [line.total for line in self._lines]
+            self._sequences.append(AssignableBatches(total=min(limits)))
+        totals = [sequence.total for sequence in self._sequences]
         lasts = [plan.nth(number, total - 1).epoch for number, total in enumerate(totals) if total]
         self._num_epochs = max(lasts, default=-1) + 1
         # Data epochs, from the first on, of which nothing is missing.
-        self._num_complete = min(plan.done.epochs, self._num_epochs)
+        self._num_complete = min(plan.progress.epochs, self._num_epochs)
         self._counted = (-1, 0)  # an epoch, and how many minibatches it has
-        self._received: Counter[int] = Counter()  # numbers with a receipt, by epoch
-        self._batches: Counter[int] = Counter()  # receipts by epoch
-        self._dropped: Counter[int] = Counter()  # samples by epoch that are not in the model
-        self._reassigned: Counter[int] = Counter()  # receipts by epoch, of what was handed out before
+        self._counts: defaultdict[int, _EpochCounts] = defaultdict(_EpochCounts)  # by epoch
         self._hands: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)
-        """By worker, what it has: (line, k) -> count."""
+        """By worker, what it has: (sequence, k) -> count."""
         self._again: set[tuple[int, int]] = set()  # of these, those that another had before
         self._lost: set[int] = set()
         self._held: set[int] = set()
@@ -177,22 +133,23 @@ class Ledger:
         Raises:
             InternalError: the run has no such minibatch.
         """
-        line, first = self._place(ref)
+        sequence, first = self._place(ref)
         self._hands[worker].pop((ref.partition, first), None)
-        new = [k for k in range(first, first + ref.count) if not line.received(k)]
+        new = [k for k in range(first, first + ref.count) if not sequence.received(k)]
         if not new:
             return False
         for k in new:
-            line.receive(k)
-        self._received[ref.epoch] += len(new)
-        self._batches[ref.epoch] += 1
+            sequence.add(k)
+        counts = self._counts[ref.epoch]
+        counts.received += len(new)
+        counts.batches += 1
         self.num_receipts += 1
         units = [ref] if len(new) == ref.count else [self.plan.nth(ref.partition, k) for k in new]
         for size in map(self.plan.size, units):
             self.num_samples = None if size is None or self.num_samples is None else self.num_samples + size
         if (ref.partition, first) in self._again:
             self._again.remove((ref.partition, first))
-            self._reassigned[ref.epoch] += 1
+            counts.reassigned += 1
         while not self.finished and self.missing(self._num_complete) == 0:
             self._num_complete += 1
         return True
@@ -200,22 +157,22 @@ class Ledger:
     def knows(self, ref: BatchRef, worker: int) -> bool:
         """Whether the run has such a minibatch, for any worker to do."""
         del worker
-        inside = 0 <= ref.partition < len(self._lines) and 0 <= ref.epoch < self._num_epochs
+        inside = 0 <= ref.partition < len(self._sequences) and 0 <= ref.epoch < self._num_epochs
         return inside and 0 <= ref.batch < ref.stop <= self._span(ref.partition, ref.epoch)
 
     def has_round(self, k: int) -> bool:
         """Whether every partition has a k-th minibatch."""
-        return 0 <= k < min(line.total for line in self._lines)
+        return 0 <= k < min(sequence.total for sequence in self._sequences)
 
     @property
     def most_begun(self) -> int:
         """The most minibatches that one worker can have begun: all of the run."""
-        return sum(line.total for line in self._lines)
+        return sum(sequence.total for sequence in self._sequences)
 
     @property
     def num_planned(self) -> int:
         """How many minibatches the run has; where sizes differ, about how many."""
-        return self.most_begun * self.plan.num_workers // (self.plan.per_step * len(self._lines))
+        return self.most_begun * self.plan.num_workers // (self.plan.per_step * len(self._sequences))
 
     def verdict(self, k: int, ranks: Collection[int]) -> tuple[BatchRef, ...]:
         """Every partition's k-th minibatch has met its fate: those of `ranks` are in the model, others not.
@@ -229,40 +186,36 @@ class Ledger:
         Raises:
             InternalError: the run has no such round.
         """
-        refs = tuple(self.plan.nth(partition, k) for partition in range(len(self._lines)))
+        refs = tuple(self.plan.nth(partition, k) for partition in range(len(self._sequences)))
         for partition, ref in enumerate(refs):
             if self.receipt(ref, partition) and partition not in ranks:
                 size = self.plan.size(ref) or 0
-                self._dropped[ref.epoch] += size
+                self._counts[ref.epoch].dropped += size
                 self.num_samples = None if self.num_samples is None else self.num_samples - size
         return refs
 
-    def dropped(self, epoch: int) -> int:
-        """Samples of a data epoch that a verdict has left out; those that nobody can count left out."""
-        return self._dropped[epoch]
-
     @property
-    def all_dropped(self) -> Mapping[int, int]:
-        """The same by epoch."""
-        return {epoch: count for epoch, count in sorted(self._dropped.items()) if count}
+    def dropped(self) -> Mapping[int, int]:
+        """By data epoch, samples that a quorum has left out, where it is known how many they were."""
+        return {epoch: counts.dropped for epoch, counts in sorted(self._counts.items()) if counts.dropped}
 
     # ---- handing out --------------------------------------------------------------------
 
     def unassigned(self, taker: int) -> Unassigned:
         """What there is to hand out to a worker now. Nothing for one that is lost."""
-        number = None if taker in self._lost else self._next_line(taker)
+        number = None if taker in self._lost else self._next_sequence(taker)
         if number is None:
             return Unassigned(0, 0)
-        k = self._lines[number].first()
+        k = self._sequences[number].first()
         assert k is not None
         behind = self.plan.nth(number, k).epoch + 1
-        open_to_it = [other for other in range(len(self._lines)) if self._is_open(other, taker)]
+        open_to_it = [other for other in range(len(self._sequences)) if self._is_open(other, taker)]
         stops = {other: self.plan.batches_before(other, behind) for other in open_to_it}
-        epoch = sum(self._lines[other].num_free(stop) for other, stop in stops.items())
-        return Unassigned(epoch, sum(self._lines[other].num_free() for other in open_to_it))
+        epoch = sum(self._sequences[other].num_free(stop) for other, stop in stops.items())
+        return Unassigned(epoch, sum(self._sequences[other].num_free() for other in open_to_it))
 
     def _is_open(self, number: int, taker: int) -> bool:
-        """Whether a worker may be given of a line."""
+        """Whether a worker may be given of a sequence."""
         return self.helping or number == taker or number in self._lost or number in self._held
 
     def hand_out(self, taker: int, limit: int, size: int = 1) -> tuple[BatchRef, ...]:
@@ -275,19 +228,19 @@ class Ledger:
         """
         handed: list[BatchRef] = []
         while len(handed) < limit and taker not in self._lost:
-            number = self._next_line(taker)
+            number = self._next_sequence(taker)
             if number is None:
                 break
             handed.append(self._hand_out(number, taker, size))
         return tuple(handed)
 
     def _hand_out(self, number: int, taker: int, size: int) -> BatchRef:
-        """The first minibatch of a line that has one."""
-        line = self._lines[number]
-        first = line.first()
+        """The first minibatch of a sequence that has one."""
+        sequence = self._sequences[number]
+        first = sequence.first()
         assert first is not None
-        again = bool(line.returned)
-        k, count = line.take(size, self._stop(number, first))
+        again = bool(sequence.returned)
+        k, count = sequence.take(size, self._stop(number, first))
         self._hands[taker][number, k] = count
         if again:
             self._again.add((number, k))
@@ -315,7 +268,7 @@ class Ledger:
         return self._take_back(rank)
 
     def hold(self, rank: int) -> int:
-        """A worker is held back: others get what it has in hand, none of it begun, and of its line.
+        """A worker is held back: others get what it has in hand, none of it begun, and of its sequence.
 
         Returns:
             How many minibatches it had in hand.
@@ -331,22 +284,22 @@ class Ledger:
         hand = self._hands.pop(rank, {})
         for (number, k), count in hand.items():
             self._again.discard((number, k))
-            heapq.heappush(self._lines[number].returned, (k, count))
+            self._sequences[number].give_back((k, count))
         return len(hand)
 
-    def _next_line(self, taker: int) -> int | None:
-        """The line that a worker is given of: of the oldest epoch, its own before others.
+    def _next_sequence(self, taker: int) -> int | None:
+        """The sequence that a worker is given of: of the oldest epoch, its own before others.
 
-        A line that only its own worker reads fast is left to that, until it is lost or there is nothing else.
+        A sequence that only its own worker reads fast is left to that, until it is lost or there is nothing else.
         """
-        if len(self._lines) == 1:
-            return None if self._lines[0].first() is None else 0
+        if len(self._sequences) == 1:
+            return None if self._sequences[0].first() is None else 0
         found: tuple[tuple[int, int, int], int] | None = None
-        for number, line in enumerate(self._lines):
-            k = line.first()
+        for number, sequence in enumerate(self._sequences):
+            k = sequence.first()
             if k is None or not self._is_open(number, taker):
                 continue
-            epoch, free = self.plan.nth(number, k).epoch, line.num_free()
+            epoch, free = self.plan.nth(number, k).epoch, sequence.num_free()
             if not (self.plan.seekable or number == taker or number in self._lost | self._held):
                 epoch = self._num_epochs  # after everything else
             rank = epoch, int(number != taker), -free
@@ -355,19 +308,20 @@ class Ledger:
         return None if found is None else found[1]
 
     def _stop(self, number: int, k: int) -> int:
-        """Where the epoch of a line's k-th minibatch ends in it."""
+        """Where the epoch of a sequence's k-th minibatch ends in it."""
         return min(
-            self._lines[number].total, self.plan.batches_before(number, self.plan.nth(number, k).epoch + 1)
+            self._sequences[number].total,
+            self.plan.batches_before(number, self.plan.nth(number, k).epoch + 1),
         )
 
     # ---- figures ------------------------------------------------------------------------
 
     def batches(self, epoch: int) -> int:
-        """How many minibatches a data epoch of this run has, over all lines; units, where sizes differ."""
+        """How many minibatches a data epoch of this run has, over all sequences; units, where sizes differ."""
         if self._counted[0] != epoch:  # each receipt asks for the same epoch; partitions may be many
             self._counted = (
                 epoch,
-                sum(self._span(partition, epoch) for partition in range(len(self._lines))),
+                sum(self._span(partition, epoch) for partition in range(len(self._sequences))),
             )
         return self._counted[1]
 
@@ -377,7 +331,7 @@ class Ledger:
         Samples that were done when the plan began are not counted. None in a stream: only reading tells.
         """
         total = 0
-        for partition in range(len(self._lines)):
+        for partition in range(len(self._sequences)):
             for batch in range(self._span(partition, epoch)):
                 size = self.plan.size(BatchRef(epoch, partition, batch))
                 if size is None:
@@ -393,9 +347,9 @@ class Ledger:
         """
         total, whole = 0, None
         for epoch in range(self.num_epochs):
-            like_others = epoch >= self.plan.done.horizon and all(
+            like_others = epoch >= self.plan.progress.horizon and all(
                 self._span(partition, epoch) == self.plan.batches_per_epoch(partition)
-                for partition in range(len(self._lines))
+                for partition in range(len(self._sequences))
             )
             samples = whole if like_others and whole is not None else self.samples(epoch)
             if samples is None:
@@ -404,25 +358,25 @@ class Ledger:
             total += samples
         return total
 
-    def done(self) -> DataProgress:
+    def progress(self) -> DataProgress:
         """What is in the model: the minibatches with a receipt, and what the plan left out."""
-        last = max((epoch for epoch, count in self._received.items() if count), default=-1)
+        last = max((epoch for epoch, counts in self._counts.items() if counts.received), default=-1)
         refs = (
             BatchRef(epoch, partition, batch)
             for epoch in range(self._num_complete, last + 1)
-            for partition, line in enumerate(self._lines)
+            for partition, sequence in enumerate(self._sequences)
             for batch in range(self._span(partition, epoch))
-            if line.received(self.plan.batches_before(partition, epoch) + batch)
+            if sequence.received(self.plan.batches_before(partition, epoch) + batch)
         )
         return self.plan.done_with(self._num_complete, refs)
 
     def num_batches(self, epoch: int) -> int:
         """How many minibatches of a data epoch have a receipt."""
-        return self._batches[epoch]
+        return self._counts[epoch].batches
 
     def missing(self, epoch: int) -> int:
         """How many minibatches of a data epoch have no receipt yet; units, where sizes differ."""
-        return self.batches(epoch) - self._received[epoch]
+        return self.batches(epoch) - self._counts[epoch].received
 
     def complete(self, epoch: int) -> bool:
         """Whether every minibatch of data epochs 0 … `epoch` has a receipt."""
@@ -430,15 +384,15 @@ class Ledger:
 
     def reassigned(self, epoch: int) -> int:
         """How many minibatches of a data epoch were handed out again: their first taker was lost, say."""
-        return self._reassigned[epoch]
+        return self._counts[epoch].reassigned
 
     def _span(self, partition: int, epoch: int) -> int:
         first = self.plan.batches_before(partition, epoch)
-        return max(0, min(self.plan.batches_in(partition, epoch), self._lines[partition].total - first))
+        return max(0, min(self.plan.batches_in(partition, epoch), self._sequences[partition].total - first))
 
-    def _place(self, ref: BatchRef) -> tuple[_Line, int]:
-        inside = 0 <= ref.partition < len(self._lines) and ref.epoch >= 0
+    def _place(self, ref: BatchRef) -> tuple[AssignableBatches, int]:
+        inside = 0 <= ref.partition < len(self._sequences) and ref.epoch >= 0
         if inside and 0 <= ref.batch < ref.stop <= self._span(ref.partition, ref.epoch):
             k = self.plan.batches_before(ref.partition, ref.epoch) + ref.batch
-            return self._lines[ref.partition], k
+            return self._sequences[ref.partition], k
         raise InternalError(f"a receipt for {ref}, which is no minibatch of this run on {self.plan!r}")

@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Block", "Epoch", "Reassignment", "Steps"]
+from gradstream.data.receipts import Receipts
+
+__all__ = ["Block", "Epoch", "Reassignment"]
 
 MOST_EPOCHS = 1 << 16
 """Epochs that a worker may begin, besides one for each of its steps: each takes memory."""
@@ -50,41 +52,6 @@ class Block(NamedTuple):
 
 
 @dataclass(slots=True)
-class Steps:
-    """Which steps of a worker are in the model. Those below 0 are: made before the run was resumed."""
-
-    low: int = 0  # all below have receipts
-    ahead: set[int] = field(default_factory=set)  # receipts above the low-water mark
-
-    @property
-    def count(self) -> int:
-        """How many have receipts, of those since the run was resumed."""
-        return self.low + len(self.ahead)
-
-    def add(self, step: int) -> bool:
-        """A receipt has come. True the first time."""
-        if step < self.low or step in self.ahead:
-            return False
-        self.ahead.add(step)
-        while self.low in self.ahead:
-            self.ahead.remove(self.low)
-            self.low += 1
-        return True
-
-    def next_missing(self, step: int) -> int:
-        """The first step without a receipt, from this one on."""
-        step = max(step, self.low)
-        while step in self.ahead:
-            step += 1
-        return step
-
-    def num_missing(self, begin: int, end: int) -> int:
-        """How many from `begin` up to `end` have no receipt."""
-        begin = max(begin, self.low)
-        return max(0, end - begin) - sum(begin <= step < end for step in self.ahead)
-
-
-@dataclass(slots=True)
 class _Loop:
     """What a worker has said of its loop."""
 
@@ -101,7 +68,7 @@ class Reassignment:
         steps: of each worker that brings data.
     """
 
-    def __init__(self, steps: Sequence[Steps]) -> None:
+    def __init__(self, steps: Sequence[Receipts]) -> None:
         self._steps = steps
         self._loops = [_Loop() for _ in steps]
         self._lost: list[int] = []

@@ -21,14 +21,14 @@ class BatchSequence(ABC):
 
     Args:
         num_partitions: how many workers the data is planned for, each with a line of its own.
-        done: what is in the model already, and in no minibatch of this plan.
+        progress: what is in the model already, and in no minibatch of this plan.
     """
 
-    def __init__(self, num_partitions: int, done: DataProgress | None = None) -> None:
+    def __init__(self, num_partitions: int, progress: DataProgress | None = None) -> None:
         self.num_partitions = num_partitions
         self.num_workers = num_partitions
         self.per_step = 1
-        self.done = done or DataProgress()
+        self.progress = progress or DataProgress()
         self._edges_by_partition: dict[int, Sequence[int]] = {}
 
     seekable = False
@@ -39,7 +39,7 @@ class BatchSequence(ABC):
 
     def batches_in(self, partition: int, epoch: int) -> int:
         """How many it has in this epoch: fewer, or none, where some of it is done."""
-        return 0 if epoch < self.done.epochs else self.batches_per_epoch(partition)
+        return 0 if epoch < self.progress.epochs else self.batches_per_epoch(partition)
 
     def batches_before(self, partition: int, epoch: int) -> int:
         """How many minibatches a partition has in data epochs 0 … epoch-1."""
@@ -68,6 +68,6 @@ class BatchSequence(ABC):
     def _edges_of(self, partition: int) -> Sequence[int]:
         """`batches_before` for each epoch up to the first of which nothing is done."""
         if partition not in self._edges_by_partition:
-            counts = (self.batches_in(partition, epoch) for epoch in range(self.done.horizon))
+            counts = (self.batches_in(partition, epoch) for epoch in range(self.progress.horizon))
             self._edges_by_partition[partition] = (0, *accumulate(counts))
         return self._edges_by_partition[partition]

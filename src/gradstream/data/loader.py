@@ -156,10 +156,10 @@ class LoaderDataset(MapDataset):
         if not self._num_drawn:
             raise DataError(f"data set {name!r}: its sampler draws no samples")
 
-    def plan(self, division: PartitionSpec) -> EpochPlan:
+    def plan(self, spec: PartitionSpec) -> EpochPlan:
         """The sampler's order, partitioning among the workers. Raises ConfigError for another batch size."""
         size = self.loader.batch_size
-        given = division.batch_size
+        given = spec.batch_size
         if given not in (DEFAULT_BATCH_SIZE, size):
             raise ConfigError(
                 f"batch_size={given!r}, but the DataLoader of {self.name!r} has {size}: leave out the job's"
@@ -167,13 +167,11 @@ class LoaderDataset(MapDataset):
         assert size is not None
         # Processes that read ahead have to know which samples come next.
         partitioning = (
-            "partitions"
-            if division.partitioning == "queue" and self.loader.num_workers
-            else division.partitioning
+            "partitions" if spec.partitioning == "queue" and self.loader.num_workers else spec.partitioning
         )
-        division = dataclasses.replace(division, batch_size=size, partitioning=partitioning)
-        order = None if self._shuffled else order_of(self.loader, self.num_samples, division.seed, self.name)
-        return plan_samples(self._num_drawn, division, order=order, drop_last=self.loader.drop_last)
+        spec = dataclasses.replace(spec, batch_size=size, partitioning=partitioning)
+        order = None if self._shuffled else order_of(self.loader, self.num_samples, spec.seed, self.name)
+        return plan_samples(self._num_drawn, spec, order=order, drop_last=self.loader.drop_last)
 
     def feed(self, plan: BatchPlan, rank: int, seed: int) -> Feed:
         """Reads in this process, or ahead in processes of the loader's."""

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from gradstream.data.base import BatchRef
 from gradstream.data.done import DataProgress
-from gradstream.data.left_over import Reassignment, Steps
+from gradstream.data.left_over import Reassignment
+from gradstream.data.receipts import Receipts
 from gradstream.errors import InternalError
 
 __all__ = ["LostSamples", "OpenLedger"]
@@ -31,7 +32,7 @@ MAX_AHEAD = 1 << 20
 
 
 @dataclass(slots=True)
-class _Line(Steps):
+class _Sequence(Receipts):
     """The minibatches of one worker, numbered from 0."""
 
     total: int | None = None  # how many there were, once the worker has run out
@@ -73,9 +74,9 @@ class OpenLedger:
     """There is one data epoch as far as the ledger knows: a loop counts its own."""
 
     def __init__(self, num_workers: int, *, rounds: bool) -> None:
-        self._lines = [_Line() for _ in range(num_workers)]
+        self._sequences = [_Sequence() for _ in range(num_workers)]
         self._rounds = rounds
-        self.left_over = Reassignment(self._lines)
+        self.reassignment = Reassignment(self._sequences)
         self._held = -1  # the last round that a worker without data was told to take part in
 
     num_complete = 0
@@ -84,21 +85,21 @@ class OpenLedger:
     @property
     def num_receipts(self) -> int:
         """How many minibatches have a receipt."""
-        return sum(line.count for line in self._lines)
+        return sum(sequence.count for sequence in self._sequences)
 
     @property
     def num_rounds(self) -> int:
         """How many each worker has, in the mean."""
-        return self.num_receipts // len(self._lines)
+        return self.num_receipts // len(self._sequences)
 
-    def done(self) -> DataProgress:
+    def progress(self) -> DataProgress:
         """Nothing that has a number: how far each loop is, it says itself (see `checkpoint.own_state`)."""
         return DataProgress()
 
     @property
     def finished(self) -> bool:
         """Whether every worker has run out, and each of its minibatches has a receipt."""
-        return all(line.accounted for line in self._lines)
+        return all(sequence.accounted for sequence in self._sequences)
 
     def ended(self, rank: int, batches: int, samples: int, next_round: int) -> bool | None:
         """A worker has run out of data, after so many minibatches of so many samples.
@@ -109,12 +110,12 @@ class OpenLedger:
         Returns:
             Whether the run is over for it. False: it takes part in `next_round`. None: wait for others.
         """
-        line = self._lines[rank]
-        line.total, line.samples = batches, samples
-        self.left_over.ended(rank, batches)
+        sequence = self._sequences[rank]
+        sequence.total, sequence.samples = batches, samples
+        self.reassignment.ended(rank, batches)
         if not self._rounds:
             return True if self.finished else None
-        everybody = all(line.lost or line.total is not None for line in self._lines)
+        everybody = all(sequence.lost or sequence.total is not None for sequence in self._sequences)
         if everybody and next_round > self._held:
             return True
         self._held = max(self._held, next_round)
@@ -125,32 +126,32 @@ class OpenLedger:
 
     def knows(self, ref: BatchRef, worker: int) -> bool:
         """Whether this may be a minibatch of the worker's: its own, and not far beyond what has receipts."""
-        if worker != ref.partition or ref.epoch != 0 or not 0 <= ref.partition < len(self._lines):
+        if worker != ref.partition or ref.epoch != 0 or not 0 <= ref.partition < len(self._sequences):
             return False
-        line = self._lines[ref.partition]
-        return 0 <= ref.batch < line.count + MAX_AHEAD
+        sequence = self._sequences[ref.partition]
+        return 0 <= ref.batch < sequence.count + MAX_AHEAD
 
     def receipt(self, ref: BatchRef, worker: int) -> bool:
         """Notes that a minibatch of `worker`'s is in the model. True the first time."""
         if worker != ref.partition or ref.epoch != 0:
             raise InternalError(f"a receipt of worker {worker} for {ref}: minibatches are each worker's own")
-        return self._lines[ref.partition].add(ref.batch)
+        return self._sequences[ref.partition].add(ref.batch)
 
     def lost(self, rank: int) -> int:
         """A worker is gone. What it had left is not handed out, but asked for: see `left_over`. Returns 0."""
-        self._lines[rank].lost = True
-        self.left_over.lost(rank)
+        self._sequences[rank].lost = True
+        self.reassignment.lost(rank)
         return 0
 
     def losses(self) -> list[LostSamples]:
         """What became of the parts of lost workers that had not done all of theirs. In rounds nobody asks."""
         if self._rounds:
             return []
-        lost = [(rank, line) for rank, line in enumerate(self._lines) if line.lost]
+        lost = [(rank, sequence) for rank, sequence in enumerate(self._sequences) if sequence.lost]
         return [
-            LostSamples(rank, line.count, self.left_over.missing(rank))
-            for rank, line in lost
-            if line.total is None or line.low < line.total
+            LostSamples(rank, sequence.count, self.reassignment.missing(rank))
+            for rank, sequence in lost
+            if sequence.total is None or sequence.low < sequence.total
         ]
 
     def brief(self) -> dict[int, tuple[int, int]]:
@@ -158,21 +159,21 @@ class OpenLedger:
 
         Loops of `shard`'s loaders are about as long as one another, unless somebody has taken something over.
         """
-        if any(line.lost for line in self._lines):
+        if any(sequence.lost for sequence in self._sequences):
             return {}
-        longest = max(line.total or 0 for line in self._lines)
-        totals = {rank: line.total or 0 for rank, line in enumerate(self._lines)}
+        longest = max(sequence.total or 0 for sequence in self._sequences)
+        totals = {rank: sequence.total or 0 for rank, sequence in enumerate(self._sequences)}
         return {rank: (total, longest) for rank, total in totals.items() if total < BRIEF * longest}
 
     def num_batches(self, epoch: int) -> int:
         """How many minibatches the workers that have run out had, without rounds they had no samples in."""
         del epoch
-        return sum(line.total or 0 for line in self._lines)
+        return sum(sequence.total or 0 for sequence in self._sequences)
 
     def samples(self, epoch: int) -> int:
         """Of how many samples."""
         del epoch
-        return sum(line.samples for line in self._lines)
+        return sum(sequence.samples for sequence in self._sequences)
 
     @property
     def num_samples(self) -> int:
@@ -182,7 +183,9 @@ class OpenLedger:
     def missing(self, epoch: int) -> int:
         """How many of those have no receipt yet."""
         del epoch
-        return sum(max(0, (line.total or 0) - line.low) for line in self._lines if not line.lost)
+        return sum(
+            max(0, (sequence.total or 0) - sequence.low) for sequence in self._sequences if not sequence.lost
+        )
 
     def complete(self, epoch: int) -> bool:
         """As `finished`: there is one epoch."""
@@ -192,4 +195,4 @@ class OpenLedger:
     def reassigned(self, epoch: int) -> int:
         """How many minibatches of lost workers others have taken over."""
         del epoch
-        return self.left_over.num_taken
+        return self.reassignment.num_taken

@@ -6,7 +6,7 @@
 
 A third one cuts it as workers ask: `queue_plan.py`. All give every sample to exactly one minibatch of every
 epoch. A round of `RoundPlan`, joined over its workers, is the minibatch that one node with batch size B would
-take. How many of it each worker takes may change from one round to the next (`allot`); B does not.
+take. How many of it each worker takes may change from one round to the next (`reassign`); B does not.
 
 A plan may begin in the middle (`DataProgress`, from a checkpoint): what is left of an epoch's order is then
 cut as a whole epoch's is. With the batch sizes of before, the rounds that are left are those of before.
@@ -63,10 +63,10 @@ class EpochPlan(BatchSequence):
         num_workers: how many workers the data is planned for.
         seed: of the order of samples, in [0, 2⁶⁴).
         shares: relative amounts of data, one per worker, 0 allowed; as the batch sizes if None. "measured"
-            begins with the batch sizes, and leaves it to `RoundPlan.allot` to change them.
+            begins with the batch sizes, and leaves it to `RoundPlan.reassign` to change them.
         order: of the samples in each epoch; None takes `epoch_order` under `seed`.
         drop_last: leave out what does not fill a minibatch (of all workers together, in rounds).
-        done: samples that are in the model already, and in no minibatch of this plan.
+        progress: samples that are in the model already, and in no minibatch of this plan.
 
     Raises:
         ConfigError: a number out of its range, lists of the wrong length, more workers than
@@ -86,10 +86,10 @@ class EpochPlan(BatchSequence):
         shares: Sequence[float] | Literal["measured"] | None = None,
         order: Order | None = None,
         drop_last: bool = False,
-        done: DataProgress | None = None,
+        progress: DataProgress | None = None,
     ) -> None:
         self.num_samples = _whole("num_samples", num_samples, least=1)
-        super().__init__(_whole("number of workers", num_workers, least=1), done)
+        super().__init__(_whole("number of workers", num_workers, least=1), progress)
         self.seed = _whole("seed", seed, least=0)
         if self.seed >= 1 << 64:
             raise ConfigError(f"seed must be below 2**64, got {seed}")
@@ -157,7 +157,7 @@ class EpochPlan(BatchSequence):
 
     def batches_in(self, partition: int, epoch: int) -> int:
         """How many it has in this epoch: fewer, or none, where some of it is done."""
-        return 0 if epoch < self.done.epochs else self._num_batches(partition, self._num_left(epoch))
+        return 0 if epoch < self.progress.epochs else self._num_batches(partition, self._num_left(epoch))
 
     def ids(self, ref: BatchRef) -> Ids:
         """Sample ids of a minibatch, in order: (size,), a copy. Raises InternalError for an unknown one."""
@@ -177,7 +177,7 @@ class EpochPlan(BatchSequence):
         """The positions of a minibatch in its whole epoch's order."""
         start, stop = self._known(ref)
         out, before = [], 0
-        for first, end in self.done.left(ref.epoch, self.num_samples):
+        for first, end in self.progress.left(ref.epoch, self.num_samples):
             run = max(first, first + start - before), min(end, first + stop - before)
             before += end - first
             if run[0] < run[1]:
@@ -186,7 +186,7 @@ class EpochPlan(BatchSequence):
 
     def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> DataProgress:
         """What is in the model, sample by sample."""
-        parts = {epoch: list(runs) for epoch, runs in self.done.parts.items() if epoch >= num_epochs}
+        parts = {epoch: list(runs) for epoch, runs in self.progress.parts.items() if epoch >= num_epochs}
         for ref in refs:
             parts.setdefault(ref.epoch, []).extend(self.runs(ref))
         runs = {epoch: merged(found) for epoch, found in sorted(parts.items())}
@@ -200,17 +200,17 @@ class EpochPlan(BatchSequence):
 
     def _num_left(self, epoch: int) -> int:
         """How many samples of an epoch are not done."""
-        if epoch >= self.done.horizon:
+        if epoch >= self.progress.horizon:
             return self.num_samples
-        return sum(stop - start for start, stop in self.done.left(epoch, self.num_samples))
+        return sum(stop - start for start, stop in self.progress.left(epoch, self.num_samples))
 
     def _left_of(self, epoch: int) -> Ids:
         """What is left of an epoch's order."""
-        if epoch >= self.done.horizon:
+        if epoch >= self.progress.horizon:
             return self._order(epoch)
         if self._left is None or self._left[0] != epoch:
             order = self._order(epoch)
-            parts = [order[start:stop] for start, stop in self.done.left(epoch, self.num_samples)]
+            parts = [order[start:stop] for start, stop in self.progress.left(epoch, self.num_samples)]
             self._left = epoch, np.concatenate([order[:0], *parts])
         return self._left[1]
 
@@ -228,7 +228,7 @@ class RoundPlan(EpochPlan):
     `batch_size` and `shares`, B is batch_size × workers, divided by shares. All partitions have
     ceil(num_samples / B) rounds an epoch. The last may be short: it is divided in the same
     proportions, each worker getting its part rounded down or up; some may get nothing.
-    `shares[i]` is the size of worker i's full minibatch, before `allot` says otherwise.
+    `shares[i]` is the size of worker i's full minibatch, before `reassign` says otherwise.
     """
 
     def _check_measured(self) -> None:
@@ -252,7 +252,7 @@ class RoundPlan(EpochPlan):
         self._edges: list[Sequence[int]] = [(0, *accumulate(self.batch_sizes))]  # ... rounds are cut there
         self._decided: tuple[int, int] | None = None  # (epoch, batch) up to which that is; None for all
 
-    def allot(self, epoch: int, batch: int, sizes: Sequence[int], *, until: int | None = None) -> None:
+    def reassign(self, epoch: int, batch: int, sizes: Sequence[int], *, until: int | None = None) -> None:
         """From a round on, its B positions are divided otherwise.
 
         All nodes that look at a round must have been told the same before they do.

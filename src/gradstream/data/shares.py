@@ -20,12 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["MEASURED", "WorkerSpeed", "begins_stretch", "better", "dealt", "stretch_end"]
+__all__ = ["MEASURED", "WorkerSpeed", "begins_window", "better", "dealt", "window_end"]
 
 MEASURED: Literal["measured"] = "measured"
 """What a job says instead of numbers."""
 
-FIRST_STRETCH = 4
+FIRST_WINDOW = 4
 """Rounds."""
 
 MEMORY = 64
@@ -38,14 +38,14 @@ SURE = 2.0
 """Standard errors."""
 
 
-def stretch_end(batch: int) -> int:
+def window_end(batch: int) -> int:
     """The round of an epoch before which shares are measured next, after round `batch`: a power of 2."""
-    return max(FIRST_STRETCH, 1 << batch.bit_length())
+    return max(FIRST_WINDOW, 1 << batch.bit_length())
 
 
-def begins_stretch(batch: int) -> bool:
+def begins_window(batch: int) -> bool:
     """Whether shares are measured before this round of an epoch."""
-    return batch == 0 or (batch >= FIRST_STRETCH and batch & (batch - 1) == 0)
+    return batch == 0 or (batch >= FIRST_WINDOW and batch & (batch - 1) == 0)
 
 
 @dataclass(slots=True)
@@ -72,13 +72,13 @@ class WorkerSpeed:
             self.seconds += seconds
             self.squares += seconds * seconds / samples
 
-    def measured(self, stretch: WorkerSpeed) -> None:
+    def measured(self, measured: WorkerSpeed) -> None:
         """Takes in what was measured since. Of what came before, the last `MEMORY` rounds count half."""
-        kept = 0.5 ** (stretch.rounds / MEMORY)
-        self.rounds = kept * self.rounds + stretch.rounds
-        self.samples = kept * self.samples + stretch.samples
-        self.seconds = kept * self.seconds + stretch.seconds
-        self.squares = kept * self.squares + stretch.squares
+        kept = 0.5 ** (measured.rounds / MEMORY)
+        self.rounds = kept * self.rounds + measured.rounds
+        self.samples = kept * self.samples + measured.samples
+        self.seconds = kept * self.seconds + measured.seconds
+        self.squares = kept * self.squares + measured.squares
 
     @property
     def per_s(self) -> float | None:

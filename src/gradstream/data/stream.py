@@ -74,37 +74,37 @@ class StreamDataset:
             raise DataError(f"data set {self.name!r} holds no samples out")
         return self._test.batch(ids)
 
-    def plan(self, division: PartitionSpec) -> StreamPlan:
+    def plan(self, spec: PartitionSpec) -> StreamPlan:
         """Counts batches: those declared, or `steps` where none are.
 
         Raises:
             ConfigError: epochs are asked for and nobody knows how long one is; or shares.
         """
-        if division.shares is not None:
+        if spec.shares is not None:
             raise ConfigError(
-                f"shares={division.shares!r}: the data {self.name!r} is a stream, which each worker "
+                f"shares={spec.shares!r}: the data {self.name!r} is a stream, which each worker "
                 "makes for itself; leave out shares"
             )
-        if self._batches is None and division.steps is None:
+        if self._batches is None and spec.steps is None:
             raise ConfigError(
-                f"epochs={division.epochs}: nobody knows how many batches an epoch of {self.name!r} has; "
+                f"epochs={spec.epochs}: nobody knows how many batches an epoch of {self.name!r} has; "
                 "give steps= instead, or say it: from_stream(f, batches=...), __len__ of an IterableDataset"
             )
-        counts = self._counts(division)
-        size = division.batch_size
+        counts = self._counts(spec)
+        size = spec.batch_size
         return StreamPlan(
             counts,
-            rounds=max(counts) if division.partitioning == "rounds" else None,
+            rounds=max(counts) if spec.partitioning == "rounds" else None,
             endless=self._batches is None,
             typical_size=max(size) if isinstance(size, Sequence) else size,
-            done=division.done,
+            progress=spec.progress,
         )
 
-    def _counts(self, division: PartitionSpec) -> tuple[int, ...]:
-        workers = division.workers
+    def _counts(self, spec: PartitionSpec) -> tuple[int, ...]:
+        workers = spec.workers
         if self._batches is None:
-            assert division.steps is not None
-            return (division.steps,) * workers
+            assert spec.steps is not None
+            return (spec.steps,) * workers
         if not self._dealt:
             return (self._batches,) * workers
         if self._batches < workers:

@@ -23,7 +23,7 @@ class StreamPlan(BatchSequence):
             None where partitions need not go in step.
         endless: one epoch here is the whole run, through as many of the stream's own as it takes.
         typical_size: samples that a minibatch is taken to have where nothing is read.
-        done: batches of each partition that are in the model already.
+        progress: batches of each partition that are in the model already.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class StreamPlan(BatchSequence):
         rounds: int | None,
         endless: bool,
         typical_size: int,
-        done: DataProgress | None = None,
+        progress: DataProgress | None = None,
     ) -> None:
-        super().__init__(len(counts), done)
+        super().__init__(len(counts), progress)
         self.counts = counts
         self.rounds = rounds
         self.endless = endless
@@ -55,7 +55,7 @@ class StreamPlan(BatchSequence):
 
     def batches_in(self, partition: int, epoch: int) -> int:
         """See `Plan`."""
-        if epoch < self.done.epochs:
+        if epoch < self.progress.epochs:
             return 0
         return max(0, self.batches_per_epoch(partition) - self._num_done(epoch))
 
@@ -67,7 +67,7 @@ class StreamPlan(BatchSequence):
         """See `Plan`: of each epoch, the batches up to the first that some partition has not gone through."""
         there = set(refs)
         parts: dict[int, tuple[Run]] = {}
-        for epoch in sorted({ref.epoch for ref in there} | set(self.done.parts)):
+        for epoch in sorted({ref.epoch for ref in there} | set(self.progress.parts)):
             lengths = []
             for partition in range(self.num_partitions):
                 total = self.batches_in(partition, epoch)
@@ -79,7 +79,7 @@ class StreamPlan(BatchSequence):
         return DataProgress(num_epochs, {epoch: runs for epoch, runs in parts.items() if runs[0][1]})
 
     def _num_done(self, epoch: int) -> int:
-        return self.done.parts[epoch][0][1] if epoch in self.done.parts else 0
+        return self.progress.parts[epoch][0][1] if epoch in self.progress.parts else 0
 
     def __repr__(self) -> str:
         return f"StreamPlan({self.counts} batches)"

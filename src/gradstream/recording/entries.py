@@ -121,7 +121,7 @@ class Handed:
 
     refs: tuple[BatchRef, ...]
     complete: bool
-    turn: int = 0
+    interval: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def encode(entry: Entry) -> bytes:
             flat: list[int] = []
             for ref in entry.refs:
                 flat += (ref.epoch, ref.partition, ref.batch, ref.count)
-            return _bytes(HANDED | FLAG * entry.complete, (entry.turn, len(entry.refs), *flat))
+            return _bytes(HANDED | FLAG * entry.complete, (entry.interval, len(entry.refs), *flat))
         case Stood():
             return _bytes(STOOD | FLAG * entry.ends, (entry.begun,))
         case Closed():
@@ -251,10 +251,10 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
             (chunk, done, crc), at = _numbers(data, at, 3)
             return Summed(chunk, done, crc), at
         case 5:
-            (turn, count), at = _numbers(data, at, 2)
+            (interval, count), at = _numbers(data, at, 2)
             flat, at = _numbers(data, at, 4 * count)
             refs = tuple(BatchRef(*flat[4 * i : 4 * i + 4]) for i in range(count))
-            return Handed(refs, first, turn), at
+            return Handed(refs, first, interval), at
         case 6:
             (begun,), at = _numbers(data, at, 1)
             return Stood(begun, first), at

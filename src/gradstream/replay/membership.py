@@ -45,7 +45,7 @@ class ReplayedMember(Member):
 
     Args:
         runtime, endpoint: of the node.
-        roster: who was in.
+        members: who was in.
         entries: what the node had noted of what it was told.
         on_failed: told when the node cannot go on.
         keeps: this worker kept the final parameters, whatever became of those of lower ranks.
@@ -55,19 +55,19 @@ class ReplayedMember(Member):
         self,
         runtime: Runtime,
         endpoint: Endpoint,
-        roster: ReplayedMembers,
+        members: ReplayedMembers,
         entries: Iterable[Entry],
         on_failed: Failed,
         *,
         keeps: bool = False,
     ) -> None:
-        node = next(node for node in roster.notice.nodes if node.name == endpoint.identity.name)
+        node = next(node for node in members.notice.nodes if node.name == endpoint.identity.name)
         super().__init__(runtime, endpoint, node, software="")
-        self._roster = roster
+        self._members = members
         self._first = v1.Notice()
-        self._answers = deque(entry for entry in entries if isinstance(entry, Handed))
+        self._assignments = deque(entry for entry in entries if isinstance(entry, Handed))
         self._stands = deque(entry for entry in entries if isinstance(entry, Stood | Turned))
-        self._drive = v1.Drive()
+        self._participation = v1.Participation()
         self._on_failed = on_failed
         self._keeps = keeps
         self._ended = False
@@ -81,7 +81,7 @@ class ReplayedMember(Member):
         fixed: Iterable[v1.TensorSpec] = (),
     ) -> v1.Notice:
         """Everybody is in."""
-        self._first.CopyFrom(await self._roster.join(model))
+        self._first.CopyFrom(await self._members.join(model))
         self._follow(self._first)
         self._say()
         return self.notice
@@ -113,23 +113,23 @@ class ReplayedMember(Member):
     def receipt(self, refs: Iterable[BatchRef]) -> None:
         """Which minibatches are in the model, the recording knows."""
 
-    def report(self, report: v1.CutReport) -> None:
-        """A cut that was reached lets go of the worker, which goes on to the next one, or ends with it."""
-        if report.kind != v1.CutReport.REACHED or self._ended:
+    def report(self, report: v1.SnapshotReport) -> None:
+        """A snapshot that was reached lets go of the worker, which goes on to the next one, or ends with it."""
+        if report.kind != v1.SnapshotReport.REACHED or self._ended:
             return
         stand = self._stands[0]
         self._ended = isinstance(stand, Stood) and stand.ends
         if not self._ended:
             self._stands.popleft()
         if isinstance(stand, Turned):
-            turn = v1.Turn(number=stand.number)
-            self._drive = v1.Drive(turns={self.node.name: turn}, phase=stand.phase)
+            interval = v1.Interval(number=stand.number)
+            self._participation = v1.Participation(intervals={self.node.name: interval}, phase=stand.phase)
         self._say()
 
     def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
         """Nobody is there to be told."""
 
-    def stands(self, number: int) -> None:
+    def quiesced(self, number: int) -> None:
         """Nobody is there to be told."""
 
     def finished(self, *, relies: bool = False) -> None:
@@ -146,25 +146,25 @@ class ReplayedMember(Member):
         """See `Member`."""
         self._on_failed(self.node.name, error)
 
-    async def assign(self, wait: bool, in_hand: int, stretch: WorkerSpeed) -> Assigned:
+    async def assign(self, wait: bool, in_hand: int, measured: WorkerSpeed) -> Assigned:
         """What the coordinator had answered. It never answers what it had not."""
-        if not self._answers:
+        if not self._assignments:
             await asyncio.get_running_loop().create_future()
-        answer = self._answers.popleft()
-        return Assigned(answer.refs, answer.complete, answer.turn)
+        answer = self._assignments.popleft()
+        return Assigned(answer.refs, answer.complete, answer.interval)
 
     def _say(self) -> None:
-        """The notice of now: without a cut, or with the one that this worker stands at next."""
+        """The notice of now: without a snapshot, or with the one that this worker stands at next."""
         notice = v1.Notice()
         notice.CopyFrom(self._first)
-        notice.drive.CopyFrom(self._drive)
+        notice.participation.CopyFrom(self._participation)
         if self._stands:
             stand = self._stands[0]
-            number = self.notice.cut.number + 1
-            phase = v1.Cut.ENDED if self._ended else v1.Cut.STOP
-            cut = v1.Cut(number=number, phase=phase, ends=isinstance(stand, Stood) and stand.ends)
-            cut.stop_at[self.node.name] = stand.begun
-            notice.cut.CopyFrom(cut)
+            number = self.notice.snapshot.number + 1
+            phase = v1.Snapshot.ENDED if self._ended else v1.Snapshot.STOP
+            snapshot = v1.Snapshot(number=number, phase=phase, ends=isinstance(stand, Stood) and stand.ends)
+            snapshot.stop_at[self.node.name] = stand.begun
+            notice.snapshot.CopyFrom(snapshot)
         self.notice = notice
         for listener in self._listeners:
             listener(notice)

@@ -123,7 +123,7 @@ def figures_of(events: Sequence[EventDict]) -> RunFigures:
     nodes = _nodes(by_kind)
     steps = by_kind["step"] = attributed(by_kind["step"])
     end_s = max((event["time_s"] for event in (*steps, *by_kind["finished"])), default=0.0)
-    held = held_of(by_kind["drive"], end_s)
+    held = held_of(by_kind["participation"], end_s)
     return RunFigures(
         summary=summary_of(events),
         status=status_of(events),
@@ -138,7 +138,7 @@ def figures_of(events: Sequence[EventDict]) -> RunFigures:
         imbalance_s=_imbalance_s(steps),
         late_s=_late_s(by_kind["applied"]),
         staleness=tuple(staleness_by(events)),
-        stood_s=math.fsum(event["stood_s"] for event in by_kind["checkpoint"]),
+        stood_s=math.fsum(event["paused_s"] for event in by_kind["checkpoint"]),
         num_checkpoints=len(by_kind["checkpoint"]),
     )
 

@@ -14,14 +14,14 @@ def held_of(turns: Sequence[EventDict], end_s: float) -> Mapping[str, list[tuple
     """The intervals in which each worker was paused, by name, in seconds.
 
     Args:
-        turns: "drive" events, in the order of time.
+        turns: "participation" events, in the order of time.
         end_s: the end of the run.
     """
     found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     ends = [*(event["time_s"] for event in turns[1:]), end_s]
     for event, until_s in zip(turns, ends, strict=False):
         begin_s = event["time_s"]
-        for name in event["held"]:
+        for name in event["paused"]:
             if until_s <= begin_s:
                 continue
             goes_on = found[name] and found[name][-1][1] == begin_s
@@ -30,8 +30,8 @@ def held_of(turns: Sequence[EventDict], end_s: float) -> Mapping[str, list[tuple
 
 
 def turn_text(event: EventDict) -> str:
-    """A "drive" event in words: "alone: worker-0 takes part, 3 workers are paused"."""
-    engaged, held = event["engaged"], event["held"]
+    """A "participation" event in words: "alone: worker-0 takes part, 3 workers are paused"."""
+    engaged, held = event["active"], event["paused"]
     who = engaged[0] if len(engaged) == 1 else f"{len(engaged)} workers" if engaged else "nobody"
     parts = [f"{who} take{'s' if len(engaged) < 2 else ''} part"]
     if held:

@@ -70,7 +70,7 @@ def _notable(by_kind: Mapping[str, Sequence[EventDict]]) -> list[Moment]:
         why = f": {event['reason']}" if event["reason"] else ""
         text = f"{event['who']} at {event['address']} {event['state']}{why}"
         moments.append(Moment(event["time_s"], "machine", text))
-    for event in by_kind["drive"]:
+    for event in by_kind["participation"]:
         moments.append(Moment(event["time_s"], "turn", turn_text(event)))
     for event in by_kind["insecure"][:1]:
         text = f"traffic of {event['address']} is neither encrypted nor authenticated"
@@ -80,7 +80,7 @@ def _notable(by_kind: Mapping[str, Sequence[EventDict]]) -> list[Moment]:
         moments.append(Moment(event["time_s"], "no checkpoint", text))
     for event in by_kind["checkpoint"][-1:]:
         count = len(by_kind["checkpoint"])
-        stood_s = math.fsum(one["stood_s"] for one in by_kind["checkpoint"])
+        stood_s = math.fsum(one["paused_s"] for one in by_kind["checkpoint"])
         text = f"{event['folder']}, the last of {count}; workers stood still {stood_s:.3g} s for all of them"
         moments.append(Moment(event["time_s"], "checkpoint", text))
     for event in by_kind["stopped"]:

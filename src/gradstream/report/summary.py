@@ -303,7 +303,7 @@ def _workers_lost(events: Sequence[EventDict]) -> list[str]:
 
 def _absent(events: Sequence[EventDict]) -> set[str]:
     """Workers that were lost, or paused at the end."""
-    held = [name for event in _of(events, "drive")[-1:] for name in event["held"]]
+    held = [name for event in _of(events, "participation")[-1:] for name in event["paused"]]
     return {*_workers_lost(events), *held}
 
 

@@ -110,7 +110,7 @@ def lanes_of(
     bands: defaultdict[tuple[str, str], list[Band]] = defaultdict(list)
     turns: list[EventDict] = []
     for event in events:
-        if event["event"] == "drive":
+        if event["event"] == "participation":
             turns.append(event)
         elif event["event"] == "step":
             steps[event["rank"]].append(event)

@@ -67,9 +67,9 @@ def build_coordinator(
         _membership(plan, ledger, started),
         on_events=on_events,
         deadlines=deadlines,
-        keeping=None if plan.policy is None else _checkpoint_options(plan, started, plan.policy),
+        checkpoints=None if plan.policy is None else _checkpoint_options(plan, started, plan.policy),
         earlier_s=_earlier_s(plan),
-        goal=None if plan.job.until is None else StoppingCriterion(plan.job.until),
+        criterion=None if plan.job.until is None else StoppingCriterion(plan.job.until),
         drive=served.drive if served is not None and served.drives() else None,
         num_samples=plan.job.data.num_samples,
     )
@@ -96,14 +96,14 @@ def _started(plan: RunPlan, ledger: Ledger | OpenLedger) -> StartedEvent:
 
 def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEvent) -> Membership:
     strategy, deadlines = plan.strategy, plan.job.deadlines
-    balance = assignment = turns = None
+    balance = assignment = participation = None
     if isinstance(ledger, Ledger):
         if started.in_rounds and plan.balanced:
             balance = ShareBalance(ledger.plan)
         if not started.in_rounds:
             assignment = BatchAssignment(ledger, plan.workers, 2 * deadlines.lease_s)
         if plan.served is not None and plan.served.drives():
-            turns = ParticipationSchedule(ledger, plan.workers)
+            participation = ParticipationSchedule(ledger, plan.workers)
     return Membership(
         started,
         ledger,
@@ -116,7 +116,7 @@ def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEven
         quorum=None if plan.served is None else plan.served.quorum(plan.workers),
         balance=balance,
         assignment=assignment,
-        turns=turns,
+        participation=participation,
         allow_lost=plan.job.allow_lost,
     )
 

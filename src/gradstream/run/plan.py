@@ -130,7 +130,7 @@ class RunPlan:
             shares=job.shares,
             epochs=job.epochs,
             steps=job.steps and job.steps * job.accumulate,
-            done=self.resume.done if self.resume is not None else DataProgress(),
+            progress=self.resume.done if self.resume is not None else DataProgress(),
         )
         plan = plan_of(job.data, spec)
         if job.assignment == "queue" and not isinstance(plan, QueuePlan):
@@ -163,7 +163,7 @@ class RunPlan:
             )
         before = self.resume.shares if self.resume is not None else ()
         if len(before) == plan.num_partitions and sum(before) == sum(plan.shares):
-            plan.allot(0, 0, before)
+            plan.reassign(0, 0, before)
 
     # ---- update rules -------------------------------------------------------------------
 

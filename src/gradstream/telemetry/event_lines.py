@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradstream.telemetry import events
-from gradstream.telemetry.events import MAX_FLOAT, Event
+from gradstream.telemetry.event import MAX_FLOAT, Event
 from gradstream.untrusted.documents import DocumentError, parse_json
 from gradstream.untrusted.schema import MismatchError, check_record, check_value
 from gradstream.untrusted.text import say

@@ -549,7 +549,7 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., same_as: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "cut", "drive", "revoked", "heard")
+    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "snapshot", "participation", "revoked", "heard")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         GATHERING: _ClassVar[Notice.Phase]
@@ -568,8 +568,8 @@ class Notice(_message.Message):
     PHASE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     CULPRIT_FIELD_NUMBER: _ClassVar[int]
-    CUT_FIELD_NUMBER: _ClassVar[int]
-    DRIVE_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    PARTICIPATION_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     HEARD_FIELD_NUMBER: _ClassVar[int]
     epoch: int
@@ -578,49 +578,49 @@ class Notice(_message.Message):
     phase: Notice.Phase
     reason: str
     culprit: str
-    cut: Cut
-    drive: Drive
+    snapshot: Snapshot
+    participation: Participation
     revoked: _containers.RepeatedScalarFieldContainer[bytes]
     heard: int
-    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., cut: _Optional[_Union[Cut, _Mapping]] = ..., drive: _Optional[_Union[Drive, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ..., heard: _Optional[int] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., participation: _Optional[_Union[Participation, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ..., heard: _Optional[int] = ...) -> None: ...
 
-class Drive(_message.Message):
-    __slots__ = ("turns", "phase")
-    class TurnsEntry(_message.Message):
+class Participation(_message.Message):
+    __slots__ = ("intervals", "phase")
+    class IntervalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
-        value: Turn
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Turn, _Mapping]] = ...) -> None: ...
-    TURNS_FIELD_NUMBER: _ClassVar[int]
+        value: Interval
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[Interval, _Mapping]] = ...) -> None: ...
+    INTERVALS_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
-    turns: _containers.MessageMap[str, Turn]
+    intervals: _containers.MessageMap[str, Interval]
     phase: str
-    def __init__(self, turns: _Optional[_Mapping[str, Turn]] = ..., phase: _Optional[str] = ...) -> None: ...
+    def __init__(self, intervals: _Optional[_Mapping[str, Interval]] = ..., phase: _Optional[str] = ...) -> None: ...
 
-class Turn(_message.Message):
-    __slots__ = ("number", "held")
+class Interval(_message.Message):
+    __slots__ = ("number", "paused")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    HELD_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     number: int
-    held: bool
-    def __init__(self, number: _Optional[int] = ..., held: bool = ...) -> None: ...
+    paused: bool
+    def __init__(self, number: _Optional[int] = ..., paused: bool = ...) -> None: ...
 
-class Cut(_message.Message):
+class Snapshot(_message.Message):
     __slots__ = ("number", "phase", "stop_at", "places", "last", "ends")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        PAUSE: _ClassVar[Cut.Phase]
-        STOP: _ClassVar[Cut.Phase]
-        SNAPSHOT: _ClassVar[Cut.Phase]
-        WRITE: _ClassVar[Cut.Phase]
-        ENDED: _ClassVar[Cut.Phase]
-    PAUSE: Cut.Phase
-    STOP: Cut.Phase
-    SNAPSHOT: Cut.Phase
-    WRITE: Cut.Phase
-    ENDED: Cut.Phase
+        PAUSE: _ClassVar[Snapshot.Phase]
+        STOP: _ClassVar[Snapshot.Phase]
+        SNAPSHOT: _ClassVar[Snapshot.Phase]
+        WRITE: _ClassVar[Snapshot.Phase]
+        ENDED: _ClassVar[Snapshot.Phase]
+    PAUSE: Snapshot.Phase
+    STOP: Snapshot.Phase
+    SNAPSHOT: Snapshot.Phase
+    WRITE: Snapshot.Phase
+    ENDED: Snapshot.Phase
     class StopAtEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -635,12 +635,12 @@ class Cut(_message.Message):
     LAST_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
     number: int
-    phase: Cut.Phase
+    phase: Snapshot.Phase
     stop_at: _containers.ScalarMap[str, int]
     places: _containers.RepeatedCompositeFieldContainer[Place]
     last: bool
     ends: bool
-    def __init__(self, number: _Optional[int] = ..., phase: _Optional[_Union[Cut.Phase, str]] = ..., stop_at: _Optional[_Mapping[str, int]] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., last: bool = ..., ends: bool = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., phase: _Optional[_Union[Snapshot.Phase, str]] = ..., stop_at: _Optional[_Mapping[str, int]] = ..., places: _Optional[_Iterable[_Union[Place, _Mapping]]] = ..., last: bool = ..., ends: bool = ...) -> None: ...
 
 class Place(_message.Message):
     __slots__ = ("vector", "path", "offset_bytes")
@@ -652,20 +652,20 @@ class Place(_message.Message):
     offset_bytes: int
     def __init__(self, vector: _Optional[str] = ..., path: _Optional[str] = ..., offset_bytes: _Optional[int] = ...) -> None: ...
 
-class CutReport(_message.Message):
+class SnapshotReport(_message.Message):
     __slots__ = ("number", "kind", "count", "versions", "sums", "error")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
-        BEGUN: _ClassVar[CutReport.Kind]
-        REACHED: _ClassVar[CutReport.Kind]
-        HELD: _ClassVar[CutReport.Kind]
-        WRITTEN: _ClassVar[CutReport.Kind]
-        FAILED: _ClassVar[CutReport.Kind]
-    BEGUN: CutReport.Kind
-    REACHED: CutReport.Kind
-    HELD: CutReport.Kind
-    WRITTEN: CutReport.Kind
-    FAILED: CutReport.Kind
+        BEGUN: _ClassVar[SnapshotReport.Kind]
+        REACHED: _ClassVar[SnapshotReport.Kind]
+        HELD: _ClassVar[SnapshotReport.Kind]
+        WRITTEN: _ClassVar[SnapshotReport.Kind]
+        FAILED: _ClassVar[SnapshotReport.Kind]
+    BEGUN: SnapshotReport.Kind
+    REACHED: SnapshotReport.Kind
+    HELD: SnapshotReport.Kind
+    WRITTEN: SnapshotReport.Kind
+    FAILED: SnapshotReport.Kind
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -673,36 +673,36 @@ class CutReport(_message.Message):
     SUMS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     number: int
-    kind: CutReport.Kind
+    kind: SnapshotReport.Kind
     count: int
     versions: _containers.RepeatedScalarFieldContainer[int]
     sums: _containers.RepeatedScalarFieldContainer[int]
     error: str
-    def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[CutReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[SnapshotReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("events", "receipts", "finished", "failure", "cuts", "relies", "verdicts", "begun", "stands", "number")
+    __slots__ = ("events", "receipts", "finished", "failure", "snapshots", "relies", "verdicts", "begun", "quiesced", "number")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
-    CUTS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     RELIES_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
-    STANDS_FIELD_NUMBER: _ClassVar[int]
+    QUIESCED_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     events: bytes
     receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
     finished: bool
     failure: Failure
-    cuts: _containers.RepeatedCompositeFieldContainer[CutReport]
+    snapshots: _containers.RepeatedCompositeFieldContainer[SnapshotReport]
     relies: bool
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
     begun: _containers.RepeatedCompositeFieldContainer[Begun]
-    stands: int
+    quiesced: int
     number: int
-    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., cuts: _Optional[_Iterable[_Union[CutReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., stands: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., quiesced: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("attempt",)
@@ -791,14 +791,14 @@ class Ask(_message.Message):
     def __init__(self, number: _Optional[int] = ..., wait: bool = ..., in_hand: _Optional[int] = ..., rounds: _Optional[float] = ..., samples: _Optional[float] = ..., seconds: _Optional[float] = ..., squares: _Optional[float] = ...) -> None: ...
 
 class Assigned(_message.Message):
-    __slots__ = ("batches", "complete", "turn")
+    __slots__ = ("batches", "complete", "interval")
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
-    TURN_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_FIELD_NUMBER: _ClassVar[int]
     batches: _containers.RepeatedCompositeFieldContainer[Receipt]
     complete: bool
-    turn: int
-    def __init__(self, batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., complete: bool = ..., turn: _Optional[int] = ...) -> None: ...
+    interval: int
+    def __init__(self, batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., complete: bool = ..., interval: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ()

@@ -8,7 +8,7 @@ from typing import Protocol
 from gradstream.data.base import BatchRef
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
-from gradstream.data.shares import WorkerSpeed, begins_stretch, stretch_end
+from gradstream.data.shares import WorkerSpeed, begins_window, window_end
 
 __all__ = ["ShareReporter", "ShareSource"]
 
@@ -50,10 +50,10 @@ class ShareReporter:
         Raises:
             PeerLostError, DeadlineError: the coordinator was lost.
         """
-        if not begins_stretch(ref.batch):
+        if not begins_window(ref.batch):
             return
         sizes: Sequence[int] = self._plan.sizes(ref.epoch, ref.batch)
         if self._steps:
             sizes = await self._source.shares(ref, self._stretch)
             self._stretch = WorkerSpeed()
-        self._plan.allot(ref.epoch, ref.batch, sizes, until=stretch_end(ref.batch))
+        self._plan.reassign(ref.epoch, ref.batch, sizes, until=window_end(ref.batch))

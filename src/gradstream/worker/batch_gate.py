@@ -39,10 +39,10 @@ class BatchGate:
     def __init__(
         self,
         worker: str,
-        report: Callable[[v1.CutReport], None],
+        report: Callable[[v1.SnapshotReport], None],
         stands: Callable[[int], None],
         on_stand: Callable[[int, bool], None] = lambda begun, ends: None,
-        on_turn: Callable[[int, v1.Turn, str], None] = lambda begun, turn, phase: None,
+        on_turn: Callable[[int, v1.Interval, str], None] = lambda begun, turn, phase: None,
     ) -> None:
         self.begun = 0
         self.phase = ""  # of the strategy, as of the minibatch that was begun last
@@ -52,11 +52,11 @@ class BatchGate:
         self._worker = worker
         self._report = report
         self._report_standing = stands
-        self._drive = v1.Drive()
-        self._turn = v1.Turn()  # of this worker, as told
+        self._drive = v1.Participation()
+        self._turn = v1.Interval()  # of this worker, as told
         self._number = 0  # of the turn that it has gone through the gate in
         self._stood = 0  # number of the turn that it has said to stand in
-        self._cut = v1.Cut()
+        self._cut = v1.Snapshot()
         self._limit: int | None = None  # minibatches that may be begun; None for any number
         self._standing = False  # everything that was begun is in the model
         self._said: tuple[int, int] = (0, -1)  # (cut, kind) of the last report
@@ -66,25 +66,25 @@ class BatchGate:
         """Takes in what the coordinator says."""
         if notice.phase == v1.Notice.STOPPED:
             return  # who stands still for the last cut begins nothing that nobody would hear of
-        self._cut = cut = notice.cut if notice.HasField("cut") else v1.Cut()
-        holds = cut.number > 0 and (cut.phase != v1.Cut.WRITE or cut.last)
+        self._cut = cut = notice.snapshot if notice.HasField("snapshot") else v1.Snapshot()
+        holds = cut.number > 0 and (cut.phase != v1.Snapshot.WRITE or cut.last)
         self._limit = cut.stop_at.get(self._worker, self.begun) if holds else None
-        if holds and cut.phase == v1.Cut.PAUSE:
-            self._say(v1.CutReport.BEGUN)
-        self._drive = notice.drive
-        self._turn = notice.drive.turns.get(self._worker, v1.Turn())
+        if holds and cut.phase == v1.Snapshot.PAUSE:
+            self._say(v1.SnapshotReport.BEGUN)
+        self._drive = notice.participation
+        self._turn = notice.participation.intervals.get(self._worker, v1.Interval())
         self._say_if_standing()
         self._changed.set()
 
     @property
     def ending(self) -> bool:
         """Whether it is known after which minibatch the run ends."""
-        return self._cut.ends and self._cut.phase != v1.Cut.PAUSE
+        return self._cut.ends and self._cut.phase != v1.Snapshot.PAUSE
 
     @property
     def settled(self) -> bool:
         """Whether all that workers had begun is in the model, if they were told where the run ends."""
-        return not self._cut.ends or self._cut.phase == v1.Cut.ENDED
+        return not self._cut.ends or self._cut.phase == v1.Snapshot.ENDED
 
     @property
     def driven(self) -> bool:
@@ -92,7 +92,7 @@ class BatchGate:
         return self._turn.number > 0
 
     @property
-    def turn(self) -> v1.Turn:
+    def turn(self) -> v1.Interval:
         """That this worker was let in by last: since then its own line goes on at `first`."""
         return self._turn
 
@@ -103,7 +103,7 @@ class BatchGate:
             flush: puts everything that was computed into the model.
         """
         while True:
-            if self._at_limit or self._turn.held:
+            if self._at_limit or self._turn.paused:
                 if not self._standing:
                     await flush()
                     self._on_stand(self.begun, False)
@@ -147,16 +147,16 @@ class BatchGate:
     def _say_if_standing(self) -> None:
         """Says so to the cut that waits for it, and to the drive that holds it back."""
         self._say_if_reached()
-        if self._standing and self._turn.held and self._stood != self._turn.number:
+        if self._standing and self._turn.paused and self._stood != self._turn.number:
             self._stood = self._turn.number
             self._report_standing(self._turn.number)
 
     def _say_if_reached(self) -> None:
-        told = self._cut.number > 0 and self._cut.phase in (v1.Cut.STOP, v1.Cut.SNAPSHOT)
+        told = self._cut.number > 0 and self._cut.phase in (v1.Snapshot.STOP, v1.Snapshot.SNAPSHOT)
         if told and self._standing and self._limit is not None and self.begun >= self._limit:
-            self._say(v1.CutReport.REACHED)
+            self._say(v1.SnapshotReport.REACHED)
 
-    def _say(self, kind: v1.CutReport.Kind) -> None:
+    def _say(self, kind: v1.SnapshotReport.Kind) -> None:
         if self._said != (self._cut.number, kind):
             self._said = (self._cut.number, kind)
-            self._report(v1.CutReport(number=self._cut.number, kind=kind, count=self.begun))
+            self._report(v1.SnapshotReport(number=self._cut.number, kind=kind, count=self.begun))

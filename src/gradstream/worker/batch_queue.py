@@ -106,7 +106,7 @@ class BatchQueue:
         return stretch
 
     def _take(self, answer: Assigned, turn: int) -> Assigned:
-        self._turn = answer.turn
-        self._refs.extend(answer.refs if answer.turn >= turn else ())
+        self._turn = answer.interval
+        self._refs.extend(answer.refs if answer.interval >= turn else ())
         self._low = len(self._refs) // 2
         return answer

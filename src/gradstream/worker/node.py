@@ -45,7 +45,7 @@ class WorkerNode:
         self._exchange: Exchange | None = None  # once the run has begun
         self._recorder = WorkerRecorder(member, config.log)
         self._batch_gate = BatchGate(
-            runtime.node, member.report, member.stands, self._recorder.stood, self._recorder.turned
+            runtime.node, member.report, member.quiesced, self._recorder.stood, self._recorder.turned
         )
         member.listen(self._batch_gate.hear)
         self._averager = BufferAverager(

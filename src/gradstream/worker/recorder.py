@@ -29,7 +29,7 @@ class WorkerRecorder:
         """See `Member.assign`."""
         answer = await self._source.assign(wait, in_hand, stretch)
         if self._log is not None:
-            self._log.add(Handed(tuple(answer.refs), answer.complete, answer.turn))
+            self._log.add(Handed(tuple(answer.refs), answer.complete, answer.interval))
             self._log.flush()
         return answer
 
@@ -39,7 +39,7 @@ class WorkerRecorder:
             self._log.add(Stood(begun, ends))
             self._log.flush()
 
-    def turned(self, begun: int, turn: v1.Turn, phase: str) -> None:
+    def turned(self, begun: int, turn: v1.Interval, phase: str) -> None:
         """See `BatchGate`."""
         if self._log is not None:
             self._log.add(Turned(begun, turn.number, phase))

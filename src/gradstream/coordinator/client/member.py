@@ -55,12 +55,12 @@ class Assigned(NamedTuple):
     Args:
         refs: minibatches to go through. None: there is nothing for it now.
         complete: there will be none any more.
-        turn: of the worker, where it may be held back: then they are its own no longer.
+        interval: of the worker, where it may be held back: then they are its own no longer.
     """
 
     refs: Sequence[BatchRef]
     complete: bool
-    turn: int = 0
+    interval: int = 0
 
 
 class Member:
@@ -214,14 +214,14 @@ class Member:
         """This worker's own loop begins an epoch of a loader: see `Reassignment.begun`."""
         self._beat.begun.append(v1.Begun(loader=epoch.loader, epoch=epoch.number, step=step, unclear=unclear))
 
-    def report(self, report: v1.CutReport) -> None:
-        """Says how far this node is with a cut: at once, behind the receipts of before."""
-        self._beat.cuts.append(report)
+    def report(self, report: v1.SnapshotReport) -> None:
+        """Says how far this node is with a snapshot: at once, behind the receipts of before."""
+        self._beat.snapshots.append(report)
         self._urgent.ring()
 
-    def stands(self, number: int) -> None:
+    def quiesced(self, number: int) -> None:
         """This worker is held back by the turn of this number, and all that it has begun is in the model."""
-        self._beat.stands = number
+        self._beat.quiesced = number
         self._urgent.ring()
 
     def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
@@ -270,13 +270,13 @@ class Member:
                 pass
             return True
 
-    async def assign(self, wait: bool, in_hand: int, stretch: WorkerSpeed) -> Assigned:
+    async def assign(self, wait: bool, in_hand: int, measured: WorkerSpeed) -> Assigned:
         """Asks for minibatches to go through.
 
         Args:
             wait: there is nothing left to do: for minibatches, or until the run has none any more.
             in_hand: how many are not in the model yet.
-            stretch: what was computed since this was asked before.
+            measured: what was computed since this was asked before.
 
         Raises:
             PeerLostError, DeadlineError: the coordinator was lost.
@@ -287,13 +287,13 @@ class Member:
             number=self._num_asks,
             wait=wait,
             in_hand=in_hand,
-            rounds=stretch.rounds,
-            samples=stretch.samples,
-            seconds=stretch.seconds,
-            squares=stretch.squares,
+            rounds=measured.rounds,
+            samples=measured.samples,
+            seconds=measured.seconds,
+            squares=measured.squares,
         )
         answer = await self._ask(request)
-        return Assigned([ref_of(receipt) for receipt in answer.batches], answer.complete, answer.turn)
+        return Assigned([ref_of(receipt) for receipt in answer.batches], answer.complete, answer.interval)
 
     async def _ask(self, request: v1.Ask) -> v1.Assigned:
         """Asks again where no answer comes, over a new connection, as long as for the coordinator."""
@@ -357,11 +357,11 @@ class Member:
         block = Block(Epoch(epoch.loader, answer.epoch), answer.rank, answer.first, answer.count)
         return block if answer.count else None
 
-    async def shares(self, ref: BatchRef, stretch: WorkerSpeed) -> list[int]:
+    async def shares(self, ref: BatchRef, measured: WorkerSpeed) -> list[int]:
         """How many samples of a round each worker takes from `ref`'s round on. Waits for all of them to ask.
 
         Args:
-            stretch: what this worker's gradients took since this was asked before.
+            measured: what this worker's gradients took since this was asked before.
 
         Raises:
             PeerLostError, DeadlineError: the coordinator was lost.
@@ -369,7 +369,7 @@ class Member:
         answer = await self._endpoint.call(
             self._coordinator,
             "shares",
-            v1.Took(epoch=ref.epoch, batch=ref.batch, **dataclasses.asdict(stretch)),
+            v1.Took(epoch=ref.epoch, batch=ref.batch, **dataclasses.asdict(measured)),
             v1.Shares,
             silence_s=self._deadlines.patience_s,
         )
@@ -473,7 +473,7 @@ class Member:
     def _has_news(self) -> bool:
         beat = self._beat
         return bool(
-            self._events or beat.receipts or beat.verdicts or beat.finished or beat.cuts or beat.stands
+            self._events or beat.receipts or beat.verdicts or beat.finished or beat.snapshots or beat.quiesced
         )
 
     async def _send_beat(self, presence: Presence) -> None:

@@ -38,8 +38,8 @@ class ShardMembership(Protocol):
         """Calls with each notice that brings news."""
         ...
 
-    def report(self, report: v1.CutReport) -> None:
-        """Says how far this node is with a cut."""
+    def report(self, report: v1.SnapshotReport) -> None:
+        """Says how far this node is with a snapshot."""
         ...
 
     async def join(self, model: v1.ModelSpec | None = None) -> v1.Notice:
@@ -97,14 +97,14 @@ class ShardNode:
             self._member.listen(self._hear)
             self._service.open()
             agreeing = self._agree()
-            snapshots = NodeSnapshots(self._runtime, self._member, holder)
-            cuts = awaited_later(self._runtime.spawn(snapshots.run(), name=f"{self._runtime.node}-cuts"))
+            serving = NodeSnapshots(self._runtime, self._member, holder).run()
+            snapshots = awaited_later(self._runtime.spawn(serving, name=f"{self._runtime.node}-snapshots"))
             reporting = self._runtime.spawn(self._keep_reporting(), name=f"{self._runtime.node}-vitals")
             failed = self._runtime.spawn(self._service.failed(), name=f"{self._runtime.node}-failed")
             try:
                 await self._over(failed)
             finally:
-                for task in (reporting, cuts, *agreeing):
+                for task in (reporting, snapshots, *agreeing):
                     task.cancel()
             self._report()
             if self._recorder is not None:

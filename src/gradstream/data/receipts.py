@@ -1,0 +1,94 @@
+"""Which minibatches of one batch sequence have a receipt, and which may still be handed out.
+
+A sequence numbers its minibatches from 0 over all epochs. Kept are a low-water mark, below which every number
+has its receipt, and the few receipts above it: memory grows with the disorder and not with the run.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+__all__ = ["AssignableBatches", "Receipts"]
+
+Piece = tuple[int, int]
+"""(k, count): `count` consecutive numbers of a sequence, from k on."""
+
+
+@dataclass(slots=True)
+class Receipts:
+    """The numbers that have a receipt. Numbers below 0 always have one: they precede a resume."""
+
+    low: int = 0  # every number below has a receipt
+    ahead: set[int] = field(default_factory=set)  # receipts at or above `low`
+
+    @property
+    def count(self) -> int:
+        """How many numbers from 0 on have a receipt."""
+        return self.low + len(self.ahead)
+
+    def received(self, k: int) -> bool:
+        """Whether number k has a receipt."""
+        return k < self.low or k in self.ahead
+
+    def add(self, k: int) -> bool:
+        """Records a receipt. Returns False if it was there already."""
+        if self.received(k):
+            return False
+        self.ahead.add(k)
+        while self.low in self.ahead:
+            self.ahead.remove(self.low)
+            self.low += 1
+        return True
+
+    def next_missing(self, k: int) -> int:
+        """The first number from k on without a receipt."""
+        k = max(k, self.low)
+        while k in self.ahead:
+            k += 1
+        return k
+
+    def num_missing(self, begin: int, end: int) -> int:
+        """How many numbers in [begin, end) have no receipt."""
+        begin = max(begin, self.low)
+        return max(0, end - begin) - sum(begin <= k < end for k in self.ahead)
+
+
+@dataclass(slots=True, kw_only=True)
+class AssignableBatches(Receipts):
+    """A batch sequence 0 … total-1 whose minibatches are handed out to workers."""
+
+    total: int
+    fresh: int = 0  # numbers from here on were never handed out
+    returned: list[Piece] = field(default_factory=list)  # heap: handed out and taken back without a receipt
+
+    def first(self) -> int | None:
+        """The first number that no worker has. Returned numbers that got a receipt meanwhile are dropped."""
+        while self.returned and self.received(self.returned[0][0]):
+            k, count = heapq.heappop(self.returned)
+            if count > 1:
+                heapq.heappush(self.returned, (k + 1, count - 1))
+        if self.returned:
+            return self.returned[0][0]
+        self.fresh = self.next_missing(self.fresh)
+        return self.fresh if self.fresh < self.total else None
+
+    def take(self, most: int, stop: int) -> Piece:
+        """Hands out up to `most` consecutive numbers from the first one on, all below `stop`."""
+        if not self.returned:
+            piece = self.fresh, min(most, stop - self.fresh)
+            self.fresh += piece[1]
+            return piece
+        k, count = heapq.heappop(self.returned)
+        if count > most:
+            heapq.heappush(self.returned, (k + most, count - most))
+        return k, min(most, count)
+
+    def give_back(self, piece: Piece) -> None:
+        """The worker that had these numbers will not do them."""
+        heapq.heappush(self.returned, piece)
+
+    def num_free(self, stop: int | None = None) -> int:
+        """How many numbers below `stop` no worker has; a few too many where returned ones got receipts."""
+        fresh = max(0, (self.total if stop is None else min(stop, self.total)) - self.fresh)
+        return fresh + sum(count for k, count in self.returned if stop is None or k < stop)
