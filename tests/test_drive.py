@@ -461,3 +461,16 @@ def test_clocks_are_not_driven() -> None:
 def test_rounds_are_not_driven() -> None:
     with pytest.raises(ConfigError, match="go through rounds together"):
         tokens(DrivenRounds())
+
+
+@dataclass(frozen=True)
+class DrivenGroup(gs.AllReduce):
+    """A strategy without servers, which alone call `drive`."""
+
+    async def drive(self, run: Participation) -> None:
+        await run.set_active_workers(1)
+
+
+def test_hooks_that_nobody_would_call_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"DrivenGroup has drive\(\), which nobody calls .* no servers"):
+        tokens(DrivenGroup())

@@ -128,6 +128,7 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
         )
     if job.record:
         _check_recorded(job, strategy)
+    _check_hooks(strategy)
     _check_drive(job, strategy)
     if isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients":
         Outer(strategy.outer_optimizer(optimizer))
@@ -170,6 +171,21 @@ def _check_recorded(job: Job, strategy: Strategy) -> None:
     else:
         return
     raise ConfigError(f"record=True: {why}; leave record out")
+
+
+def _check_hooks(strategy: Strategy) -> None:
+    """Raises where a class without servers has hooks that only servers would call."""
+    if isinstance(strategy, ServerStrategy):
+        return
+    called = [name for name in _HOOKS_OF_SERVERS if hasattr(strategy, name)]
+    if called:
+        raise ConfigError(
+            f"{type(strategy).__name__} has {', '.join(f'{name}()' for name in called)}, which nobody calls where "
+            "there are no servers; leave out, or derive from gradstream.strategies.ServerStrategy"
+        )
+
+
+_HOOKS_OF_SERVERS = ("rule", "quorum", "correction", "outer_optimizer", "drive")
 
 
 def _check_drive(job: Job, strategy: Strategy) -> None:

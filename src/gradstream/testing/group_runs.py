@@ -123,7 +123,8 @@ class VirtualRanks:
 
                 stream.arrived = counted  # type: ignore[method-assign]
 
-        return Counting(Identity("job", name, 1), self.cluster.runtime(name), self.network)
+        identity = Identity("job", name, 1, members=dict.fromkeys(self.names, 1))
+        return Counting(identity, self.cluster.runtime(name), self.network)
 
     def _count(self) -> None:
         self.num_chunks += 1
