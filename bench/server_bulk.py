@@ -234,7 +234,7 @@ async def socket_get(connection: socket.socket, into: np.ndarray[Any, Any]) -> N
 async def push(client: ServerClient, vector: Vector) -> None:
     """One push, applied and acknowledged."""
     base_version = [0] * client.chunks.num_chunks
-    await client.push_soon(Update(vector, samples=1, learning_rate=1e-3, base_version=base_version))
+    await client.push_soon(Update(vector, samples=1, lr=1e-3, base_version=base_version))
     await client.flush()
 
 

@@ -157,9 +157,7 @@ def test_commands_and_pushes_take_turns() -> None:
 
             async def push() -> None:
                 for _ in range(30):
-                    await here.client.push_soon(
-                        Update(here.ones, samples=1, learning_rate=1.0, base_version=[0, 0])
-                    )
+                    await here.client.push_soon(Update(here.ones, samples=1, lr=1.0, base_version=[0, 0]))
                     await here.client.flush()
 
             async def command() -> None:

@@ -39,7 +39,7 @@ def contribution(incarnation: int, sequence: int = 1, sender: str = "worker-0", 
     defaults: dict[str, Any] = {
         "samples": 1,
         "num_gradients": 1,
-        "learning_rate": 1.0,
+        "lr": 1.0,
         "round": 0,
         "base_version": 0,
     }
@@ -186,7 +186,7 @@ class Served:
         self.service.keep_senders({("worker-0", one) for one in incarnations} | {("worker-9", 1)})
 
     def push(self, incarnation: int, sequence: int, *, epoch: int = 1, assign: bool = False) -> Streamed:
-        request = v1.Push(sequence=sequence, samples=1, num_gradients=1, learning_rate=1.0)
+        request = v1.Push(sequence=sequence, samples=1, num_gradients=1, lr=1.0)
         request.command = v1.Push.ASSIGN if assign else request.command
         return Streamed("push", request.SerializeToString(), incarnation=incarnation, epoch=epoch)
 

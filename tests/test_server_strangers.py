@@ -90,7 +90,7 @@ def played(script: Callable[[Run], Awaitable[None]]) -> None:
 async def push(
     node: EndpointCore, sequence: int, value: float, command: v1.Push.Command | None = None
 ) -> None:
-    request = v1.Push(sequence=sequence, learning_rate=1.0, samples=1)
+    request = v1.Push(sequence=sequence, lr=1.0, samples=1)
     if command is not None:
         request.command = command
     stream = await node.open("shard-0", "push", request)

@@ -88,7 +88,7 @@ async def exchange(stub: Stub, *frames: v1.Frame) -> list[v1.Frame]:
 async def push(stub: Stub, sequence: int, value: float, **request: Any) -> list[int]:
     answers = await exchange(
         stub,
-        opening("push", v1.Push(sequence=sequence, learning_rate=1.0, samples=1, **request)),
+        opening("push", v1.Push(sequence=sequence, lr=1.0, samples=1, **request)),
         chunk(1, [value] * 36, sequence),
         chunk(0, [value] * 64, sequence),
         v1.Frame(end=v1.End()),
@@ -146,7 +146,7 @@ def test_who_does_not_belong_is_refused(changes: dict[str, Any], code: v1.Code) 
 def test_chunk_that_does_not_fit_is_refused_and_changes_nothing(values: list[float]) -> None:
     async def script(stub: Stub) -> None:
         await push(stub, 1, 10.0, command=v1.Push.ASSIGN)
-        request = opening("push", v1.Push(sequence=2, learning_rate=1.0))
+        request = opening("push", v1.Push(sequence=2, lr=1.0))
         answers = await exchange(stub, request, chunk(0, values, 2), v1.Frame(end=v1.End()))
         expected = v1.BAD_REQUEST if len(values) == 63 else v1.NON_FINITE
         assert answers[-1].refuse.code == expected

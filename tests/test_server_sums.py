@@ -101,9 +101,9 @@ def test_a_fetch_that_flushes_waits_for_the_sum() -> None:
     state = initialised(EveryN(3))
     flush = FetchTerms("worker-0", 1, flush=True)
     assert state.fetch(0, flush, "nothing to flush") == [Release("nothing to flush", 0)]
-    pushed(state, 2, learning_rate=0.5)
+    pushed(state, 2, lr=0.5)
     (due,) = state.fetch(0, flush, "flush")
-    assert due == Apply(0, (), step=1, learning_rate=0.5, summed=1, completes=True)
+    assert due == Apply(0, (), step=1, lr=0.5, summed=1, completes=True)
     assert state.applied(0) == [Release("flush", 0)]
     assert (state.version(0), state.chunks[0].summed) == (1, 0)
     assert pushed(state, 3)[0].summed == 0

@@ -10,7 +10,7 @@ import pytest
 from gradstream.wire import v1
 from test_server_stubs import Stub, chunk, exchange, fetch, opening, push, with_shard
 
-PUSH: dict[str, Any] = {"sequence": 2, "learning_rate": 1.0, "samples": 1}
+PUSH: dict[str, Any] = {"sequence": 2, "lr": 1.0, "samples": 1}
 
 
 def code(frames: list[v1.Frame]) -> v1.Code | None:
@@ -28,8 +28,8 @@ def code(frames: list[v1.Frame]) -> v1.Code | None:
         ({"samples": (1 << 64) - 1}, "worker-5"),
         ({"round": (1 << 64) - 1}, "worker-5"),
         ({"clock": (1 << 64) - 1}, "worker-5"),
-        ({"learning_rate": math.nan}, "worker-5"),
-        ({"learning_rate": math.inf}, "worker-5"),
+        ({"lr": math.nan}, "worker-5"),
+        ({"lr": math.inf}, "worker-5"),
         ({"loss": math.inf}, "worker-5"),
         ({}, "worker"),
         ({}, "worker-five"),

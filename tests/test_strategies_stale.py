@@ -179,7 +179,7 @@ def test_mean_staleness_of_softsync(splits: int) -> None:
 
 
 def contribution(base_version: int, sequence: int = 1) -> PushHeader:
-    return PushHeader("worker-0", 0, 1, sequence, samples=1, learning_rate=0.5, base_version=base_version)
+    return PushHeader("worker-0", 0, 1, sequence, samples=1, lr=0.5, base_version=base_version)
 
 
 @pytest.mark.parametrize(("base_version", "weight"), [(100, 1.0), (99, 1.0), (98, 0.5), (90, 0.1), (0, 0.01)])
@@ -191,7 +191,7 @@ def test_a_gradient_of_version_j_at_version_100(base_version: int, weight: float
     assert isinstance(due, Apply)
     weights = rule.weights(due.step - 1, [held.header for held in due.update])
     store = ShardStore(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.optim.SGD(lr=1.0))
-    store.update(0, [torch.ones(64, dtype=torch.float64)], weights, lr=due.learning_rate, step=due.step)
+    store.update(0, [torch.ones(64, dtype=torch.float64)], weights, lr=due.lr, step=due.step)
     assert store.parameters.tensor.tolist() == pytest.approx([-0.5 * weight] * 64, rel=1e-15)
 
 

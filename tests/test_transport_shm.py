@@ -330,7 +330,7 @@ class Served:
     ones: Vector
 
     async def push(self) -> None:
-        await self.client.push_soon(Update(self.ones, samples=1, learning_rate=1.0, base_version=[0, 0]))
+        await self.client.push_soon(Update(self.ones, samples=1, lr=1.0, base_version=[0, 0]))
         settled = asyncio.ensure_future(self.client.flush())
         await asyncio.wait({settled, self.service.executor.failure}, return_when=asyncio.FIRST_COMPLETED)
         if self.service.executor.failure.done():

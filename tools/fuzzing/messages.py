@@ -246,7 +246,7 @@ def _push(data: bytes) -> None:
             request.sequence,
             request.samples,
             request.num_gradients,
-            request.learning_rate,
+            request.lr,
             request.round,
             request.base_version,
             request.rows,
@@ -332,8 +332,8 @@ DECODERS = (
     _message(
         "push",
         _push,
-        v1.Push(sequence=1, samples=4, learning_rate=0.1, command=v1.Push.ASSIGN),
-        v1.Push(sequence=2, samples=4, learning_rate=0.1, loss=1.0),
+        v1.Push(sequence=1, samples=4, lr=0.1, command=v1.Push.ASSIGN),
+        v1.Push(sequence=2, samples=4, lr=0.1, loss=1.0),
     ),
     _message("fetch", _fetch, v1.Fetch(chunks=[0, 1], number=1)),
     _message(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gradstream.optim._check import not_negative, positive
-from gradstream.optim.schedules import Rate, learning_rate
+from gradstream.optim.schedules import Rate, check_rate
 
 __all__ = ["Adagrad"]
 
@@ -52,7 +52,7 @@ class Adagrad:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        learning_rate("Adagrad", self.lr)
+        check_rate("Adagrad", self.lr)
         positive("Adagrad", "eps", self.eps)
         not_negative("Adagrad", "initial_accumulator", self.initial_accumulator)
         not_negative("Adagrad", "weight_decay", self.weight_decay)

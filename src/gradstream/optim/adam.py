@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gradstream.optim._check import fraction, not_negative, positive
-from gradstream.optim.schedules import Rate, learning_rate
+from gradstream.optim.schedules import Rate, check_rate
 
 __all__ = ["Adam", "AdamW"]
 
@@ -53,7 +53,7 @@ class Adam:
 
     def __post_init__(self) -> None:
         rule = type(self).__name__
-        learning_rate(rule, self.lr)
+        check_rate(rule, self.lr)
         fraction(rule, "beta1", self.beta1)
         fraction(rule, "beta2", self.beta2)
         positive(rule, "eps", self.eps)

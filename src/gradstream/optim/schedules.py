@@ -36,7 +36,7 @@ __all__ = [
     "Schedule",
     "StepDecay",
     "Warmup",
-    "learning_rate",
+    "check_rate",
     "nominal_rate",
     "rate_at",
 ]
@@ -93,7 +93,7 @@ Rate = float | Schedule
 """A learning rate: one number, or a schedule."""
 
 
-def learning_rate(rule: str, got: object, name: str = "lr") -> None:
+def check_rate(rule: str, got: object, name: str = "lr") -> None:
     """Raises ConfigError unless `got` is a finite number above 0, or a schedule."""
     if not callable(got):
         positive(rule, name, cast(float, got))
@@ -379,7 +379,7 @@ class Warmup:
     unit: Unit = "steps"
 
     def __post_init__(self) -> None:
-        learning_rate("Warmup", self.then, "then")
+        check_rate("Warmup", self.then, "then")
         positive("Warmup", "length", self.length)
         _unit("Warmup", self.unit)
 
@@ -416,8 +416,8 @@ class Chain:
     unit: Unit = "epochs"
 
     def __post_init__(self) -> None:
-        learning_rate("Chain", self.first, "first")
-        learning_rate("Chain", self.then, "then")
+        check_rate("Chain", self.first, "first")
+        check_rate("Chain", self.then, "then")
         positive("Chain", "at", self.at)
         _unit("Chain", self.unit)
 

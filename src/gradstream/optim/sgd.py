@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gradstream.optim._check import fraction, not_negative, require
-from gradstream.optim.schedules import Rate, learning_rate
+from gradstream.optim.schedules import Rate, check_rate
 
 __all__ = ["SGD", "Momentum", "Nesterov"]
 
@@ -53,7 +53,7 @@ class SGD:
     weight_decay: float = 0.0
 
     def __post_init__(self) -> None:
-        learning_rate("SGD", self.lr)
+        check_rate("SGD", self.lr)
         fraction("SGD", "momentum", self.momentum)
         fraction("SGD", "dampening", self.dampening)
         not_negative("SGD", "weight_decay", self.weight_decay)

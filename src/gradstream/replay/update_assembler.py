@@ -97,7 +97,7 @@ class UpdateAssembler(Observer):
                 for name, elements in (("before", before), ("after", updating.parameters)):
                     self._vector(found, name)[start:stop] = elements
             if len(found.at) == self._chunks.num_chunks:
-                self._close(one.rank, one.sequence, one.learning_rate, one.samples)
+                self._close(one.rank, one.sequence, one.lr, one.samples)
 
     def _vector(self, found: _Open, name: str) -> torch.Tensor:
         vector: torch.Tensor | None = getattr(found, name)

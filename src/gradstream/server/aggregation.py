@@ -38,7 +38,7 @@ class PushHeader:
         sequence: number of the push; each incarnation of a worker counts from 1.
         samples: number of training samples behind it.
         num_gradients: number of minibatch gradients summed in it.
-        learning_rate: learning rate to apply it with.
+        lr: learning rate to apply it with.
         round: version that the push is meant for; only synchronous strategies set it.
         base_version: version of the chunk that the gradient was computed on.
         empty: the push has no elements for this chunk; the worker contributes nothing this time.
@@ -53,7 +53,7 @@ class PushHeader:
     sequence: int
     samples: int
     num_gradients: int = 1
-    learning_rate: float = 0.0
+    lr: float = 0.0
     round: int = 0
     base_version: int = 0
     empty: bool = False

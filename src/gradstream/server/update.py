@@ -33,9 +33,9 @@ class Update:
     Args:
         vector: the elements; nobody may write them until the push is done. None pushes nothing, which the
             server of a synchronous round still has to be told.
-        samples: number of training samples behind it. This, `learning_rate` and `vector` may be filled in
+        samples: number of training samples behind it. This, `lr` and `vector` may be filled in
             until anything is `ready`.
-        learning_rate: learning rate to apply it with.
+        lr: learning rate to apply it with.
         base_version: by chunk, the version that the gradient was computed on.
         num_gradients: number of minibatch gradients summed in it.
         round: version that it is meant for; only synchronous strategies set it.
@@ -54,7 +54,7 @@ class Update:
 
     vector: Vector | None
     samples: int
-    learning_rate: float
+    lr: float
     base_version: Sequence[int]
     num_gradients: int = 1
     round: int = 0

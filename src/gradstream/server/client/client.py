@@ -243,7 +243,7 @@ class ServerClient:
     async def assign(self, vector: Vector) -> None:
         """Pushes initial parameters, version 0 of every chunk that has none yet; other chunks keep theirs."""
         zero = [0] * self.chunks.num_chunks
-        update = Update(vector, samples=0, learning_rate=0.0, base_version=zero, assign=True)
+        update = Update(vector, samples=0, lr=0.0, base_version=zero, assign=True)
         await self.push_soon(update)
         await self.flush()
 

@@ -64,7 +64,7 @@ class PendingPushRequest:
             command=v1.Push.ASSIGN if update.assign else v1.Push.APPLY,
             sequence=self.sequence,
             samples=update.samples,
-            learning_rate=update.learning_rate,
+            lr=update.lr,
             round=update.round,
             num_gradients=update.num_gradients,
             clock=update.clock,

@@ -81,10 +81,10 @@ class Inspection:
             raise self.bad(sender, f"push number {request.sequence}; expected 1 or more")
         if max(request.samples, request.round, request.clock, request.base_version) > MAX_COUNT:
             raise self.bad(sender, "a count of more than 2^53")
-        if not math.isfinite(request.learning_rate) or math.isinf(request.loss):
+        if not math.isfinite(request.lr) or math.isinf(request.loss):
             raise self._refused(
                 "NON_FINITE",
-                f"request of {sender}: learning rate {request.learning_rate}, loss {request.loss}; expected "
+                f"request of {sender}: learning rate {request.lr}, loss {request.loss}; expected "
                 "finite numbers",
             )
 

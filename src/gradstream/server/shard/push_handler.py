@@ -103,7 +103,7 @@ class PushHandler:
             sequence=request.sequence,
             samples=request.samples,
             num_gradients=request.num_gradients,
-            learning_rate=request.learning_rate,
+            lr=request.lr,
             round=request.round,
             base_version=base_version,
             empty=part is None,

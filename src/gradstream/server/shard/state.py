@@ -76,7 +76,7 @@ class Apply:
         chunk: number of the chunk.
         update: pushes that are added up; none where only the sum is left to be applied.
         step: number of the update on this chunk, from 1.
-        learning_rate: learning rate of the update, and of the sum: the first one above 0 among its pushes. Each
+        lr: learning rate of the update, and of the sum: the first one above 0 among its pushes. Each
             push is weighed by its own rate over it.
         summed: number of pushes in the chunk's sum, to which these are added.
         completes: the sum is applied with these; else these only join it.
@@ -85,7 +85,7 @@ class Apply:
     chunk: int
     update: tuple[Parked, ...]
     step: int
-    learning_rate: float = 0.0
+    lr: float = 0.0
     summed: int = 0
     completes: bool = True
 
@@ -128,7 +128,7 @@ class ChunkState:
     version: int = -1  # before the initial parameters were assigned
     applying: Apply | None = None
     summed: int = 0  # contributions in the sum; none are those without elements
-    learning_rate: float = 0.0  # that it is to be applied with
+    lr: float = 0.0  # that it is to be applied with
     clock: int = 0  # the latest of any that came into a sum
     parked: list[Parked] = field(default_factory=list)
     arrivals: list[Parked] = field(default_factory=list)  # came while busy
@@ -221,7 +221,7 @@ class ShardState:
         else:
             state.summed += sum(not held.header.empty for held in due.update)
             state.clock = max([state.clock, *(held.header.clock for held in due.update)])
-            state.learning_rate = due.learning_rate
+            state.lr = due.lr
         state.applying = None
         out: list[Instruction] = []
         for parked in due.update:
@@ -385,8 +385,8 @@ class ShardState:
         """The instruction for this update: it is applied, with the sum if there is one, or joins the sum."""
         headers = [held.header for held in update]
         at_once = not update or update[0].assign
-        before = state.learning_rate if state.summed else 0.0
-        rates = [before, *(one.learning_rate for one in headers if not one.empty)]
+        before = state.lr if state.summed else 0.0
+        rates = [before, *(one.lr for one in headers if not one.empty)]
         rate = next(filter(None, rates), 0.0)
         return Apply(
             chunk,

@@ -117,7 +117,7 @@ class Updates:
         def arithmetic(_: object) -> None:
             parts = self._corrected(chunk, present, pushed, parameters.tensor)
             if due.completes:
-                rate, step = due.learning_rate, due.step
+                rate, step = due.lr, due.step
                 store.update(chunk, parts, weights, lr=rate, step=step, summed=summed, vector=vector)
             else:
                 store.gather(chunk, parts, weights, summed=summed)
@@ -138,7 +138,7 @@ class Updates:
         def arithmetic(_: object) -> torch.Tensor:
             total = row_sum(rows, chunk, parts, weights)
             elements = rows.elements(chunk, total.numbers)
-            self._store.update_some(chunk, elements, total.values, lr=due.learning_rate, step=due.step)
+            self._store.update_some(chunk, elements, total.values, lr=due.lr, step=due.step)
             return total.numbers
 
         numbers = await self._runtime.compute(
@@ -165,7 +165,7 @@ class Updates:
         ]
 
     def _relative_rate(self, one: PushHeader, due: Apply) -> float:
-        return one.learning_rate / due.learning_rate if self._store.has_rate and due.learning_rate else 1.0
+        return one.lr / due.lr if self._store.has_rate and due.lr else 1.0
 
     def _corrected(
         self,

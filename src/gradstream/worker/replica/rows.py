@@ -167,7 +167,7 @@ class RowReplica(ServerReplica):
         if self._taken.num_gradients or self._refs or self._held.left:
             update = self.take_accumulated()
             if not update.num_gradients and self._held.left:
-                update.vector, update.learning_rate = self._held.rest, self._sum_rate
+                update.vector, update.lr = self._held.rest, self._sum_rate
             update.pieces = partial(self._pieces, self._held, everything=True)
             await self.server.push_soon(update)
         await self.server.flush()

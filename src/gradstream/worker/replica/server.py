@@ -266,7 +266,7 @@ class ServerReplica(Replica):
             self._mean_in(gradient)
         self._taken.samples += gradient.samples
         self._taken.num_gradients += bool(gradient.samples)
-        self._taken.learning_rate = self._sum_rate if self._num_summed else gradient.lr
+        self._taken.lr = self._sum_rate if self._num_summed else gradient.lr
         self._refs.extend(gradient.refs)
 
     async def optimize(self, gradient: api.Gradient) -> None:
@@ -386,6 +386,6 @@ class ServerReplica(Replica):
 
 def _fill_in(update: Update, gradient: ComputedGradient) -> None:
     """What only a loop of the user's could tell."""
-    update.samples, update.learning_rate = gradient.samples, gradient.lr
+    update.samples, update.lr = gradient.samples, gradient.lr
     if not gradient.samples:
         update.vector = None
