@@ -69,7 +69,7 @@ def measure(every: str | None, seconds: float) -> dict[str, Any]:
         "train_s": run.summary["train_s"],
         "checkpoints": len(made),
         "failed": sum(event["event"] == "checkpoint_failed" for event in run.events),
-        "stood_s": statistics.median(event["paused_s"] for event in made) if made else 0.0,
+        "paused_s": statistics.median(event["paused_s"] for event in made) if made else 0.0,
         "total_s": statistics.median(event["total_s"] for event in made) if made else 0.0,
         "size_bytes": made[-1]["size_bytes"] if made else 0,
         "peak_own_bytes": run.summary["peak_own_bytes"],
@@ -92,7 +92,7 @@ def main() -> None:
     record = {
         "rows": rows,
         "share_lost": lost,
-        "share_standing": rows[1]["stood_s"] / given.every,
+        "share_standing": rows[1]["paused_s"] / given.every,
         "cost_per_checkpoint_s": cost_s,
         "share_at_10min": cost_s / 600,
         "spread_of_the_plain_runs": abs(rows[0]["samples_per_s"] - rows[2]["samples_per_s"]) / plain,

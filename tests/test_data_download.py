@@ -461,9 +461,9 @@ def test_processes_share_one_download(site: Site, tmp_path: Path) -> None:
     assert source.packed is not None
     code = (
         "import sys; from pathlib import Path\n"
-        "from gradstream.data.sources import Packed, RemoteFile, Source, fetch\n"
+        "from gradstream.data.sources import DataSource, Packed, RemoteFile, fetch\n"
         f"packed = {source.packed!r}\n"
-        "made = Source(name='caltech101', what='', licence='', citation='', page='', packed=packed)\n"
+        "made = DataSource(name='caltech101', what='', licence='', citation='', page='', packed=packed)\n"
         "print(fetch(made, home=Path(sys.argv[1])))"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

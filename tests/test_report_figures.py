@@ -112,7 +112,7 @@ def test_a_run_that_was_stopped_and_resumed() -> None:
         step=4,
         folder="checkpoints/step-4",
         size_bytes=8,
-        stood_s=0.5,
+        paused_s=0.5,
         total_s=1.0,
     )
     stopped = event("stopped", "coordinator", 3.0, step=4, folder="checkpoints/step-4")

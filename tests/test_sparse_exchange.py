@@ -297,8 +297,8 @@ def test_bytes_are_in_the_report_beside_what_whole_chunks_would_be() -> None:
     sent, whole = run.summary["fetched_bytes"], run.summary["whole_fetched_bytes"]
     assert 0 < sent < whole
     assert sum(event["whole_fetched_bytes"] for event in run.events if event["event"] == "exchange") == whole
-    assert "all of it would have been" in links(figures_of(run.events))
-    assert "all of it would" not in links(figures_of(run_of(Whole(), epochs=1).events))
+    assert "whole chunks would have been" in links(figures_of(run.events))
+    assert "whole chunks would" not in links(figures_of(run_of(Whole(), epochs=1).events))
     assert "had all of every chunk been sent" in dict(figures(run.summary))["instead of"]
 
 
