@@ -26,7 +26,6 @@ from gradstream.runtime.storage import MemoryStorage
 
 KEPT = Path(__file__).with_suffix(".json")
 FEATURES, SAMPLES = 1500, 96
-NEVER_THE_SAME = {"pid", "version", "host", "cpu_s", "rss_bytes", "seed_of_process"}
 
 
 def outputs(parameters: Any, inputs: Any) -> Any:
@@ -138,12 +137,11 @@ def hashes(run: gs.Run) -> dict[str, str]:
     vector = hashlib.sha256()
     for name in sorted(run.parameters):
         vector.update(np.ascontiguousarray(torch.as_tensor(run.parameters[name]).numpy()).tobytes())
-    events = [{k: v for k, v in event.items() if k not in NEVER_THE_SAME} for event in run.events]
-    amounts = json.dumps(list(numbers(events)))
+    amounts = json.dumps(list(numbers(run.events)))
     return {
         "parameters": vector.hexdigest()[:16],
         "numbers": hashlib.sha256(amounts.encode()).hexdigest()[:16],
-        "events": hashlib.sha256(json.dumps(events).encode()).hexdigest()[:16],
+        "events": hashlib.sha256(json.dumps(run.events).encode()).hexdigest()[:16],
     }
 
 
