@@ -17,6 +17,17 @@ GENERATOR = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(32, 3, generator=GENERATOR).double()
 TARGETS = torch.randn(32, 1, generator=GENERATOR).double()
 
+SETUP = """
+import torch
+from torch import nn
+import gradstream
+session = gradstream.join(deadlines=gradstream.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5))
+torch.manual_seed(session.rank)
+model = nn.Linear(4, 1)
+model, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.01))
+"""
+"""The first lines of a script that has its own loop."""
+
 Made = torch.optim.Optimizer
 Make = Callable[[nn.Sequential], Made]
 Change = Callable[[nn.Sequential, Made], object]

@@ -22,7 +22,7 @@ from gradstream.server.aggregation import rank_of
 from gradstream.telemetry.events import FailedEvent, StartedEvent
 from gradstream.wire import v1
 from gradstream.wire.window import SequenceWindow
-from test_membership_nodes import Cluster, diligent, shard, worker
+from membership_cluster import Cluster, diligent, shard, worker
 
 SPEC = v1.ModelSpec(fingerprint=0xAB, elems=100, dtype=v1.FLOAT32, chunk_elems=64)
 HUGE = (1 << 32) - 1

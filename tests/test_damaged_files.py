@@ -20,7 +20,7 @@ from gradstream.recording import read_log
 from gradstream.run.result import Run
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.testing.runs import QUICK, least_squares
-from test_checkpoint_folder import WORLD, write
+from small_checkpoints import WORLD, write
 
 
 def unexpected(error: DataError) -> None:

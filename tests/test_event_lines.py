@@ -23,7 +23,7 @@ from gradstream.telemetry.events import EvaluatedEvent, FinishedEvent, StepEvent
 from gradstream.trackers.tensorboard import write_run
 from gradstream.transport.limits import LIMITS
 from gradstream.wire import v1
-from test_membership_nodes import Cluster, diligent, shard, worker
+from membership_cluster import Cluster, diligent, shard, worker
 
 STEP = StepEvent(rank=0, step=1, epoch=0, samples=8, loss=0.5, compute_s=0.1, wait_s=0.0)
 LINE = encode(STEP, node="worker-0", time_s=1.5)

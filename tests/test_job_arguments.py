@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import gradstream as gs
 from gradstream.cli.group import main
 from gradstream.run.reopen import job_of_run, spec_of_run
-from test_session_scripts import SETUP
+from small_loops import SETUP
 
 SCRIPT = """
 import argparse

@@ -13,7 +13,7 @@ from gradstream.errors import PeerLostError
 from gradstream.runtime import Network, Partition
 from gradstream.telemetry.events import StepEvent
 from gradstream.wire import v1
-from test_membership_nodes import DEADLINES, Cluster, diligent, refs, shard, worker
+from membership_cluster import DEADLINES, Cluster, diligent, refs, shard, worker
 
 LEASE_S = DEADLINES.lease_s
 NUM_EVENTS = 600

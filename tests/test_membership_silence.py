@@ -10,7 +10,7 @@ from gradstream.coordinator import EvictedError
 from gradstream.errors import GradstreamError, PeerLostError
 from gradstream.runtime import Network, Partition
 from gradstream.testing.standstill import Standstill
-from test_membership_nodes import DEADLINES, SPEC, Cluster
+from membership_cluster import DEADLINES, SPEC, Cluster
 
 LEASE_S, BEGIN_S = DEADLINES.lease_s, 1.3
 DIRECTIONS = ["from the member", "to the member"]

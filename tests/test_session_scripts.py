@@ -21,6 +21,7 @@ import gradstream as gs
 from gradstream.job.files import load_job
 from gradstream.preflight import CheckResult, dry_run
 from gradstream.testing.sessions import loop_in_threads
+from small_loops import SETUP
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "examples" / "own_loop"
@@ -32,15 +33,6 @@ SHORTER = {
     "cnn": ("EPOCHS, BATCH = 4, 32", "EPOCHS, BATCH = 1, 100"),
     "logistic": ("EPOCHS, BATCH, RATE = 20, 20, 0.5", "EPOCHS, BATCH, RATE = 4, 20, 0.5"),
 }
-SETUP = """
-import torch
-from torch import nn
-import gradstream
-session = gradstream.join(deadlines=gradstream.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5))
-torch.manual_seed(session.rank)
-model = nn.Linear(4, 1)
-model, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.01))
-"""
 
 
 def environment() -> dict[str, str]:

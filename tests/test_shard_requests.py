@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradstream.wire import v1
-from test_server_stubs import Stub, chunk, exchange, fetch, opening, push, with_shard
+from shard_stub import Stub, chunk, exchange, fetch, opening, push, with_shard
 
 PUSH: dict[str, Any] = {"sequence": 2, "lr": 1.0, "samples": 1}
 

@@ -20,7 +20,7 @@ from gradstream.run.plan import plan_run
 from gradstream.run.result import Run
 from gradstream.testing.machines import Machines, unavailable
 from gradstream.testing.stopping import Stopper
-from test_remote_machines import Command
+from machine_command import Command
 
 LEASE_S = 2.0
 
