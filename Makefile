@@ -21,7 +21,7 @@ test-fast: $(READY)  ## unit tests and quick simulations, in a minute; tests/slo
 
 test-extras: $(READY)  ## with the real trackers, and trainers of transformers, lightning and accelerate
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[lightning,transformers,wandb,mlflow,trackio]'
-	$(BIN)/pytest -q tests/test_integrations.py tests/test_trackers.py
+	$(BIN)/pytest -q tests/integrations/test_integrations.py tests/trackers/test_trackers.py
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -7,8 +7,8 @@ backprop and after it: two neighbours are a round, so both see the same machine.
 
     python bench/overlap.py            # two minutes on two cores
 
-On virtual time the seconds of a step are those of a recursion, exactly (`tests/test_allreduce_time.py`). Here
-the sums and the sending take a part of the same two cores, which no overlap can win back. Prints figures, and
+On virtual time the seconds of a step are those of a recursion, exactly (`tests/collectives/test_allreduce_time.py`).
+Here the sums and the sending take a part of the same two cores, which no overlap can win back. Prints figures, and
 keeps them with machine, commit and date in bench/results/overlap.json.
 """
 

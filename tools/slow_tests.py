@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 def seconds_of(junit: Path) -> dict[str, float]:
-    """Seconds by test, its cases together: "tests/test_memory.py::test_loans"."""
+    """Seconds by test, its cases together: "tests/memory/test_memory.py::test_loans"."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for case in ElementTree.parse(junit).iter("testcase"):
         file = case.attrib["classname"].replace(".", "/")

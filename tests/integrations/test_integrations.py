@@ -22,7 +22,7 @@ from gradstream.integrations import wrap
 from gradstream.session.session import Session
 from gradstream.testing.sessions import loop_in_threads
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = 24
 BEGIN = """
 import json, os, sys

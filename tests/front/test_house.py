@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-SOURCE = Path(__file__).resolve().parents[1] / "src" / "gradstream"
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "gradstream"
 FILES = sorted(path for path in SOURCE.rglob("*.py") if "_pb2" not in path.name)
 HEAVY = ("torch", "numpy", "grpc", "google.protobuf", "safetensors", "PIL", "jax", "rich", "numba")
 EXECUTES_WHAT_IT_READS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}

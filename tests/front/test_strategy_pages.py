@@ -19,7 +19,7 @@ HEADINGS = [
     "Source",
 ]
 COMPARISONS = {"index", "study", "distbelief"}
-PAGES = sorted((Path(__file__).resolve().parents[1] / "docs" / "strategies").glob("*.md"))
+PAGES = sorted((Path(__file__).resolve().parents[2] / "docs" / "strategies").glob("*.md"))
 
 
 def index() -> str:

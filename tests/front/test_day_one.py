@@ -13,7 +13,7 @@ import pytest
 import gradstream
 from gradstream.cli import main
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| (\d+) \| (.+?) \| (yes|partly|not yet) \| (.+?) \|$", re.MULTILINE)
 ROWS = ROW.findall((ROOT / "docs/day-one.md").read_text())
 FILE = re.compile(r"((?:tests|docs|examples|bench)/[\w./]+|README\.md|CITATION\.cff)(?:::(\w+))?")
@@ -88,7 +88,7 @@ def test_the_evidence_exists(row: tuple[str, str, str, str]) -> None:
     "span",
     [
         "tests/test_none.py",
-        "tests/test_day_one.py::test_none",
+        "tests/front/test_day_one.py::test_none",
         "gradstream trane",
         "gradstream train --no-such",
         "gs.no_such",

@@ -23,7 +23,7 @@ from gradstream.preflight import CheckResult, dry_run
 from gradstream.testing.sessions import loop_in_threads
 from small_loops import SETUP
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "own_loop"
 SHORTER = {
     "language_model": (

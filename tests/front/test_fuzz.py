@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "tools"))
 harness: Any = importlib.import_module("fuzzing.harness")
 mutator: Any = importlib.import_module("fuzzing.mutator")

@@ -36,7 +36,7 @@ from gradstream.session.loaders_takeover import Takeover
 from gradstream.testing.sessions import loop_in_threads
 from gradstream.wire import v1
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 # ---- the ledger alone -------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ def test_what_cannot_be_measured() -> None:
 def on_machines(machines: Machines, folder: Path, plan: AllreducePlan) -> AllreduceResult:
     """A rank on each machine."""
     plan.save(folder)
-    paths = [str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parents[2] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     command = [sys.executable, "-m", "gradstream.preflight.allreduce_rank", str(folder)]
     ranks = [
         machine.start(

@@ -34,7 +34,7 @@ UNEVEN = SimulationConfig(
     costs={"gradient": Cost(base_s=0.01, jitter=Exponential())},
     network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
 )
-JOB = Path(__file__).resolve().parents[1] / "examples" / "linear_regression.py"
+JOB = Path(__file__).resolve().parents[2] / "examples" / "linear_regression.py"
 
 
 def test_it_obeys_the_laws() -> None:

@@ -14,7 +14,7 @@ import torch
 from gradstream.session.gradients import GradientReducer
 from gradstream.session.worker_session import WorkerSession
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "tools"))
 tool: Any = importlib.import_module("try_loops")
 sys.path.remove(str(REPOSITORY / "tools"))

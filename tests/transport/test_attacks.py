@@ -89,7 +89,7 @@ def children(pid: int) -> list[int]:
 @contextmanager
 def begin(folder: Path, kind: str) -> Iterator[Callable[[], Run]]:
     """Starts a run; what it yields waits until it trains. At its end the run must be as it was."""
-    script = Path(__file__).with_name("attacked_run.py")
+    script = Path(__file__).parents[1] / "attacked_run.py"
     with subprocess.Popen(
         [sys.executable, str(script), str(folder), kind], stderr=subprocess.PIPE
     ) as process:

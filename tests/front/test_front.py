@@ -11,7 +11,7 @@ from pathlib import Path
 
 import gradstream
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "gradstream"
 FILES = sorted(path for path in SOURCE.rglob("*.py") if "_pb2" not in path.name)
 MAX_PUBLIC_NAMES = 30

@@ -37,7 +37,7 @@ from gradstream.session.loaders import LoaderPart, part_of
 from gradstream.session.samples import BeforeForward, SampleCount
 from gradstream.testing.sessions import loop_in_threads
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "own_loop"
+SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "own_loop"
 NAMES = ["gpt", "resnet", "gan", "dqn", "ema", "train_pictures", "train_names"]
 State = dict[str, torch.Tensor]
 

@@ -87,7 +87,7 @@ def test_the_slow_tests_are_there(repository: Path) -> None:
     names = [line.split()[1] for line in (repository / "tests/slow.txt").read_text().splitlines()]
     assert len(names) == len(set(names)) > 0
     assert [name for name in names if is_absent(repository, name)] == []
-    assert is_absent(repository, "tests/test_kinds.py::test_that_nobody_has_written")
+    assert is_absent(repository, "tests/front/test_kinds.py::test_that_nobody_has_written")
     assert is_absent(repository, "tests/test_that_nobody_has_written.py::test_the_slow_tests_are_there")
 
 

@@ -33,7 +33,7 @@ from gradstream.worker.replica.server import ServerReplica
 Array = np.ndarray[Any, Any]
 
 LR, MOMENTUM = 2.0**-5, 0.5
-JOB = Path(__file__).resolve().parents[1] / "examples" / "linear_regression.py"
+JOB = Path(__file__).resolve().parents[2] / "examples" / "linear_regression.py"
 FEATURES = 200  # 4 chunks of 64 elements
 JITTERY = Network(link=Link(latency_s=1e-3, jitter_s=1e-3))
 EVEN = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, network=JITTERY)

@@ -116,7 +116,7 @@ sys.stdin.read()
 @pytest.mark.parametrize("victim", ["driver", "forkserver"])
 def test_nothing_outlives_a_killed_launcher_or_forkserver(tmp_path: Path, victim: str) -> None:
     (tmp_path / "dummy_nodes.py").write_text(DUMMY)
-    source = str(Path(__file__).resolve().parents[1] / "src")
+    source = str(Path(__file__).resolve().parents[2] / "src")
     driver = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(DRIVER), str(tmp_path / "logs")],
         stdin=subprocess.PIPE,

@@ -285,7 +285,7 @@ def test_a_strategy_that_cannot_send_rows_makes_them_whole() -> None:
 
 
 def test_the_example_learns() -> None:
-    job = load_job(f"{Path(__file__).parents[1]}/examples/embeddings.py")
+    job = load_job(f"{Path(__file__).parents[2]}/examples/embeddings.py")
     run = gs.simulate(job, epochs=None, steps=100, batch_size=512)
     before = float(np.mean(job.data.test_targets**2))  # type: ignore[attr-defined]
     assert (run.evaluate().loss or before) < 0.8 * before
