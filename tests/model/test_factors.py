@@ -1,4 +1,4 @@
-"""Gradients of wide layers as factors: what is kept, what is sent, and that the updates are the same."""
+"""Gradients of wide layers as factors: the kept factors, the sent ones, and equal updates."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def bytes_of(run: gs.Run) -> int:
     return sum(event["pushed_bytes"] for event in run.events if event["event"] == "exchange")
 
 
-# ---- what a model keeps -----------------------------------------------------------------
+# ---- kept factors -----------------------------------------------------------------------
 
 
 def test_a_model_offers_wide_layers_of_their_own_and_keeps_their_factors() -> None:

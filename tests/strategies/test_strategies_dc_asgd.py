@@ -36,7 +36,7 @@ LR = 2.0**-5
 
 
 def error_at(gap: float, correction: Correction | None) -> float:
-    """|what is used - the gradient at x| of -log x, whose g² is f''; x has gone on by `gap` from 1.3."""
+    """|corrected gradient - gradient at x| of -log x, whose g² is f''; x has gone on by `gap` from 1.3."""
     basis, now = torch.tensor([1.3], dtype=torch.float64), torch.tensor([1.3 + gap], dtype=torch.float64)
     used = -1 / basis
     if correction is not None:
@@ -89,7 +89,7 @@ COMPUTED: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by rank: pa
 
 
 class Listening(EveryPush):
-    """Notes what is applied."""
+    """Records every gradient that is applied."""
 
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         """1."""
@@ -99,7 +99,7 @@ class Listening(EveryPush):
 
 @dataclass(frozen=True)
 class Followed(DCASGD):
-    """DC-ASGD that notes what was computed on what, and what was applied in which order."""
+    """DC-ASGD that records the version of each gradient, and the order in which gradients are applied."""
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         return Listening()
@@ -134,7 +134,7 @@ def end(strategy: gs.Strategy, seed: int = 0, **options: Any) -> np.ndarray[Any,
 def followed(
     strategy: Followed, seed: int, config: SimulationConfig
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """How a run ends, and how it should by what was computed on what."""
+    """The final parameters of a run, and those that follow from the recorded versions."""
     APPLIED.clear()
     COMPUTED.clear()
     got = end(strategy, seed, config=config)

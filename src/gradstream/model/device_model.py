@@ -15,11 +15,12 @@ from gradstream.model.backprop import Backprop
 from gradstream.model.base import Reduction
 from gradstream.model.batch import Batch, map_leaves
 from gradstream.model.built_module import Build, BuiltModule
+from gradstream.model.check import finite_loss
 from gradstream.model.devices import Streams, device_of, streams_of
 from gradstream.model.factors import FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.model.staging import Staging
-from gradstream.model.torch_module import Loss, LossOf, TorchModel, finite_loss, usable
+from gradstream.model.torch_module import Loss, LossOf, TorchModel, usable
 from gradstream.runtime.base import Report
 
 __all__ = ["DeviceModel", "on_device"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,12 +16,13 @@ from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import Build, BuiltModule, as_numpy, build_module, trained_of
+from gradstream.model.check import check_option, finite_loss
 from gradstream.model.factors import FactoredLayer, FactorPairs
 from gradstream.model.fixed import Fixed
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
-__all__ = ["Loss", "LossOf", "TorchModel", "finite_loss", "from_torch", "usable"]
+__all__ = ["Loss", "LossOf", "TorchModel", "from_torch", "usable"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 LossOf = Literal["outputs", "batch"]
@@ -77,10 +77,8 @@ def from_torch(
             "since each worker has its own: pass a function, such as lambda: Net()"
         )
     _check_loss(loss)
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(f"from_torch: reduction is {reduction!r}; expected 'mean' or 'sum'")
-    if loss_of not in ("outputs", "batch"):
-        raise ConfigError(f"from_torch: loss_of is {loss_of!r}; expected 'outputs' or 'batch'")
+    check_option("from_torch", "reduction", reduction, "mean", "sum")
+    check_option("from_torch", "loss_of", loss_of, "outputs", "batch")
     return TorchModel(build, loss, reduction, loss_of, spread)
 
 
@@ -101,7 +99,7 @@ class TorchModel:
     It must not be used from two threads at once. Made by `from_torch`.
 
     Attributes:
-        given: its arguments: `TorchModel(*model.given)` is the same model, not yet built.
+        given: the arguments of the constructor: `TorchModel(*model.given)` is the same model, not yet built.
         offers_factors: whether `factored_layers` may have layers.
     """
 
@@ -276,12 +274,3 @@ def usable(loss: torch.Tensor) -> torch.Tensor:
             "no_grad() between the parameters and the loss"
         )
     return loss
-
-
-def finite_loss(value: float) -> float:
-    """Raises GradientError unless the loss is a finite number. Returns it."""
-    if not math.isfinite(value):
-        raise GradientError(
-            f"loss is {value}, expected a finite number: lower the learning rate, or check this batch's inputs"
-        )
-    return value

@@ -30,7 +30,7 @@ class WideLinear(TorchFunctionMode):
 
     Args:
         weights: the weights of the wide layers.
-        sinks: what collects the gradient of each.
+        sinks: the collectors of their gradients, in the same order.
     """
 
     def __init__(self, weights: Iterable[nn.Parameter], sinks: Iterable[Sink | RowSink]) -> None:

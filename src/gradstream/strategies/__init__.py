@@ -12,6 +12,7 @@ from gradstream.strategies.elastic import EAMSGD, ElasticAveraging
 from gradstream.strategies.hogwild import Hogwild
 from gradstream.strategies.softsync import Softsync
 from gradstream.strategies.ssp import SSP
+from gradstream.strategies.staged import StagedStrategy
 from gradstream.strategies.staleness_aware import StalenessAware
 from gradstream.strategies.synchronous import Synchronous
 
@@ -33,6 +34,7 @@ __all__ = [
     "SharedMemoryStrategy",
     "SharedMemoryWorker",
     "Softsync",
+    "StagedStrategy",
     "StalenessAware",
     "Strategy",
     "Synchronous",

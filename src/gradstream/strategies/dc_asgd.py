@@ -1,25 +1,26 @@
-"""DC-ASGD: asynchronous SGD whose server moves each stale gradient to the parameters that it meets.
+"""DC-ASGD: asynchronous SGD whose server corrects each stale gradient for the parameters that it is applied to.
 
     client m:                           server, on a gradient g of worker m, computed on w_bak:
       w ← fetch()                         w ← w - η·(g + λ·g⊙g⊙(w - w_bak))
       push(∇ℓ(w; batch))                adaptive:
                                           v_m ← d·v_m + (1 - d)·g⊙g,   λ = λ₀ / √(v_m + ε)
 
-The gradient at w is that at w_bak plus the Hessian times how far the server has gone meanwhile; g⊙g stands
-in the Hessian's place. That is its diagonal in the mean, where the loss is the negative logarithm of a
-likelihood and the model is near the truth; for one sample, not for the mean over b, whose square is smaller.
-So λ is to be tuned like a rate, unless it is adaptive: λ·g⊙g is then about λ₀·|g|, whatever their scale.
+The gradient at w is the gradient at w_bak plus the Hessian times w - w_bak, the way that the server has gone
+meanwhile. λ·g⊙g takes the place of the Hessian. The mean of g⊙g over samples is the Hessian's diagonal where the
+loss is a negative log-likelihood and the model is near the truth. Here g is the mean over a minibatch of b samples,
+and its square is smaller. So tune λ like a rate, unless it is adaptive: λ·g⊙g is then about λ₀·|g|, whatever the
+scale of the gradients.
 
-Where nothing has overtaken a gradient, w = w_bak, it is used as it is: one worker is plain SGD. λ = 0 is
-asynchronous SGD. The shards keep a copy of what they have given each worker: N elements for each, 2N with
-`overlap`; adaptive keeps v_m besides. Bytes a step and worker are those of asynchronous SGD: 4N up,
-4N down (float32). A dead worker stops nobody.
+A gradient that no other has overtaken (w = w_bak) is used as it is, so one worker is plain SGD. λ = 0 is
+asynchronous SGD. The shards keep a copy of the parameters that each worker computes on: N elements for each
+worker, 2N with `overlap`, and v_m besides where λ is adaptive. Bytes a step and worker are those of asynchronous
+SGD: 4N up, 4N down (float32). A dead worker stops no other.
 
 Reference: Zheng, Meng, Wang, Chen, Yu, Ma, Liu, "Asynchronous stochastic gradient descent with delay
-compensation", ICML 2017, Algorithms 1 and 2, §5. Different here: w_bak is kept chunk by chunk, of the version
-that the gradient was computed on, whatever else its worker was given since; the update rule may be
-another than SGD, which then gets the compensated gradient; and v_m is a mean square for each worker m, of
-its own gradients alone, as in the authors' code, where Algorithm 2 writes one MeanSquare(t) without m.
+compensation", ICML 2017, Algorithms 1 and 2, §5. Different here: the shards keep w_bak chunk by chunk, of the
+version that the gradient was computed on, even where its worker has fetched another one since; the update rule may
+be another than SGD, and then gets the corrected gradient; v_m is a mean square for each worker m, of that worker's
+gradients alone, as in the authors' code, where Algorithm 2 writes one MeanSquare(t) without m.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from gradstream.strategies.stale import StaleGradients
 __all__ = ["DCASGD", "AdaptiveCompensation", "Compensation"]
 
 DECAY, EPS = 0.95, 1e-7
-"""d and ε, where they are not given."""
+"""Defaults of d and ε."""
 
 BLOCK_ELEMS = 1 << 17  # of four float32 vectors: 2 MiB
 
 
 def _blocks(elems: int) -> list[slice]:
-    """Parts that stay in the processor's cache while several operations go over them."""
+    """Slices of a vector, short enough to stay in the processor's cache over several operations."""
     return [slice(start, start + BLOCK_ELEMS) for start in range(0, elems, BLOCK_ELEMS)]
 
 
@@ -112,14 +113,14 @@ class AdaptiveCompensation:
 
 @dataclass(frozen=True, slots=True)
 class DCASGD(StaleGradients):
-    """Delay-compensated asynchronous SGD; see the module.
+    """Delay-compensated asynchronous SGD; see the module. Warm starts and waves are options of `StagedStrategy`.
 
     Args:
-        adaptive: λ follows the size of the gradients, element by element (DC-ASGD-a); else it is constant
-            (DC-ASGD-c).
-        strength: λ₀ or λ, at least 0; 0 compensates nothing. None is 2 where adaptive, else 0.04.
-        decay: d of the mean square, in [0, 1); where adaptive.
-        eps: ε beside it, > 0; where adaptive.
+        adaptive: True lets λ follow the size of the gradients, element by element (DC-ASGD-a); with False it is
+            constant (DC-ASGD-c).
+        strength: λ₀ or λ, at least 0; 0 corrects nothing. None is 2 where λ is adaptive, else 0.04.
+        decay: d of the mean square, in [0, 1), where λ is adaptive.
+        eps: ε, > 0, where λ is adaptive.
         overlap: fetch while computing, at the price of one more step of delay.
 
     Example:
@@ -138,6 +139,7 @@ class DCASGD(StaleGradients):
     plain: ClassVar[Mapping[str, object] | None] = {"overlap": False}
 
     def __post_init__(self) -> None:
+        StaleGradients.__post_init__(self)
         if self.strength is not None:
             check_not_negative("DCASGD", "strength", self.strength)
         if not 0 <= self.decay < 1:
@@ -151,11 +153,11 @@ class DCASGD(StaleGradients):
             )
 
     def optimizer(self) -> Optimizer:
-        """SGD, as the paper has it."""
+        """SGD, as in the paper."""
         return SGD(lr=0.01)
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
-        """Every push is an update of its own, as it comes."""
+        """Each push is one update, in the order of arrival."""
         return EveryPush()
 
     def correction(self) -> Correction | None:
