@@ -33,7 +33,6 @@ from gradstream.optim.merge import Replace
 from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.run.plan import RunPlan
 from gradstream.runtime.base import Runtime
-from gradstream.server.chunks import ChunkMap
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.node import ShardNode
 from gradstream.server.shard.recorder import ShardRecorder
@@ -41,6 +40,7 @@ from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import StartedEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.dtypes import itemsize_bytes
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.gradient import Clip

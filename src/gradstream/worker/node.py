@@ -5,12 +5,11 @@ from __future__ import annotations
 import traceback
 from functools import partial
 
-from gradstream.coordinator.client.member import Member
+from gradstream.coordinator.client.member import Member, names_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import UserCodeError
 from gradstream.runtime.base import Runtime
-from gradstream.server.client.client import names_of
 from gradstream.telemetry.events import StepEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
