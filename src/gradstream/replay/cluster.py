@@ -31,10 +31,10 @@ from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.virtual import VirtualCluster, VirtualRuntime
-from gradstream.server.chunks import ChunkMap
 from gradstream.server.shard.event_schedule import UpdateDue
 from gradstream.server.shard.node import ShardNode
 from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
+from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.node import WorkerNode
 
 __all__ = ["ReplayCluster"]
