@@ -24,8 +24,9 @@ from gradstream.replay.membership import ReplayedMember, ReplayedMembers
 from gradstream.replay.schedule import ReplayListener, ReplaySchedule
 from gradstream.replay.update import ReplayedUpdate
 from gradstream.replay.update_assembler import UpdateAssembler
-from gradstream.run.nodes import shard_config, worker_config
+from gradstream.run.nodes import worker_config
 from gradstream.run.plan import RunPlan, shard_name, worker_name
+from gradstream.run.shard import shard_config
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
