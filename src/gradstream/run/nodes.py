@@ -177,7 +177,7 @@ def build_worker(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, rank: int,
 
 def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
     """The part of the plan that a worker needs; see `build_worker`."""
-    job, strategy, deadlines = plan.job, plan.strategy, plan.job.deadlines
+    job, strategy = plan.job, plan.strategy
     own = cast(OwnData, job.data) if plan.open_ended else None
     rule = _update_rule(plan, model, own)
     how = "auto"
@@ -198,14 +198,13 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
         epochs=job.epochs,
         steps=plan.steps_left,
         num_steps=job.steps,
-        silence_s=deadlines.silence_s,
-        retry_s=deadlines.retry_s,
+        deadlines=job.deadlines,
         loop=own.loop(rank) if own else None,
         optimizer=own.optimizer if own and (plan.served is None or plan.served.pushes == "gradients") else "",
         resume=plan.resume,
         joint=plan.joint,
         balanced=plan.balanced,
-        form_group=partial(form_group, how=how, silence_s=deadlines.silence_s),
+        form_group=partial(form_group, how=how, silence_s=job.deadlines.silence_s),
         update_rule=rule if plan.workers_optimize else None,
         shards_rule=None if plan.workers_optimize else rule,
     )
