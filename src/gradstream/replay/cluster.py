@@ -25,8 +25,9 @@ from gradstream.replay.recorded_run import RecordedRun
 from gradstream.replay.schedule import ReplaySchedule
 from gradstream.replay.update import ReplayedUpdate
 from gradstream.replay.update_assembler import UpdateAssembler
-from gradstream.run.nodes import shard_config, worker_config
+from gradstream.run.nodes import worker_config
 from gradstream.run.plan import shard_name
+from gradstream.run.shard import shard_config
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
