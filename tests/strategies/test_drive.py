@@ -242,12 +242,12 @@ class Owners:
             assert self.ledger.receipt(ref, rank)
 
     def hold(self, rank: int) -> None:
-        assert self.ledger.hold(rank) == len(self.in_hand[rank])
+        assert self.ledger.pause(rank) == len(self.in_hand[rank])
         self.held.add(rank)
         self.in_hand[rank].clear()
 
     def let_in(self, rank: int) -> None:
-        self.ledger.let_in(rank)
+        self.ledger.resume(rank)
         self.held.discard(rank)
 
     def lose(self, rank: int) -> None:
