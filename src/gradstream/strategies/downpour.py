@@ -44,12 +44,12 @@ from gradstream.model.base import Reduction
 from gradstream.optim import Adagrad
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryPush
-from gradstream.server.chunks import MAX_CHUNK_ELEMS
 from gradstream.server.client.arrival import Arrival
 from gradstream.strategies.api import ServerWorker
 from gradstream.strategies.base import RowExchange
 from gradstream.strategies.checks import check_count, check_not_negative
 from gradstream.strategies.staged import ALONE, StagedStrategy
+from gradstream.wire.chunks import MAX_CHUNK_ELEMS
 
 __all__ = ["Downpour"]
 
