@@ -18,7 +18,7 @@ from gradstream.runtime.simulation import Cost, Exponential, Link, Network, Simu
 from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
 from gradstream.server.correction import Correction, SenderStates
 from gradstream.strategies import ServerWorker
-from gradstream.strategies.dc_asgd import DCASGD, AdaptiveCompensation, Compensation
+from gradstream.strategies.dc_asgd import DCASGD, Compensation
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import QUICK, Sized, least_squares, numbered
 from gradstream.testing.trials import bad_world
@@ -63,7 +63,7 @@ def test_the_adaptive_one_divides_by_the_root_of_the_mean_square(monkeypatch: py
     elems = 2 * 128 + 5  # the last block is ragged
     now, mean_square = torch.randn(elems, generator=generator), torch.zeros(elems)
     expected_square = torch.zeros(elems)
-    correction = AdaptiveCompensation(strength=2.0, decay=0.95, eps=1e-7)
+    correction = Compensation(strength=2.0, decay=0.95, eps=1e-7)
     for _ in range(3):
         g, basis = torch.randn(elems, generator=generator), torch.randn(elems, generator=generator)
         expected_square = 0.95 * expected_square + (1 - 0.95) * g * g
@@ -78,7 +78,7 @@ def test_where_nothing_has_gone_on_a_gradient_keeps_its_bits() -> None:
     g, w = torch.randn(300), torch.randn(300)
     assert torch.equal(Compensation(0.7).correct(g, w, w.clone(), {}), g)
     kept = {"mean square": torch.zeros(300)}
-    assert torch.equal(AdaptiveCompensation(2.0, 0.95, 1e-7).correct(g, w, w.clone(), kept), g)
+    assert torch.equal(Compensation(2.0, 0.95, 1e-7).correct(g, w, w.clone(), kept), g)
 
 
 # ---- runs -------------------------------------------------------------------------------------

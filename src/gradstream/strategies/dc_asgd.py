@@ -40,59 +40,33 @@ from gradstream.server.correction import Correction
 from gradstream.strategies.checks import check_not_negative
 from gradstream.strategies.stale import StaleGradients
 
-__all__ = ["DCASGD", "AdaptiveCompensation", "Compensation"]
+__all__ = ["DCASGD", "Compensation"]
 
 DECAY, EPS = 0.95, 1e-7
 """Defaults of d and ε."""
 
-BLOCK_ELEMS = 1 << 17  # of four float32 vectors: 2 MiB
-
-
-def _blocks(elems: int) -> list[slice]:
-    """Slices of a vector, short enough to stay in the processor's cache over several operations."""
-    return [slice(start, start + BLOCK_ELEMS) for start in range(0, elems, BLOCK_ELEMS)]
+BLOCK_ELEMS = 1 << 17
+"""Four float32 vectors of this length, 2 MiB, stay in the processor's cache over several operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compensation:
-    """g + λ·g⊙g⊙(w - w_bak), in the memory of w_bak.
+    """g + λ·g⊙g⊙(w - w_bak), in the memory of w_bak; λ is a number, or λ₀ / √(v + ε) element by element.
 
     Args:
-        strength: λ.
-    """
-
-    strength: float
-    state_names: ClassVar[Sequence[str]] = ()
-
-    def correct(
-        self,
-        gradient: torch.Tensor,
-        parameters: torch.Tensor,
-        base: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """See `Correction`."""
-        for block in _blocks(len(gradient)):
-            g, there = gradient[block], base[block]
-            torch.sub(parameters[block], there, out=there).mul_(g).mul_(g)
-            torch.add(g, there, alpha=self.strength, out=there)
-        return base
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptiveCompensation:
-    """v ← d·v + (1 - d)·g⊙g;  g + λ₀ / √(v + ε)·g⊙g⊙(w - w_bak), in the memory of w_bak.
-
-    Args:
-        strength: λ₀.
-        decay: d.
+        strength: λ or λ₀.
+        decay: d, in v ← d·v + (1 - d)·g⊙g; None for a constant λ.
         eps: ε.
     """
 
     strength: float
-    decay: float
-    eps: float
-    state_names: ClassVar[Sequence[str]] = ("mean square",)
+    decay: float | None = None
+    eps: float = EPS
+
+    @property
+    def state_names(self) -> Sequence[str]:
+        """The mean square v, if λ is adaptive."""
+        return () if self.decay is None else ("mean square",)
 
     def correct(
         self,
@@ -102,11 +76,13 @@ class AdaptiveCompensation:
         state: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """See `Correction`."""
-        for block in _blocks(len(gradient)):
-            g, there, mean_square = gradient[block], base[block], state["mean square"][block]
-            mean_square.mul_(self.decay).addcmul_(g, g, value=1 - self.decay)
+        for start in range(0, len(gradient), BLOCK_ELEMS):
+            block = slice(start, start + BLOCK_ELEMS)
+            g, there = gradient[block], base[block]
             torch.sub(parameters[block], there, out=there).mul_(g).mul_(g)
-            there.div_(mean_square.add(self.eps).sqrt_())
+            if self.decay is not None:
+                v = state["mean square"][block].mul_(self.decay).addcmul_(g, g, value=1 - self.decay)
+                there.div_(v.add(self.eps).sqrt_())
             torch.add(g, there, alpha=self.strength, out=there)
         return base
 
@@ -161,11 +137,6 @@ class DCASGD(StaleGradients):
         return EveryPush()
 
     def correction(self) -> Correction | None:
-        """See `Compensation` and `AdaptiveCompensation`."""
-        default = 2.0 if self.adaptive else 0.04
-        strength = default if self.strength is None else self.strength
-        if strength == 0:
-            return None
-        if self.adaptive:
-            return AdaptiveCompensation(strength, self.decay, self.eps)
-        return Compensation(strength)
+        """See `Compensation`; None where λ = 0."""
+        strength = (2.0 if self.adaptive else 0.04) if self.strength is None else self.strength
+        return Compensation(strength, self.decay if self.adaptive else None, self.eps) if strength else None
