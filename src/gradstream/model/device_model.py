@@ -79,7 +79,7 @@ class DeviceModel(TorchModel):
         *,
         seed: int,
         report: Report,
-        kept: FactorPairs | None = None,
+        factors: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> float:
         """See `TorchModel.gradient`. Waits for the device only after the whole backward pass is queued."""
@@ -91,7 +91,7 @@ class DeviceModel(TorchModel):
             streams.pin(parameters)
             self._show(built, parameters)
             built.training(True)
-            backprop = Backprop(built.layout, built.parameters, landing.source, landing.ready, kept, rows)
+            backprop = Backprop(built.layout, built.parameters, landing.source, landing.ready, factors, rows)
             with torch.enable_grad(), backprop, torch.random.fork_rng(devices=streams.generators):
                 torch.manual_seed(seed)
                 loss = usable(self._loss_of(built, batch))

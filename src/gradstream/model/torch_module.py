@@ -144,14 +144,14 @@ class TorchModel:
         *,
         seed: int,
         report: Report,
-        kept: FactorPairs | None = None,
+        factors: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> float:
         """Writes the gradient at `parameters` into `gradient`; see `Model.gradient`.
 
         Args:
-            kept: layers of `factored_layers` whose gradient is kept as factors. Their places in `gradient`
-                are not written, unless the layer is refused.
+            factors: take the sufficient factors of some `factored_layers`, whose places in `gradient` are not
+                written, unless the layer is refused.
             rows: takes the gradients of row-sparse parameters; `gradient` is then that of `layout.rest`.
 
         Raises:
@@ -165,7 +165,7 @@ class TorchModel:
             return 0.0
         built.point_at(parameters)
         built.training(True)
-        backprop = Backprop(built.layout, built.parameters, gradient, report, kept, rows)
+        backprop = Backprop(built.layout, built.parameters, gradient, report, factors, rows)
         with torch.enable_grad(), backprop, built.wide(backprop), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             loss = usable(self._loss_of(built, batch))
