@@ -137,7 +137,7 @@ async def diligent(cluster: Cluster, member: Member) -> None:
         member.receipt(refs(rank, batch))
     complete = False
     while not complete:
-        batches, complete, _ = await member.assign(True, 0, WorkerSpeed())
+        batches, complete, _ = await member.requests.assign(True, 0, WorkerSpeed())
         member.receipt(batches)
     member.finished()
     assert (await member.over()).phase == v1.Notice.FINISHED
@@ -146,7 +146,7 @@ async def diligent(cluster: Cluster, member: Member) -> None:
 async def dies(cluster: Cluster, member: Member) -> None:
     await member.training()
     for _ in range(2):
-        await member.assign(False, 0, WorkerSpeed())
+        await member.requests.assign(False, 0, WorkerSpeed())
     member.receipt(refs(member.node.rank, 0))
     await cluster.virtual.runtime("director").sleep(1.5)
     cluster.network.kill(member.node.name)

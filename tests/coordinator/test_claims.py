@@ -180,7 +180,7 @@ def test_what_a_node_says_of_its_failure_is_escaped_and_bounded() -> None:
 async def lies(cluster: Cluster, member: Member) -> None:
     """Has a receipt for a batch that the run does not have."""
     await member.training()
-    member._beat.receipts.append(v1.Receipt(epoch=HUGE, batch=HUGE))
+    member.beat.receipts.append(v1.Receipt(epoch=HUGE, batch=HUGE))
     member.hurry()
     with pytest.raises(GradstreamError, match="says what cannot be"):
         await member.over()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from gradstream.wire import v1
 
-__all__ = ["Nodes"]
+__all__ = ["COORDINATOR", "Nodes"]
+
+COORDINATOR = "coordinator"
+"""The name of the coordinator, which every endpoint knows."""
 
 
 class Nodes:
