@@ -8,6 +8,8 @@ from typing import Any
 
 from gradstream.coordinator import Coordinator, Member, Membership, RunOutcome
 from gradstream.coordinator.assignment import BatchAssignment
+from gradstream.coordinator.batch_distribution import BatchDistribution
+from gradstream.coordinator.phases import LossTolerance
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan
@@ -54,9 +56,8 @@ class Cluster:
         ledger = Ledger(PartitionPlan(8, 2, 2), epochs=1)
         membership = Membership(
             started,
-            ledger,
-            assignment=BatchAssignment(ledger, 2, lead_s=10.0),
-            survives_worker_loss=self.survives,
+            BatchDistribution(ledger=ledger, assignment=BatchAssignment(ledger, 2, lead_s=10.0)),
+            LossTolerance(survives_worker_loss=self.survives),
             software="1",
         )
         coordinator = Coordinator(
