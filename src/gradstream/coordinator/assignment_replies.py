@@ -12,8 +12,8 @@ from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.phases import Phases
 from gradstream.coordinator.receipts import receipt_of
 from gradstream.coordinator.snapshot import SnapshotRounds
-from gradstream.data.left_over import Epoch
 from gradstream.data.open_ledger import OpenLedger
+from gradstream.data.reassignment import Epoch
 from gradstream.data.shares import WorkerSpeed
 from gradstream.wire import v1
 

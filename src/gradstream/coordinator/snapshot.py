@@ -24,9 +24,9 @@ from gradstream.checkpoint.manifest import Evaluated, Resume
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare
 from gradstream.coordinator.nodes import Nodes
-from gradstream.data.done import DataProgress
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
+from gradstream.data.progress import DataProgress
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import CheckpointEvent, CheckpointFailedEvent
 from gradstream.untrusted import escaped

@@ -12,7 +12,7 @@ from gradstream.coordinator.client.reporter import Reporter
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.receipts import ref_of
 from gradstream.data.base import BatchRef
-from gradstream.data.left_over import Block, Epoch
+from gradstream.data.reassignment import Block, Epoch
 from gradstream.data.shares import WorkerSpeed
 from gradstream.errors import DeadlineError
 from gradstream.runtime.base import Runtime
