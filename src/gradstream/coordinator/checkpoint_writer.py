@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gradstream.checkpoint.folder import DraftSnapshot, VectorPlace, prune, sweep
+from gradstream.checkpoint.draft import DraftSnapshot, VectorPlace
+from gradstream.checkpoint.folder import prune, sweep
 from gradstream.checkpoint.format import TensorSpec, of_spec
 from gradstream.checkpoint.manifest import Manifest
 from gradstream.checkpoint.own_state import EXTRA, EXTRA_FILE, OwnState, ask, averaged

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradstream.checkpoint.folder import VectorPlace
+from gradstream.checkpoint.draft import VectorPlace
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.admission import Admission

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gradstream.checkpoint.folder import VectorPlace
+from gradstream.checkpoint.draft import VectorPlace
 from gradstream.checkpoint.manifest import Evaluated, Resume
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare
