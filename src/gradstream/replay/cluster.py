@@ -24,17 +24,18 @@ from gradstream.replay.membership import ReplayedMember, ReplayedMembers
 from gradstream.replay.schedule import ReplayListener, ReplaySchedule
 from gradstream.replay.update import ReplayedUpdate
 from gradstream.replay.update_assembler import UpdateAssembler
-from gradstream.run.nodes import shard_config, worker_config
+from gradstream.run.nodes import worker_config
 from gradstream.run.plan import RunPlan, shard_name, worker_name
+from gradstream.run.shard import shard_config
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.virtual import VirtualCluster, VirtualRuntime
-from gradstream.server.chunks import ChunkMap
 from gradstream.server.shard.event_schedule import UpdateDue
 from gradstream.server.shard.node import ShardNode
 from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.node import WorkerNode
 
 __all__ = ["ReplayCluster"]

@@ -11,10 +11,10 @@ import torch
 
 from gradstream.data.base import BatchRef
 from gradstream.replay.update import ReplayedUpdate, Tree
-from gradstream.server.chunks import ChunkMap
 from gradstream.server.shard.event_schedule import UpdateDue
 from gradstream.server.shard.row_store import elements_of
 from gradstream.server.update import Update as Push
+from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.observer import Observer
 
 __all__ = ["UpdateAssembler"]

@@ -60,11 +60,7 @@ class Mailbox:
 
     def first_time(self, sender: str, incarnation: int, sequence: int) -> bool:
         """Notes a transfer; whether it was not delivered before."""
-        window = self._windows.setdefault(Caller(sender, incarnation), SequenceWindow())
-        if sequence in window:
-            return False
-        window.add(sequence)
-        return True
+        return self._windows.setdefault(Caller(sender, incarnation), SequenceWindow()).add(sequence)
 
     def offer(self, key: _Key, arrival: ReceivedTensor) -> bool:
         """Hands a stream to the oldest receive; keeps it and returns False where none waits yet."""

@@ -74,9 +74,7 @@ class ShardRecorder:
 
     def _record_push(self, event: PushArrived) -> None:
         chunk, new, assign = event.chunk, event.parked.header, event.parked.assign
-        came = self._came[chunk, new.rank]
-        if new.sequence not in came:
-            came.add(new.sequence)
+        if self._came[chunk, new.rank].add(new.sequence):
             assert self._state is not None
             moment, version = self._moment(chunk), self._state.version(chunk)
             self.log.add(

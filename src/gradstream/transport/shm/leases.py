@@ -272,9 +272,8 @@ class BorrowedLeases:
             ReferenceLostError: the loan, or the channel it belongs to, is over.
             FrameError: the bytes lie in no segment that the peer has handed out.
         """
-        if reference.channel != self._channel or reference.loan in self._arrived:
+        if reference.channel != self._channel or not self._arrived.add(reference.loan):
             raise ReferenceLostError
-        self._arrived.add(reference.loan)
         segment, size_bytes = self._segments.get(reference.segment), reference.size_bytes
         start_bytes, stop_bytes = reference.offset_bytes, reference.offset_bytes + size_bytes
         room_bytes = 0 if segment is None else segment.size_bytes
@@ -310,10 +309,7 @@ class BorrowedLeases:
 
     def forget(self, loans: Iterable[int]) -> None:
         """Returns those of these loans that have not arrived; they are no longer accepted if they do."""
-        missing = [loan for loan in loans if loan not in self._arrived]
-        for loan in missing:
-            self._arrived.add(loan)
-        for ids in _batches(missing):
+        for ids in _batches([loan for loan in loans if self._arrived.add(loan)]):
             self._post(v1.Lending(returned=ids))
 
     def map(self, number: int, descriptors: list[int]) -> None:
