@@ -146,7 +146,7 @@ class Backprop:
         gradient: (E,) the flat vector to fill.
         report: called with the length of the finished prefix as it grows.
         factors: take the sufficient factors of some layers, whose places in `gradient` are not written.
-        rows: takes the gradients of row-sparse parameters; `gradient` is then that of `layout.rest`.
+        rows: takes the gradients of row-sparse parameters; `gradient` then has the layout `layout.rest`.
     """
 
     def __init__(

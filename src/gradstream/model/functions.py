@@ -145,7 +145,7 @@ class FunctionsModel:
         """Writes the user's gradients into `gradient`; see `Model.gradient`. `seed` is not used.
 
         Args:
-            rows: takes the gradients of row-sparse arrays; `gradient` is then that of `layout.rest`.
+            rows: takes the gradients of row-sparse arrays; `gradient` then has the layout `layout.rest`.
 
         Raises:
             GradientError: a gradient is missing, unexpected, of the wrong shape or dtype, or the

@@ -42,7 +42,7 @@ def from_torch(
 
     Parameters that require a gradient are trained, under their own names. Tied weights count once, and are
     saved under each of their names. Frozen parameters come from a `build()` under a fixed seed, so all workers
-    have the same; they are saved too. Each worker has buffers (a BatchNorm's running means) of its own while it
+    have the same; they are saved too. Each worker has its own buffers (a BatchNorm's running means) while it
     trains; for an evaluation and for the saved model they are averaged, weighted by samples. Buffers that are
     not persistent are never exchanged. Gradients are computed in the modes in which `build` left its modules,
     outputs in eval() mode. For each gradient, torch's generator is seeded by (run seed, worker, step), so
@@ -152,7 +152,7 @@ class TorchModel:
         Args:
             factors: take the sufficient factors of some `factored_layers`, whose places in `gradient` are not
                 written, unless the layer is refused.
-            rows: takes the gradients of row-sparse parameters; `gradient` is then that of `layout.rest`.
+            rows: takes the gradients of row-sparse parameters; `gradient` then has the layout `layout.rest`.
 
         Raises:
             GradientError: the loss is not one finite number that depends on the parameters. The

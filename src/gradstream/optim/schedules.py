@@ -1,7 +1,7 @@
 """Learning rates that change: pure functions of a minibatch's position in the run.
 
 A schedule is a function from a `Position` to a learning rate: an instance of one of these classes, or a function
-of your own at the top level of a file. The position is that of the minibatch, not that of the worker or of a
+of your own at the top level of a file. The position belongs to the minibatch, not to the worker or to a
 server's version. So the rate does not depend on the number of shards, on the worker that computes the minibatch
 (a minibatch of a dead worker keeps its rate), or on how often the run was stopped.
 

@@ -104,7 +104,7 @@ class AllReduce(GroupStrategy):
         if self.sharded and self.algorithm in ALGORITHMS and self.algorithm not in PARTS:
             raise ConfigError(
                 f"AllReduce(algorithm={self.algorithm!r}, sharded=True): it has no reduce-scatter and no "
-                f"all-gather of its own; expected {', '.join(PARTS)}, or 'auto'"
+                f"all-gather; expected {', '.join(PARTS)}, or 'auto'"
             )
         if self.bucket_mib is not None and not 1e-4 <= self.bucket_mib <= 1 << 20:
             raise ConfigError(f"AllReduce(bucket_mib={self.bucket_mib}): expected MiB, 0.0001 to 1048576")

@@ -357,7 +357,7 @@ class ServerWorker(Worker, Protocol):
         ...
 
     async def refresh_state(self) -> None:
-        """Replaces this worker's own state vectors by those of the shards."""
+        """Replaces this worker's state vectors by the shards' vectors."""
         ...
 
 

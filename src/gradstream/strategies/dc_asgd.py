@@ -13,8 +13,8 @@ scale of the gradients.
 
 A gradient that no other has overtaken (w = w_bak) is used as it is, so one worker is plain SGD. λ = 0 is
 asynchronous SGD. The shards keep a copy of the parameters that each worker computes on: N elements for each
-worker, 2N with `overlap`, and v_m besides where λ is adaptive. Bytes a step and worker are those of asynchronous
-SGD: 4N up, 4N down (float32). A dead worker stops no other.
+worker, 2N with `overlap`, and v_m besides where λ is adaptive. Bytes a step and worker, as in
+asynchronous SGD: 4N up, 4N down (float32). A dead worker stops no other.
 
 Reference: Zheng, Meng, Wang, Chen, Yu, Ma, Liu, "Asynchronous stochastic gradient descent with delay
 compensation", ICML 2017, Algorithms 1 and 2, §5. Different here: the shards keep w_bak chunk by chunk, of the

@@ -17,7 +17,7 @@ instant two chunks may show different numbers of updates, as in the paper.
 
 Each step has its own weight decay λ and, under a schedule, its own rate η. The server applies a sum at γ, the
 rate of the sum's first step; each step enters the sum with the weight η/γ, which is 1 at a constant rate. So k
-local steps are those of SGD. A rule with state (momentum on the server, Adagrad, Adam) makes one update of the
+local steps are steps of SGD. A rule with state (momentum on the server, Adagrad, Adam) makes one update of the
 sum, at γ. AdamW takes its decay off the parameters, so the decay comes once an update. α is η, or `local_lr`,
 which follows the schedule; a group of parameters multiplies α and γ by its `lr_scale`.
 
@@ -28,7 +28,7 @@ Reference: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012, Algo
 Different here: a push is due after step n_push - 1, not before step 0, so that a fetch finds the worker's own
 progress; Adagrad divides by √(Σ acc²) + ε, as the paper's rate is 0/0 at first. The paper has no momentum, no
 weight decay and no schedule: μ = λ = 0, η = γ. With a long period and γ = α/W for W workers, the server takes
-the mean of their progress; momentum then brings accuracy back to that of one machine (see
+the mean of their progress; momentum then brings the accuracy of one machine back (see
 docs/strategies/downpour.md).
 """
 
@@ -137,14 +137,14 @@ class Downpour(StagedStrategy):
 
     @property
     def decays_gradients(self) -> bool:
-        """Where several gradients lie between two pushes or two fetches, or join in a velocity."""
+        """True where a push or a fetch comes after several gradients, or a velocity joins them."""
         return self.push_every > 1 or self.fetch_every > 1 or self.local_momentum > 0
 
     def optimizer(self) -> Optimizer:
-        """Adagrad, which the paper found to make asynchrony robust.
+        """Adagrad, which makes asynchrony robust, as the paper found.
 
-        Its sums start above zero: the first updates, which several workers compute on the same
-        parameters, would otherwise each be a full step of the rate in every coordinate.
+        Its sums begin above zero. Otherwise each of the first updates, which several workers compute on the same
+        parameters, would be a full step of the rate in every coordinate.
         """
         return Adagrad(lr=0.01, initial_accumulator=0.01)
 
@@ -164,11 +164,11 @@ class Downpour(StagedStrategy):
                 await worker.server.push_soon(worker.take_accumulated())
 
     def rows(self, tables: bool) -> RowExchange | None:
-        """Only what has changed is exchanged, where few rows have, or few are significant."""
+        """Changed rows alone, where the model has row-sparse tensors or `significance` is above 0."""
         if not tables and not self.significance:
             return None
         return RowExchange(self.significance, self.significance_of == "relative", self.block_elems)
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
-        """Every push is an update of its own, as it comes."""
+        """Each push is one update, in the order of arrival."""
         return EveryPush()

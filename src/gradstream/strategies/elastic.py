@@ -14,7 +14,7 @@ paper. So y arrives while that gradient is computed, and d is sent while the nex
 x̃ ← (1 - β)·x̃ + β·mean(x_i), β = W·α. A worker then waits for the others from one exchange to the next; its τ
 steps lie between.
 
-Momentum is that of the local rule: `optimizer=gs.optim.SGD(lr, momentum=0.9)`. With Nesterov's momentum δ = 0.99
+Momentum is an option of the local rule: `optimizer=gs.optim.SGD(lr, momentum=0.9)`. With Nesterov's momentum δ = 0.99
 this is EAMSGD.
 
 Bytes a step and worker: 4N/τ up, 4N/τ down (float32). A dead worker stops no other. The part of its x_i that it had
@@ -126,7 +126,7 @@ class ElasticAveraging(ServerStrategy):
             )
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
-        """Adds the differences: those of all workers together, or each in the order of arrival."""
+        """Adds the differences of all workers together, or each in the order of arrival."""
         return Barrier(frozenset(range(num_workers))) if self.synchronous else EveryPush()
 
 

@@ -115,7 +115,7 @@ class Synchronous(ServerStrategy):
         """N of the N + b workers make an update."""
         if self.backup >= num_workers:
             raise ConfigError(
-                f"Synchronous(backup={self.backup}) with {num_workers} workers: nobody is left to wait for; "
+                f"Synchronous(backup={self.backup}) with {num_workers} workers: no worker is left to wait for; "
                 f"expected at most {num_workers - 1}"
             )
         return num_workers - self.backup if self.backup else None
@@ -130,7 +130,7 @@ class Synchronous(ServerStrategy):
         return SGD(lr=0.01, momentum=0.9)
 
     async def train(self, worker: ServerWorker) -> None:
-        """The client: each step computes on version r, contributes to round r, and goes on with r+1."""
+        """The client: each step computes on version r, contributes to round r, and takes version r+1."""
         await self._swap_in(worker, worker.server.fetch_soon())
         async for batch in worker.batches():
             gradient = worker.gradient_soon(batch)
