@@ -58,7 +58,7 @@ class There:
         await stream.end()
         while (received := await stream.recv(20)) is not None:
             assert received.payload is not None
-            lent = self.service.leases._lent.get(received.frame.chunk.index, ())
+            lent = self.service.executor.leases._lent.get(received.frame.chunk.index, ())
             self.num_by_reference += any(not one.returned for one in lent)
             low, high = await asyncio.to_thread(partial(torch.aminmax, received.payload))
             assert low == high, f"chunk {received.frame.chunk.index} is from {low} to {high}"
@@ -211,7 +211,7 @@ def test_a_vector_that_is_zeroed_while_it_is_read() -> None:
 def test_a_cut_finds_no_command_half_carried_out() -> None:
     async def run() -> None:
         async with there(EveryPush()) as here:
-            holder, seen = ShardSnapshot(here.service, 0), set[float]()
+            holder, seen = ShardSnapshot(here.service), set[float]()
 
             async def command() -> None:
                 for _ in range(40):

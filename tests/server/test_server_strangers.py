@@ -138,12 +138,12 @@ def test_who_is_no_member_changes_nothing(
 ) -> None:
     async def script(run: Run) -> None:
         stranger = await run.node(name, incarnation)
-        counters = dict(run.service.counters)
+        counters = dict(run.service.executor.counters)
         with pytest.raises(RefusedError) as refused:
             await ask(stranger)
         assert refused.value.code == code
         assert run.parameters == [10.0] * ELEMS
-        assert dict(run.service.counters) == counters
+        assert dict(run.service.executor.counters) == counters
         await stranger.close()
 
     played(script)

@@ -330,8 +330,9 @@ class HighestAlone(SequenceWindow):
     def __contains__(self, number: int) -> bool:
         return number == self.low
 
-    def add(self, number: int) -> None:
-        self.low = max(self.low, number)
+    def add(self, number: int) -> bool:
+        self.low, before = max(self.low, number), self.low
+        return number != before
 
 
 @pytest.mark.parametrize("window", [SequenceWindow, HighestAlone])

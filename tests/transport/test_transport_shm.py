@@ -346,11 +346,11 @@ class Served:
 
     async def kept(self) -> tuple[Stream, Received]:
         """The first chunk, lent to the other worker, who keeps it."""
-        await self.service.leases.gone(0)
+        await self.service.executor.leases.gone(0)
         for _ in range(100):  # until it is lent what it reads
             stream = await self.idler.open("shard-0", "fetch", v1.Fetch(), window=1)
             kept = await take_chunk(stream)
-            if any(not one.returned for one in self.service.leases._lent.get(0, ())):
+            if any(not one.returned for one in self.service.executor.leases._lent.get(0, ())):
                 break
         return stream, kept
 
