@@ -123,7 +123,7 @@ def block(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     "data",
     [
-        bytes([8, 0, 1, 1, 0, 3, 1, 1, 1]),  # moments that are no pairs
+        bytes([8, 0, 1, 1, 0, 3, 1, 1, 1]),  # chunk times that are no pairs
         bytes([1]) + b"\x80" * 100_000,  # one endless number
         bytes([9, 1, 1, 1, 200, 1]) + b"x",  # a phase that ends before its length
         bytes([9, 1, 1, 1, 1]) + b"\xff",

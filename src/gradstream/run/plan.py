@@ -28,7 +28,6 @@ from gradstream.model.base import Layout, Model
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule, ParameterGroup, groups_of
 from gradstream.optim.merge import Outer, Replace
-from gradstream.server.aggregation import AggregationRule
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.transport.base import Identity
 from gradstream.transport.offers import shares_memory
@@ -254,6 +253,8 @@ def plan_run(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool
     )
     plan.ledger()
     if isinstance(strategy, ServerStrategy):
+        from gradstream.server.aggregation import AggregationRule  # a run without servers does not import it
+
         rule = strategy.rule(job.workers, getattr(job.model, "reduction", "mean"))  # else a shard would raise
         if not isinstance(rule, AggregationRule):
             raise ConfigError(

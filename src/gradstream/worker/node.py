@@ -52,7 +52,7 @@ class WorkerNode:
             endpoint,
             config.model,
             workers=lambda: names_of(member.notice.nodes, "worker"),
-            silence_s=config.silence_s,
+            silence_s=config.deadlines.silence_s,
         )
         self._balance: ShareReporter | None = None
         if config.balanced and config.num_workers > 1 and config.strategy.partitioning == "rounds":
@@ -148,8 +148,7 @@ class WorkerNode:
             member=self._member,
             rank=config.rank,
             resume=None if config.joint else config.resume,
-            silence_s=config.silence_s,
-            retry_s=config.retry_s,
+            deadlines=config.deadlines,
             init=partial(fill_parameters, config, self._runtime),
             is_lowest=self._is_lowest,
             failed=self._failed,

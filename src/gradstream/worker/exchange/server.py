@@ -59,8 +59,8 @@ class ServerExchange:
                 exchanged=True,
                 lead_bytes=layout.lead_bytes,
             ),
-            silence_s=context.silence_s,
-            retry_s=context.retry_s,
+            silence_s=context.deadlines.silence_s,
+            retry_s=context.deadlines.retry_s,
             on_transfer=self._transfers,
             rows=None if rows is None else RowMap.of(chunks, rows),
         )

@@ -75,7 +75,7 @@ async def form_shared(
         names,
         context.rank,
         member.notice.epoch,
-        silence_s=context.silence_s,
+        silence_s=context.deadlines.silence_s,
         on_event=member.emit,
     )
     try:
@@ -86,7 +86,7 @@ async def form_shared(
     except BaseException:
         await window.close()
         raise
-    waits = Waits(runtime, member, words, context.silence_s)
+    waits = Waits(runtime, member, words, context.deadlines.silence_s)
     replica = SharedReplica(parts, model, parameters, words, waits.unlock, alone=not real)
     start = _Start(data, tables)
     return SharedExchange(context, strategy, window, replica, start, layout, config.chunk_elems)
