@@ -14,9 +14,11 @@ from gradstream.errors import RefusedError
 from gradstream.memory import Vector
 from gradstream.memory.segments import SharedMemory, supported
 from gradstream.optim import SGD
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.real import RealRuntime
 from gradstream.server.aggregation import AggregationRule, EveryPush
 from gradstream.server.client.client import ServerClient
+from gradstream.server.client.links import ShardLinks
 from gradstream.server.shard.chunk_leases import ChunkLeases
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
@@ -93,7 +95,8 @@ async def there(rule: AggregationRule) -> AsyncIterator[There]:
         )
         ones.tensor.fill_(1)
         chunks = ChunkMap(ELEMS, CHUNK_ELEMS, 1)
-        client = ServerClient(worker.runtime, worker, ["shard-0"], chunks, spare, silence_s=20, retry_s=20)
+        links = ShardLinks(worker.runtime, worker, ["shard-0"], chunks, Deadlines(silence_s=20, retry_s=20))
+        client = ServerClient(links, spare)
         await client.assign(ones)
         yield There(service, client, reader, ones)
     finally:
