@@ -1,4 +1,4 @@
-"""Commands on a shard's vectors: in turn with fetches and updates, each once on each chunk."""
+"""Commands on a shard's vectors: each runs once on each chunk, in turn with fetches and updates."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(not supported(), reason="this system has no memo
 
 
 class There:
-    """A shard, a client of it, and a reader that looks at chunks where they lie."""
+    """A shard, a client of it, and a reader that reads chunks in shared memory."""
 
     def __init__(
         self, service: ShardService, client: ServerClient, reader: ShmEndpoint, ones: Vector
@@ -55,7 +55,7 @@ class There:
         return self.service.store.parameters.tensor
 
     async def read(self) -> list[tuple[int, float]]:
-        """(version, value) of each chunk; all of its elements are the same, or the test fails."""
+        """(version, value) of each chunk; the test fails where its elements differ."""
         stream, found = await self.reader.open("shard-0", "fetch", v1.Fetch()), []
         await stream.end()
         while (received := await stream.recv(20)) is not None:
@@ -106,7 +106,7 @@ async def there(rule: AggregationRule) -> AsyncIterator[There]:
 
 @pytest.mark.limit_s(300)
 def test_a_thousand_commands_during_fetches() -> None:
-    """No memory is written that a fetch has lent, each chunk is of one command, and the result is right."""
+    """No command writes memory that a fetch has lent, each chunk is from one command, and the result is right."""
     asyncio.run(_a_thousand())
 
 
@@ -151,7 +151,7 @@ async def _a_thousand() -> None:
 
 
 def test_commands_and_pushes_take_turns() -> None:
-    """Each is in the parameters once: they commute here, so any order gives the same sum."""
+    """The parameters include each of them once: these commute, so any order gives the same sum."""
 
     async def both() -> None:
         async with there(EveryPush()) as here:
@@ -188,7 +188,7 @@ def test_where_versions_are_rounds_a_command_makes_none() -> None:
 
 
 def test_a_vector_that_is_zeroed_while_it_is_read() -> None:
-    """CREATE of one that exists takes its turn, too."""
+    """CREATE of an existing vector waits for its turn, too."""
 
     async def run() -> None:
         async with there(EveryPush()) as here:
@@ -234,7 +234,7 @@ def test_a_cut_finds_no_command_half_carried_out() -> None:
 
 
 def test_the_checker_of_turns_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that does not wait for who reads a chunk writes lent memory."""
+    """A command that does not wait for the readers of a chunk writes lent memory."""
 
     async def at_once(self: ChunkLeases, chunk: int) -> None:
         del self, chunk

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from gradstream.memory import Span, Vector
+from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import FetchTerms
 from gradstream.server.rows import RowPart, pack
@@ -93,16 +91,15 @@ class FetchHandler:
                 chunk, waited = fetch.ready.popleft()
                 await stream.credit(self._silence_s)
                 self._inspection.check_member(stream.opened)
-                async with self._executor.leases.turn(
-                    chunk
-                ):  # no update until the chunk is lent or with the carrier
+                # No update until the chunk is lent or with the carrier.
+                async with self._executor.leases.turn(chunk):
                     await self._send(stream, request, chunk, waited)
             await _tell(stream, request.unchanged)
         finally:
             self._executor.forget(fetch)
 
     def _read(self, opened: v1.Open) -> _Request:
-        """Reads a request, and checks it."""
+        """Parses a request, and checks it."""
         request = v1.Fetch.FromString(opened.body)
         self._inspection.check_fetch(opened.sender, request)
         chunks = list(request.chunks) or list(self._store.here)
@@ -129,13 +126,16 @@ class FetchHandler:
         self._executor.handle(read)
         if not request.terms.beside:
             await self._executor.updates.note_read(request.fetch.reader, chunk, version)
-        numbers = self._changed_since(chunk, request.known.get(chunk))
-        if numbers is not None and not len(numbers):
-            request.unchanged.chunks.append(chunk)
-            request.unchanged.versions.append(version)
-            return
-        if numbers is not None:
-            span, num_rows = self._packed(chunk, numbers, span), len(numbers)
+        changed, known = self._store.changed, request.known.get(chunk)
+        numbers = None if changed is None or known is None else changed.since(chunk, known)
+        if changed is not None and numbers is not None:
+            num_rows = len(numbers)
+            if not num_rows:
+                request.unchanged.chunks.append(chunk)
+                request.unchanged.versions.append(version)
+                return
+            values = span.tensor[changed.rows.elements(chunk, numbers)]
+            span = Vector(f"rows of chunk {chunk}", pack(RowPart(numbers, values))).all
         header = v1.Chunk(
             index=chunk,
             elems=len(span),
@@ -148,17 +148,6 @@ class FetchHandler:
         lent = await stream.lend(v1.Frame(chunk=header), span)
         if not num_rows:  # rows were copied
             self._executor.leases.add(chunk, lent)
-
-    def _changed_since(self, chunk: int, known: int | None) -> torch.Tensor | None:
-        """The rows that have changed after version `known`; None where the reader gets the whole chunk."""
-        changed = self._store.changed
-        return None if known is None or changed is None else changed.since(chunk, known)
-
-    def _packed(self, chunk: int, numbers: torch.Tensor, span: Span) -> Span:
-        """The payload of these rows."""
-        assert self._store.changed is not None
-        values = span.tensor[self._store.changed.rows.elements(chunk, numbers)]
-        return Vector(f"rows of chunk {chunk}", pack(RowPart(numbers, values))).all
 
 
 async def _tell(stream: Stream, unchanged: v1.Unchanged) -> None:

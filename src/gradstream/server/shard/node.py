@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from gradstream.checkpoint.snapshot import NodeSnapshots
+from gradstream.checkpoint.snapshot import NodeSnapshots, SnapshotMember
 from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.recorder import ShardRecorder
@@ -25,21 +25,11 @@ __all__ = ["ShardMembership", "ShardNode"]
 REPORT_EVERY_S = 1.0
 
 
-class ShardMembership(Protocol):
-    """The part of `gradstream.coordinator.Member` that a shard needs. Packages of one layer import none of another."""
-
-    notice: v1.Notice
-
-    async def heard(self, reached: Callable[[], bool]) -> None:
-        """Returns once `reached` is true, which it checks at each notice."""
-        ...
+class ShardMembership(SnapshotMember, Protocol):
+    """The part of `gradstream.coordinator.Member` that a shard needs. This package cannot import that one."""
 
     def listen(self, listener: Callable[[v1.Notice], None]) -> None:
         """Calls `listener` with each new notice."""
-        ...
-
-    def report(self, report: v1.SnapshotReport) -> None:
-        """Reports how far this node is with a snapshot."""
         ...
 
     async def join(self, model: v1.ModelSpec | None = None) -> v1.Notice:

@@ -73,7 +73,7 @@ class QuorumProtocol:
             endpoint.serve("quorum", self._serve)
 
     def came(self, round: int, rank: int, chunk: int) -> None:  # noqa: A002  the word of the protocol
-        """Counts a chunk that has arrived on this shard."""
+        """Counts a chunk of a push that has arrived on this shard."""
         if self._votes.came(round, rank, chunk):
             self._whole(self._config.rank, round, rank)
 
@@ -100,9 +100,7 @@ class QuorumProtocol:
         assert self._leader is not None
         queue, shard = _SendQueue(), rank_of(stream.opened.sender)
         if not 0 < shard < self._num_shards:
-            raise self._bad(
-                stream.peer, f"there are {self._num_shards} shards with chunks, and this is the first"
-            )
+            raise self._bad(stream.peer, f"a vote; expected votes of shards 1 to {self._num_shards - 1}")
         self._queues[queue] = None
         if self._leader.last is not None:
             queue.put(_message(self._leader.last))
@@ -115,9 +113,11 @@ class QuorumProtocol:
         while (received := await stream.recv()) is not None:
             said = v1.Whole.FromString(received.frame.body.data)
             if said.round > MAX_ROUND or 0 < self._config.workers <= said.rank:
-                raise self._bad(stream.peer, f"round {said.round} of rank {said.rank}, which there is not")
+                raise self._bad(
+                    stream.peer, f"a vote for round {said.round} of worker {said.rank}, which do not exist"
+                )
             self._whole(shard, said.round, said.rank)
-        raise ClosedError(f"{stream.peer} has ended its stream")  # ends the other half too
+        raise ClosedError(f"{stream.peer} has ended its stream")  # ends the sending half, too
 
     def _bad(self, peer: str, message: str) -> RefusedError:
         return RefusedError(FIRST, "BAD_REQUEST", f"request of {peer}: {message}")
