@@ -90,13 +90,13 @@ class ParticipationChange:
             other workers are lost.
         ranks: ranks of the workers.
         clock: own clock of a worker that enters.
-        told: the worker's clock from now on; the handler of the event sets it.
+        new_clock: the worker's clock from now on; the executor, or a replay, sets it.
     """
 
     kind: Literal["leave", "enter", "keep"]
     ranks: tuple[int, ...]
     clock: int = 0
-    told: int = 0
+    new_clock: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class ShardExecutor:
         clocks = self.state.clocks
         match change.kind:
             case "enter":
-                change.told = clocks.resume(change.ranks[0], change.clock)
+                change.new_clock = clocks.resume(change.ranks[0], change.clock)
             case "leave":
                 clocks.pause(change.ranks[0])
             case "keep":
