@@ -11,7 +11,7 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.batch_distribution import BatchDistribution
+from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.instructions import Emit
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.phases import LossTolerance

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gradstream.coordinator import Member
+from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.balance import ShareBalance
-from gradstream.coordinator.batch_distribution import BatchDistribution
 from gradstream.coordinator.instructions import Emit, Refuse
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.message_checks import MessageChecks
