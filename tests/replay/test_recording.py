@@ -13,17 +13,17 @@ from gradstream.data.base import BatchRef
 from gradstream.errors import DataError
 from gradstream.recording import (
     FOLDER,
-    Assignment,
+    BatchesAssigned,
     Changed,
     Closed,
     Decided,
     FetchAsked,
-    IntervalBegan,
+    IntervalBegun,
     Log,
     LogPart,
-    Paused,
     Pushed,
     Read,
+    SnapshotReached,
     Summed,
     read_log,
 )
@@ -45,10 +45,10 @@ ENTRIES: list[Entry] = [
     Changed("enter", (2,), 17, 20, ((0, 4), (2, 5))),
     Decided(300, (0, 2), ((1, 5), (3, 400))),
     Summed(7, 65, 0xFFFFFFFF),
-    Assignment((BatchRef(1, 2, 3), BatchRef(0, 200, 0, 16)), complete=False, interval=3),
-    Assignment((), complete=True),
-    Paused(129, ends=True),
-    IntervalBegan(12, 3, "together"),
+    BatchesAssigned((BatchRef(1, 2, 3), BatchRef(0, 200, 0, 16)), complete=False, interval=3),
+    BatchesAssigned((), complete=True),
+    SnapshotReached(129, ends=True),
+    IntervalBegun(12, 3, "together"),
     Closed(),
 ]
 

@@ -1,16 +1,16 @@
 """The recording of a run: the order in which its shards handled events, from which a replay repeats the run."""
 
 from gradstream.recording.entries import (
-    Assignment,
+    BatchesAssigned,
     Changed,
     Closed,
     Decided,
     Entry,
     FetchAsked,
-    IntervalBegan,
-    Paused,
+    IntervalBegun,
     Pushed,
     Read,
+    SnapshotReached,
     Summed,
 )
 from gradstream.recording.log import FOLDER, JOB_FILE, Log, LogPart, LogReader, read_log
@@ -19,19 +19,19 @@ from gradstream.recording.origin import differences, origin_of
 __all__ = [
     "FOLDER",
     "JOB_FILE",
-    "Assignment",
+    "BatchesAssigned",
     "Changed",
     "Closed",
     "Decided",
     "Entry",
     "FetchAsked",
-    "IntervalBegan",
+    "IntervalBegun",
     "Log",
     "LogPart",
     "LogReader",
-    "Paused",
     "Pushed",
     "Read",
+    "SnapshotReached",
     "Summed",
     "differences",
     "origin_of",

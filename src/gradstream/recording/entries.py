@@ -12,24 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import IntEnum
-from itertools import chain
 from typing import Literal, TypeAlias
 
 from gradstream.data.base import BatchRef
 from gradstream.errors import DataError
 
 __all__ = [
-    "Assignment",
+    "BatchesAssigned",
     "Changed",
     "Closed",
     "Decided",
     "Entry",
     "FetchAsked",
-    "IntervalBegan",
-    "Paused",
+    "IntervalBegun",
     "Pushed",
     "Read",
+    "SnapshotReached",
     "Summed",
     "decode",
     "encode",
@@ -98,15 +96,14 @@ class Changed:
     """Workers began or ceased to take part (written by a shard).
 
     Args:
-        kind, ranks, clock: see `server.shard.event_schedule.ParticipationChange`.
-        start_clock: the clock at which a worker that enters begins.
+        kind, ranks, clock, new_clock: see `server.shard.event_schedule.ParticipationChange`.
         chunk_times: pairs (chunk, chunk time), of all chunks of the shard.
     """
 
     kind: Literal["leave", "enter", "keep"]
     ranks: tuple[int, ...]
     clock: int
-    start_clock: int
+    new_clock: int
     chunk_times: tuple[tuple[int, int], ...]
 
 
@@ -120,7 +117,7 @@ class Summed:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class BatchesAssigned:
     """The coordinator's answer to a worker that asked for minibatches (written by the worker)."""
 
     refs: tuple[BatchRef, ...]
@@ -129,7 +126,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Paused:
+class SnapshotReached:
     """A snapshot paused a worker; everything that it had computed was in the model (written by the worker).
 
     Args:
@@ -142,7 +139,7 @@ class Paused:
 
 
 @dataclass(frozen=True, slots=True)
-class IntervalBegan:
+class IntervalBegun:
     """A participation schedule let a worker in, or moved it to another phase (written by the worker).
 
     Args:
@@ -174,107 +171,123 @@ class Closed:
 
 
 Entry: TypeAlias = (
-    Pushed | FetchAsked | Read | Summed | Assignment | Paused | Closed | Changed | IntervalBegan | Decided
+    Pushed
+    | FetchAsked
+    | Read
+    | Summed
+    | BatchesAssigned
+    | SnapshotReached
+    | Closed
+    | Changed
+    | IntervalBegun
+    | Decided
 )
 
-
-class _Kind(IntEnum):
-    """The lower four bits of an entry's first byte."""
-
-    PUSHED = 1
-    FETCH_ASKED = 2
-    READ = 3
-    SUMMED = 4
-    ASSIGNMENT = 5
-    PAUSED = 6
-    CLOSED = 7
-    CHANGED = 8
-    INTERVAL_BEGAN = 9
-    DECIDED = 10
-
-
-CHANGES: tuple[Literal["leave", "enter", "keep"], ...] = ("leave", "enter", "keep")
+PUSHED, ASKED, READ, SUMMED, ASSIGNED, REACHED, CLOSED, CHANGED, BEGUN, DECIDED = range(1, 11)
+KINDS: tuple[Literal["leave", "enter", "keep"], ...] = ("leave", "enter", "keep")
 MAX_SHIFT = 63
 FLAG = 0x10
-"""The bit of the first byte for `assign`, `complete` and `ends`; the next higher bit is for `absent`."""
+"""The bit of a kind's byte for `assign`, `complete` and `ends`; the next higher bit is for `absent`."""
 
 
 def encode(entry: Entry) -> bytes:
     """An entry as bytes, about seven of them."""
     match entry:
-        case Pushed(chunk, rank, sequence, chunk_time, base_version, version, assign, absent):
-            first_byte = _Kind.PUSHED | FLAG * assign | 2 * FLAG * absent
-            behind = _signed(version - base_version)
-            return _bytes(first_byte, (chunk, rank, sequence, chunk_time, behind, version + 1))
-        case FetchAsked(chunk, rank, number, chunk_time):
-            return _bytes(_Kind.FETCH_ASKED, (chunk, rank, number, chunk_time))
-        case Read(chunk, rank, number, attempt, chunk_time, clock):
-            return _bytes(_Kind.READ, (chunk, rank, number, attempt, chunk_time, clock))
-        case Summed(chunk, done, crc):
-            return _bytes(_Kind.SUMMED, (chunk, done, crc))
-        case Assignment(refs, complete, interval):
-            flat = [number for ref in refs for number in (ref.epoch, ref.partition, ref.batch, ref.count)]
-            return _bytes(_Kind.ASSIGNMENT | FLAG * complete, (interval, len(refs), *flat))
-        case Paused(begun, ends):
-            return _bytes(_Kind.PAUSED | FLAG * ends, (begun,))
+        case Pushed():
+            kind = PUSHED | FLAG * entry.assign | 2 * FLAG * entry.absent
+            behind = entry.version - entry.base_version
+            numbers = (
+                entry.chunk,
+                entry.rank,
+                entry.sequence,
+                entry.chunk_time,
+                _signed(behind),
+                entry.version + 1,
+            )
+            return _bytes(kind, numbers)
+        case FetchAsked():
+            return _bytes(ASKED, (entry.chunk, entry.rank, entry.number, entry.chunk_time))
+        case Read():
+            head = (entry.chunk, entry.rank, entry.number, entry.attempt, entry.chunk_time)
+            return _bytes(READ, (*head, entry.clock))
+        case Summed():
+            return _bytes(SUMMED, (entry.chunk, entry.done, entry.crc))
+        case BatchesAssigned():
+            flat: list[int] = []
+            for ref in entry.refs:
+                flat += (ref.epoch, ref.partition, ref.batch, ref.count)
+            return _bytes(ASSIGNED | FLAG * entry.complete, (entry.interval, len(entry.refs), *flat))
+        case SnapshotReached():
+            return _bytes(REACHED | FLAG * entry.ends, (entry.begun,))
         case Closed():
-            return _bytes(_Kind.CLOSED, ())
-        case Changed(kind, ranks, clock, start_clock, chunk_times):
-            head = (CHANGES.index(kind), clock, start_clock, len(ranks), 2 * len(chunk_times))
-            return _bytes(_Kind.CHANGED, (*head, *ranks, *chain(*chunk_times)))
-        case Decided(round_, ranks, chunk_times):
-            head = (round_, len(ranks), 2 * len(chunk_times))
-            return _bytes(_Kind.DECIDED, (*head, *ranks, *chain(*chunk_times)))
-        case IntervalBegan(begun, number, phase):
-            text = phase.encode()
-            return _bytes(_Kind.INTERVAL_BEGAN, (begun, number, len(text))) + text
+            return _bytes(CLOSED, ())
+        case Changed():
+            pairs = [number for pair in entry.chunk_times for number in pair]
+            head = (KINDS.index(entry.kind), entry.clock, entry.new_clock, len(entry.ranks), len(pairs))
+            return _bytes(CHANGED, (*head, *entry.ranks, *pairs))
+        case Decided():
+            pairs = [number for pair in entry.chunk_times for number in pair]
+            return _bytes(DECIDED, (entry.round, len(entry.ranks), len(pairs), *entry.ranks, *pairs))
+        case IntervalBegun():
+            phase = entry.phase.encode()
+            return _bytes(BEGUN, (entry.begun, entry.number, len(phase))) + phase
 
 
 def decode(data: bytes) -> Iterator[Entry]:
     """The entries in bytes that `encode` has made. Raises DataError for other bytes."""
-    reader, begin = _Reader(data), 0
+    at = 0
     try:
-        while (begin := reader.at) < len(data):
-            yield _decoded(reader)
+        while at < len(data):
+            kind, at = data[at], at + 1
+            entry, at = _decoded(kind, data, at)
+            yield entry
     except (IndexError, ValueError) as error:
-        text = f"a recording has no whole entry at byte {begin} of its block: {error}"
-        raise DataError(text) from error
+        raise DataError(f"a recording has no whole entry at byte {at} of its block: {error}") from error
 
 
-def _decoded(reader: _Reader) -> Entry:
-    first_byte = reader.take(1)[0]
-    first, second = bool(first_byte & FLAG), bool(first_byte & 2 * FLAG)
-    match first_byte & (FLAG - 1):
-        case _Kind.PUSHED:
-            chunk, rank, sequence, chunk_time, behind, above = reader.numbers(6)
+def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
+    first, second = bool(kind & FLAG), bool(kind & 2 * FLAG)
+    match kind & (FLAG - 1):
+        case 1:
+            (chunk, rank, sequence, chunk_time, behind, above), at = _numbers(data, at, 6)
             version = above - 1
             base_version = version - _unsigned(behind)
-            return Pushed(chunk, rank, sequence, chunk_time, base_version, version, first, second)
-        case _Kind.FETCH_ASKED:
-            return FetchAsked(*reader.numbers(4))
-        case _Kind.READ:
-            return Read(*reader.numbers(6))
-        case _Kind.SUMMED:
-            return Summed(*reader.numbers(3))
-        case _Kind.ASSIGNMENT:
-            interval, count = reader.numbers(2)
-            flat = reader.numbers(4 * count)
+            return Pushed(chunk, rank, sequence, chunk_time, base_version, version, first, second), at
+        case 2:
+            (chunk, rank, number, chunk_time), at = _numbers(data, at, 4)
+            return FetchAsked(chunk, rank, number, chunk_time), at
+        case 3:
+            (chunk, rank, number, attempt, chunk_time, clock), at = _numbers(data, at, 6)
+            return Read(chunk, rank, number, attempt, chunk_time, clock), at
+        case 4:
+            (chunk, done, crc), at = _numbers(data, at, 3)
+            return Summed(chunk, done, crc), at
+        case 5:
+            (interval, count), at = _numbers(data, at, 2)
+            flat, at = _numbers(data, at, 4 * count)
             refs = tuple(BatchRef(*flat[4 * i : 4 * i + 4]) for i in range(count))
-            return Assignment(refs, first, interval)
-        case _Kind.PAUSED:
-            return Paused(*reader.numbers(1), first)
-        case _Kind.CLOSED:
-            return Closed()
-        case _Kind.CHANGED:
-            which, clock, start_clock, num_ranks, num_times = reader.numbers(5)
-            ranks = tuple(reader.numbers(num_ranks))
-            return Changed(CHANGES[which], ranks, clock, start_clock, reader.pairs(num_times))
-        case _Kind.DECIDED:
-            round_, num_ranks, num_times = reader.numbers(3)
-            return Decided(round_, tuple(reader.numbers(num_ranks)), reader.pairs(num_times))
-        case _Kind.INTERVAL_BEGAN:
-            begun, number, size = reader.numbers(3)
-            return IntervalBegan(begun, number, reader.take(size).decode())
+            return BatchesAssigned(refs, first, interval), at
+        case 6:
+            (begun,), at = _numbers(data, at, 1)
+            return SnapshotReached(begun, first), at
+        case 7:
+            return Closed(), at
+        case 8:
+            (which, clock, new_clock, num_ranks, num_pairs), at = _numbers(data, at, 5)
+            ranks, at = _numbers(data, at, num_ranks)
+            flat, at = _numbers(data, at, num_pairs)
+            pairs = tuple(zip(flat[::2], flat[1::2], strict=True))
+            return Changed(KINDS[which], tuple(ranks), clock, new_clock, pairs), at
+        case 10:
+            (round_, num_ranks, num_pairs), at = _numbers(data, at, 3)
+            ranks, at = _numbers(data, at, num_ranks)
+            flat, at = _numbers(data, at, num_pairs)
+            return Decided(round_, tuple(ranks), tuple(zip(flat[::2], flat[1::2], strict=True))), at
+        case 9:
+            (begun, number, size), at = _numbers(data, at, 3)
+            if at + size > len(data):
+                raise IndexError("it ends inside a phase")
+            return IntervalBegun(begun, number, data[at : at + size].decode()), at + size
         case other:
             raise DataError(f"a recording has an entry of kind {other}, which this gradstream does not know")
 
@@ -287,8 +300,8 @@ def _unsigned(number: int) -> int:
     return -(number + 1) // 2 if number & 1 else number // 2
 
 
-def _bytes(first_byte: int, numbers: Iterable[int]) -> bytes:
-    out = bytearray([first_byte])
+def _bytes(kind: int, numbers: Iterable[int]) -> bytes:
+    out = bytearray([kind])
     for number in numbers:
         while number > 0x7F:
             out.append(number & 0x7F | 0x80)
@@ -297,36 +310,18 @@ def _bytes(first_byte: int, numbers: Iterable[int]) -> bytes:
     return bytes(out)
 
 
-class _Reader:
-    """Reads numbers from bytes. Raises IndexError at their end."""
-
-    def __init__(self, data: bytes) -> None:
-        self.at = 0
-        self._data = data
-
-    def take(self, count: int) -> bytes:
-        begin, self.at = self.at, self.at + count
-        if self.at > len(self._data):
-            raise IndexError("it ends inside an entry")
-        return self._data[begin : self.at]
-
-    def numbers(self, count: int) -> list[int]:
-        data, at, found = self._data, self.at, list[int]()
-        for _ in range(count):
-            number = shift = 0
-            while True:
-                byte = data[at]
-                at += 1
-                number |= (byte & 0x7F) << shift
-                shift += 7
-                if byte < 0x80:
-                    break
-                if shift > MAX_SHIFT:
-                    raise ValueError("a number of more than 70 bits")
-            found.append(number)
-        self.at = at
-        return found
-
-    def pairs(self, count: int) -> tuple[tuple[int, int], ...]:
-        flat = self.numbers(count)
-        return tuple(zip(flat[::2], flat[1::2], strict=True))
+def _numbers(data: bytes, at: int, count: int) -> tuple[list[int], int]:
+    found = []
+    for _ in range(count):
+        number = shift = 0
+        while True:
+            byte = data[at]
+            at += 1
+            number |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                break
+            if shift > MAX_SHIFT:
+                raise ValueError("a number of more than 70 bits")
+        found.append(number)
+    return found, at
