@@ -58,12 +58,12 @@ class Admission:
         no_parameters = sum(math.prod(one.shape) for one in self.tensors if one.name == CHECK)
         optimizer = started.optimizer
         if model.optimizer:  # the workers bring it
-            optimizer = _rule_of(model.optimizer)["class"].rpartition(":")[2].lower()
+            optimizer = _rule_of(model.optimizer)["class"].rpartition(":")[2].lower() or optimizer
         return replace(
             started,
             num_parameters=model.elems - no_parameters,
             chunk_elems=model.chunk_elems,
-            optimizer=optimizer or started.optimizer,
+            optimizer=optimizer,
         )
 
     def objection(self, request: v1.Join, *, gathering: bool) -> Refuse | None:
