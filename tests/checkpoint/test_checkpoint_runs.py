@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,10 @@ import gradstream as gs
 import gradstream._resume  # the name in the face is the function's
 from gradstream._train import launch
 from gradstream.checkpoint import newest
-from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.plan import plan_run
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.storage import DiskStorage
+from whole_runs import train
 
 resume_module = sys.modules["gradstream._resume"]
 
@@ -89,33 +89,27 @@ class Killer:
             pass
 
 
-def new_run(job_file: Path, path: Path, cluster: LocalCluster, on_event: Any = None) -> gs.Run:
-    path.mkdir()
-    job = load_job(str(job_file))
-    return launch(plan_run(job, "first"), path, cluster=cluster, on_event=on_event)
-
-
-@pytest.mark.limit_s(300)
-def test_killed_fifty_times_and_resumed_a_run_ends_with_the_same_bytes(
+def test_killed_again_and_again_and_resumed_a_run_ends_with_the_same_bytes(
     job_file: Path, tmp_path: Path, warm: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resume_module, "launch", partial(launch, cluster=warm))
-    whole = new_run(job_file, tmp_path / "whole", warm)
+    whole = train(job_file, tmp_path / "whole", warm)
     assert whole.summary["steps"] == 800
     rng = random.Random(7)
-    path, kills = tmp_path / "killed", 0
-    go: Callable[..., gs.Run] = partial(new_run, job_file, path, warm)
-    while kills < 50:
+    path, kills, kinds = tmp_path / "killed", 0, Counter[str]()
+    go: Callable[..., gs.Run] = partial(train, job_file, path, warm)
+    while kills < 12 or (len(kinds) < 3 and kills < 50):  # there are three kinds of instants
         killer = Killer(warm, rng.randrange(1, 130))
         try:
             go(on_event=killer)
         except gs.errors.PeerLostError:
             kills += 1
             killer.bury()
+            kinds[killed_when(path)] += 1
         if (path / FINAL_MODEL).is_file():  # it got there: another one, with other kill points
             assert (path / FINAL_MODEL).read_bytes() == (tmp_path / "whole" / FINAL_MODEL).read_bytes()
             path = tmp_path / f"killed-{kills}"
-            go = partial(new_run, job_file, path, warm)
+            go = partial(train, job_file, path, warm)
             continue
         servers = rng.choice([1, 2])
         go = partial(gs.resume, path, servers=servers)
@@ -124,6 +118,15 @@ def test_killed_fifty_times_and_resumed_a_run_ends_with_the_same_bytes(
     assert run.summary["failed"] is None
     assert run.summary["steps"] == 800  # steps that were computed twice count once
     assert [row["step"] for row in run.history if row["rank"] == 0] == list(range(400))
+
+
+def killed_when(path: Path) -> str:
+    """The kind of instant at which a run was killed."""
+    checkpoints = path / "checkpoints"
+    names = [entry.name for entry in checkpoints.iterdir()] if checkpoints.is_dir() else []
+    if any(name.startswith(".") for name in names):
+        return "while it wrote a checkpoint"
+    return "between two" if names else "before the first"
 
 
 def wait_for(text: str, path: Path) -> None:

@@ -15,7 +15,6 @@ import torch
 
 import gradstream as gs
 from gradstream import sparse
-from gradstream._train import launch
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.instructions import Discard, Emit
 from gradstream.coordinator.snapshot import SnapshotRounds
@@ -35,6 +34,7 @@ from gradstream.testing.runs import least_squares
 from gradstream.wire import v1
 from gradstream.worker.exchange.shared import Waits
 from gradstream.worker.shared_words import SharedWords
+from whole_runs import train
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'gradstream[fast]'")
 
@@ -171,12 +171,6 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """One forkserver for all runs."""
     with LocalCluster(tmp_path_factory.mktemp("logs"), node_environment(2)) as cluster:
         yield cluster
-
-
-def train(spec: str, path: Path, cluster: LocalCluster, on_event: Any = None) -> gs.Run:
-    path.mkdir()
-    loaded = load_job(spec)
-    return launch(plan_run(loaded, path.name), path, cluster=cluster, on_event=on_event)
 
 
 def objectives(run: gs.Run) -> tuple[float, float]:
