@@ -27,11 +27,11 @@ import torch
 import server_bulk
 from gradstream.run.local.machine import describe_machine, git_commit, node_environment
 from gradstream.runtime.real import RealRuntime
-from gradstream.server.chunks import ChunkMap
 from gradstream.server.client.client import ServerClient
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 
 ELEMS, CHUNK_ELEMS, REPEATS, EVERY_S = 75_000_000, 262_144, 7, 0.02
 

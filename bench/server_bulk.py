@@ -44,7 +44,6 @@ from gradstream.run.local.machine import describe_machine, git_commit, node_envi
 from gradstream.runtime.process_metrics import own_bytes
 from gradstream.runtime.real import RealRuntime
 from gradstream.server.aggregation import EveryPush
-from gradstream.server.chunks import CHUNK_ELEMS, ChunkMap, shared_chunk_elems
 from gradstream.server.client.client import ServerClient
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
@@ -52,6 +51,7 @@ from gradstream.server.update import Update
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint, make_memory
 from gradstream.wire import v1
+from gradstream.wire.chunks import CHUNK_ELEMS, ChunkMap, shared_chunk_elems
 
 SECRET = b"the same for all nodes of a bench"
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from gradstream.model.base import Layout
 from gradstream.model.rows import merged
-from gradstream.server.chunks import ChunkMap
 from gradstream.server.rows import RowMap, RowPart, RowTable, clipped, joined, pack, row_spec_of, unpack
+from gradstream.wire.chunks import ChunkMap
 
 
 @st.composite

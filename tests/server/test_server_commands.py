@@ -16,7 +16,6 @@ from gradstream.memory.segments import SharedMemory, supported
 from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
 from gradstream.server.aggregation import AggregationRule, EveryPush
-from gradstream.server.chunks import ChunkMap
 from gradstream.server.client.client import ServerClient
 from gradstream.server.shard.chunk_leases import ChunkLeases
 from gradstream.server.shard.config import ShardConfig
@@ -28,6 +27,7 @@ from gradstream.testing.pairs import SECRET
 from gradstream.transport.base import Identity
 from gradstream.transport.shm.endpoint import ShmEndpoint
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 
 CHUNK_ELEMS, NUM_CHUNKS = 1 << 19, 2  # so long that arithmetic is done on a thread, and payloads are lent
 ELEMS = CHUNK_ELEMS * NUM_CHUNKS

@@ -19,7 +19,6 @@ from gradstream.optim import SGD
 from gradstream.runtime.real import RealRuntime
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.server.aggregation import EveryN, EveryPush, PushHeader
-from gradstream.server.chunks import ChunkMap
 from gradstream.server.correction import SenderStates
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
@@ -30,6 +29,7 @@ from gradstream.testing.runs import QUICK, kill_at, least_squares
 from gradstream.transport.base import Caller, Handler, Identity, Received
 from gradstream.transport.mailbox import Mailbox
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 
 MANY = 10_000
 CHUNK = 64

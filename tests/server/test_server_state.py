@@ -50,7 +50,7 @@ def test_window_is_a_set(numbers: list[int]) -> None:
     window, seen = SequenceWindow(), set()
     for number in numbers:
         assert (number in window) == (number in seen)
-        window.add(number)
+        assert window.add(number) == (number not in seen)
         seen.add(number)
     for number in range(1, 301):
         assert (number in window) == (number in seen)

@@ -24,7 +24,6 @@ from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import AggregationRule, EveryN, FetchTerms, PushHeader
-from gradstream.server.chunks import ChunkMap
 from gradstream.server.correction import MOST_COPIES, Correction, SenderStates
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.state import Acknowledge, Apply, Instruction, Parked, Release, ShardState
@@ -40,6 +39,7 @@ from gradstream.testing.runs import (
     numbered,
 )
 from gradstream.testing.trials import bad_world
+from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.window import SequenceWindow
 from gradstream.worker.replica.server import ServerReplica
 

@@ -19,7 +19,6 @@ from gradstream.memory import Memory
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.server.aggregation import AggregationRule, PushHeader
-from gradstream.server.chunks import ChunkMap
 from gradstream.server.shard.state import Apply, Parked, ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.strategies import Strategy, penalty
@@ -27,6 +26,7 @@ from gradstream.strategies.softsync import WeightedMean
 from gradstream.testing import check_strategy
 from gradstream.testing.properties import complete, documented, plain, travels
 from gradstream.testing.runs import Sized, numbered
+from gradstream.wire.chunks import ChunkMap
 
 INSTANT = Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=0.0), header_bytes=0)
 

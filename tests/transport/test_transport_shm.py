@@ -25,7 +25,6 @@ from gradstream.memory.segments import SHARED_BYTES, Segment, SharedMemory
 from gradstream.optim import SGD
 from gradstream.runtime import RealRuntime
 from gradstream.server.aggregation import AggregationRule, EveryN, EveryPush
-from gradstream.server.chunks import MAX_CHUNK_ELEMS, ChunkMap
 from gradstream.server.client.client import ServerClient
 from gradstream.server.shard import chunk_leases
 from gradstream.server.shard.config import ShardConfig
@@ -39,6 +38,7 @@ from gradstream.transport.shm.leases import ARENA_BYTES, Arena
 from gradstream.transport.socket.unix import send_descriptors
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
+from gradstream.wire.chunks import MAX_CHUNK_ELEMS, ChunkMap
 from gradstream.wire.dtypes import to_wire
 
 ELEMS = 1 << 16

@@ -31,13 +31,13 @@ from gradstream.data.queue_plan import QueuePlan
 from gradstream.errors import GradstreamError
 from gradstream.run.remote.members import MachineMembers
 from gradstream.server.aggregation import FetchTerms, PushHeader
-from gradstream.server.chunks import ChunkMap
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.state import Acknowledge, Apply, Parked, ShardState
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.telemetry.events import MachineEvent, StartedEvent, encode
 from gradstream.transport.limits import LIMITS
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 
 __all__ = ["DECODERS"]
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gradstream.data.base import BatchPlan, BatchRef
-from gradstream.data.done import DataProgress
-from gradstream.data.line import BatchSequence
+from gradstream.data.batch_sequence import BatchSequence
 from gradstream.data.plan import EpochPlan, RoundPlan
+from gradstream.data.progress import DataProgress
 
 __all__ = ["JoinedPlan", "ids_of", "parts_of", "unjoined"]
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradstream.data.base import BatchRef
-from gradstream.data.done import DataProgress
-from gradstream.data.left_over import Reassignment
+from gradstream.data.progress import DataProgress
+from gradstream.data.reassignment import Reassignment
 from gradstream.data.receipts import Receipts
 from gradstream.errors import InternalError
 

@@ -27,8 +27,8 @@ from typing import Literal
 import numpy as np
 
 from gradstream.data.base import BatchRef, Ids
-from gradstream.data.done import DataProgress, Run, merged
-from gradstream.data.line import BatchSequence
+from gradstream.data.batch_sequence import BatchSequence
+from gradstream.data.progress import DataProgress, Run, merged
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, InternalError
 

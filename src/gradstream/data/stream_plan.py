@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gradstream.data.base import BatchRef
-from gradstream.data.done import DataProgress, Run
-from gradstream.data.line import BatchSequence
+from gradstream.data.batch_sequence import BatchSequence
+from gradstream.data.progress import DataProgress, Run
 
 __all__ = ["StreamPlan"]
 

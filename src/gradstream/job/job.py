@@ -18,9 +18,9 @@ from gradstream.model.device_model import on_device
 from gradstream.model.torch_module import TorchModel
 from gradstream.optim.base import Optimizer
 from gradstream.runtime.deadlines import Deadlines
-from gradstream.server.chunks import CHUNK_ELEMS
 from gradstream.strategies.base import Strategy
 from gradstream.transport.offers import Choice
+from gradstream.wire.chunks import CHUNK_ELEMS
 from gradstream.worker.evaluation import Metric
 
 __all__ = [
@@ -97,7 +97,7 @@ class Job:
             such a run ends with an error that says what is missing.
         chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 4194304. None is 262144;
             where all nodes exchange through shared memory, more for large models
-            (`server.chunks.shared_chunk_elems`). It changes no result.
+            (`wire.chunks.shared_chunk_elems`). It changes no result.
         checkpoint_every: steps between two checkpoints, "epoch", or a time such as "10min"; None makes one
             only when the run is stopped. At the end of a run there is its result and no checkpoint.
         keep_last: number of newest checkpoints that are kept.

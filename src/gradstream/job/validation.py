@@ -19,11 +19,11 @@ from gradstream.model.devices import device_of
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.optim.merge import Outer
-from gradstream.server.chunks import ChunkMap
 from gradstream.sparse.updates import check_compiler
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.transport.offers import CHOICES
 from gradstream.untrusted.names import check_name
+from gradstream.wire.chunks import ChunkMap
 
 __all__ = ["check", "check_resumed", "check_script", "check_strategy", "whole"]
 

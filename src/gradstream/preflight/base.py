@@ -102,8 +102,10 @@ class DryRun(ABC):
         """Check: the plan of the run can be made."""
         plan = self.plan
         if self.job.spec is not None:  # starts to load torch during the next checks
-            environment = node_environment(self.job.workers, shards=plan.servers > 0)
-            self._cluster = self._stack.enter_context(LocalCluster(self._run_dir / "logs", environment))
+            shards = plan.servers > 0
+            environment = node_environment(self.job.workers, shards=shards)
+            cluster = LocalCluster(self._run_dir / "logs", environment, shards=shards)
+            self._cluster = self._stack.enter_context(cluster)
         names = f"{type(plan.strategy).__name__.lower()}, {self.rule()}"
         return f"{names}, {count(plan.workers, 'worker')}, {count(plan.servers, 'server')}"
 

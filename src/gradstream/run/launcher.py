@@ -159,7 +159,7 @@ class Launcher:
                 return nullcontext(options.cluster)
             if options.as_threads:
                 return ThreadCluster(logs, partial(run_node, self._plan))
-            return LocalCluster(logs, environment)
+            return LocalCluster(logs, environment, shards=self._plan.servers > 0)
         except OSError as error:
             raise DiskError(
                 f"the run directory {self._run_dir} cannot be written: {disk_error(error)}; nothing was "

@@ -31,7 +31,7 @@ from gradstream.job.job import Job, build_model
 from gradstream.run.local.machine import SWITCH_INTERVAL_S
 from gradstream.run.local.node_log import show_warnings
 from gradstream.run.node_spec import NodeSpec
-from gradstream.run.nodes import build_coordinator, build_shard, build_worker
+from gradstream.run.nodes import build_coordinator, build_worker
 from gradstream.run.plan import COORDINATOR, RunPlan
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.event_log import RETRY_S, EventLog
@@ -226,6 +226,8 @@ async def _run(
             runtime.storage = ElsewhereStorage(root, endpoint, COORDINATOR, silence_s=patience_s)
         say(address=endpoint.address)
         if role == "shard":
+            from gradstream.run.shard import build_shard  # a run without servers does not import it
+
             await build_shard(plan, runtime, endpoint, int(rank), model).run()
         else:
             await build_worker(plan, runtime, endpoint, int(rank), model).run()

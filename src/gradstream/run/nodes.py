@@ -1,6 +1,7 @@
-"""Builds the nodes of a run: each from the plan of the run, a runtime and an endpoint.
+"""Builds the coordinator and the workers of a run: each from the plan of the run, a runtime and an endpoint.
 
-Whether runtime and endpoint are real or virtual is decided by the caller: `run.node` and `run.simulated`.
+The caller, `run.node` or `run.simulated`, decides whether runtime and endpoint are real or virtual. Shards are
+built in `run.shard`, which a run without servers does not import.
 """
 
 from __future__ import annotations
@@ -24,23 +25,20 @@ from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.snapshot import SnapshotLimits
 from gradstream.coordinator.stopping import StoppingCriterion
-from gradstream.data.done import DataProgress
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
+from gradstream.data.progress import DataProgress
 from gradstream.job.registry import optimizer_of_text
 from gradstream.model.base import Model
 from gradstream.optim.merge import Replace
 from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.run.plan import RunPlan
 from gradstream.runtime.base import Runtime
-from gradstream.server.chunks import ChunkMap
-from gradstream.server.shard.config import ShardConfig
-from gradstream.server.shard.node import ShardNode
-from gradstream.server.shard.recorder import ShardRecorder
 from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import StartedEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.dtypes import itemsize_bytes
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.gradient import Clip
@@ -48,7 +46,7 @@ from gradstream.worker.node import WorkerNode
 from gradstream.worker.replica.loop import OwnData
 from gradstream.worker.replica.updater import UpdateRule
 
-__all__ = ["build_coordinator", "build_shard", "build_worker", "shard_config", "worker_config"]
+__all__ = ["build_coordinator", "build_worker", "member_of", "recording_of", "worker_config"]
 
 
 # ---- coordinator ------------------------------------------------------------------------
@@ -166,41 +164,6 @@ def _pieces(plan: RunPlan, model: v1.ModelSpec, holders: int) -> list[Sequence[t
     return [[chunks.bounds(chunk) for chunk in chunks.chunks_of(rank)] for rank in range(holders)]
 
 
-# ---- shards -----------------------------------------------------------------------------
-
-
-def build_shard(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, rank: int, model: Model) -> ShardNode:
-    """One shard of the parameter server; its endpoint has started and knows the coordinator.
-
-    Args:
-        model: gives its reduction, and the names of its parameters where some have settings of their own.
-    """
-    config = shard_config(plan, rank, model)
-    if plan.job.record:
-        config = replace(config, schedule=ShardRecorder(_log(plan, runtime)))
-    return ShardNode(runtime, endpoint, _member(plan, runtime, endpoint, "shard", rank), config)
-
-
-def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
-    """The part of the plan that a shard needs; see `build_shard`."""
-    strategy = plan.served
-    assert strategy is not None
-    return ShardConfig(
-        rank=rank,
-        num_shards=plan.servers,
-        rule=strategy.rule(plan.workers, model.reduction),
-        optimizer=plan.shards_optimizer,
-        grouped=None if plan.workers_optimize else plan.grouped(model),
-        decayed=strategy.decays_gradients,
-        silence_s=plan.job.deadlines.silence_s,
-        find_optimizer=(lambda _: (Replace(), None)) if plan.joint else optimizer_of_text,
-        resume_from=plan.resume.folder if plan.resume is not None and not plan.joint else "",
-        quorum=strategy.quorum(plan.workers),
-        correction=strategy.correction(),
-        workers=plan.workers,
-    )
-
-
 # ---- workers ----------------------------------------------------------------------------
 
 
@@ -208,13 +171,13 @@ def build_worker(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, rank: int,
     """One worker, with its own instance of the model; its endpoint knows the coordinator."""
     config = worker_config(plan, rank, model)
     if plan.job.record:
-        config = replace(config, log=_log(plan, runtime))
-    return WorkerNode(runtime, endpoint, _member(plan, runtime, endpoint, "worker", rank), config)
+        config = replace(config, log=recording_of(plan, runtime))
+    return WorkerNode(runtime, endpoint, member_of(plan, runtime, endpoint, "worker", rank), config)
 
 
 def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
     """The part of the plan that a worker needs; see `build_worker`."""
-    job, strategy, deadlines = plan.job, plan.strategy, plan.job.deadlines
+    job, strategy = plan.job, plan.strategy
     own = cast(OwnData, job.data) if plan.open_ended else None
     rule = _update_rule(plan, model, own)
     how = "auto"
@@ -235,14 +198,13 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
         epochs=job.epochs,
         steps=plan.steps_left,
         num_steps=job.steps,
-        silence_s=deadlines.silence_s,
-        retry_s=deadlines.retry_s,
+        deadlines=job.deadlines,
         loop=own.loop(rank) if own else None,
         optimizer=own.optimizer if own and (plan.served is None or plan.served.pushes == "gradients") else "",
         resume=plan.resume,
         joint=plan.joint,
         balanced=plan.balanced,
-        form_group=partial(form_group, how=how, silence_s=deadlines.silence_s),
+        form_group=partial(form_group, how=how, silence_s=job.deadlines.silence_s),
         update_rule=rule if plan.workers_optimize else None,
         shards_rule=None if plan.workers_optimize else rule,
     )
@@ -260,14 +222,15 @@ def _update_rule(plan: RunPlan, model: Model, own: OwnData | None) -> UpdateRule
 # ---- shards and workers -----------------------------------------------------------------
 
 
-def _log(plan: RunPlan, runtime: Runtime) -> Log:
-    """The recording in which a node notes the order of its events, so that it can be replayed."""
+def recording_of(plan: RunPlan, runtime: Runtime) -> Log:
+    """The recording to which a node writes the order of its events, so that a replay can repeat it."""
     path = f"{FOLDER}/{plan.id}/{runtime.node}.rec"
     resume = None if plan.resume is None else plan.resume.as_json()
     return Log(runtime.storage, path, {**origin_of(runtime.node, plan.id), "resume": resume})
 
 
-def _member(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, role: str, rank: int) -> Member:
+def member_of(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, role: str, rank: int) -> Member:
+    """The membership of a shard or a worker in the run, before it has joined."""
     identity = endpoint.identity
     node = v1.Node(
         name=identity.name,

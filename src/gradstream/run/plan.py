@@ -12,12 +12,12 @@ from typing import cast
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.data.base import BatchPlan, Partitioning, PartitionSpec
-from gradstream.data.done import DataProgress
 from gradstream.data.feed import plan_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.plan import RoundPlan
+from gradstream.data.progress import DataProgress
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
@@ -28,11 +28,10 @@ from gradstream.model.base import Layout, Model
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule, ParameterGroup, groups_of
 from gradstream.optim.merge import Outer, Replace
-from gradstream.server.aggregation import AggregationRule
-from gradstream.server.chunks import CHUNK_ELEMS, shared_chunk_elems
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.transport.base import Identity
 from gradstream.transport.offers import shares_memory
+from gradstream.wire.chunks import CHUNK_ELEMS, shared_chunk_elems
 from gradstream.worker.evaluation import EvaluationPlan, Metric
 from gradstream.worker.replica.loop import OwnData
 
@@ -254,6 +253,8 @@ def plan_run(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool
     )
     plan.ledger()
     if isinstance(strategy, ServerStrategy):
+        from gradstream.server.aggregation import AggregationRule  # a run without servers does not import it
+
         rule = strategy.rule(job.workers, getattr(job.model, "reduction", "mean"))  # else a shard would raise
         if not isinstance(rule, AggregationRule):
             raise ConfigError(

@@ -12,7 +12,7 @@ import torch
 
 from gradstream.coordinator import Coordinator, RunOutcome
 from gradstream.model.base import Model
-from gradstream.run.nodes import build_coordinator, build_shard, build_worker
+from gradstream.run.nodes import build_coordinator, build_worker
 from gradstream.run.plan import COORDINATOR, RunPlan, shard_name, worker_name
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import SimulationConfig
@@ -127,6 +127,8 @@ class SimulatedCluster:
         self._outcome = await self.coordinator.run()
 
     async def _shard(self, rank: int, endpoint: MemoryEndpoint) -> None:
+        from gradstream.run.shard import build_shard  # a run without servers does not import it
+
         runtime = self.virtual.runtime(endpoint.identity.name)
         await build_shard(self.plan, runtime, endpoint, rank, self._model).run()
 

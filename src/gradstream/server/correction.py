@@ -21,7 +21,7 @@ import torch
 from gradstream.errors import UserCodeError
 from gradstream.memory import Memory, Span, Vector
 from gradstream.server.aggregation import PushHeader
-from gradstream.server.chunks import ChunkMap
+from gradstream.wire.chunks import ChunkMap
 
 __all__ = ["MOST_COPIES", "Correction", "SenderStates"]
 

@@ -23,8 +23,8 @@ import torch
 
 from gradstream.errors import ConfigError
 from gradstream.model.base import Layout
-from gradstream.server.chunks import ChunkMap
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 
 __all__ = [
     "RowMap",

@@ -1,19 +1,28 @@
-"""One algorithm, one file, readable beside the paper's pseudo-code."""
+"""One algorithm, one file, readable beside the paper's pseudo-code.
 
-from gradstream.strategies.allreduce import AllReduce
-from gradstream.strategies.api import GroupWorker, ServerWorker, SharedMemoryWorker, Worker
-from gradstream.strategies.asysg import AsySG
-from gradstream.strategies.averaging import ParameterAveraging
-from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
-from gradstream.strategies.dc_asgd import DCASGD
-from gradstream.strategies.diloco import DiLoCo
-from gradstream.strategies.downpour import Downpour
-from gradstream.strategies.elastic import EAMSGD, ElasticAveraging
-from gradstream.strategies.hogwild import Hogwild
-from gradstream.strategies.softsync import Softsync
-from gradstream.strategies.ssp import SSP
-from gradstream.strategies.staleness_aware import StalenessAware
-from gradstream.strategies.synchronous import Synchronous
+Each name is imported when it is first asked for: a run without servers imports nothing of `gradstream.server`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradstream.strategies.allreduce import AllReduce
+    from gradstream.strategies.api import GroupWorker, ServerWorker, SharedMemoryWorker, Worker
+    from gradstream.strategies.asysg import AsySG
+    from gradstream.strategies.averaging import ParameterAveraging
+    from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
+    from gradstream.strategies.dc_asgd import DCASGD
+    from gradstream.strategies.diloco import DiLoCo
+    from gradstream.strategies.downpour import Downpour
+    from gradstream.strategies.elastic import EAMSGD, ElasticAveraging
+    from gradstream.strategies.hogwild import Hogwild
+    from gradstream.strategies.softsync import Softsync
+    from gradstream.strategies.ssp import SSP
+    from gradstream.strategies.staleness_aware import StalenessAware
+    from gradstream.strategies.synchronous import Synchronous
 
 __all__ = [
     "DCASGD",
@@ -38,3 +47,37 @@ __all__ = [
     "Synchronous",
     "Worker",
 ]
+
+_MODULE_OF = {
+    "DCASGD": "dc_asgd",
+    "EAMSGD": "elastic",
+    "SSP": "ssp",
+    "AllReduce": "allreduce",
+    "AsySG": "asysg",
+    "DiLoCo": "diloco",
+    "Downpour": "downpour",
+    "ElasticAveraging": "elastic",
+    "GroupStrategy": "base",
+    "GroupWorker": "api",
+    "Hogwild": "hogwild",
+    "ParameterAveraging": "averaging",
+    "ServerStrategy": "base",
+    "ServerWorker": "api",
+    "SharedMemoryStrategy": "base",
+    "SharedMemoryWorker": "api",
+    "Softsync": "softsync",
+    "StalenessAware": "staleness_aware",
+    "Strategy": "base",
+    "Synchronous": "synchronous",
+    "Worker": "api",
+}
+"""The module of this package that defines a name of `__all__`."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'gradstream.strategies' has no attribute {name!r}; see its __all__")
+    value = globals()[name] = getattr(
+        importlib.import_module(f"gradstream.strategies.{_MODULE_OF[name]}"), name
+    )
+    return value

@@ -12,12 +12,14 @@ a strategy of your own needs no more than these protocols.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from gradstream.memory import Vector
 from gradstream.model.base import Reduction
-from gradstream.server.client.arrival import Arrival
-from gradstream.server.update import Update
+
+if TYPE_CHECKING:  # runs without servers import nothing of them
+    from gradstream.server.client.arrival import Arrival
+    from gradstream.server.update import Update
 
 __all__ = [
     "Bucket",

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from gradstream.data.base import Partitioning
 from gradstream.errors import InternalError
@@ -23,9 +23,11 @@ from gradstream.model.base import Reduction
 from gradstream.model.factors import FactoredLayer
 from gradstream.optim.base import Optimizer
 from gradstream.optim.merge import Add, Replace
-from gradstream.server.aggregation import AggregationRule
-from gradstream.server.correction import Correction
 from gradstream.strategies.api import GroupWorker, Participation, ServerWorker, SharedMemoryWorker
+
+if TYPE_CHECKING:  # runs without servers import nothing of them
+    from gradstream.server.aggregation import AggregationRule
+    from gradstream.server.correction import Correction
 
 __all__ = ["GroupStrategy", "Pushes", "RowExchange", "ServerStrategy", "SharedMemoryStrategy", "Strategy"]
 

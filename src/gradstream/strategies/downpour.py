@@ -49,12 +49,12 @@ from gradstream.model.base import Reduction
 from gradstream.optim import Adagrad
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, EveryPush
-from gradstream.server.chunks import MAX_CHUNK_ELEMS
 from gradstream.server.client.arrival import Arrival
 from gradstream.strategies.amount import amount
 from gradstream.strategies.api import Participation, ServerWorker
 from gradstream.strategies.base import RowExchange, ServerStrategy
 from gradstream.strategies.checks import check_count, check_not_negative
+from gradstream.wire.chunks import MAX_CHUNK_ELEMS
 
 __all__ = ["ALONE", "TOGETHER", "Downpour"]
 

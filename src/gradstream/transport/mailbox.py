@@ -9,36 +9,11 @@ from collections.abc import Collection
 from gradstream.transport.base import Caller
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
+from gradstream.wire.window import SequenceWindow
 
-__all__ = ["Mailbox", "ReceivedTensor", "Seen"]
+__all__ = ["Mailbox", "ReceivedTensor"]
 
 Key = tuple[str, int]
-
-
-class Seen:
-    """The numbers that have come: all below a low-water mark, and some above it.
-
-    A number that never comes (its stream was lost) would keep the mark low for ever, so at most
-    `SPAN` numbers above it are kept; a number that comes later than that counts as one that has come.
-    """
-
-    SPAN = 4096
-
-    def __init__(self) -> None:
-        self._below = 1  # every number below has come, or was given up
-        self._above: set[int] = set()
-
-    def add(self, number: int) -> bool:
-        """Adds a number; False if it has come before."""
-        if number < self._below or number in self._above:
-            return False
-        self._above.add(number)
-        if len(self._above) > self.SPAN:
-            self._below = min(self._above)
-        while self._below in self._above:
-            self._above.remove(self._below)
-            self._below += 1
-        return True
 
 
 class ReceivedTensor:
@@ -61,7 +36,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._arrivals: dict[Key, deque[ReceivedTensor]] = {}
         self._receives: dict[Key, deque[asyncio.Future[ReceivedTensor]]] = {}
-        self._seen: dict[Caller, Seen] = {}
+        self._seen: dict[Caller, SequenceWindow] = {}
         self._members: frozenset[Caller] | None = None
 
     def keep_senders(self, members: Collection[Caller]) -> None:
@@ -75,7 +50,7 @@ class Mailbox:
 
     def first_time(self, sender: str, incarnation: int, sequence: int) -> bool:
         """Notes a transfer; whether it was not delivered before."""
-        return self._seen.setdefault(Caller(sender, incarnation), Seen()).add(sequence)
+        return self._seen.setdefault(Caller(sender, incarnation), SequenceWindow()).add(sequence)
 
     def offer(self, key: Key, arrival: ReceivedTensor) -> bool:
         """Hands a stream to the oldest receive; keeps it and returns False where none waits yet."""

@@ -1,7 +1,7 @@
-"""`SequenceWindow`: the sequence numbers of a sender that were applied, as a low-water mark and a bitmap.
+"""`SequenceWindow`: the sequence numbers of a sender that have come, as a low-water mark and a bitmap.
 
-The last number alone would not be enough: it would refuse valid pushes that overtook one another. All
-numbers would take more and more memory.
+The last number alone would not be enough: it would refuse messages that others have overtaken. All numbers would
+take more and more memory.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ __all__ = ["SequenceWindow"]
 class SequenceWindow:
     """A set of positive integers that mostly grows at its upper end.
 
-    All numbers up to the low-water mark are in the set. Numbers more than `WIDTH` below the highest
-    count as in the set too: their senders have given them up.
+    All numbers up to the low-water mark `low` are in the set. Numbers more than `WIDTH` below the highest count as
+    in the set too: the sender has given them up, or their messages were lost.
     """
 
     WIDTH = 4096
@@ -29,15 +29,16 @@ class SequenceWindow:
             return True
         return bool(self._above >> (number - self.low - 1) & 1)
 
-    def add(self, number: int) -> None:
-        """Adds a number. Adding it again changes nothing."""
-        if number <= self.low:
-            return
+    def add(self, number: int) -> bool:
+        """Adds a number. Returns whether it is new."""
+        if number in self:
+            return False
         ahead = number - self.low - self.WIDTH
         if ahead > 0:  # before the bit is set: the sender must not determine the length of the bitmap
             self._raise_low(ahead)
         self._above |= 1 << (number - self.low - 1)
         self._raise_low((self._above ^ (self._above + 1)).bit_length() - 1)  # trailing ones
+        return True
 
     def _raise_low(self, count: int) -> None:
         self.low += count

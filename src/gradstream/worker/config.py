@@ -13,6 +13,7 @@ from gradstream.model.base import Layout, Model
 from gradstream.optim.schedules import Rate
 from gradstream.recording import Log
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.strategies.base import Strategy
 from gradstream.telemetry.events import Event
 from gradstream.transport.base import Endpoint
@@ -60,7 +61,7 @@ class WorkerConfig:
         chunk_elems_of: elements per chunk, by the layout of the model.
         epochs, steps: when the run ends; one may be None. `steps` are those from here on.
         num_steps: the same of the whole run, where it is resumed.
-        silence_s, retry_s: see `ServerClient`.
+        deadlines: how long the run waits for nodes that do not answer.
         loop: computes the gradients, where the user's own loop does; there is no plan then.
         optimizer: the update rule that this worker brings; "" where the shards know it.
         resume: where the run goes on, if it does not begin.
@@ -86,8 +87,7 @@ class WorkerConfig:
     chunk_elems_of: Callable[[Layout], int]
     epochs: int | None
     steps: int | None
-    silence_s: float
-    retry_s: float
+    deadlines: Deadlines
     loop: Loop | None = None
     optimizer: str = ""
     num_steps: int | None = None

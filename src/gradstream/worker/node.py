@@ -5,12 +5,11 @@ from __future__ import annotations
 import traceback
 from functools import partial
 
-from gradstream.coordinator.client.member import Member
+from gradstream.coordinator.client.member import Member, names_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import UserCodeError
 from gradstream.runtime.base import Runtime
-from gradstream.server.client.client import names_of
 from gradstream.telemetry.events import StepEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
@@ -53,7 +52,7 @@ class WorkerNode:
             endpoint,
             config.model,
             workers=lambda: names_of(member.notice.nodes, "worker"),
-            silence_s=config.silence_s,
+            silence_s=config.deadlines.silence_s,
         )
         self._balance: ShareReporter | None = None
         if config.balanced and config.num_workers > 1 and config.strategy.partitioning == "rounds":
@@ -149,8 +148,7 @@ class WorkerNode:
             member=self._member,
             rank=config.rank,
             resume=None if config.joint else config.resume,
-            silence_s=config.silence_s,
-            retry_s=config.retry_s,
+            deadlines=config.deadlines,
             init=partial(fill_parameters, config, self._runtime),
             is_lowest=self._is_lowest,
             failed=self._failed,

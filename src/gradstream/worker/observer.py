@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from gradstream.data.base import BatchRef
-from gradstream.server.update import Update
+
+if TYPE_CHECKING:  # runs without servers import nothing of them
+    from gradstream.server.update import Update
 
 __all__ = ["Observer"]
 

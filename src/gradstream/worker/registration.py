@@ -10,7 +10,6 @@ from gradstream.model.base import Model
 from gradstream.model.buffers import buffers_of
 from gradstream.model.fixed import fixed_of
 from gradstream.runtime.base import Runtime, Work
-from gradstream.server.rows import row_spec_of
 from gradstream.strategies.base import RowExchange, ServerStrategy
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
@@ -49,7 +48,11 @@ def row_exchange_of(config: WorkerConfig) -> RowExchange | None:
 def row_spec_for(config: WorkerConfig) -> v1.RowSpec | None:
     """The same, as shards are told it."""
     exchange = row_exchange_of(config)
-    return None if exchange is None else row_spec_of(config.model.layout, exchange.block_elems)
+    if exchange is None:
+        return None
+    from gradstream.server.rows import row_spec_of  # runs without servers do not import it
+
+    return row_spec_of(config.model.layout, exchange.block_elems)
 
 
 def tensor_specs_of(model: Model) -> tuple[list[v1.TensorSpec], ...]:

@@ -16,7 +16,7 @@ from gradstream.coordinator.client.presence import Presence
 from gradstream.coordinator.event_gate import in_beats
 from gradstream.coordinator.receipts import receipt_of, ref_of
 from gradstream.data.base import BatchRef
-from gradstream.data.left_over import Block, Epoch
+from gradstream.data.reassignment import Block, Epoch
 from gradstream.data.shares import WorkerSpeed
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.runtime.base import Runtime
@@ -28,7 +28,7 @@ from gradstream.transport.stream import EXPIRED
 from gradstream.wire import v1
 from gradstream.wire.dtypes import itemsize_bytes
 
-__all__ = ["Assigned", "Member", "RunAbortedError", "RunStoppedError"]
+__all__ = ["Assigned", "Member", "RunAbortedError", "RunStoppedError", "names_of"]
 
 
 class RunAbortedError(GradstreamError):
@@ -500,3 +500,9 @@ class Member:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+def names_of(nodes: Iterable[v1.Node], role: str) -> list[str]:
+    """Names of the nodes of a role, in the order of ranks."""
+    found = (node for node in nodes if node.role == role)
+    return [node.name for node in sorted(found, key=lambda node: node.rank)]

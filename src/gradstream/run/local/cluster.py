@@ -21,6 +21,9 @@ __all__ = ["NODE", "SCRIPT", "LocalCluster"]
 NODE, SCRIPT = "gradstream.run.node:main", "gradstream.session.script:main"
 """Main functions of processes: a node, and a worker that is a script with a training loop of its own."""
 
+OF_SERVERS = "gradstream.run.shard", "gradstream.worker.exchange.server"
+"""Modules of the nodes of a run with servers."""
+
 HANG_UP_S = 5.0
 
 
@@ -30,9 +33,10 @@ class LocalCluster:
     Args:
         logs: folder for the output of nodes; made when missing.
         environment: environment variables of the nodes (see `node_environment`).
+        shards: whether nodes exchange through servers, whose code is then imported before the nodes are forked.
     """
 
-    def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, logs: Path, environment: Mapping[str, str], *, shards: bool = False) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         self.logs = logs
         self.running: dict[str, int] = {}
@@ -41,7 +45,7 @@ class LocalCluster:
         path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
         with open(logs / "forkserver.log", "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gradstream.run.local.forkserver"],
+                [sys.executable, "-m", "gradstream.run.local.forkserver", *(OF_SERVERS if shards else ())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -1,4 +1,4 @@
-"""A warm process that nodes are forked from: `python -m gradstream.run.local.forkserver`.
+"""A warm process that nodes are forked from: `python -m gradstream.run.local.forkserver [module ...]`.
 
 Importing torch takes seconds, and nine processes that do it at once take nine times as long;
 forked from one that has done it, they start in 0.05 s. The modules imported here start no threads;
@@ -7,7 +7,8 @@ gRPC does, so only the children import it.
 One JSON object per line. In:  {"start": name, "main": "module:function", "argv": [...], "log": path}
                           and  {"signal": name, "number": 9}
 Out: {"ready": pid}, {"started": name, "pid": n}, {"exited": name, "status": code or -signal}, and
-each message of a node to its launcher, with {"from": name} added.
+each message of a node to its launcher, with {"from": name} added. The modules are imported before the forks,
+besides `WARM`.
 
 No process outlives the launcher: when its end of the pipe closes, even by SIGKILL, this process kills
 all nodes; where this process is killed, the kernel kills them.
@@ -231,7 +232,7 @@ def main() -> None:
     os.dup2(null, 0)
     os.close(null)
     server = _Server(orders, replies)
-    for name in WARM:
+    for name in (*WARM, *sys.argv[1:]):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page of these modules

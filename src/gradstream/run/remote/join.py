@@ -108,7 +108,8 @@ class _Machine:
         (run_dir / "nodes.json").write_text(json.dumps(spec, indent=2) + "\n")
         num_workers = sum(name.startswith("worker") for name in names)
         shards = any(name.startswith("shard") for name in names)
-        with LocalCluster(run_dir / "logs", node_environment(num_workers, shards=shards)) as cluster:
+        environment = node_environment(num_workers, shards=shards)
+        with LocalCluster(run_dir / "logs", environment, shards=shards) as cluster:
             order = await self._entrance.order()
             if order.HasField("go"):
                 self._note(f"everybody is there: starting {', '.join(names)}; logs in {run_dir / 'logs'}")

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from gradstream.errors import InternalError
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime, awaited_later
-from gradstream.server.chunks import ChunkMap
 from gradstream.server.client.arrival import Arrival, SparseDelta
 from gradstream.server.client.fetch import PendingFetchRequest
 from gradstream.server.client.links import ShardLinks
@@ -29,8 +28,9 @@ from gradstream.server.update import Update, UpdatePiece
 from gradstream.telemetry.traffic import Transfer
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 
-__all__ = ["ServerClient", "names_of"]
+__all__ = ["ServerClient"]
 
 
 class ServerClient:
@@ -250,9 +250,3 @@ class ServerClient:
 
 async def _at_once(made: Mapping[int, UpdatePiece]) -> Mapping[int, UpdatePiece]:
     return made
-
-
-def names_of(nodes: Iterable[v1.Node], role: str) -> list[str]:
-    """Names of the nodes of a role, in the order of ranks."""
-    found = (node for node in nodes if node.role == role)
-    return [node.name for node in sorted(found, key=lambda node: node.rank)]

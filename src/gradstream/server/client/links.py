@@ -7,11 +7,11 @@ from typing import Literal, TypeVar
 
 from gradstream.errors import ClosedError, DeadlineError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
-from gradstream.server.chunks import ChunkMap
 from gradstream.telemetry.traffic import LinkTraffic, Traffic, Transfer
 from gradstream.telemetry.wait_attribution import Kind, WaitAttribution
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 
 __all__ = ["ShardLinks"]
 

@@ -10,11 +10,11 @@ import torch
 
 from gradstream.errors import ConfigError, RefusedError
 from gradstream.server.aggregation import rank_of
-from gradstream.server.chunks import ChunkMap
 from gradstream.server.rows import RowPart, unpack
 from gradstream.server.shard.row_store import ChangedRows, Part, elements_of
 from gradstream.transport.base import Received
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.frames import ABSENT
 
 __all__ = ["Inspection"]

@@ -16,7 +16,6 @@ from gradstream.optim.base import Optimizer, skips_zeros
 from gradstream.optim.decay import without_l2
 from gradstream.optim.groups import GroupedRule
 from gradstream.runtime.base import Runtime
-from gradstream.server.chunks import ChunkMap
 from gradstream.server.correction import SenderStates
 from gradstream.server.quorum import QuorumDecision
 from gradstream.server.rows import RowMap
@@ -36,6 +35,7 @@ from gradstream.server.shard.updates import Updates
 from gradstream.server.shard.wait_notifier import WaitNotifier
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.dtypes import from_wire
 
 __all__ = ["ShardService"]

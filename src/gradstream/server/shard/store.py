@@ -11,7 +11,7 @@ from gradstream.memory import Memory, Span, Vector
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule
 from gradstream.optim.merge import Add, Replace
-from gradstream.server.chunks import ChunkMap
+from gradstream.wire.chunks import ChunkMap
 
 __all__ = ["ShardStore"]
 

@@ -109,10 +109,7 @@ class Sessions:
         session = self._sessions.get(shown.session)
         if session is None or not hmac.compare_digest(shown.proof, _sign(session.key, shown.number)):
             return None
-        if shown.number in session.used:
-            return None
-        session.used.add(shown.number)
-        return session
+        return session if session.used.add(shown.number) else None
 
     def over(self, session: PeerSession) -> None:
         """Forgets a session whose connection is gone. Idempotent."""

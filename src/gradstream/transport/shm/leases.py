@@ -22,10 +22,10 @@ from gradstream.memory import Span
 from gradstream.memory.segments import Segment
 from gradstream.runtime.base import Runtime
 from gradstream.transport.carrier import ReferenceLostError
-from gradstream.transport.mailbox import Seen
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES, FrameError
+from gradstream.wire.window import SequenceWindow
 
 __all__ = ["ARENA_BYTES", "LEAST_BYTES", "Arena", "BorrowedLeases", "GivenLeases", "Loaned", "Post"]
 
@@ -249,7 +249,7 @@ class BorrowedLeases:
         self._loop = asyncio.get_running_loop()
         self._segments: dict[int, Segment] = {}
         self._held: dict[int, weakref.ref[object]] = {}
-        self._seen = Seen()  # loans that came, or never will come
+        self._seen = SequenceWindow()  # loans that came, or never will come
         self._released: deque[int] = deque()
         self._returning = False
 

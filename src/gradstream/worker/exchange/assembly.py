@@ -13,15 +13,15 @@ from functools import partial
 
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group
+from gradstream.coordinator.client.member import names_of
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
 from gradstream.errors import ConfigError, InternalError
 from gradstream.model.factors import factored_layers_of
-from gradstream.server.chunks import ChunkMap
-from gradstream.server.client.client import names_of
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy
 from gradstream.telemetry.events import StepEvent
+from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers

@@ -10,6 +10,7 @@ from gradstream.checkpoint.manifest import Resume
 from gradstream.coordinator.client.member import Member
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import Event, TransferEvent
 from gradstream.telemetry.traffic import Transfer
 from gradstream.transport.base import Endpoint
@@ -29,7 +30,7 @@ class ExchangeContext:
         runtime, endpoint, member: of the node; the run has begun.
         rank: of this worker.
         resume: where the run goes on, if it does not begin.
-        silence_s, retry_s: see `ServerClient`.
+        deadlines: how long the run waits for nodes that do not answer.
         init: fills a vector with the model's first parameters.
         is_lowest: whether this is the worker of the lowest rank that is still there.
         failed: says that this node cannot go on.
@@ -40,8 +41,7 @@ class ExchangeContext:
     member: Member
     rank: int
     resume: Resume | None
-    silence_s: float
-    retry_s: float
+    deadlines: Deadlines
     init: Callable[[Vector], Awaitable[None]]
     is_lowest: Callable[[], bool]
     failed: Callable[[Exception], Awaitable[None]]

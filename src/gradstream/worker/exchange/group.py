@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from gradstream.checkpoint.snapshot import NodeSnapshots
 from gradstream.collectives.group import Group
 from gradstream.runtime.base import Work, awaited_later
-from gradstream.server.chunks import ChunkMap
 from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
+from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.exchange.base import ExchangeContext, Transfers
 from gradstream.worker.replica.group import GroupReplica
 from gradstream.worker.replica.snapshot import ReplicaSnapshot

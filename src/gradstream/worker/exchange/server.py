@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from gradstream.coordinator.client.member import names_of
 from gradstream.model.base import Layout
-from gradstream.server.chunks import ChunkMap
-from gradstream.server.client.client import ServerClient, names_of
+from gradstream.server.client.client import ServerClient
 from gradstream.server.rows import RowMap
 from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import Event
-from gradstream.telemetry.traffic_reports import TrafficReports
+from gradstream.telemetry.traffic import TrafficReports
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.exchange.base import ExchangeContext, Transfers
 from gradstream.worker.replica.server import ServerReplica
 
@@ -58,8 +59,8 @@ class ServerExchange:
                 exchanged=True,
                 lead_bytes=layout.lead_bytes,
             ),
-            silence_s=context.silence_s,
-            retry_s=context.retry_s,
+            silence_s=context.deadlines.silence_s,
+            retry_s=context.deadlines.retry_s,
             on_transfer=self._transfers,
             rows=None if rows is None else RowMap.of(chunks, rows),
         )

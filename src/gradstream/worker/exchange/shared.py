@@ -17,18 +17,17 @@ import torch
 from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.checkpoint.snapshot import NodeSnapshots, Pieces, load
 from gradstream.collectives.shared_window import SharedWindow, open_shared_window
-from gradstream.coordinator.client.member import Member
+from gradstream.coordinator.client.member import Member, names_of
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DeadlineError
 from gradstream.model.base import Layout
 from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.runtime.real import RealRuntime
-from gradstream.server.chunks import ChunkMap
-from gradstream.server.client.client import names_of
 from gradstream.sparse.data import SparseDataset
 from gradstream.sparse.model import SparseModel
 from gradstream.strategies.base import SharedMemoryStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
+from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import ExchangeContext
 from gradstream.worker.replica.base import ReplicaContext
@@ -76,7 +75,7 @@ async def form_shared(
         names,
         context.rank,
         member.notice.epoch,
-        silence_s=context.silence_s,
+        silence_s=context.deadlines.silence_s,
         on_event=member.emit,
     )
     try:
@@ -87,7 +86,7 @@ async def form_shared(
     except BaseException:
         await window.close()
         raise
-    waits = Waits(runtime, member, words, context.silence_s)
+    waits = Waits(runtime, member, words, context.deadlines.silence_s)
     replica = SharedReplica(parts, model, parameters, words, waits.unlock, alone=not real)
     start = _Start(data, tables)
     return SharedExchange(context, strategy, window, replica, start, layout, config.chunk_elems)

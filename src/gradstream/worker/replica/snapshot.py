@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.checkpoint.snapshot import Pieces, load
 from gradstream.runtime.base import Storage
-from gradstream.server.chunks import ChunkMap
+from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.replica.group import GroupReplica
 
 __all__ = ["ReplicaSnapshot"]

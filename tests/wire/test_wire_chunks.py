@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.checkpoint import Resume
-from gradstream.data.done import DataProgress
+from gradstream.data.progress import DataProgress
 from gradstream.job.job import Job, spread_out
 from gradstream.memory.segments import supported
 from gradstream.run.plan import plan_run
-from gradstream.server.chunks import (
+from gradstream.testing.runs import least_squares
+from gradstream.transport import offers
+from gradstream.wire.chunks import (
     ALIGNMENT_ELEMS,
     CHUNK_ELEMS,
     MAX_CHUNK_ELEMS,
     ChunkMap,
     shared_chunk_elems,
 )
-from gradstream.testing.runs import least_squares
-from gradstream.transport import offers
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES
 
 MIB = 1 << 20

@@ -1,0 +1,53 @@
+"""Builds the shards of a run. Only a run with servers imports this module, and with it the code of a server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gradstream.job.registry import optimizer_of_text
+from gradstream.model.base import Model
+from gradstream.optim.merge import Replace
+from gradstream.run.nodes import member_of, recording_of
+from gradstream.run.plan import RunPlan
+from gradstream.runtime.base import Runtime
+from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.node import ShardNode
+from gradstream.server.shard.recorder import ShardRecorder
+from gradstream.transport.base import Endpoint
+
+__all__ = ["build_shard", "shard_config"]
+
+
+def build_shard(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, rank: int, model: Model) -> ShardNode:
+    """Builds one shard of the parameter server; its endpoint has started and knows the coordinator.
+
+    Args:
+        plan: of a run with servers.
+        runtime, endpoint: of this node.
+        rank: rank of the shard.
+        model: gives its reduction, and the names of its parameters where some have settings of their own.
+    """
+    config = shard_config(plan, rank, model)
+    if plan.job.record:
+        config = replace(config, schedule=ShardRecorder(recording_of(plan, runtime)))
+    return ShardNode(runtime, endpoint, member_of(plan, runtime, endpoint, "shard", rank), config)
+
+
+def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
+    """The part of the plan that a shard needs; see `build_shard`."""
+    strategy = plan.served
+    assert strategy is not None
+    return ShardConfig(
+        rank=rank,
+        num_shards=plan.servers,
+        rule=strategy.rule(plan.workers, model.reduction),
+        optimizer=plan.shards_optimizer,
+        grouped=None if plan.workers_optimize else plan.grouped(model),
+        decayed=strategy.decays_gradients,
+        silence_s=plan.job.deadlines.silence_s,
+        find_optimizer=(lambda _: (Replace(), None)) if plan.joint else optimizer_of_text,
+        resume_from=plan.resume.folder if plan.resume is not None and not plan.joint else "",
+        quorum=strategy.quorum(plan.workers),
+        correction=strategy.correction(),
+        workers=plan.workers,
+    )
