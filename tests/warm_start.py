@@ -81,7 +81,8 @@ class Starter:
     def __call__(self, args: Sequence[Any], *rest: Any) -> int:
         """Starts a process and returns its id; takes what `subprocess` gives to `_fork_exec`."""
         order = self._order([os.fsdecode(arg) for arg in args], *rest) if self.enabled else None
-        return self._anew(args, *rest) if order is None else self._fork(order, rest)
+        said = json.dumps(order).encode()
+        return self._anew(args, *rest) if order is None or len(said) > MOST_BYTES else self._fork(said, rest)
 
     def _order(
         self,
@@ -131,18 +132,20 @@ class Starter:
             "cores": sorted(os.sched_getaffinity(0)),
         }
 
-    def _fork(self, order: Order, rest: tuple[Any, ...]) -> int:
+    def _fork(self, order: bytes, rest: tuple[Any, ...]) -> int:
         p2cread, _, _, c2pwrite, _, errwrite = rest[5:11]
         fds = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         with self._lock:
-            libc(
-                "prctl", PR_SET_CHILD_SUBREAPER, 1
-            )  # the process that forks it ends: it becomes a child of this one
+            # The process that forks it ends at once, and it becomes a child of this one.
+            libc("prctl", PR_SET_CHILD_SUBREAPER, 1)
             try:
-                socket.send_fds(self._connection, [json.dumps(order).encode()], fds)
-                return int(self._connection.recv(64))
+                socket.send_fds(self._connection, [order], fds)
+                pid = self._connection.recv(64)
             finally:
                 libc("prctl", PR_SET_CHILD_SUBREAPER, 0)
+        if not pid:
+            raise RuntimeError("the warm process of the tests has ended: see what it has printed; try --cold")
+        return int(pid)
 
 
 @contextmanager
