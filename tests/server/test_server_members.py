@@ -27,7 +27,7 @@ from gradstream.strategies.dc_asgd import AdaptiveCompensation
 from gradstream.testing.pairs import memory_pairs
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 from gradstream.transport.base import Caller, Handler, Identity, Received
-from gradstream.transport.mailbox import Mailbox
+from gradstream.transport.tagged_tensors import Mailbox
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 
@@ -121,7 +121,7 @@ def test_numbers_of_transfers_are_freed() -> None:
         mailbox.keep_senders({Caller("worker-0", incarnation), Caller("worker-1", 1)})
         assert mailbox.first_time("worker-0", incarnation, 1)
         assert not mailbox.first_time("worker-0", incarnation, 1)
-        assert len(mailbox._seen) == 1
+        assert len(mailbox._windows) == 1
     assert not mailbox.knows("worker-0", 5)
 
 

@@ -18,12 +18,12 @@ from gradstream.coordinator import RunAbortedError, RunStoppedError
 from gradstream.errors import GradstreamError, Interrupted, PeerLostError, UserCodeError
 from gradstream.run.failures import typed_error
 from gradstream.run.node import SWITCH_INTERVAL_S, run_worker
+from gradstream.run.placement import WorkerPlacement, newest_in
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.host import Host
 from gradstream.session.job import OwnLoop
 from gradstream.session.log import SessionLog
-from gradstream.session.place import WorkerPlacement, newest_in
 
 __all__ = ["LoopNode", "RunConnection"]
 

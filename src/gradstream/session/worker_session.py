@@ -18,6 +18,7 @@ from gradstream.errors import ClosedError, ConfigError
 from gradstream.job.registry import find_strategy
 from gradstream.model.tree import Tree
 from gradstream.optim.base import Optimizer
+from gradstream.run.placement import WorkerPlacement
 from gradstream.session.arrays import ArrayGradients, ArrayParameters, rate_of
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.bridge import LoopBridge
@@ -30,7 +31,6 @@ from gradstream.session.loaders_takeover import Takeover
 from gradstream.session.log import SessionLog
 from gradstream.session.node import RunConnection
 from gradstream.session.optimizer import several, take_over
-from gradstream.session.place import WorkerPlacement
 from gradstream.session.progress import ResumePoint
 from gradstream.session.replica import LoopState, ReplicaBinding
 from gradstream.session.rules import description_of
@@ -38,21 +38,7 @@ from gradstream.session.samples import BeforeForward, SampleCount
 from gradstream.session.session import M, O, Session
 from gradstream.strategies.base import Strategy
 
-__all__ = ["WorkerSession", "enter", "running"]
-
-_running: WorkerSession | None = None
-
-
-def running() -> WorkerSession | None:
-    """The session of this process, where it is a worker and has joined."""
-    return _running
-
-
-def enter(session: WorkerSession) -> WorkerSession:
-    """Makes a session that of this process."""
-    global _running
-    _running = session
-    return session
+__all__ = ["WorkerSession"]
 
 
 class WorkerSession(Session):

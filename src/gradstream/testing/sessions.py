@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from gradstream.job.job import Job
+from gradstream.run.placement import WorkerPlacement, handed_out
 from gradstream.session.host import Host
 from gradstream.session.job import job as session_job
-from gradstream.session.place import WorkerPlacement, handed_out
 from gradstream.session.session import Session
 from gradstream.session.worker_session import WorkerSession
 

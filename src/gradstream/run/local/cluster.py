@@ -13,12 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import gradstream
 from gradstream.errors import InternalError
 
 __all__ = ["NODE", "SCRIPT", "LocalCluster"]
 
-NODE, SCRIPT = "gradstream.run.node:main", "gradstream.session.script:main"
+NODE, SCRIPT = "gradstream.run.node:main", "gradstream.run.script:main"
 """Main functions of processes: a node, and a worker that is a script with a training loop of its own."""
 
 OF_SERVERS = "gradstream.run.shard", "gradstream.worker.exchange.server"
@@ -41,7 +40,7 @@ class LocalCluster:
         self.logs = logs
         self.running: dict[str, int] = {}
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        source = str(Path(gradstream.__file__).resolve().parents[1])
+        source = str(Path(__file__).resolve().parents[3])  # the folder of the package
         path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
         with open(logs / "forkserver.log", "ab") as log:
             self._process = subprocess.Popen(

@@ -33,7 +33,14 @@ from gradstream.run.local.node_log import log_stream
 __all__ = ["main"]
 
 # Modules that a node needs and that may be imported before a fork.
-WARM = ("numpy", "torch", "safetensors.numpy", "gradstream.data", "gradstream.run.node", "gradstream._train")
+WARM = (
+    "numpy",
+    "torch",
+    "safetensors.numpy",
+    "gradstream.data",
+    "gradstream.run.node",
+    "gradstream.run.launcher",
+)
 
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15

@@ -1,10 +1,11 @@
-"""Which worker this process is, if `gradstream train` has started it. For torchrun see `torchrun.py`."""
+"""Which worker this process is if `gradstream train` has started it for a script, and the session of the script."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from gradstream.checkpoint import Resume, kept
 from gradstream.job.job import Job
@@ -13,7 +14,16 @@ from gradstream.run.plan import worker_name
 from gradstream.runtime.storage import DiskStorage
 from gradstream.transport.credentials import Credentials
 
-__all__ = ["WorkerPlacement", "assign", "assigned", "handed_out", "newest_in"]
+__all__ = [
+    "ScriptSession",
+    "WorkerPlacement",
+    "assign",
+    "assigned",
+    "enter",
+    "handed_out",
+    "newest_in",
+    "running",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +92,42 @@ def assign(assignment: WorkerPlacement) -> None:
 def assigned() -> WorkerPlacement | None:
     """Which worker this process is; None where `gradstream train` has not started it."""
     return _assigned
+
+
+class ScriptSession(Protocol):
+    """The session of a script, for the program that runs the script and ends the session after it."""
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the script asks where the run goes on, so that a resumed run would not begin again."""
+        ...
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the run has ended because of another node, which reports why."""
+        ...
+
+    def finish(self) -> None:
+        """Ends the session of a script that has ended."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the run for all workers, since the script has ended with an exception. Never raises."""
+        ...
+
+
+S = TypeVar("S", bound=ScriptSession)
+
+_running: ScriptSession | None = None
+
+
+def enter(session: S) -> S:
+    """Sets the session of this process."""
+    global _running
+    _running = session
+    return session
+
+
+def running() -> ScriptSession | None:
+    """The session of this process; None until its script has joined a run with others."""
+    return _running
