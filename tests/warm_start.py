@@ -141,6 +141,8 @@ class Starter:
             try:
                 socket.send_fds(self._connection, [order], fds)
                 pid = self._connection.recv(64)
+            except ConnectionError:
+                pid = b""
             finally:
                 libc("prctl", PR_SET_CHILD_SUBREAPER, 0)
         if not pid:
@@ -180,8 +182,9 @@ def warm() -> Iterator[Starter]:
 
 def main(fd: int) -> None:
     """Loads modules, then forks for each order; returns in the processes that have run a command."""
-    forkserver = importlib.import_module(FORKSERVER)
-    for name in (*forkserver.WARM, "gradstream.cli", "gradstream.session.script", "torch.utils.data"):
+    forkserver, local = map(importlib.import_module, (FORKSERVER, "gradstream.run.local"))
+    script, _, _ = local.SCRIPT.partition(":")
+    for name in (*forkserver.WARM, script, "gradstream.cli", "torch.utils.data"):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
     gc.collect()
