@@ -109,9 +109,9 @@ class HighestOnly(SequenceWindow):
     """Planted: all numbers up to the highest seen count as applied."""
 
     def add(self, number: int) -> bool:
-        is_new = number not in self
+        new = number not in self
         self.low = max(self.low, number)
-        return is_new
+        return new
 
 
 class LastOnly(SequenceWindow):
@@ -121,9 +121,9 @@ class LastOnly(SequenceWindow):
         return number == self.low
 
     def add(self, number: int) -> bool:
-        is_new = number not in self
+        new = number not in self
         self.low = number
-        return is_new
+        return new
 
 
 def with_window(monkeypatch: pytest.MonkeyPatch, window: type[SequenceWindow]) -> None:
