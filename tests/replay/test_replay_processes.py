@@ -110,7 +110,7 @@ def test_the_command_stops_where_it_is_told(made: tuple[Path, Path]) -> None:
         (["--chunk", 2], "--chunk goes with --version"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(made: tuple[Path, Path], words: list[object], why: str) -> None:
+def test_contradicting_options_are_refused(made: tuple[Path, Path], words: list[object], why: str) -> None:
     done = asked(made[0], *words)
     assert done.exit_code == 2, done.output
     assert why in done.output
