@@ -34,9 +34,9 @@ class Watched(gs.Downpour):
 
     boundaries: ClassVar[list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]] = []
 
-    async def _fetch(self, worker: Any, asked: Arrival | None, *, overlap: bool) -> Arrival | None:
+    async def fetch(self, worker: Any, pending: Arrival | None, *, overlap: bool) -> Arrival | None:
         own = worker.parameters.tensor.numpy().copy()
-        found = await super()._fetch(worker, asked, overlap=overlap)
+        found = await super().fetch(worker, pending, overlap=overlap)
         if worker.step:
             self.boundaries.append((own, worker.parameters.tensor.numpy().copy()))
         return found
@@ -60,7 +60,7 @@ def test_at_each_boundary_the_server_has_what_k_local_steps_made(k: int) -> None
 
 
 def test_a_fetch_that_overtakes_the_push_before_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def satisfied(self: ShardState, chunk: int, state: Any, terms: Any) -> bool:
+    def satisfied(self: ShardState, state: Any, terms: Any) -> bool:
         return bool(state.version >= max(terms.min_version, 0))
 
     monkeypatch.setattr(ShardState, "_satisfied", satisfied)
