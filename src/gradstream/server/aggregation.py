@@ -120,6 +120,14 @@ class AggregationRule(ABC):
         """
         return False
 
+    @property
+    def paced(self) -> bool:
+        """Whether the shard reads the pushes of a round side by side; see `push_pacer.py`.
+
+        True only where each update needs a push of every worker.
+        """
+        return False
+
     def drops(self, version: int, new: PushHeader) -> bool:
         """Whether a push comes too late to be used, which is an expected outcome and not an error."""
         return False

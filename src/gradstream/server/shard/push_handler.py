@@ -9,6 +9,7 @@ from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.known_members import KnownMembers
 from gradstream.server.shard.pending_push import PendingPush
+from gradstream.server.shard.push_pacer import PacedPush, PushPacer
 from gradstream.server.shard.quorum_agreement import QuorumProtocol
 from gradstream.server.shard.row_store import Part
 from gradstream.server.shard.state import Parked, ShardState
@@ -33,6 +34,7 @@ class PushHandler:
         notifier: tells senders for whom they wait.
         quorum: is told what has come; None where there is no quorum.
         known_members: refuses pushes of nodes that have left.
+        paced: whether pushes of one round are read side by side (see `PushPacer`).
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class PushHandler:
         notifier: WaitNotifier,
         quorum: QuorumProtocol | None,
         known_members: KnownMembers,
+        *,
+        paced: bool,
     ) -> None:
         self._runtime = runtime
         self._executor = executor
@@ -52,6 +56,8 @@ class PushHandler:
         self._notifier = notifier
         self._quorum = quorum
         self._known_members = known_members
+        self._paced = paced
+        self._pacer = PushPacer()
 
     async def serve(self, stream: Stream) -> None:
         """Receives a push; returns once its sender has the result of every chunk.
@@ -67,6 +73,23 @@ class PushHandler:
 
     async def _receive(self, push: PendingPush, request: v1.Push) -> None:
         """Reads chunks until the sender has sent everything."""
+        if self._paced and request.command == v1.Push.APPLY:
+            with self._pacer.push(request.round) as paced:
+                came = await self._read(push, request, paced)
+        else:
+            came = await self._read(push, request, None)
+        if request.rows:
+            empty = [index for index in self._state.chunks if index not in came]
+            for index in empty:
+                self._check_base_version(push, index, request.base_version)
+            for index in empty:
+                push.empty.add(index)
+                self._arrived(push, request, index, request.base_version, None)
+        push.ended = True
+        push.wake.set()
+
+    async def _read(self, push: PendingPush, request: v1.Push, paced: PacedPush | None) -> set[int]:
+        """Gives each chunk that arrives to the executor; returns their numbers at the end of the stream."""
         came = set[int]()
         while (received := await push.stream.recv()) is not None:
             chunk = received.frame.chunk
@@ -77,15 +100,10 @@ class PushHandler:
             self._check_base_version(push, chunk.index, chunk.version)
             self._arrived(push, request, chunk.index, chunk.version, part)
             await self._runtime.sleep(0)  # its update begins now, while the elements are in the cache
-        if request.rows:
-            empty = [index for index in self._state.chunks if index not in came]
-            for index in empty:
-                self._check_base_version(push, index, request.base_version)
-            for index in empty:
-                push.empty.add(index)
-                self._arrived(push, request, index, request.base_version, None)
-        push.ended = True
-        push.wake.set()
+            if paced is not None:
+                paced.read()
+                await paced.turn()
+        return came
 
     def _check_base_version(self, push: PendingPush, chunk: int, base_version: int) -> None:
         self._inspection.base_version(push.sender, chunk, base_version, self._state.version(chunk))

@@ -167,7 +167,14 @@ class ShardService:
         self._inspection = inspection
         notifier = WaitNotifier(runtime, config.waiting_every_s, self.state.awaited)
         self._pushes = PushHandler(
-            runtime, self.executor, self.state, inspection, notifier, self.quorum, self._known_members
+            runtime,
+            self.executor,
+            self.state,
+            inspection,
+            notifier,
+            self.quorum,
+            self._known_members,
+            paced=config.rule.paced,
         )
         self._fetches = FetchHandler(
             runtime,
