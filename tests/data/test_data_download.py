@@ -158,7 +158,7 @@ def test_goes_on_where_it_was_cut_off(site: Site, tmp_path: Path) -> None:
 
 def test_goes_on_in_another_process(site: Site, tmp_path: Path) -> None:
     site.faults.cut_after = [2000, 0, 0, 0, 0]
-    with pytest.raises(DataError, match=r"after 2,000 of 700,000 bytes \(5 tries\).*2,000 .* are kept"):
+    with pytest.raises(DataError, match=r"after 2,000 of 700,000 bytes \(5 attempts\).*2,000 .* are kept"):
         site.get(tmp_path / "file")
     assert left(tmp_path) == ["file.part", "file.part.json"]
     site.get(tmp_path / "file")
@@ -278,7 +278,7 @@ def test_a_disk_that_fills_up(site: Site, tmp_path: Path) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     file = RemoteFile(site.url, LENGTH, sha256(CONTENT))
-    with pytest.raises(DataError, match="is full; what has come is kept"):
+    with pytest.raises(DataError, match="is full; the bytes so far are kept"):
         download(file, tmp_path / "file", on_progress=full, pause=lambda _: None)
     site.get(tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == CONTENT

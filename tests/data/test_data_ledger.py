@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradstream.data import BatchRef, EpochPlan, Ledger, PartitionPlan, QueuePlan, RoundPlan
 from gradstream.data.ledger import Unassigned
-from gradstream.data.stream_plan import StreamPlan
+from gradstream.data.stream import StreamPlan
 from gradstream.errors import ConfigError, InternalError
 
 KINDS: list[type[EpochPlan]] = [QueuePlan, PartitionPlan]

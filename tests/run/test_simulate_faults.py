@@ -109,8 +109,10 @@ def test_all_that_is_pushed_is_applied_once_on_a_bad_network() -> None:
 class HighestOnly(SequenceWindow):
     """Planted: all numbers up to the highest seen count as applied."""
 
-    def add(self, number: int) -> None:
+    def add(self, number: int) -> bool:
+        new = number not in self
         self.low = max(self.low, number)
+        return new
 
 
 class LastOnly(SequenceWindow):
@@ -119,8 +121,10 @@ class LastOnly(SequenceWindow):
     def __contains__(self, number: int) -> bool:
         return number == self.low
 
-    def add(self, number: int) -> None:
+    def add(self, number: int) -> bool:
+        new = number not in self
         self.low = number
+        return new
 
 
 def with_window(monkeypatch: pytest.MonkeyPatch, window: type[SequenceWindow]) -> None:

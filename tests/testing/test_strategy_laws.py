@@ -293,7 +293,11 @@ PLANTED: tuple[tuple[Property, Strategy, str], ...] = (
     (properties.repeatable, Rolling(), "two runs of seed 0 end with different parameters"),
     (properties.seeded, Deaf(), "4 seeds give one and the same history"),
     (properties.ends, Sociable(), "with workers=1, servers=1: .*waiting for another worker"),
-    (properties.resumes, Hidden(), "resumed it ends with other parameters .* kept for itself is lost"),
+    (
+        properties.resumes,
+        Hidden(),
+        "resumed it ends with other parameters .* loses the state that it keeps itself",
+    ),
     (properties.deaths, Boastful(), "worker-0 is killed: "),
 )
 

@@ -19,22 +19,28 @@ from fuzzing.mutator import mutated_message
 from fuzzing.texts import DECODERS as TEXTS
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.balance import ShareBalance
+from gradstream.coordinator.batch_distribution import BatchDistribution
 from gradstream.coordinator.checkpoint_handler import lies_in
 from gradstream.coordinator.event_gate import EventGate
 from gradstream.coordinator.instructions import Emit, Refuse
 from gradstream.coordinator.membership import Membership
+from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.receipts import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.errors import GradstreamError
+from gradstream.memory import Memory
+from gradstream.optim import SGD
 from gradstream.run.remote.members import MachineMembers
 from gradstream.server.aggregation import FetchTerms, PushHeader
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.state import Acknowledge, Apply, Parked, ShardState
+from gradstream.server.shard.store import ShardStore
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.telemetry.events import MachineEvent, StartedEvent, encode
+from gradstream.transport.base import Identity
 from gradstream.transport.limits import LIMITS
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
@@ -74,7 +80,7 @@ def _join(name: str) -> v1.Join:
     return v1.Join(node=node, software="1", model=_SPEC if role == "worker" else None, tensors=tensors)
 
 
-def _started() -> StartedEvent:
+def _started(*, in_rounds: bool = False) -> StartedEvent:
     return StartedEvent(
         job="j",
         workers=WORKERS,
@@ -84,6 +90,7 @@ def _started() -> StartedEvent:
         num_parameters=0,
         num_samples=32,
         total_steps=8,
+        in_rounds=in_rounds,
     )
 
 
@@ -97,13 +104,10 @@ def _membership(*, joined: bool = True) -> Membership:
     """Of two workers that go through 4 rounds in each of 2 epochs, with a quorum."""
     plan = RoundPlan(32, 4, WORKERS, shares="measured")
     membership = Membership(
-        _started(),
-        Ledger(plan, epochs=2),
-        survives_worker_loss=True,
+        _started(in_rounds=True),
+        BatchDistribution(ledger=Ledger(plan, epochs=2), balance=ShareBalance(plan)),
+        LossTolerance(survives_worker_loss=True, quorum=1),
         software="1",
-        together=True,
-        quorum=1,
-        balance=ShareBalance(plan),
     )
     return _joined(membership) if joined else membership
 
@@ -113,7 +117,12 @@ def _asynchronous() -> Membership:
     ledger = Ledger(QueuePlan(32, 8, WORKERS, shares="measured"), epochs=2)
     assignment = BatchAssignment(ledger, WORKERS, lead_s=10.0)
     return _joined(
-        Membership(_started(), ledger, survives_worker_loss=True, software="1", assignment=assignment)
+        Membership(
+            _started(),
+            BatchDistribution(ledger=ledger, assignment=assignment),
+            LossTolerance(survives_worker_loss=True),
+            software="1",
+        )
     )
 
 
@@ -226,9 +235,8 @@ def _keep(data: bytes) -> None:
 def _shard() -> tuple[Inspection, ShardState, SynchronousRound]:
     chunks, rule = ChunkMap(100, 64, 1), SynchronousRound(1, "mean")
     state = ShardState(chunks.chunks_of(0), rule, workers=WORKERS)
-    inspection = Inspection(
-        "shard-0", chunks, state.chunks, torch.float32, None, Counter(), workers=WORKERS, states=("momentum",)
-    )
+    store = ShardStore(Memory(), chunks, 0, torch.float32, SGD(lr=1.0, momentum=0.9))
+    inspection = Inspection(Identity("job", "shard-0", 1), store, Counter(), WORKERS)
     return inspection, state, rule
 
 
@@ -236,9 +244,9 @@ def _push(data: bytes) -> None:
     """What `PushHandler` does, but for the arithmetic: contributions go up to their acknowledgement."""
     inspection, state, rule = _shard()
     who, request = _who(data), v1.Push.FromString(data[1:])
-    inspection.push(who, request)
+    inspection.check_push(who, request)
     for chunk in state.chunks:
-        inspection.base_version(who, chunk, request.base_version, state.version(chunk))
+        inspection.check_base_version(who, chunk, request.base_version, state.version(chunk))
         one = PushHeader(
             who,
             inspection.rank(who),
@@ -270,7 +278,7 @@ def _push(data: bytes) -> None:
 def _fetch(data: bytes) -> None:
     inspection, state, _ = _shard()
     who, request = _who(data), v1.Fetch.FromString(data[1:])
-    inspection.fetch(who, request, set(state.chunks))
+    inspection.check_fetch(who, request)
     terms = FetchTerms(
         who, 1, request.min_version, request.after_sequence, flush=request.flush, min_clock=request.min_clock
     )
@@ -282,7 +290,7 @@ def _fetch(data: bytes) -> None:
 def _command(data: bytes) -> None:
     inspection, state, _ = _shard()
     who, request = _who(data), v1.Command.FromString(data[1:])
-    inspection.command(who, request)
+    inspection.check_command(who, request)
     if request.kind == v1.Command.ENTER:
         v1.CommandResult(clock=state.clocks.resume(inspection.rank(who), request.clock))
         assert state.clocks.present <= frozenset(range(WORKERS))

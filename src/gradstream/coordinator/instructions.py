@@ -1,27 +1,24 @@
-"""What the state machines of membership tell the coordinator to do."""
+"""Instructions of the state machines of membership to the coordinator."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from gradstream.coordinator.snapshot import Snapshot
 from gradstream.telemetry.events import Event
 from gradstream.wire import v1
-
-if TYPE_CHECKING:
-    from gradstream.coordinator.snapshot import Snapshot
 
 __all__ = ["Commit", "Discard", "Emit", "Instruction", "Notify", "Prepare", "Refuse"]
 
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Everybody who is in gets the new notice."""
+    """Send the new notice to all members."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Who asked is told no."""
+    """Refuse the request."""
 
     code: v1.Code
     message: str
@@ -29,28 +26,28 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """The record goes into the run's events."""
+    """Add the record to the events of the run."""
 
     event: Event
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """All workers stand still: open a draft and ask them for their own state, then `prepared`."""
+    """All workers are paused: open a draft, ask them for their own state, then call `prepared`."""
 
     snapshot: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Everything is written: make it a checkpoint, then `committed`."""
+    """Everything is written: make it a checkpoint, then call `committed`."""
 
     snapshot: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Nothing will come of this snapshot: remove what was written of it."""
+    """The snapshot has failed: remove its files."""
 
     snapshot: Snapshot
 

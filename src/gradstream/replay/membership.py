@@ -1,4 +1,4 @@
-"""The membership of a node in a replay: nobody joins or leaves, and the coordinator's recorded answers are repeated."""
+"""The membership of a node in a replay, where all members are there and the recording repeats the coordinator."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from gradstream.coordinator.client.member import Assigned, Member
+from gradstream.coordinator.client.member import Member
+from gradstream.coordinator.client.reporter import Reporter
+from gradstream.coordinator.client.requests import Assigned, WorkerRequests
 from gradstream.data.base import BatchRef
 from gradstream.data.shares import WorkerSpeed
-from gradstream.recording import Entry, Handed, Stood, Turned
+from gradstream.recording import BatchesAssigned, Entry, IntervalBegun, SnapshotReached
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import Event
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
@@ -40,6 +43,23 @@ class ReplayedMembers:
         return self.notice
 
 
+class _ReplayedRequests(WorkerRequests):
+    """Gives a worker the coordinator's recorded answers again, and waits forever when there are no more."""
+
+    def __init__(
+        self, runtime: Runtime, endpoint: Endpoint, reporter: Reporter, assignments: deque[BatchesAssigned]
+    ) -> None:
+        super().__init__(runtime, endpoint, Deadlines(), reporter)
+        self._assignments = assignments
+
+    async def assign(self, wait: bool, in_hand: int, measured: WorkerSpeed) -> Assigned:
+        """See `WorkerRequests.assign`."""
+        if not self._assignments:
+            await asyncio.get_running_loop().create_future()
+        answer = self._assignments.popleft()
+        return Assigned(answer.refs, answer.complete, answer.interval)
+
+
 class ReplayedMember(Member):
     """A `Member` whose coordinator is the recording.
 
@@ -62,8 +82,9 @@ class ReplayedMember(Member):
         super().__init__(runtime, endpoint, node, software="")
         self._members = members
         self._first = v1.Notice()
-        self._assignments = deque(entry for entry in entries if isinstance(entry, Handed))
-        self._pauses = deque(entry for entry in entries if isinstance(entry, Stood | Turned))
+        assignments = deque(entry for entry in entries if isinstance(entry, BatchesAssigned))
+        self.requests = _ReplayedRequests(runtime, endpoint, self, assignments)
+        self._pauses = deque(entry for entry in entries if isinstance(entry, SnapshotReached | IntervalBegun))
         self._participation = v1.Participation()
         self._on_failed = on_failed
         self._ended = False
@@ -114,10 +135,10 @@ class ReplayedMember(Member):
         if report.kind != v1.SnapshotReport.REACHED or self._ended:
             return
         pause = self._pauses[0]
-        self._ended = isinstance(pause, Stood) and pause.ends
+        self._ended = isinstance(pause, SnapshotReached) and pause.ends
         if not self._ended:
             self._pauses.popleft()
-        if isinstance(pause, Turned):
+        if isinstance(pause, IntervalBegun):
             interval = v1.Interval(number=pause.number)
             self._participation = v1.Participation(intervals={self.node.name: interval}, phase=pause.phase)
         self._publish()
@@ -142,13 +163,6 @@ class ReplayedMember(Member):
         """See `Member`."""
         self._on_failed(self.node.name, error)
 
-    async def assign(self, wait: bool, in_hand: int, measured: WorkerSpeed) -> Assigned:
-        """Repeats the coordinator's next recorded answer; without one it waits for ever."""
-        if not self._assignments:
-            await asyncio.get_running_loop().create_future()
-        answer = self._assignments.popleft()
-        return Assigned(answer.refs, answer.complete, answer.interval)
-
     def _publish(self) -> None:
         """Sends listeners the present notice, with the next recorded pause of this worker as a snapshot."""
         notice = v1.Notice()
@@ -158,7 +172,9 @@ class ReplayedMember(Member):
             pause = self._pauses[0]
             number = self.notice.snapshot.number + 1
             phase = v1.Snapshot.ENDED if self._ended else v1.Snapshot.STOP
-            snapshot = v1.Snapshot(number=number, phase=phase, ends=isinstance(pause, Stood) and pause.ends)
+            snapshot = v1.Snapshot(
+                number=number, phase=phase, ends=isinstance(pause, SnapshotReached) and pause.ends
+            )
             snapshot.stop_at[self.node.name] = pause.begun
             notice.snapshot.CopyFrom(snapshot)
         self.notice = notice

@@ -18,12 +18,13 @@ from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.factory import form_group
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.balance import ShareBalance
+from gradstream.coordinator.batch_distribution import BatchDistribution
 from gradstream.coordinator.checkpoint_writer import CheckpointOptions
 from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.coordinator import Coordinator
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.participation import ParticipationSchedule
-from gradstream.coordinator.snapshot import SnapshotLimits
+from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.stopping import StoppingCriterion
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
@@ -55,7 +56,7 @@ __all__ = ["build_coordinator", "build_worker", "member_of", "recording_of", "wo
 def build_coordinator(
     plan: RunPlan, runtime: Runtime, endpoint: Endpoint, on_events: Callable[[bytes], None]
 ) -> Coordinator:
-    """The coordinator of a run; `on_events` gets every event of the run, as JSON lines."""
+    """Builds the coordinator of a run; `on_events` gets every event of the run, as JSON lines."""
     served, deadlines = plan.served, plan.job.deadlines
     ledger = plan.ledger()
     started = _started(plan, ledger)
@@ -66,16 +67,14 @@ def build_coordinator(
         on_events=on_events,
         deadlines=deadlines,
         checkpoints=None if plan.policy is None else _checkpoint_options(plan, started, plan.policy),
-        earlier_s=_earlier_s(plan),
         criterion=None if plan.job.until is None else StoppingCriterion(plan.job.until),
         drive=served.drive if served is not None and served.drives() else None,
-        num_samples=plan.job.data.num_samples,
     )
 
 
 def _started(plan: RunPlan, ledger: Ledger | OpenLedger) -> StartedEvent:
     in_rounds = plan.strategy.partitioning == "rounds"
-    total_steps = 0  # nobody knows it
+    total_steps = 0  # unknown
     if isinstance(ledger, Ledger):
         earlier = plan.resume.step if plan.resume is not None else 0
         total_steps = earlier + ledger.num_planned // (plan.workers if in_rounds else 1)
@@ -93,7 +92,7 @@ def _started(plan: RunPlan, ledger: Ledger | OpenLedger) -> StartedEvent:
 
 
 def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEvent) -> Membership:
-    strategy, deadlines = plan.strategy, plan.job.deadlines
+    deadlines = plan.job.deadlines
     balance = assignment = participation = None
     if isinstance(ledger, Ledger):
         if started.in_rounds and plan.balanced:
@@ -104,18 +103,16 @@ def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEven
             participation = ParticipationSchedule(ledger, plan.workers)
     return Membership(
         started,
-        ledger,
-        survives_worker_loss=strategy.survives_worker_loss,
+        BatchDistribution(ledger=ledger, balance=balance, assignment=assignment, participation=participation),
+        LossTolerance(
+            survives_worker_loss=plan.strategy.survives_worker_loss,
+            quorum=None if plan.served is None else plan.served.quorum(plan.workers),
+            allow_lost=plan.job.allow_lost,
+        ),
         software=__version__,
         policy=plan.policy,
-        together=started.in_rounds,
+        deadlines=deadlines,
         resume=plan.resume,
-        limits=SnapshotLimits(hold_s=deadlines.cut_s),
-        quorum=None if plan.served is None else plan.served.quorum(plan.workers),
-        balance=balance,
-        assignment=assignment,
-        participation=participation,
-        allow_lost=plan.job.allow_lost,
     )
 
 
@@ -138,12 +135,9 @@ def _checkpoint_options(plan: RunPlan, started: StartedEvent, policy: Policy) ->
     return CheckpointOptions(
         template=template,
         states=partial(_states, plan),
-        open_ended=plan.open_ended,
         policy=policy,
-        resume=plan.resume,
-        silence_s=plan.job.deadlines.silence_s,
         pieces=partial(_pieces, plan),
-        joint=plan.joint,
+        gradients_only=plan.joint,
     )
 
 
@@ -168,7 +162,7 @@ def _pieces(plan: RunPlan, model: v1.ModelSpec, holders: int) -> list[Sequence[t
 
 
 def build_worker(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, rank: int, model: Model) -> WorkerNode:
-    """One worker, with its own instance of the model; its endpoint knows the coordinator."""
+    """Builds one worker, with its own instance of the model; its endpoint knows the coordinator."""
     config = worker_config(plan, rank, model)
     if plan.job.record:
         config = replace(config, log=recording_of(plan, runtime))
@@ -211,7 +205,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
 
 
 def _update_rule(plan: RunPlan, model: Model, own: OwnData | None) -> UpdateRule:
-    """The rule by which parameters are updated, those of a worker or those of the shards."""
+    """The rule that updates the parameters, on the workers or on the shards."""
     if plan.joint:
         return Replace(), None
     if own is not None and own.optimizer:

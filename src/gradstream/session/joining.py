@@ -1,4 +1,4 @@
-"""`gradstream.join()`: finds out how this process was started, and joins the run of the others."""
+"""`gradstream.join()`: finds out how this process was started, and joins its run as a worker."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from gradstream.errors import ConfigError, Interrupted
 from gradstream.job.files import intercept, script_of_caller
 from gradstream.job.job import Deadlines, Job
 from gradstream.job.registry import describe, find_strategy
+from gradstream.run import placement
 from gradstream.run.result import FINAL_MODEL
-from gradstream.session import place, torchrun
+from gradstream.session import torchrun
 from gradstream.session.job import OwnLoop, ScriptModel
 from gradstream.session.session import Session, SingleProcessSession
-from gradstream.session.worker_session import WorkerSession, enter, running
+from gradstream.session.worker_session import WorkerSession
 from gradstream.strategies.base import Strategy
 from gradstream.untrusted import say
 
@@ -86,7 +87,7 @@ def join(
         deadlines=deadlines or Deadlines(),
     )
     intercept(job)
-    if running() is not None:
+    if placement.running() is not None:
         raise ConfigError(
             "join: it was called before in this process; one script is one worker of one run: keep the session "
             "of the first call"
@@ -96,11 +97,11 @@ def join(
             "join: the strategy is defined in this script, which the servers do not run: move it to a file of "
             'its own, and name it by file and class, strategy="mine.py:Mine"'
         )
-    given = place.assigned()
+    given = placement.assigned()
     if given is not None:
-        return enter(WorkerSession(given, given.job().seed))
+        return placement.enter(WorkerSession(given, given.job().seed))
     ranks = torchrun.of_process_group() or torchrun.of_torchrun(os.environ)
-    return SingleProcessSession() if ranks is None else enter(_under_torchrun(job, *ranks))
+    return SingleProcessSession() if ranks is None else placement.enter(_under_torchrun(job, *ranks))
 
 
 def _script() -> str | None:
@@ -131,7 +132,7 @@ def _under_torchrun(job: Job, rank: int, size: int) -> WorkerSession:
 
 def _summary_of(run_dir: Path, *, resumes: bool) -> str:
     """A line about a run that has ended early: its checkpoint, and how to resume it where that works."""
-    folder = place.newest_in(run_dir)
+    folder = placement.newest_in(run_dir)
     text = f"gradstream: the run has ended early; {folder or 'no checkpoint'} in {run_dir}"
     if not (folder and resumes):
         return text
@@ -141,7 +142,7 @@ def _summary_of(run_dir: Path, *, resumes: bool) -> str:
 def at_the_end(close: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
     """Registers `close` for the end of the script, and `fail` for an exception that ends it.
 
-    For scripts that gradstream does not start itself (see `script.py` for those). Python joins all threads
+    For scripts that gradstream does not start itself (see `run.script` for those). Python joins all threads
     before it calls `atexit` functions, and a session's threads end only when it is closed. So this registers
     with `threading`, as `concurrent.futures` does.
     """

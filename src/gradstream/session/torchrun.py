@@ -24,10 +24,10 @@ import torch
 
 from gradstream.errors import ConfigError, DeadlineError
 from gradstream.job.job import Job
+from gradstream.run.placement import WorkerPlacement, handed_out
 from gradstream.run.remote.address import Address, local_address, new_token, token_of_environment
 from gradstream.run.remote.listening import Listening
 from gradstream.session.host import Guest, Host
-from gradstream.session.place import WorkerPlacement, handed_out
 from gradstream.transport.addresses import is_loopback
 from gradstream.transport.socket.unix import host_id
 

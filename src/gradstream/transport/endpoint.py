@@ -13,7 +13,7 @@ import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -24,19 +24,19 @@ from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.throttle import Throttle
 from gradstream.transport.access import AccessControl, Service
 from gradstream.transport.base import Caller, Handler, Identity, Priority
-from gradstream.transport.carrier import Carrier, OutgoingCarrier, PayloadChannel
+from gradstream.transport.carrier import Carrier
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.methods import METHODS, UNLISTED, Method
 from gradstream.transport.receive_queue import ReceiveQueue
 from gradstream.transport.refusals import code_of
-from gradstream.transport.shm.channel import PayloadChannels
+from gradstream.transport.shm.channel import Channel, PayloadChannels
 from gradstream.transport.stream import StreamCore
 from gradstream.transport.tagged_tensors import TaggedTensors
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
 
-__all__ = ["CONNECTION_S", "WINDOW", "EndpointCore"]
+__all__ = ["CONNECTION_S", "WINDOW", "EndpointCore", "OutgoingCarrier"]
 
 M = TypeVar("M", bound=Message)
 
@@ -50,6 +50,14 @@ ADDRESS_BYTES = 64
 """The most bytes of a stranger's address in the log."""
 
 _log = logging.getLogger(__name__)
+
+
+class OutgoingCarrier(Carrier, Protocol):
+    """The carrier of the calling side, which exists before its stream."""
+
+    def connect(self, stream: StreamCore, opened: v1.Open) -> None:
+        """Transmits the Open, and hands what arrives to `stream` from now on."""
+        ...
 
 
 class EndpointCore(ABC):
@@ -381,11 +389,11 @@ class EndpointCore(ABC):
         channels.start(self.address)
         self._payload_channels = channels
 
-    def _channel_to(self, peer: str) -> PayloadChannel | None:
+    def _channel_to(self, peer: str) -> Channel | None:
         address, channels = self._addresses.get(peer), self._payload_channels
         return None if channels is None or address is None else channels.towards(peer, address)
 
-    def _channel_from(self, sender: str, incarnation: int) -> PayloadChannel | None:
+    def _channel_from(self, sender: str, incarnation: int) -> Channel | None:
         channels = self._payload_channels
         return None if channels is None else channels.with_sender(sender, incarnation)
 

@@ -24,17 +24,11 @@ from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerL
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Landing, Lent, Received
-from gradstream.transport.carrier import (
-    COPIED,
-    Carrier,
-    PayloadChannel,
-    ReferenceLostError,
-    SendHandle,
-    find_payload,
-    refer_to,
-)
+from gradstream.transport.carrier import COPIED, Carrier, SendHandle
 from gradstream.transport.receive_queue import ReceiveQueue, costs_credit
 from gradstream.transport.refusals import MISBEHAVIOUR, refused_by
+from gradstream.transport.shm.channel import Channel
+from gradstream.transport.shm.leases import ReferenceLostError
 from gradstream.transport.silence import Broadcast, Silence
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
@@ -92,7 +86,7 @@ class StreamCore:
         inbox: ReceiveQueue,
         *,
         called: bool,
-        channel: Callable[[], PayloadChannel | None] = _nothing,
+        channel: Callable[[], Channel | None] = _nothing,
     ) -> None:
         self.peer = peer
         self.opened = opened
@@ -163,7 +157,7 @@ class StreamCore:
         channel = None if payload is None else self._channel()
         reference = None if payload is None or channel is None else channel.stow(self, payload)
         if reference is not None:
-            frame, payload = refer_to(frame, reference), None
+            frame, payload = _referring(frame, reference), None
         return self._carrier.transmit(frame, payload)
 
     async def lend(self, frame: v1.Frame, span: Span, silence_s: float | None = None) -> Lent:
@@ -187,7 +181,7 @@ class StreamCore:
             handle.then(end)
             return handle
         self._credit -= 1
-        self._carrier.transmit(refer_to(frame, lent[0]), None)
+        self._carrier.transmit(_referring(frame, lent[0]), None)
         return lent[1]
 
     async def credit(self, silence_s: float | None = None) -> None:
@@ -303,7 +297,10 @@ class StreamCore:
         kind = frame.WhichOneof("kind")
         if frame.HasField("chunk") and frame.chunk.HasField("reference"):
             try:
-                payload, landed = find_payload(self._channel(), frame.chunk, self.landing)
+                channel = self._channel()
+                if channel is None:
+                    raise ReferenceLostError
+                payload, landed = channel.find(frame.chunk, self.landing)
             except ReferenceLostError:
                 text = f"the memory that it shared is gone (stream {self.opened.method})"
                 self._cancel(partial(PeerLostError, self.peer, text), text)
@@ -426,3 +423,11 @@ class StreamCore:
     def _text(self, what: str, reason: str) -> str:
         why = f": {reason}" if reason else ""
         return f"stream {self.opened.method} between {self._me} and {self.peer}: {what}{why}"
+
+
+def _referring(frame: v1.Frame, reference: v1.Reference) -> v1.Frame:
+    """A copy of a chunk's frame that refers to its payload."""
+    referring = v1.Frame()
+    referring.CopyFrom(frame)
+    referring.chunk.reference.CopyFrom(reference)
+    return referring

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 import torch
 
@@ -11,16 +12,96 @@ from gradstream.errors import DeadlineError, RefusedError
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Caller, Identity, Stream
-from gradstream.transport.mailbox import Mailbox, ReceivedTensor
 from gradstream.transport.refusals import code_of
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire, to_wire
+from gradstream.wire.window import SequenceWindow
 
-__all__ = ["PIECE_BYTES", "TaggedTensors"]
+__all__ = ["PIECE_BYTES", "Mailbox", "ReceivedTensor", "TaggedTensors"]
 
 PIECE_BYTES = 1 << 20
 """Bytes of each chunk of a tagged tensor."""
+
+_Key = tuple[str, int]  # name of the sender, tag
+
+
+class ReceivedTensor:
+    """A stream of method "tensor", held until a receive has taken it and is done with it."""
+
+    def __init__(self, stream: StreamCore, request: v1.Tensor) -> None:
+        self.stream = stream
+        self.request = request
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def finish(self) -> None:
+        """Releases the stream: the receive is over, for any reason."""
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+class Mailbox:
+    """Matches streams of tagged tensors with the receives that wait for them, both in order of arrival."""
+
+    def __init__(self) -> None:
+        self._arrivals: dict[_Key, deque[ReceivedTensor]] = {}
+        self._receives: dict[_Key, deque[asyncio.Future[ReceivedTensor]]] = {}
+        self._windows: dict[Caller, SequenceWindow] = {}  # numbers of the tensors that came
+        self._members: frozenset[Caller] | None = None
+
+    def keep_senders(self, members: Collection[Caller]) -> None:
+        """Sets the members of the run, and frees what is kept for other senders."""
+        self._members = frozenset(members)
+        self._windows = {sender: one for sender, one in self._windows.items() if sender in self._members}
+
+    def knows(self, sender: str, incarnation: int) -> bool:
+        """Whether a sender is a member; before the members are known, every sender is."""
+        return self._members is None or Caller(sender, incarnation) in self._members
+
+    def first_time(self, sender: str, incarnation: int, sequence: int) -> bool:
+        """Notes a transfer; whether it was not delivered before."""
+        return self._windows.setdefault(Caller(sender, incarnation), SequenceWindow()).add(sequence)
+
+    def offer(self, key: _Key, arrival: ReceivedTensor) -> bool:
+        """Hands a stream to the oldest receive; keeps it and returns False where none waits yet."""
+        receives = self._receives.get(key)
+        while receives:
+            future = receives.popleft()
+            if not future.done():
+                future.set_result(arrival)
+                return True
+        self._arrivals.setdefault(key, deque()).append(arrival)
+        return False
+
+    def withdraw(self, key: _Key, arrival: ReceivedTensor) -> None:
+        """Removes a stream that is kept."""
+        parked = self._arrivals.get(key)
+        if parked and arrival in parked:
+            parked.remove(arrival)
+        if not parked:
+            self._arrivals.pop(key, None)
+
+    async def take(self, key: _Key) -> ReceivedTensor:
+        """The oldest stream that its sender has not given up, as soon as there is one."""
+        parked = self._arrivals.get(key)
+        while parked:
+            arrival = parked.popleft()
+            if not arrival.stream.failed and not arrival.done.done():
+                return arrival
+        future: asyncio.Future[ReceivedTensor] = asyncio.get_running_loop().create_future()
+        waiting = self._receives.setdefault(key, deque())
+        waiting.append(future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():  # it came at the moment of the cancellation
+                self.offer(key, future.result())
+            raise
+        finally:
+            if future in waiting:
+                waiting.remove(future)
+            if not waiting and self._receives.get(key) is waiting:
+                del self._receives[key]
 
 
 class TaggedTensors:

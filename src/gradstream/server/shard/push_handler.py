@@ -1,4 +1,4 @@
-"""Serves pushes: checks each chunk, gives it to the executor, and sends the results."""
+"""Serves pushes: checks each chunk, passes it to the executor, and sends the results."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from gradstream.server.aggregation import PushHeader, rank_of
 from gradstream.server.shard.event_schedule import PushArrived
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.inspection import Inspection
-from gradstream.server.shard.known_members import KnownMembers
 from gradstream.server.shard.pending_push import PendingPush
 from gradstream.server.shard.push_pacer import PacedPush, PushPacer
 from gradstream.server.shard.quorum_agreement import QuorumProtocol
 from gradstream.server.shard.row_store import Part
-from gradstream.server.shard.state import Parked, ShardState
+from gradstream.server.shard.state import Parked
 from gradstream.server.shard.wait_notifier import WaitNotifier
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
@@ -20,7 +19,7 @@ from gradstream.wire import v1
 __all__ = ["PushHandler"]
 
 RESULTS_PER_FRAME = 16
-"""Results are sent many to a frame: a frame for each would cost as much as a tenth of its chunk."""
+"""Results that share a frame: a frame for each result would cost a tenth as much as its chunk."""
 
 
 class PushHandler:
@@ -29,51 +28,44 @@ class PushHandler:
     Args:
         runtime: runtime of the shard's node.
         executor: handles each chunk that arrives.
-        state: versions of the chunks.
-        inspection: checks each chunk before.
-        notifier: tells senders for whom they wait.
-        quorum: is told what has come; None where there is no quorum.
-        known_members: refuses pushes of nodes that have left.
-        paced: whether pushes of one round are read side by side (see `PushPacer`).
+        inspection: checks each chunk before the executor gets it.
+        notifier: tells senders which nodes they wait for.
+        quorum: counts the chunks that have come; None where there is no quorum.
+        pacer: chooses which push of a round to read next; None reads each as fast as it comes.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         executor: ShardExecutor,
-        state: ShardState,
         inspection: Inspection,
         notifier: WaitNotifier,
         quorum: QuorumProtocol | None,
-        known_members: KnownMembers,
-        *,
-        paced: bool,
+        pacer: PushPacer | None,
     ) -> None:
         self._runtime = runtime
         self._executor = executor
-        self._state = state
+        self._state = executor.state
         self._inspection = inspection
         self._notifier = notifier
         self._quorum = quorum
-        self._known_members = known_members
-        self._paced = paced
-        self._pacer = PushPacer()
+        self._pacer = pacer
 
     async def serve(self, stream: Stream) -> None:
         """Receives a push; returns once its sender has the result of every chunk.
 
         Raises:
-            RefusedError: a chunk does not fit or holds a NaN or an infinity, or the sender has left the run
-                meanwhile. The chunks before it stand.
+            RefusedError: a chunk does not fit, or holds a NaN or an infinity, or the sender has left the run
+                meanwhile. The chunks before it stay in effect.
         """
         request = v1.Push.FromString(stream.opened.body)
-        self._inspection.push(stream.opened.sender, request)
+        self._inspection.check_push(stream.opened.sender, request)
         push = PendingPush(stream, self._runtime.now())
         await self._runtime.gather(self._receive(push, request), self._answer(push))
 
     async def _receive(self, push: PendingPush, request: v1.Push) -> None:
         """Reads chunks until the sender has sent everything."""
-        if self._paced and request.command == v1.Push.APPLY:
+        if self._pacer is not None and request.command == v1.Push.APPLY:
             with self._pacer.push(request.round) as paced:
                 came = await self._read(push, request, paced)
         else:
@@ -89,7 +81,7 @@ class PushHandler:
         push.wake.set()
 
     async def _read(self, push: PendingPush, request: v1.Push, paced: PacedPush | None) -> set[int]:
-        """Gives each chunk that arrives to the executor; returns their numbers at the end of the stream."""
+        """Passes each chunk that arrives to the executor; returns their numbers at the end of the stream."""
         came = set[int]()
         while (received := await push.stream.recv()) is not None:
             chunk = received.frame.chunk
@@ -106,14 +98,14 @@ class PushHandler:
         return came
 
     def _check_base_version(self, push: PendingPush, chunk: int, base_version: int) -> None:
-        self._inspection.base_version(push.sender, chunk, base_version, self._state.version(chunk))
+        self._inspection.check_base_version(push.sender, chunk, base_version, self._state.version(chunk))
 
     def _arrived(
         self, push: PendingPush, request: v1.Push, chunk: int, base_version: int, part: Part | None
     ) -> None:
-        """Gives one chunk of a push to the executor; the part of an empty chunk is None."""
+        """Passes one chunk of a push to the executor; the part of an empty chunk is None."""
         opened = push.stream.opened
-        self._known_members.check(opened)
+        self._inspection.check_member(opened)
         header = PushHeader(
             sender=opened.sender,
             rank=rank_of(opened.sender),

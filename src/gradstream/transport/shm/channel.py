@@ -43,12 +43,11 @@ from gradstream.errors import ConfigError
 from gradstream.memory import Span
 from gradstream.memory.segments import Segment
 from gradstream.runtime.base import Runtime
-from gradstream.transport.base import Identity
-from gradstream.transport.carrier import ReferenceLostError
-from gradstream.transport.shm.leases import BorrowedLeases, GivenLeases, Loaned
+from gradstream.transport.base import Identity, Landing, Stream
+from gradstream.transport.shm.leases import BorrowedLeases, GivenLeases, Loaned, ReferenceLostError
 from gradstream.transport.socket.unix import check_peer, listen, recv_descriptors, send_descriptors
-from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
+from gradstream.wire.frames import payload_tensor
 
 __all__ = ["Channel", "PayloadChannels"]
 
@@ -63,7 +62,7 @@ _numbers = itertools.count(1)
 
 
 class Channel:
-    """One connection between two nodes, and what each has lent to the other; implements `PayloadChannel`.
+    """One connection between two nodes, and what each has lent to the other.
 
     Args:
         runtime: runtime of this node.
@@ -98,24 +97,42 @@ class Channel:
 
     # ---- the streams' side ----------------------------------------------------------------
 
-    def lend(
-        self, stream: StreamCore, span: Span, end: Callable[[], None]
-    ) -> tuple[v1.Reference, Loaned] | None:
-        """See `PayloadChannel.lend`."""
+    def lend(self, stream: Stream, span: Span, end: Callable[[], None]) -> tuple[v1.Reference, Loaned] | None:
+        """See `GivenLeases.lend`."""
         return None if self.closed else self._given.lend(stream, span, end)
 
-    def stow(self, stream: StreamCore, payload: torch.Tensor) -> v1.Reference | None:
-        """See `PayloadChannel.stow`."""
+    def stow(self, stream: Stream, payload: torch.Tensor) -> v1.Reference | None:
+        """See `GivenLeases.stow`."""
         return None if self.closed else self._given.stow(stream, payload)
 
-    def find(self, reference: v1.Reference) -> memoryview:
-        """See `PayloadChannel.find`."""
+    def find(self, chunk: v1.Chunk, landing: Landing) -> tuple[torch.Tensor | None, bool]:
+        """The payload that a chunk refers to, and whether it was copied to where the receiver wants it.
+
+        The reference is removed from the chunk, so that the chunk can be forwarded.
+
+        Args:
+            chunk: a chunk with a reference.
+            landing: names the memory that the receiver wants the payload in.
+
+        Raises:
+            ReferenceLostError: the memory can no longer be read.
+            FrameError: the reference or the chunk breaks the protocol.
+        """
         if self.closed:
             raise ReferenceLostError
-        return self._borrowed.find(reference)
+        view = self._borrowed.find(chunk.reference)
+        chunk.ClearField("reference")
+        payload = payload_tensor(chunk, view)
+        place = None if payload is None else landing(chunk)
+        if place is None or payload is None or (len(place), place.dtype) != (len(payload), payload.dtype):
+            return payload, False
+        place.numpy()[...] = payload.numpy()  # on this thread alone
+        if not self._intact():
+            raise ReferenceLostError
+        return place, True
 
-    def intact(self) -> bool:
-        """See `PayloadChannel.intact`. A peer closes its end before it writes memory not returned in time."""
+    def _intact(self) -> bool:
+        """Whether what was read is what was lent: a peer closes its end before it writes memory kept too long."""
         return not self.closed and not self._closed_by_peer.poll(0)
 
     # ---- the socket -----------------------------------------------------------------------

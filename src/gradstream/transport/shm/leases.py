@@ -21,13 +21,21 @@ import torch
 from gradstream.memory import Span
 from gradstream.memory.segments import Segment
 from gradstream.runtime.base import Runtime
-from gradstream.transport.carrier import ReferenceLostError
-from gradstream.transport.stream import StreamCore
+from gradstream.transport.base import Stream
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES, FrameError
 from gradstream.wire.window import SequenceWindow
 
-__all__ = ["ARENA_BYTES", "LEAST_BYTES", "Arena", "BorrowedLeases", "GivenLeases", "Loaned", "Post"]
+__all__ = [
+    "ARENA_BYTES",
+    "LEAST_BYTES",
+    "Arena",
+    "BorrowedLeases",
+    "GivenLeases",
+    "Loaned",
+    "Post",
+    "ReferenceLostError",
+]
 
 LEAST_BYTES = 32 << 10
 """Smaller payloads travel with their frame: that costs less than a loan."""
@@ -37,6 +45,10 @@ MAX_SEGMENTS = 256  # of one peer, mapped at the same time
 _IDS_PER_MESSAGE = 1000
 
 End = Callable[[], None]
+
+
+class ReferenceLostError(Exception):
+    """The memory that a peer has lent can no longer be read."""
 
 
 class Post(Protocol):
@@ -147,10 +159,10 @@ class GivenLeases:
             int, bool
         ] = {}  # segments announced to the peer; whether the peer has mapped them
         self._loans: dict[int, Loaned] = {}
-        self._of_stream: dict[StreamCore, list[int]] = {}
+        self._of_stream: dict[Stream, list[int]] = {}
         self._numbers = itertools.count(1)
 
-    def lend(self, stream: StreamCore, span: Span, end: End) -> tuple[v1.Reference, Loaned] | None:
+    def lend(self, stream: Stream, span: Span, end: End) -> tuple[v1.Reference, Loaned] | None:
         """A reference to a span where it lies; None where that is not in a segment, or not known there yet.
 
         Args:
@@ -164,7 +176,7 @@ class GivenLeases:
         offset_bytes = vector.offset_bytes + span.start * itemsize
         return self._give(stream, vector.home, offset_bytes, size_bytes, end)
 
-    def stow(self, stream: StreamCore, payload: torch.Tensor) -> v1.Reference | None:
+    def stow(self, stream: Stream, payload: torch.Tensor) -> v1.Reference | None:
         """A reference to a copy of the payload in the arena; None where the arena has no room."""
         size_bytes = payload.nbytes
         if not _lendable(size_bytes):
@@ -181,7 +193,7 @@ class GivenLeases:
         return self._give(stream, segment, offset, size_bytes, end)[0]
 
     def _give(
-        self, stream: StreamCore, segment: Segment, offset_bytes: int, size_bytes: int, end: End
+        self, stream: Stream, segment: Segment, offset_bytes: int, size_bytes: int, end: End
     ) -> tuple[v1.Reference, Loaned]:
         number = next(self._numbers)
         loaned = self._loans[number] = Loaned(self._runtime, end, self._close_channel)
@@ -211,7 +223,7 @@ class GivenLeases:
         with suppress(RuntimeError):  # the loop is over
             self._loop.call_soon_threadsafe(self._post, v1.Lending(dropped=number))
 
-    def _stream_over(self, stream: StreamCore) -> None:
+    def _stream_over(self, stream: Stream) -> None:
         """Asks the peer for loans of a stream that is over: frames that were dropped on their way never arrive."""
         left = [number for number in self._of_stream.pop(stream) if number in self._loans]
         for ids in _batches(left):
@@ -249,7 +261,7 @@ class BorrowedLeases:
         self._loop = asyncio.get_running_loop()
         self._segments: dict[int, Segment] = {}
         self._held: dict[int, weakref.ref[object]] = {}
-        self._seen = SequenceWindow()  # loans that came, or never will come
+        self._arrived = SequenceWindow()  # loans that came, or never will come
         self._released: deque[int] = deque()
         self._returning = False
 
@@ -260,7 +272,7 @@ class BorrowedLeases:
             ReferenceLostError: the loan, or the channel it belongs to, is over.
             FrameError: the bytes lie in no segment that the peer has handed out.
         """
-        if reference.channel != self._channel or not self._seen.add(reference.loan):
+        if reference.channel != self._channel or not self._arrived.add(reference.loan):
             raise ReferenceLostError
         segment, size_bytes = self._segments.get(reference.segment), reference.size_bytes
         start_bytes, stop_bytes = reference.offset_bytes, reference.offset_bytes + size_bytes
@@ -297,7 +309,7 @@ class BorrowedLeases:
 
     def forget(self, loans: Iterable[int]) -> None:
         """Returns those of these loans that have not arrived; they are no longer accepted if they do."""
-        for ids in _batches([loan for loan in loans if self._seen.add(loan)]):
+        for ids in _batches([loan for loan in loans if self._arrived.add(loan)]):
             self._post(v1.Lending(returned=ids))
 
     def map(self, number: int, descriptors: list[int]) -> None:

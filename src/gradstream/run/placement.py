@@ -1,10 +1,11 @@
-"""Which worker this process is, if `gradstream train` has started it. For torchrun see `torchrun.py`."""
+"""Tells a process which worker it is, where `gradstream train` has started it, and keeps its script's session."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from gradstream.checkpoint import Resume, kept
 from gradstream.job.job import Job
@@ -13,12 +14,21 @@ from gradstream.run.plan import worker_name
 from gradstream.runtime.storage import DiskStorage
 from gradstream.transport.credentials import Credentials
 
-__all__ = ["WorkerPlacement", "assign", "assigned", "handed_out", "newest_in"]
+__all__ = [
+    "ScriptSession",
+    "WorkerPlacement",
+    "assign",
+    "assigned",
+    "enter",
+    "handed_out",
+    "newest_in",
+    "running",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlacement:
-    """Tells a worker its rank, and where to find the run.
+    """The rank of a worker, and the place of its run.
 
     Args:
         rank: number of this worker.
@@ -55,11 +65,11 @@ class WorkerPlacement:
 
 
 def handed_out(spec: str) -> list[str]:
-    """Command-line arguments with the credentials of a run: a file of this user's beside the specification.
+    """Command-line arguments with the credentials of a run, from the file beside the specification.
 
     Raises:
-        ConfigError: there is no such file that only this user can have written. Other users of the machine
-            can name a specification through torch's store; this check keeps their code from being run.
+        ConfigError: there is no such file, or another user can have written it. Other users of the machine
+            can name a specification through torch's store; this check keeps their code from running here.
     """
     return ["--credentials", str(Credentials.read(Path(spec).parent))]
 
@@ -74,11 +84,50 @@ _assigned: WorkerPlacement | None = None
 
 
 def assign(assignment: WorkerPlacement) -> None:
-    """Sets which worker this process is. Called where `gradstream train` has started it."""
+    """Sets the placement of this process, which `gradstream train` has started."""
     global _assigned
     _assigned = assignment
 
 
 def assigned() -> WorkerPlacement | None:
-    """Which worker this process is; None where `gradstream train` has not started it."""
+    """The placement of this process; None where `gradstream train` has not started it."""
     return _assigned
+
+
+class ScriptSession(Protocol):
+    """The session of a script, for the program that runs the script and ends the session after it."""
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the script asks where the run goes on, so that a resumed run would not begin again."""
+        ...
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the run has ended because of another node, which reports why."""
+        ...
+
+    def finish(self) -> None:
+        """Ends the session of a script that has ended."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the run for all workers, since the script has ended with an exception. Never raises."""
+        ...
+
+
+S = TypeVar("S", bound=ScriptSession)
+
+_running: ScriptSession | None = None
+
+
+def enter(session: S) -> S:
+    """Makes `session` the session of this process, and returns it."""
+    global _running
+    _running = session
+    return session
+
+
+def running() -> ScriptSession | None:
+    """The session of this process; None until its script has joined a run with other workers."""
+    return _running

@@ -16,16 +16,15 @@ from gradstream.job.registry import load_module
 from gradstream.run.local.ranks import set_environment
 from gradstream.run.node import ABORTED, FAILED, OK, Say, say_to, traceback_of
 from gradstream.run.node_spec import NodeSpec
+from gradstream.run.placement import WorkerPlacement, assign, running
 from gradstream.run.remote.address import Address
-from gradstream.session.place import WorkerPlacement, assign
-from gradstream.session.worker_session import running
 
 __all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the script as `__main__`, as one of the workers, and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="gradstream.session.script", description=__doc__)
+    parser = argparse.ArgumentParser(prog="gradstream.run.script", description=__doc__)
     parser.add_argument("--spec", required=True, type=Path, help="file made by the launcher")
     parser.add_argument("--name", required=True, help="worker-0, ...")
     parser.add_argument("--coordinator", required=True, help="its address")
