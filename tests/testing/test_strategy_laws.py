@@ -314,6 +314,7 @@ def test_every_property_has_a_planted_fault() -> None:
     assert {check for check, _, _ in PLANTED} == set(properties.PROPERTIES)
 
 
+@pytest.mark.usefixtures("few_seeds")
 def test_the_strategy_without_faults_has_all_properties() -> None:
     report = check_strategy(Plain)
     assert report.strategy == "Plain()"
