@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from gradstream.collectives.data_sockets import DataSocket, GroupDataSockets
+from gradstream.collectives.group import GroupMembers
 from gradstream.collectives.rendezvous import Rendezvous
 from gradstream.errors import (
     ClosedError,
-    ConfigError,
     DeadlineError,
     GradstreamError,
     PeerLostError,
@@ -73,57 +73,31 @@ class Communicator:
 
     Args:
         runtime: runtime of this node.
-        endpoint: a started endpoint that knows the addresses of all `names`. It serves one communicator at
-            a time.
-        names: names of all nodes, by rank.
-        rank: rank of this node.
-        epoch: membership epoch of the group; a later group of the same nodes has a higher one.
-        silence_s: a rank that is silent for this long counts as lost, in seconds.
+        endpoint: a started endpoint that knows the addresses of all ranks. It serves one communicator at a
+            time.
+        members: the ranks, and which of them this node is. A later group of the same nodes has a higher epoch.
 
     Attributes:
         loss: why the group is broken; None while it is whole.
         data_sockets: what `connect_data_sockets` has connected; None if there are none.
-
-    Raises:
-        ConfigError: the rank does not exist, two names are equal, or the time is not positive.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        endpoint: Endpoint,
-        names: Sequence[str],
-        rank: int,
-        *,
-        epoch: int,
-        silence_s: float = 30.0,
-    ) -> None:
-        if not 0 <= rank < len(names) or len(set(names)) < len(names):
-            raise ConfigError(f"rank {rank} of {', '.join(names)}: expected different names, and one of them")
-        if not silence_s > 0:
-            raise ConfigError(f"silence_s = {silence_s}: expected a positive number")
+    def __init__(self, runtime: Runtime, endpoint: Endpoint, members: GroupMembers) -> None:
         self.runtime = runtime
-        self.names = tuple(names)
-        self.rank = rank
-        self.silence_s = silence_s
+        self.members = members
+        self.names = tuple(members.names)
+        self.rank, self.size = members.rank, len(members.names)
         self.loss: LostRank | None = None
         self.data_sockets: GroupDataSockets | None = None
         self._endpoint = endpoint
-        self._epoch = epoch
-        self._rendezvous = Rendezvous(
-            runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s, on_stream=self._opened
-        )
+        self._me = members.me
+        self._rendezvous = Rendezvous(runtime, endpoint, members, self._opened)
         self._released = Broadcast()
         self._working: dict[asyncio.Task[Any], None] = {}
         self._ended_ranks: set[int] = set()  # their streams have ended
         self._heartbeat: asyncio.Task[None] | None = None
         self._announcing: asyncio.Task[None] | None = None
         self._closed = False
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.names)
 
     # ---- meeting ------------------------------------------------------------------------
 
@@ -143,10 +117,6 @@ class Communicator:
         except BaseException:
             await self.close()
             raise
-
-    @property
-    def _me(self) -> str:
-        return self.names[self.rank]
 
     # ---- what ranks send each other -----------------------------------------------------
 
@@ -208,7 +178,9 @@ class Communicator:
 
     async def _connect_data_socket(self, rank: int, connected: dict[int, DataSocket]) -> None:
         name = self.names[rank]
-        socket = await self._endpoint.data_socket(name, f"exchange/{self._epoch}", dial=self.rank < rank)
+        socket = await self._endpoint.data_socket(
+            name, f"exchange/{self.members.epoch}", dial=self.rank < rank
+        )
         if socket is not None:
             connected[rank] = DataSocket(socket, name)
 
@@ -289,8 +261,8 @@ class Communicator:
 
     async def _keep_alive(self) -> None:
         """Gives signs of life to all ranks, and looks for one that gives none."""
-        period_s = self.silence_s / BEATS
-        lost_s = self.silence_s + period_s  # its last sign of life is older than what has silenced it
+        period_s = self.members.silence_s / BEATS
+        lost_s = self.members.silence_s + period_s  # its last sign of life is older than what has silenced it
         while self.loss is None:
             next_s = period_s
             for rank, stream in list(self._streams.items()):
@@ -315,9 +287,11 @@ class Communicator:
         self._cancel_links()
 
     async def _announce_to(self, name: str, loss: LostRank) -> None:
-        broken = v1.Broken(epoch=self._epoch, culprit=loss.culprit, silent=loss.silent, message=loss.message)
+        broken = v1.Broken(
+            epoch=self.members.epoch, culprit=loss.culprit, silent=loss.silent, message=loss.message
+        )
         try:
-            silence_s = self.silence_s / BEATS
+            silence_s = self.members.silence_s / BEATS
             await self._endpoint.call(name, "broken", broken, v1.Broken, silence_s=silence_s)
         except GradstreamError:
             pass  # it is gone too, or has left
@@ -338,7 +312,7 @@ class Communicator:
     async def _receive_loss(self, stream: Stream) -> None:
         """Serves the call by which another rank reports a loss."""
         broken = v1.Broken.FromString(stream.opened.body)
-        if broken.epoch == self._epoch:
+        if broken.epoch == self.members.epoch:
             if broken.culprit not in self.names:
                 message = f"{broken.culprit[:64]!r} is in no group of {self._me}: it cannot be to blame"
                 raise RefusedError(self._me, "BAD_REQUEST", message)
@@ -359,7 +333,7 @@ class Communicator:
             for rank, stream in self._streams.items():
                 await self._end(rank, stream)
             try:
-                await self.runtime.within(min(LINGER_S, self.silence_s), self._all_released())
+                await self.runtime.within(min(LINGER_S, self.members.silence_s), self._all_released())
             except TimeoutError:
                 pass  # another rank stays longer
         await self._announced()
