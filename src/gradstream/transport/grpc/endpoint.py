@@ -300,18 +300,16 @@ class GrpcEndpoint(EndpointCore):
             raise FrameError(f"a first frame of kind {frame.WhichOneof('kind')}: expected open")
         return frame.open
 
-    def _dial(self, peer: str, address: str | None, priority: Priority) -> OutgoingCall:
+    def _dial(self, peer: str, address: str, priority: Priority) -> OutgoingCall:
         connection = self._connections.get((peer, priority))
-        if connection is None and address is not None:
+        if connection is None:
             connection = GrpcConnection(self.identity, self.runtime, peer, self._channel(peer, address))
             self._connections[peer, priority] = connection
         return OutgoingCall(self._gate, self._spawn, connection, bulk=priority is Priority.BULK)
 
-    def _dial_anew(self, peer: str, address: str | None, priority: Priority) -> OutgoingCall:
-        connection = None
-        if address is not None:
-            channel = self._channel(peer, address, NEW_CONNECTION_OPTIONS)
-            connection = GrpcConnection(self.identity, self.runtime, peer, channel)
+    def _dial_anew(self, peer: str, address: str, priority: Priority) -> OutgoingCall:
+        channel = self._channel(peer, address, NEW_CONNECTION_OPTIONS)
+        connection = GrpcConnection(self.identity, self.runtime, peer, channel)
         bulk = priority is Priority.BULK
         return OutgoingCall(self._gate, self._spawn, connection, bulk=bulk, own_connection=True)
 

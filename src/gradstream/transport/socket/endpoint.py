@@ -35,30 +35,6 @@ ACCEPT_AGAIN_S = 0.1  # after running out of descriptors
 MAX_CONNECTIONS = 16  # of one multiplexer
 
 
-class Unreachable:
-    """The carrier of a stream to a peer that cannot be reached."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def connect(self, stream: StreamCore, opened: v1.Open) -> None:
-        """See `OutgoingCarrier.connect`."""
-        del opened
-        stream.broken(self._why)
-
-    def transmit(self, frame: v1.Frame, payload: object) -> None:
-        """Does nothing."""
-
-    async def drained(self) -> None:
-        """Returns at once."""
-
-    def drop(self) -> None:
-        """Does nothing."""
-
-    def over(self) -> None:
-        """Does nothing."""
-
-
 class SocketEndpoint(EndpointCore):
     """Base of endpoints over stream sockets. A subclass adds how to listen and how to connect.
 
@@ -104,12 +80,12 @@ class SocketEndpoint(EndpointCore):
         """A listening, non-blocking socket and its address. Raises ConfigError where it cannot listen."""
 
     @abstractmethod
-    async def _connect(self, address: str) -> socket.socket:
-        """A connected, non-blocking socket. Raises OSError where nobody listens."""
+    def _target(self, address: str) -> tuple[socket.socket, tuple[str, int] | str]:
+        """A new socket, and what it has to connect to in order to reach an address."""
 
     @abstractmethod
     def _admit(self, connected: socket.socket) -> None:
-        """Prepares a socket that was accepted. Raises OSError or ConfigError to close it."""
+        """Prepares a socket that was connected or accepted. Raises OSError to close it."""
 
     # ---- listening ----------------------------------------------------------------------
 
@@ -134,7 +110,7 @@ class SocketEndpoint(EndpointCore):
         try:
             connected.setblocking(False)
             self._admit(connected)
-        except (OSError, ConfigError):
+        except OSError:
             connected.close()
             return
         self._expect_greeting(connected)
@@ -232,9 +208,7 @@ class SocketEndpoint(EndpointCore):
 
     # ---- dialling -----------------------------------------------------------------------
 
-    def _dial(self, peer: str, address: str | None, priority: Priority) -> MultiplexedCarrier | Unreachable:
-        if address is None:
-            return Unreachable("its address is not known")
+    def _dial(self, peer: str, address: str, priority: Priority) -> MultiplexedCarrier:
         multiplexer = self._outgoing.get((peer, priority))
         if multiplexer is None:
             count = self._connections if priority is Priority.BULK else 1
@@ -266,8 +240,11 @@ class SocketEndpoint(EndpointCore):
 
     async def _connect_and_greet(self, peer: str, address: str, greeting: v1.Greeting) -> socket.socket:
         """Makes a connection on which each side has proved its identity to the other."""
-        connected = await self._connect(address)
+        connected, target = self._target(address)
         try:
+            connected.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(connected, target)
+            self._admit(connected)
             greeting.sender, greeting.incarnation = self.identity.name, self.identity.incarnation
             await greet(connected, greeting, self.identity, peer)
         except BaseException:
