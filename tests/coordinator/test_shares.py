@@ -19,7 +19,7 @@ from gradstream.data.base import BatchRef, PartitionSpec
 from gradstream.data.feed import feed_of, plan_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import PartitionPlan, RoundPlan
-from gradstream.data.shares import WorkerSpeed, begins_window, dealt, window_end
+from gradstream.data.shares import WorkerSpeed, begins_window, divided_by_speed, window_end
 from gradstream.errors import ConfigError, InternalError
 from gradstream.report.figures import figures_of
 from gradstream.report.page import PageSource, page
@@ -44,7 +44,7 @@ def test_the_last_worker_is_done_as_early_as_can_be(speeds: Sequence[float], tot
     def longest_s(sizes: Sequence[int]) -> float:
         return max(size / speed for size, speed in zip(sizes, speeds, strict=True))
 
-    sizes = dealt(total, speeds)
+    sizes = divided_by_speed(total, speeds)
     assert sum(sizes) == total
     assert min(sizes) >= 1
     every = itertools.product(range(1, total + 1), repeat=len(speeds))

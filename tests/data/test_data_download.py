@@ -278,7 +278,7 @@ def test_a_disk_that_fills_up(site: Site, tmp_path: Path) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     file = RemoteFile(site.url, LENGTH, sha256(CONTENT))
-    with pytest.raises(DataError, match="is full; what has come is kept"):
+    with pytest.raises(DataError, match="is full; the bytes so far are kept"):
         download(file, tmp_path / "file", on_progress=full, pause=lambda _: None)
     site.get(tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == CONTENT

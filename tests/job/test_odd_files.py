@@ -13,7 +13,7 @@ import gradstream as gs
 from gradstream.checkpoint.folder import data_offset
 from gradstream.checkpoint.format import TensorSpec, header_of, parse
 from gradstream.checkpoint.manifest import Manifest, Resume, seal_of
-from gradstream.data.done import DataProgress
+from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError, DataError
 from gradstream.job.registry import optimizer_of_text
 from gradstream.job.settings import apply, from_texts, from_toml
@@ -123,7 +123,7 @@ def block(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     "data",
     [
-        bytes([8, 0, 1, 1, 0, 3, 1, 1, 1]),  # moments that are no pairs
+        bytes([8, 0, 1, 1, 0, 3, 1, 1, 1]),  # chunk times that are no pairs
         bytes([1]) + b"\x80" * 100_000,  # one endless number
         bytes([9, 1, 1, 1, 200, 1]) + b"x",  # a phase that ends before its length
         bytes([9, 1, 1, 1, 1]) + b"\xff",

@@ -16,7 +16,6 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.plugins import GROUPS
 from gradstream.job.registry import class_of, describe, find_dataset, find_optimizer, find_strategy
 from gradstream.testing.runs import least_squares
-from gradstream.transport.offers import CHOICES
 
 CODE = '''
 """What a package would hold."""
@@ -34,10 +33,6 @@ class Gentle(gs.Downpour):
     """Downpour by another name."""
 
     care: float = 0.5
-
-
-class Halving:
-    """A codec, of which nobody makes anything yet."""
 
 
 def tiny(count=4):
@@ -75,14 +70,8 @@ gentle = acme:Gentle
 [gradstream.optimizers]
 slow_sgd = gradstream.optim:SGD
 
-[gradstream.codecs]
-halving = acme:Halving
-
 [gradstream.datasets]
 tiny = acme:tiny
-
-[gradstream.transports]
-pigeon = acme:Halving
 """
 
 
@@ -93,7 +82,6 @@ def test_every_family_takes_plugins(install: Install) -> None:
     assert describe(strategy)["class"] == "acme:Gentle"  # how it travels
     assert find_optimizer("Slow-SGD", {"lr": 0.5}) == gs.optim.SGD(lr=0.5)
     assert find_dataset("tiny", {"count": 7}).num_samples == 7
-    assert class_of("codec", "halving") is class_of("transport", "pigeon")
     with pytest.raises(UnknownNameError, match=r"did you mean 'gentle'.*downpour,.* gentle,.* synchronous"):
         find_strategy("gentel")
     with pytest.raises(UnknownNameError, match="unknown option of strategy 'gentle' 'car'"):
@@ -107,11 +95,9 @@ def test_a_plugin_is_used_by_its_name(install: Install) -> None:
     assert run.summary["strategy"] == "gentle"
 
 
-def test_the_house_has_names_for_all_but_codecs() -> None:
-    assert class_of("transport", "grpc").__name__ == "GrpcEndpoint"
+def test_built_in_members_have_names() -> None:
+    assert class_of("strategy", "Dc_ASGD") is gs.DCASGD
     assert find_dataset("fashion_mnist").name == "fashion-mnist"
-    with pytest.raises(UnknownNameError, match="unknown codec 'top-k'"):
-        class_of("codec", "top-k")
 
 
 def test_two_of_one_name_are_both_named(install: Install) -> None:
@@ -138,17 +124,8 @@ def test_the_list_says_where_they_are_from(install: Install) -> None:
     assert ["strategy", "gentle", "acme", "1.2"] in rows
     assert ["strategy", "downpour", "gradstream"] in rows
     assert ["data", "set", "tiny", "acme", "1.2"] in rows
-    assert result.stderr == (
-        "warning: transport 'pigeon' of acme 1.2: --carrier takes only auto, grpc, tcp, shm\n"
-    )
+    assert result.stderr == ""
     assert {row["kind"] for row in json.loads(plugins("--json").stdout)} == set(GROUPS)
-
-
-def test_the_carriers_listed_are_those_that_a_job_may_ask_for() -> None:
-    listed = {row["name"] for row in json.loads(plugins("--json").stdout) if row["kind"] == "transport"}
-    assert listed == {*CHOICES} - {"auto"}
-    for name in listed:
-        class_of("transport", name)
 
 
 @pytest.mark.parametrize(

@@ -272,9 +272,9 @@ def swapped(entries: list[Entry]) -> list[Entry]:
     for first, second in pairwise(pushes[8:]):
         a, b = entries[first], entries[second]
         assert isinstance(a, Pushed) and isinstance(b, Pushed)
-        if a.rank != b.rank and a.moment != b.moment and a.base_version <= b.version:
-            entries[first] = dataclasses.replace(b, moment=a.moment, version=a.version)
-            entries[second] = dataclasses.replace(a, moment=b.moment, version=b.version)
+        if a.rank != b.rank and a.chunk_time != b.chunk_time and a.base_version <= b.version:
+            entries[first] = dataclasses.replace(b, chunk_time=a.chunk_time, version=a.version)
+            entries[second] = dataclasses.replace(a, chunk_time=b.chunk_time, version=b.version)
             return entries
     raise AssertionError("no such pair")
 
@@ -293,7 +293,7 @@ def test_a_fetch_that_was_given_another_version_is_noticed() -> None:
         )
         read = entries[index]
         assert isinstance(read, Read)
-        entries[index] = dataclasses.replace(read, moment=read.moment - 2)
+        entries[index] = dataclasses.replace(read, chunk_time=read.chunk_time - 2)
         return entries
 
     with pytest.raises(DivergedError, match="shard-0, chunk 0"):

@@ -130,7 +130,7 @@ def test_another_job_file_is_refused_and_so_is_a_run_without_a_recording(
     try:
         job.write_text(before + "# another\n")
         done = asked(whole)
-        assert done.exit_code == 2 and "is not what it was" in done.output
+        assert done.exit_code == 2 and "has changed since" in done.output
     finally:
         job.write_text(before)
     spec = json.loads((whole / "nodes.json").read_text())

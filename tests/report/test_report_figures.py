@@ -97,7 +97,7 @@ def test_who_came_went_was_lost_and_what_that_cost() -> None:
     figures = figures_of(events)
     assert figures.status == "finished"
     assert figures.hosts == ("10.0.0.1", "::2")
-    assert [(one.what, one.time_s) for one in figures.story] == [
+    assert [(one.kind, one.time_s) for one in figures.story] == [
         ("joined", 0.0), ("joined", 0.0), ("lost", 5.0), ("reassigned", 6.0), ("finished", 1800.0),
     ]  # fmt: skip
     assert [node.lost for node in figures.nodes] == [False, True]
@@ -125,7 +125,7 @@ def test_a_run_that_was_stopped_and_resumed() -> None:
     (node,) = figures.nodes
     assert node.cpu_s == 4.0
     assert node.cpu == ((2.0, 2.0), (5.0, 0.5))
-    assert [one.what for one in figures.story] == ["checkpoint", "stopped", "resumed"]
+    assert [one.kind for one in figures.story] == ["checkpoint", "stopped", "resumed"]
     assert (
         figures_of([*after, event("finished", "coordinator", 6.0, samples=9, train_s=6.0)]).status
         == "finished"

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import gradstream as gs
 from gradstream.coordinator.claims import Claims
 from gradstream.data.base import BatchRef
-from gradstream.data.left_over import Block, Epoch
 from gradstream.data.open_ledger import OpenLedger
+from gradstream.data.reassignment import Block, Epoch
 from gradstream.job.files import load_job
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.loaders import LoaderPart, part_of
@@ -218,7 +218,7 @@ def test_workers_have_to_go_through_the_same_epochs(
 
 
 def test_only_so_many_epochs_without_steps_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradstream.data.left_over.MOST_EPOCHS", 3)
+    monkeypatch.setattr("gradstream.data.reassignment.MOST_EPOCHS", 3)
     ledger, take = lone()
     for number in range(9):
         ledger.reassignment.begun(0, Epoch(0, 0) if number == 0 else Epoch(1, number), 0)

@@ -17,7 +17,7 @@ from gradstream.run.local.machine import num_cores
 from gradstream.sparse import from_csr, from_samples, linear
 from gradstream.sparse.data import CsrTable, SparseDataset, SparseRows
 from gradstream.sparse.model import SparseModel, SweepState
-from gradstream.sparse.updates import FIRST, LOOKS, RANKS, TURN, UPDATES, WHOLE, num_locks
+from gradstream.sparse.updates import FIRST, LOOKS, RANKS, TURN, UPDATES, WHOLE, LockAccess, num_locks
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'gradstream[fast]'")
 pytestmark = pytest.mark.skipif(not supported(), reason="shared memory needs Linux")
@@ -192,15 +192,13 @@ def test_whole_gradients_are_added_without_loss(update: str) -> None:
         for _ in range(times):
             state = np.zeros(2, np.int64)
             while state[0] < elems:
-                add(w, ones, rate, shared.locks, np.int32(rank + 1), LOOKS, state)
+                add(w, ones, rate, LockAccess(shared.locks, np.int32(rank + 1), LOOKS), state)
 
     add(
         np.zeros(elems, np.float32),
         ones,
         rate,
-        Shared(elems).locks,
-        np.int32(1),
-        LOOKS,
+        LockAccess(Shared(elems).locks, np.int32(1), LOOKS),
         np.zeros(2, np.int64),
     )
     assert in_processes(2, work) == [0, 0]

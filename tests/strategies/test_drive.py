@@ -242,12 +242,12 @@ class Owners:
             assert self.ledger.receipt(ref, rank)
 
     def hold(self, rank: int) -> None:
-        assert self.ledger.hold(rank) == len(self.in_hand[rank])
+        assert self.ledger.pause(rank) == len(self.in_hand[rank])
         self.held.add(rank)
         self.in_hand[rank].clear()
 
     def let_in(self, rank: int) -> None:
-        self.ledger.let_in(rank)
+        self.ledger.resume(rank)
         self.held.discard(rank)
 
     def lose(self, rank: int) -> None:
@@ -382,13 +382,13 @@ def test_who_is_held_back_is_neither_slow_nor_dead() -> None:
     figures = figures_of(run.events)
     first, *others = figures.workers
     together_s = turns(run)[-1]["time_s"]
-    assert first.held_s == 0
-    assert [worker.held_s for worker in others] == pytest.approx([together_s] * 3)
+    assert first.paused_s == 0
+    assert [worker.paused_s for worker in others] == pytest.approx([together_s] * 3)
     reason = reason_of(figures)
     assert (reason.kind, reason.culprit) == ("paused", "")
-    assert [moment.text for moment in figures.story if moment.what == "turn"] == said
+    assert [moment.text for moment in figures.story if moment.kind == "participation"] == said
     lanes = lanes_of(run.events).lanes
-    assert [len(lane.held) for lane in lanes] == [0, 1, 1, 1]
+    assert [len(lane.pauses) for lane in lanes] == [0, 1, 1, 1]
     assert "paused" in workers(figures, {})
     assert "paused" not in workers(figures_of(tokens(gs.Downpour()).events), {})
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.checkpoint import Resume
-from gradstream.data.done import DataProgress
+from gradstream.data.progress import DataProgress
 from gradstream.job.job import Job, spread_out
 from gradstream.memory.segments import supported
 from gradstream.run.plan import plan_run

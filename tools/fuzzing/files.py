@@ -21,7 +21,7 @@ from gradstream.checkpoint.format import TensorSpec, header_of, parse
 from gradstream.checkpoint.manifest import Evaluated, FileEntry, Manifest, Resume, seal_of
 from gradstream.checkpoint.own_state import OwnState
 from gradstream.data.base import BatchRef
-from gradstream.data.done import DataProgress
+from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError, DataError
 from gradstream.job import plugins
 from gradstream.job.job import Job

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradstream.data.done import DataProgress
+from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError, DataError
 from gradstream.untrusted import MismatchError, check_record, parse_json
 

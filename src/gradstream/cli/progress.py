@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gradstream.report.held import turn_text
+from gradstream.report.pauses import participation_text
 from gradstream.untrusted import escaped
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class ProgressLine:
     def _notice(self, event: EventDict) -> str:
         match event["event"]:
             case "participation":
-                return turn_text(event)
+                return participation_text(event)
             case "left" if event["lost"]:
                 machine = self._members.machines.get(event["who"])
                 return f"lost {event['who']}{f' on {machine}' if machine else ''}: {event['reason']}"

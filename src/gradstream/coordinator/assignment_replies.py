@@ -15,8 +15,8 @@ from gradstream.coordinator.phases import Phases
 from gradstream.coordinator.receipts import receipt_of
 from gradstream.coordinator.snapshot import SnapshotRounds
 from gradstream.data.ledger import Ledger
-from gradstream.data.left_over import Epoch
 from gradstream.data.open_ledger import OpenLedger
+from gradstream.data.reassignment import Epoch
 from gradstream.data.shares import WorkerSpeed
 from gradstream.wire import v1
 

@@ -41,7 +41,7 @@ class ParticipationSchedule:
         self._ledger = ledger
         self._intervals = {f"worker-{rank}": _Interval() for rank in range(num_workers)}
         for rank in range(num_workers):
-            ledger.hold(rank)
+            ledger.pause(rank)
 
     @property
     def paused(self) -> list[str]:
@@ -69,7 +69,7 @@ class ParticipationSchedule:
         if interval is None or interval.quiesced or number != interval.number:
             return False
         interval.quiesced = True
-        self._ledger.hold(_rank(who))
+        self._ledger.pause(_rank(who))
         self._update()
         return True
 
@@ -102,7 +102,7 @@ class ParticipationSchedule:
         for place, (name, interval) in enumerate(self._intervals.items()):
             if place < self.wanted and interval.paused and interval.quiesced:
                 interval.paused = False
-                self._ledger.let_in(_rank(name))
+                self._ledger.resume(_rank(name))
                 interval.number += 1
             elif place >= self.wanted and not interval.paused:
                 interval.paused, interval.quiesced = True, False

@@ -8,8 +8,8 @@ from gradstream.checkpoint.manifest import Resume
 from gradstream.coordinator.receipts import ref_of
 from gradstream.data.joined import ids_of
 from gradstream.data.ledger import Ledger
-from gradstream.data.left_over import Epoch
 from gradstream.data.open_ledger import LostSamples, OpenLedger
+from gradstream.data.reassignment import Epoch
 from gradstream.telemetry.events import FinishedEvent, LedgerEvent, LeftOverEvent, ResumedEvent, RoundEvent
 from gradstream.wire import v1
 
@@ -59,7 +59,7 @@ class SampleProgress:
         self._heard_s = at_s
         if not isinstance(self.ledger, Ledger):
             return None
-        refs = self.ledger.verdict(round - self._first_round, ranks)
+        refs = self.ledger.record_decision(round - self._first_round, ranks)
         found = [ids_of(self.ledger.plan, refs[rank]) for rank in ranks]
         return RoundEvent(
             round=round,

@@ -23,9 +23,9 @@ from gradstream.checkpoint.folder import VectorPlace
 from gradstream.checkpoint.manifest import Evaluated, Resume
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare
-from gradstream.data.done import DataProgress
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
+from gradstream.data.progress import DataProgress
 from gradstream.telemetry.events import CheckpointEvent, CheckpointFailedEvent
 from gradstream.untrusted import escaped
 from gradstream.wire import v1

@@ -1,8 +1,8 @@
-"""Data sets, and who goes through which sample when.
+"""Data sets, and how a run divides their samples among workers.
 
-`base.py` the contract; `arrays.py`, `mapped.py`, `loader.py`, `stream.py` the user's data, `fashion.py`
-and `caltech.py` ours; `plan.py` and `queue_plan.py` the order of samples and its cut among workers,
-`feed.py` who reads them; `ledger.py` which of them are in the model.
+`base.py` has the interfaces. `arrays.py`, `mapped.py`, `loader.py` and `stream.py` have users' data, `fashion.py` and
+`caltech.py` built-in data sets. `plan.py` and `queue_plan.py` order the samples and divide them among workers,
+`feed.py` reads them, and `ledger.py` accounts for the minibatches in the model.
 """
 
 from gradstream.data.arrays import from_arrays

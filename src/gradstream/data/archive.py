@@ -1,4 +1,4 @@
-"""One file out of a zip archive that nobody trusts."""
+"""Extracts one file from a zip archive that is not trusted."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ COPY_BYTES = 1 << 20
 
 
 def is_inside(name: str) -> bool:
-    """Whether an archive's member stays in its folder: no absolute name, no "..", no backslash."""
+    """Whether a member's name stays inside of the archive: it is not absolute, and has no ".." and no backslash."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
 
 
 def extract_file(archive: Path, member: str, to: Path, *, max_bytes: int) -> str:
-    """The file called `member` in any folder of a zip archive, at `to`.
+    """Extracts the file `member` from any folder of a zip archive.
 
     Args:
         archive: the zip file.
-        member: file name, without folder; there must be exactly one of it.
-        to: where it goes, by rename: all of it or nothing.
-        max_bytes: it may not be longer, whatever the archive says of it.
+        member: file name without folder; the archive must have exactly one such file.
+        to: path for the file, which is renamed into place when it is complete.
+        max_bytes: most bytes of the file.
 
     Returns:
-        The MD5 of its content, in hexadecimal: what publishers of old data sets give.
+        The MD5 of its content in hexadecimal, which publishers of old data sets give.
 
     Raises:
-        DataError: a damaged archive, one with a member that leads elsewhere (absolute, "..", a link),
-            no such member or two, or one that is too long. Nothing is left at `to`.
+        DataError: the archive is damaged, a member leads outside of it (an absolute name, "..", a link), there is no
+        such
+            member or more than one, or it is too long. Nothing is left at `to`.
         OSError: `to` cannot be written.
     """
     temporary = to.with_name(f".{to.name}.{os.getpid()}")
@@ -69,7 +70,7 @@ def extract_file(archive: Path, member: str, to: Path, *, max_bytes: int) -> str
 def _find(opened: zipfile.ZipFile, archive: Path, member: str) -> zipfile.ZipInfo:
     found = []
     for info in opened.infolist():
-        mode = info.external_attr >> 16  # of archives made on Unix; 0 elsewhere
+        mode = info.external_attr >> 16  # 0 if the archive was not made on Unix
         if not is_inside(info.filename) or stat.S_ISLNK(mode) or info.flag_bits & 1:
             raise DataError(
                 f"{archive} has the member {info.filename!r}, which is no plain file or folder inside the "

@@ -1,4 +1,4 @@
-"""Data sets that are arrays in memory, or memory-mapped."""
+"""Data sets of arrays in memory, or of memory-mapped arrays."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class ArrayDataset:
     """Samples along the first axis of arrays. Made by `from_arrays`, which checks them.
 
     Args:
-        name: for messages and records.
-        inputs: (n, …) training inputs, or a tree of such.
-        targets: (n, …) training targets, or a tree of such; None where there are none.
-        test_inputs: (m, …) held-out inputs; m = 0 where there are none.
+        name: name for messages and records.
+        inputs: (n, …) training inputs, or a tree of such arrays.
+        targets: (n, …) training targets, or a tree of such arrays; None without targets.
+        test_inputs: (m, …) held-out inputs; m = 0 without held-out samples.
         test_targets: (m, …) held-out targets.
     """
 
@@ -39,14 +39,14 @@ class ArrayDataset:
 
     @property
     def checksum(self) -> str:
-        """Of all arrays, see `checksum_of`: machines of one run compare theirs."""
+        """Checksum of all arrays, which machines of a run compare; see `checksum_of`."""
         parts = [self.inputs, self.targets, self.test_inputs, self.test_targets]
         named = [leaf for part in parts if part is not None for leaf in leaves_of(part)]
         return checksum_of([array for _, array in named], "".join(path for path, _ in named))
 
     @property
     def quick_checks(self) -> dict[str, str]:
-        """Of each array, see `quick_checks`: nodes of one machine compare theirs."""
+        """Quick checksum of each array, which nodes of a machine compare; see `data.checksum.quick_checks`."""
         names = ("inputs", "targets", "test_inputs", "test_targets")
         parts = [(getattr(self, name), name) for name in names]
         return quick_checks(dict(leaf for part in parts if part[0] is not None for leaf in leaves_of(*part)))
@@ -77,22 +77,20 @@ def from_arrays(
     *,
     name: str = "arrays",
 ) -> ArrayDataset:
-    """A data set from arrays, which are kept as they are: memory-mapped ones stay on disk.
+    """A data set from arrays, without a copy: memory-mapped arrays stay on the disk.
 
-    Inputs and targets may be trees: dicts and tuples, nested, of arrays of one length. Batches then
-    are trees of the same structure. A list is taken for an array. Samples of varying length are no
-    array: see `from_dataset`.
+    Inputs and targets may be trees: nested dicts and tuples of arrays of the same length. Batches are then trees of the
+    same structure. A list becomes an array. For samples of varying length see `from_dataset`.
 
     Args:
-        inputs: (n, …) numbers or booleans; anything that numpy takes for an array.
-        targets: (n, …) likewise; None where the inputs are all there is.
-        test_inputs: (m, …) held-out inputs, of the structure, shapes and dtypes of `inputs`.
-        test_targets: (m, …) held-out targets. Given exactly if both of the others are.
-        name: for messages and records.
+        inputs: (n, …) numbers or booleans; anything that numpy can convert to an array.
+        targets: (n, …) targets; None without targets.
+        test_inputs: (m, …) held-out inputs, with the structure, shapes and dtypes of `inputs`.
+        test_targets: (m, …) held-out targets; needed if both `targets` and `test_inputs` are given.
+        name: name for messages and records.
 
     Raises:
-        DataError: no samples; lengths, shapes, dtypes or structures that do not fit; objects in an
-            array.
+        DataError: there are no samples; lengths, shapes, dtypes or structures do not fit; or an array has objects.
     """
     inputs, targets = _arrays(inputs, "inputs"), _arrays(targets, "targets")
     _check_lengths(inputs, "inputs", targets, "targets")
@@ -122,7 +120,7 @@ def check_ids(ids: Ids, num_samples: int, where: str) -> None:
 
 
 def _arrays(value: Any, what: str) -> Tree:
-    """`value` with an array of numbers or booleans in the place of each leaf; None stays None."""
+    """The tree with an array of numbers or booleans for each leaf; None stays None."""
     if value is None:
         return None
     if isinstance(value, Mapping):
@@ -155,7 +153,7 @@ def _array(value: Any, what: str) -> Array:
 
 
 def _in_order_of(like: Tree, tree: Tree) -> Tree:
-    """The same tree; a dict with the keys of the other one has them in its order."""
+    """The same tree, with the keys of its dicts in the order of `like`."""
     if isinstance(like, Mapping) and isinstance(tree, Mapping) and like.keys() == tree.keys():
         return {key: _in_order_of(branch, tree[key]) for key, branch in like.items()}
     return tree

@@ -1,10 +1,9 @@
-"""Data sets, and who goes through which sample when.
+"""The interfaces of data sets, and of the division of their samples into minibatches.
 
-A minibatch has a name, `BatchRef`, and what is in it is a pure function of that name and the run's
-seed: any worker, simulation or resumed run can make any minibatch without having made the ones
-before. How a name becomes samples is for two objects to say: a `BatchPlan` cuts each epoch into
-minibatches, a `Feed` reads them. Data sets whose samples have ids get both from here
-(`data.feed.plan_of`, `feed_of`); a stream, whose samples have none, brings its own.
+A minibatch has a name, `BatchRef`. Its samples are a pure function of this name and the run's seed, so any worker,
+simulation or resumed run can read any minibatch without those before it. A `BatchPlan` divides each epoch into
+minibatches, and a `Feed` reads them. `data.feed` makes both for a data set whose samples have ids. A stream, whose
+samples have no ids, brings its own.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from gradstream.data.done import DataProgress
+from gradstream.data.progress import DataProgress
 from gradstream.model.batch import Batch
 
 __all__ = [
@@ -32,18 +31,17 @@ __all__ = [
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 Partitioning: TypeAlias = Literal["rounds", "queue", "partitions"]
-"""How data is divided among workers; see `PartitionSpec`."""
+"""How a run divides its data among workers; see `PartitionSpec`."""
 
 DEFAULT_BATCH_SIZE = 32
-"""Samples per minibatch of one worker, where nobody says another number."""
+"""Samples of a minibatch of one worker, unless the job sets another number."""
 
 
 class Dataset(Protocol):
-    """Samples by id, and optionally held-out ones to evaluate on.
+    """Training samples by id, and optionally held-out samples for evaluation.
 
-    `num_samples` is None in a stream that does not say. A data set may have an attribute `checksum`, a
-    string, which the machines of one run compare. It may have two more methods, and one that has the
-    second needs no `batch`:
+    `num_samples` is None for a stream of unknown length. A data set may have an attribute `checksum`, a string that the
+    machines of a run compare. It may have two more methods; with the second one it needs no `batch`:
 
         plan(spec: PartitionSpec) -> BatchPlan
         feed(plan: BatchPlan, rank: int, seed: int) -> Feed
@@ -54,7 +52,7 @@ class Dataset(Protocol):
 
     @property
     def num_samples(self) -> int | None:
-        """How many samples there are to train on; a plain attribute will do."""
+        """The number of training samples; an attribute is enough."""
         ...
 
     def batch(self, ids: Ids) -> Batch:
@@ -68,9 +66,9 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, slots=True, order=True)
 class BatchRef:
-    """Names one minibatch: the `batch`-th of `partition` in data epoch `epoch` (all from 0).
+    """The name of a minibatch: number `batch` of `partition` in data epoch `epoch`, all from 0.
 
-    Where minibatches differ in size, `batch` counts units of samples, and this one has `count` of them.
+    If minibatches differ in size, `batch` counts units of samples, and the minibatch has `count` units.
     """
 
     epoch: int
@@ -80,7 +78,7 @@ class BatchRef:
 
     @property
     def stop(self) -> int:
-        """The number of the next one behind it."""
+        """The number of the next minibatch."""
         return self.batch + self.count
 
 
@@ -89,15 +87,15 @@ class PartitionSpec:
     """How a run divides its data.
 
     Args:
-        partitioning: rounds that all workers take part in; one queue from which each takes minibatches as it needs
-            them; or a partition for each, of which others take what is left at the end.
-        batch_size: samples a worker takes at a time: one number, or one per worker.
-        workers: how many.
-        seed: of the order of samples.
-        shares: relative amounts of data, one per worker; None leaves it to the batch sizes, "measured" to
-            the speed of the workers.
-        epochs, steps: when the run ends; one may be None.
-        progress: what is in the model already: the plan leaves it out.
+        partitioning: "rounds", in which all workers take part; one "queue", from which workers take minibatches when
+            they need them; or "partitions", one for each worker, of which others take the rest at the end.
+        batch_size: samples of a worker's minibatch, one number for all or one for each worker.
+        workers: number of workers.
+        seed: seed of the order of samples.
+        shares: relative amounts of data, one for each worker; None derives them from the batch sizes, "measured"
+            from the speed of the workers.
+        epochs, steps: length of the run; one of them may be None.
+        progress: samples that are in the model already, which the plan leaves out.
     """
 
     partitioning: Partitioning
@@ -111,59 +109,59 @@ class PartitionSpec:
 
 
 class BatchPlan(Protocol):
-    """Cuts each epoch into partitions and those into minibatches. Pure. `data.line.Line` is a base for it."""
+    """Divides each epoch into partitions, and these into minibatches. Pure. `BatchSequence` is a base class for it."""
 
     @property
     def num_partitions(self) -> int:
-        """Into how many lines of minibatches each epoch is cut: one for each worker, or one for all."""
+        """The number of sequences of minibatches: one for each worker, or one for all."""
         ...
 
     @property
     def num_workers(self) -> int:
-        """How many workers the data is planned for."""
+        """The number of workers."""
         ...
 
     @property
     def per_step(self) -> int:
-        """How many minibatches of a line all workers together take in a step: 1 where each has its own."""
+        """The number of minibatches of a sequence that all workers take in a step; 1 if each worker has its own."""
         ...
 
     @property
     def seekable(self) -> bool:
-        """Whether any worker can read any minibatch as fast as those of its own line."""
+        """Whether a worker reads any minibatch as fast as those of its own sequence."""
         ...
 
     @property
     def progress(self) -> DataProgress:
-        """What is in the model already, and in no minibatch of this plan: a resumed run."""
+        """The samples in the model of a resumed run, which are in no minibatch of this plan."""
         ...
 
     def batches_per_epoch(self, partition: int) -> int:
-        """How many minibatches a partition has in each whole epoch."""
+        """The number of minibatches of a partition in a whole epoch."""
         ...
 
     def batches_in(self, partition: int, epoch: int) -> int:
-        """How many it has in this epoch: fewer, or none, where some of it is done."""
+        """The number of its minibatches in this epoch; fewer than in a whole one if some of it is done."""
         ...
 
     def batches_before(self, partition: int, epoch: int) -> int:
-        """How many it has in data epochs 0 … epoch-1."""
+        """The number of its minibatches in data epochs 0 … epoch-1."""
         ...
 
     def nth(self, partition: int, k: int) -> BatchRef:
-        """Its k-th minibatch (from 0), counted over the epochs."""
+        """The k-th minibatch of a partition, counted from 0 over all epochs."""
         ...
 
     def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> DataProgress:
-        """What is in the model with all of `num_epochs` epochs and these minibatches of later ones."""
+        """The progress if `num_epochs` whole epochs and these minibatches of later ones are in the model."""
         ...
 
     def size(self, ref: BatchRef) -> int | None:
-        """How many samples a minibatch has; None where only reading it tells."""
+        """The number of samples of a minibatch; None if it must be read to find out."""
         ...
 
     def likely_size(self, ref: BatchRef) -> int:
-        """The same where it is known, else a guess: for simulations that read nothing."""
+        """The number of samples, or a guess if it is unknown, for simulations that read nothing."""
         ...
 
 
@@ -171,9 +169,9 @@ class Feed(Protocol):
     """Reads the minibatches of one worker, on its arithmetic thread."""
 
     def read(self, ref: BatchRef) -> Batch:
-        """The samples of a minibatch: its own in order is what it is good at, but any can be asked for.
+        """The samples of a minibatch. The feed is fastest for the worker's own minibatches in order.
 
         Raises:
-            DataError: there is no such minibatch, or it makes no sense. Names rank and batch.
+            DataError: there is no such minibatch, or it is invalid; the message names rank and batch.
         """
         ...

@@ -1,4 +1,4 @@
-"""Caltech-101: pictures of objects belonging to 101 categories, from the user's own copy."""
+"""Caltech-101: pictures of objects of 101 categories, from the user's copy or from a download."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ STD = (0.310, 0.304, 0.317)
 
 
 class ImageDataset:
-    """Images as bytes on disk, handed out as scaled numbers. Made by `caltech101`.
+    """A data set of images, which are bytes on the disk and scaled numbers in a batch. Made by `caltech101`.
 
     Args:
-        name: for messages and records.
+        name: name for messages and records.
         cache: the images, sorted by category.
-        categories: what each target stands for: the first so many of the cache's.
+        categories: names of the targets, the first ones of the cache.
         train_rows: rows of the cache that are training samples, by sample id.
-        test_rows: rows that are held out.
-        flat: hand out (n, 3·s·s) instead of (n, 3, s, s).
+        test_rows: rows of the cache that are held-out samples.
+        flat: whether inputs are (n, 3·s·s) instead of (n, 3, s, s).
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ImageDataset:
 
     @property
     def checksum(self) -> str:
-        """Of the pixels, by blocks, and of who is trained on: machines of one run compare theirs."""
+        """Checksum of pixels and rows, which machines of a run compare; see `checksum_of`."""
         arrays: list[np.ndarray[Any, Any]] = [self._images, self._train_rows, self._test_rows]
         return checksum_of(arrays, str(self.manifest.counts), str(self._flat))
 
@@ -105,31 +105,29 @@ def caltech101(
 ) -> ImageDataset:
     """Caltech-101: 8,677 images of 101 categories, 31 to 800 of each.
 
-    Images are squashed to size × size colour pixels, once, into a memory-mapped file of bytes
-    under `cache`: half a minute the first time (449 MB at 128, 112 MB at 64), nothing later.
-    Inputs are float32 (n, 3, size, size): (byte / 255 - mean) / standard deviation of the colour
-    over the data set. Targets are int64 (n,): the place of the category in alphabetical order.
+    The first call squashes the images to size × size colour pixels and writes them to a memory-mapped file of bytes
+    under `cache`, which takes half a minute (449 MB at 128, 112 MB at 64). Inputs are float32 (n, 3, size, size):
+    (byte / 255 - mean) / standard deviation of the colour over the data set. Targets are int64 (n,): the number of
+    the category in alphabetical order.
 
     Args:
-        size: pixels a side, 8 to 512.
-        flat: inputs as (n, 3·size·size), in the same order of elements.
-        background: add `BACKGROUND_Google`, 467 images of no category, as target 101.
-        test_fraction: of each category, how much is held out: rounded to whole images, at least
-            one (unless 0), and one is left to train on. Which ones is a function of `seed` and
-            the category alone.
-        seed: of that choice.
-        download: get the archive (137 MB) where none is found: into the cache folder of the user,
-            verified, once for all processes of the machine. Licence and citation go to stderr.
-        root: a folder that holds `caltech101/101_ObjectCategories.tar.gz`, the archive, or the
-            extracted `101_ObjectCategories`; or one of these two itself. Default: the environment
-            variable GRADSTREAM_DATA, then what has been downloaded.
-        cache: folder for the resized images. Default: $XDG_CACHE_HOME/gradstream or
-            ~/.cache/gradstream.
+        size: pixels of each side, 8 to 512.
+        flat: whether inputs are (n, 3·size·size), in the same order of elements.
+        background: whether to add `BACKGROUND_Google`, 467 images of no category, as target 101.
+        test_fraction: share of each category that is held out, in [0, 1). It is rounded to whole images, at least one
+            (unless 0), and at least one is left for training. The choice depends only on `seed` and the category.
+        seed: seed of that choice.
+        download: whether to download the archive (137 MB) if it is not found: into the user's cache folder, verified,
+            once for all processes of the machine. Licence and citation go to stderr.
+        root: a folder with `caltech101/101_ObjectCategories.tar.gz`, the archive, or the extracted
+            `101_ObjectCategories`; or one of these two itself. Default: the environment variable GRADSTREAM_DATA, then
+            the downloaded archive.
+        cache: folder for the resized images. Default: $XDG_CACHE_HOME/gradstream or ~/.cache/gradstream.
 
     Raises:
-        ConfigError: an argument out of its range.
-        DataError: no data there (the message says where it looked and how to get it), damaged
-            data, or a cache that cannot be written.
+        ConfigError: an argument is out of range.
+        DataError: there is no data (the message says where it was searched and how to get it), it is damaged, or the
+            cache cannot be written.
 
     Reference: Li, Andreeto, Ranzato, Perona, "Caltech 101", CaltechDATA, doi 10.22002/D1.20086,
     CC BY 4.0.
@@ -153,7 +151,7 @@ def caltech101(
 
 
 def _find(root: str | os.PathLike[str] | None, *, download: bool) -> Path:
-    """The archive or the extracted folder. Raises DataError saying where it looked and how to get it."""
+    """The archive or the extracted folder. Raises DataError if there is none."""
     found = find(CALTECH101, root)
     if found is not None:
         return found
@@ -171,7 +169,7 @@ def _find(root: str | os.PathLike[str] | None, *, download: bool) -> Path:
 
 
 def _split(counts: tuple[int, ...], test_fraction: float, seed: int) -> tuple[Ids, Ids]:
-    """(training rows, test rows) of rows sorted by category, chosen in each; both ascending."""
+    """(training rows, test rows), chosen in each category; both ascending."""
     train, test = [], []
     for label, (start, stop) in enumerate(pairwise(accumulate(counts, initial=0))):
         rows = start + epoch_order(stop - start, seed, label)
@@ -187,7 +185,7 @@ def _scaled(images: Bytes, rows: Ids) -> np.ndarray[Any, np.dtype[np.float32]]:
     shift = np.array([mean / std for mean, std in zip(MEAN, STD, strict=True)], np.float32)
     shift = shift[:, np.newaxis, np.newaxis]
     scaled = np.empty((len(rows), *images.shape[1:]), np.float32)
-    # image by image: what is read, scaled and shifted stays in the processor's cache
+    # One image at a time, so that it stays in the processor's cache while it is scaled and shifted.
     for row, image in zip(rows, scaled, strict=True):
         np.multiply(images[row], scale, out=image)
         image -= shift

@@ -1,4 +1,4 @@
-"""A checksum of arrays: whether two machines have the same data."""
+"""Checksums of arrays, by which machines of a run compare their data."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ NUM_BLOCKS = 32
 
 
 def checksum_of(arrays: Iterable[np.ndarray[Any, Any]], *more: str) -> str:
-    """The checksum of arrays: shapes, dtypes, and bytes in C order, little-endian.
+    """The checksum of arrays: of shapes, dtypes, and bytes in C order, little-endian.
 
-    Arrays up to 64 MiB count whole. Of larger ones the first, the last and 30 blocks between them
-    count, of 1 MiB each, so that a memory-mapped set of any size takes a tenth of a second: a
-    difference elsewhere is not seen.
+    It reads arrays up to 64 MiB whole. Of larger ones it reads the first block, the last, and 30 blocks between them,
+    of 1 MiB each, so that a memory-mapped array of any size takes a tenth of a second. It misses differences
+    elsewhere.
 
     Args:
-        more: what else makes the data what they are.
+        arrays: the arrays.
+        more: texts that identify the data besides.
     """
     digest = hashlib.sha256(repr(more).encode())
     for array in arrays:
@@ -39,9 +40,9 @@ def checksum_of(arrays: Iterable[np.ndarray[Any, Any]], *more: str) -> str:
 
 
 def quick_checks(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
-    """What tells data of two processes of one machine apart, by the array's name, in some milliseconds.
+    """A quick checksum of each array, by name, for processes of one machine: shape, dtype and a CRC-32.
 
-    Shape, dtype and a CRC-32. Of all arrays together up to 16 MiB are read, in blocks spread evenly.
+    It takes some milliseconds: it reads at most 16 MiB of all arrays together, in evenly spread blocks.
     """
     share_bytes = QUICK_BYTES // max(1, len(arrays))
     checks = {}
@@ -56,7 +57,7 @@ def quick_checks(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
 def _blocks(
     array: np.ndarray[Any, Any], whole_bytes: int = WHOLE_BYTES, block_bytes: int = BLOCK_BYTES
 ) -> Iterable[np.ndarray[Any, Any]]:
-    """All of a small array; ranges of rows of a large one, spread evenly."""
+    """A small array itself; evenly spread blocks of rows of a large one."""
     if array.nbytes <= whole_bytes or array.ndim == 0:
         return [array]
     rows = max(1, block_bytes * len(array) // array.nbytes)

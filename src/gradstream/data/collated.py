@@ -1,4 +1,4 @@
-"""What users' code calls a batch, as a `Batch`: which part of it is targets, and how many samples it has."""
+"""Turns a user's batch into a `Batch`: finds its targets, and counts its samples."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ def check_targets(targets: str | None) -> None:
 def collated(
     tree: Tree, targets: str | None, where: str, ids: Ids | None = None, *, lists_are_parts: bool = False
 ) -> Batch:
-    """A batch as a collate function or an iterator gives it.
+    """The `Batch` of a user's batch.
 
     Args:
-        tree: a `Batch`, taken as it is; or a pair (inputs, targets); or any other tree, which is all
-            inputs, but for the entry `targets` of a dict.
-        targets: key of the targets where batches are dicts.
-        where: for messages: whose batch it is, and which.
-        ids: of the samples, where they have some: as many samples as ids. Without them the arrays are
-            looked at: as many samples as their first axis is long.
-        lists_are_parts: a list has the parts of a sample, as torch's own collate function makes them;
-            otherwise it has one entry for each sample, of whatever length.
+        tree: a `Batch`, which is returned as it is; a pair (inputs, targets); or another tree, which is all inputs
+            except for the entry `targets` of a dict.
+        targets: key of the targets if batches are dicts.
+        where: name of the batch, for messages.
+        ids: ids of the samples; None if they have none. The number of samples is then the length of the first axis.
+        lists_are_parts: whether a list has the parts of a sample, as from torch's collate function; otherwise it has an
+            entry for each sample, of any length.
 
     Raises:
-        DataError: no array in it, no such key, or parts of several lengths.
+        DataError: the tree has no array or no such key, or its parts have different lengths.
     """
     if isinstance(tree, Batch):
         return tree
@@ -62,7 +61,7 @@ def _parts(tree: Tree, targets: str | None, where: str) -> tuple[Tree, Tree]:
 
 
 def _lengths(tree: Tree, path: str, lists_are_parts: bool) -> Iterator[tuple[str, int]]:
-    """(where, number of samples there) of everything in a tree that tells it."""
+    """(path, number of samples) of each part of a tree that has a length."""
     if isinstance(tree, list) and tree and not lists_are_parts:
         yield path, len(tree)
     elif isinstance(tree, Mapping):
@@ -84,7 +83,7 @@ def _agreed(lengths: list[tuple[str, int]], inputs: Tree, where: str) -> int:
         shown = ", ".join(f"{name}: {count}" for name, count in lengths[:6])
         raise DataError(
             f"{where} has parts of several lengths ({shown}); expected one entry per sample in each. "
-            "Where they are meant so, yield gradstream.model.Batch(inputs, targets, num_samples, ids)"
+            "If this is intended, yield gradstream.model.Batch(inputs, targets, num_samples, ids)"
         )
     return lengths[0][1]
 

@@ -1,9 +1,9 @@
-"""One file over HTTP into place: resumed where it was cut off, and verified before anybody sees it.
+"""Downloads a file over HTTP; it resumes an interrupted download, and verifies the file before it is visible.
 
-What has come so far is kept in `<file>.part`, with the validator (ETag or date) of the version it is
-a part of in `<file>.part.json`. A next try asks for the rest of that very version (`If-Range`); a
-server that has another one by now, or knows no ranges, sends all of it, and all is taken anew.
-The finished file is renamed into its place only after its SHA-256 has been found right.
+The bytes so far are in `<file>.part`, and the validator (ETag or date) of their version in `<file>.part.json`. The
+next attempt asks for the rest of the same version (`If-Range`). If the server has another version by then, or does
+not support ranges, it sends the whole file, and the download begins again. The complete file is renamed into its
+place after its SHA-256 has been verified.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["DownloadPart", "RemoteFile", "body_begins_at", "download", "range_he
 
 READ_BYTES = 1 << 18
 SILENCE_S = 30.0
-ATTEMPTS = 5  # in a row that bring nothing
+ATTEMPTS = 5  # attempts in a row without a byte
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 PASSING = {408, 425, 429, 500, 502, 503, 504}
 
 Progress = Callable[[int, int], None]
-"""Told (bytes so far, bytes in all)."""
+"""Called with (bytes so far, bytes in total)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class RemoteFile:
     """A published file that does not change.
 
     Args:
-        url: http or https.
-        num_bytes: its length.
-        sha256: of its content, in hexadecimal.
+        url: http or https address.
+        num_bytes: length in bytes.
+        sha256: SHA-256 of its content, in hexadecimal.
     """
 
     url: str
@@ -55,25 +55,25 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class DownloadPart:
-    """What an earlier try has left: its length, and the version it is a part of ("" if unknown)."""
+    """The bytes that an earlier attempt has left: their number, and their version ("" if unknown)."""
 
     num_bytes: int = 0
     validator: str = ""
 
 
 class _InterruptedError(Exception):
-    """This try is over; another may help. `pause_s` is what the server asks for."""
+    """This attempt has failed; another one may succeed. The server asks for a pause of `pause_s`."""
 
     def __init__(self, reason: str, pause_s: float = 0.0) -> None:
         super().__init__(reason)
         self.pause_s = pause_s
 
 
-# ---- deciding -------------------------------------------------------------------------------
+# ---- requests and answers -----------------------------------------------------------------
 
 
 def range_headers(part: DownloadPart) -> dict[str, str]:
-    """What to ask for: the rest of the version that `part` is of, or all of whichever there is now."""
+    """The headers of a request for the rest of `part`, or for the whole file."""
     headers = {"Accept-Encoding": "identity", "User-Agent": "gradstream"}
     if part.num_bytes:
         headers["Range"] = f"bytes={part.num_bytes}-"
@@ -83,7 +83,7 @@ def range_headers(part: DownloadPart) -> dict[str, str]:
 
 
 def validator_of(headers: Mapping[str, str]) -> str:
-    """What names the version of an answer; a weak ETag promises no equal bytes, so it does not count."""
+    """The version of an answer. A weak ETag does not count, since it does not promise equal bytes."""
     etag = headers.get("ETag", "")
     return etag if etag and not etag.startswith("W/") else headers.get("Last-Modified", "")
 
@@ -91,10 +91,10 @@ def validator_of(headers: Mapping[str, str]) -> str:
 def body_begins_at(
     status: int, headers: Mapping[str, str], part: DownloadPart, file: RemoteFile
 ) -> int | None:
-    """Where in the file an answer's body belongs: 0 or `part.num_bytes`; None if it fits nowhere.
+    """The position of an answer's body in the file: 0 or `part.num_bytes`; None if it does not fit.
 
     Raises:
-        DataError: the file there has another length than the one expected.
+        DataError: the file on the server has another length than expected.
     """
     length = headers.get("Content-Length", "")
     if status != 206:
@@ -116,7 +116,7 @@ def _check_length(num_bytes: int | None, file: RemoteFile) -> None:
         )
 
 
-# ---- doing ----------------------------------------------------------------------------------
+# ---- the download ---------------------------------------------------------------------------
 
 
 def download(
@@ -128,19 +128,20 @@ def download(
     silence_s: float = SILENCE_S,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Brings a file to its place. The caller sees to it that nobody else does so (`machine_lock`).
+    """Downloads a file. The caller makes sure that no other process does so at the same time (`machine_lock`).
 
     Args:
-        file: what to get.
-        to: where; its folder exists.
-        extra_bytes: disk space that is needed besides, for what is made of the file.
-        on_progress: told while it comes.
-        silence_s: how long the server may say nothing.
-        pause: waits between two tries.
+        file: the file.
+        to: path for the file, in a folder that exists.
+        extra_bytes: further disk space that the caller will need, for example to extract the file.
+        on_progress: called during the download.
+        silence_s: longest silence of the server, in seconds.
+        pause: waits for some seconds between two attempts.
 
     Raises:
-        DataError: no network, a refusal, a wrong length or checksum, no space; each says what to do.
-            What has come is kept for the next call, unless it is of the wrong length or checksum.
+        DataError: there is no network, the server refuses, the length or the checksum is wrong, or the disk is full;
+        the
+            message says what to do. The bytes so far are kept for the next call unless they are wrong.
     """
     scheme = urlsplit(file.url).scheme
     if scheme not in ("http", "https"):
@@ -149,14 +150,14 @@ def download(
     try:
         _check_space(to, file.num_bytes - partial.read().num_bytes + extra_bytes)
         pieces = _fill(file, partial, on_progress, silence_s, pause)
-        if not _verified(partial, file, last=pieces == 1):  # pieces may be of two versions
+        if not _verified(partial, file, last=pieces == 1):  # several pieces may be of different versions
             _fill(file, partial, on_progress, silence_s, pause)
             _verified(partial, file, last=True)
         partial.finish()
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise DataError(
-                f"the disk of {to.parent} is full; what has come is kept: make room and start again, or set "
+                f"the disk of {to.parent} is full; the bytes so far are kept: make room and start again, or set "
                 "XDG_CACHE_HOME to a folder on another disk"
             ) from error
         raise DataError(
@@ -165,7 +166,7 @@ def download(
 
 
 class _Partial:
-    """`<file>.part` and `<file>.part.json` on disk."""
+    """`<file>.part` and `<file>.part.json` on the disk."""
 
     def __init__(self, to: Path) -> None:
         self._to = to
@@ -173,7 +174,7 @@ class _Partial:
         self._about = to.with_name(to.name + ".part.json")
 
     def read(self) -> DownloadPart:
-        """What is there; nothing if it does not fit together."""
+        """The bytes so far; none if the two files do not fit together."""
         try:
             return DownloadPart(
                 self.path.stat().st_size, str(json.loads(self._about.read_text())["validator"])
@@ -182,17 +183,17 @@ class _Partial:
             return DownloadPart()
 
     def begin(self, validator: str) -> None:
-        """Forgets what is there; a version begins."""
+        """Drops the bytes so far, and begins with a version."""
         self.path.write_bytes(b"")
         self._about.write_text(json.dumps({"validator": validator}))
 
     def drop(self) -> None:
-        """Removes both."""
+        """Removes both files."""
         self.path.unlink(missing_ok=True)
         self._about.unlink(missing_ok=True)
 
     def finish(self) -> None:
-        """All of it is on disk, and then at its place."""
+        """Writes the file through to the disk, and renames it into its place."""
         with open(self.path, "rb") as file:
             os.fsync(file.fileno())
         self.path.rename(self._to)
@@ -206,10 +207,10 @@ def _fill(
     silence_s: float,
     pause: Callable[[float], None],
 ) -> int:
-    """Tries until all bytes are there, or several tries in a row have brought none.
+    """Makes attempts until all bytes are there, or several attempts in a row have failed without a byte.
 
     Returns:
-        In how many pieces they came; what was there before is one.
+        The number of pieces in which the bytes came; those that were there before are one.
     """
     failures, pieces = 0, int(partial.read().num_bytes > 0)
     while (before := partial.read().num_bytes) != file.num_bytes:
@@ -220,20 +221,20 @@ def _fill(
             failures = 1 if partial.read().num_bytes > before else failures + 1
             if failures >= ATTEMPTS:
                 raise DataError(
-                    f"{file.url} cannot be had: {error} ({ATTEMPTS} tries). Look at the network, and at "
+                    f"{file.url} cannot be had: {error} ({ATTEMPTS} attempts). Look at the network, and at "
                     "https_proxy where there is a proxy, or name a mirror; "
-                    f"{partial.read().num_bytes:,} of {file.num_bytes:,} bytes are kept for the next try"
+                    f"{partial.read().num_bytes:,} of {file.num_bytes:,} bytes are kept for the next attempt"
                 ) from error
             pause(max(error.pause_s, min(PAUSE_S * 2 ** (failures - 1), LONGEST_PAUSE_S)))
     return pieces
 
 
 def _try(file: RemoteFile, partial: _Partial, on_progress: Progress, silence_s: float) -> None:
-    """One request; appends what comes of it.
+    """Makes one request, and appends the bytes of its answer.
 
     Raises:
-        _InterruptedError: it ended before all had come.
-        DataError: it makes no sense to go on.
+        _InterruptedError: the answer ended early.
+        DataError: another attempt cannot succeed.
     """
     part = partial.read()
     if part.num_bytes > file.num_bytes:
@@ -266,15 +267,15 @@ def _open(request: urllib.request.Request, silence_s: float, partial: _Partial) 
     """The answer to a request.
 
     Raises:
-        _InterruptedError: nobody answers, or the server says that it cannot now.
-        DataError: it says no.
+        _InterruptedError: the server does not answer, or cannot now.
+        DataError: the server refuses.
     """
     opener = urllib.request.build_opener(_SafeRedirects)
     try:
         return opener.open(request, timeout=silence_s)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == 416:  # more is there already than the server has: of another version
+        if error.code == 416:  # the bytes so far are more than the server has, so of another version
             partial.drop()
             raise _InterruptedError("the server has no such range") from error
         if error.code in PASSING:
@@ -299,7 +300,7 @@ def _read(answer: Any) -> bytes:
 
 
 class _SafeRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows to any host, but not from https to http."""
+    """Follows redirects to any host, but not from https to http."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
@@ -319,7 +320,7 @@ def _check_space(to: Path, num_bytes: int) -> None:
 
 
 def _verified(partial: _Partial, file: RemoteFile, *, last: bool) -> bool:
-    """Whether the content is right; what is not is removed. Raises DataError if it was the last try."""
+    """Whether the content is right. Wrong content is removed; after the last attempt it raises DataError."""
     with open(partial.path, "rb") as opened:
         got = hashlib.file_digest(opened, "sha256").hexdigest()
     if got == file.sha256:

@@ -1,4 +1,4 @@
-"""The data set that comes with the package: a stratified subset of Fashion-MNIST."""
+"""The data set in the package: a stratified subset of Fashion-MNIST."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ CATEGORIES = (
     "Bag",
     "Ankle boot",
 )
-"""What each target, 0 to 9, stands for."""
+"""The names of the targets 0 to 9."""
 
-# Of the whole set's 60,000 training images, in units where white is 1.
+# Of the 60,000 training images of the whole data set, in units where white is 1.
 MEAN, STD = 0.2860, 0.3530
 
 
 def fashion_mnist() -> ArrayDataset:
     """Fashion-MNIST, 500 training and 100 test images of each of its 10 classes. Needs no network.
 
-    Inputs are float32 (n, 1, 28, 28): (pixel / 255 - 0.2860) / 0.3530, so of mean 0 and standard
-    deviation 1 over the whole set. Targets are int64 (n,), see `CATEGORIES`. The subset is the
-    first images of each class; `tools/make_fashion_subset.py` makes it. About 19 MB in memory.
+    Inputs are float32 (n, 1, 28, 28): (pixel / 255 - 0.2860) / 0.3530, with mean 0 and standard deviation 1 over the
+    whole data set. Targets are int64 (n,); see `CATEGORIES`. The subset has the first images of each class;
+    `tools/make_fashion_subset.py` makes it. It takes about 19 MB of memory.
 
     Reference: Xiao, Rasul, Vollgraf, "Fashion-MNIST: a novel image dataset for benchmarking
     machine learning algorithms", 2017. MIT licence, © 2017 Zalando SE.

@@ -1,4 +1,4 @@
-"""How the minibatches of a run are planned and read, whatever the data set is."""
+"""Makes the plan and the feed of any data set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["IdFeed", "feed_of", "plan_of", "plan_samples"]
 
 
 def plan_of(data: Dataset, spec: PartitionSpec) -> BatchPlan:
-    """How a run divides a data set. Raises ConfigError where the numbers do not fit."""
+    """The plan by which a run divides a data set. Raises ConfigError if the numbers do not fit."""
     own = getattr(data, "plan", None)
     if own is not None:
         plan: BatchPlan = own(spec)
@@ -27,7 +27,7 @@ def plan_of(data: Dataset, spec: PartitionSpec) -> BatchPlan:
 def plan_samples(
     num_samples: int, spec: PartitionSpec, *, order: Order | None = None, drop_last: bool = False
 ) -> EpochPlan:
-    """The plan of a data set whose samples have ids: rounds, a queue, or a partition for each worker."""
+    """The plan of a data set whose samples have ids."""
     return _KINDS[spec.partitioning](
         num_samples,
         spec.batch_size,
@@ -41,7 +41,7 @@ def plan_samples(
 
 
 def feed_of(data: Dataset, plan: BatchPlan, rank: int, seed: int) -> Feed:
-    """What reads the minibatches of worker `rank`."""
+    """The feed of worker `rank`."""
     own = getattr(data, "feed", None)
     if own is not None:
         feed: Feed = own(plan, rank, seed)
@@ -57,7 +57,7 @@ _KINDS: Mapping[Partitioning, type[EpochPlan]] = {
 
 
 class IdFeed:
-    """Reads samples by id, as the plan says which."""
+    """Reads the samples of a minibatch by their ids, which the plan knows."""
 
     def __init__(self, data: Dataset, plan: BatchPlan) -> None:
         if not isinstance(plan, EpochPlan):

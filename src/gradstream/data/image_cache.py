@@ -1,8 +1,8 @@
-"""Images resized once into a memory-mapped file, from an archive that is read and never extracted.
+"""A cache of resized images in a memory-mapped file, made from an archive that is read and never extracted.
 
-A cache is a folder of `images.npy`, uint8 (n, 3, size, size) sorted by category and file name,
-and `manifest.json`. It is made beside its place and renamed into it, under a lock: readers see
-all of it or nothing, and of several processes that need it one makes it while the others wait.
+A cache is a folder with `images.npy`, uint8 (n, 3, size, size) sorted by category and file name, and `manifest.json`.
+It is made beside its place and renamed into it, under a lock: readers see all of it or nothing, and if several
+processes need it, one makes it while the others wait.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ WAIT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class ImageManifest:
-    """What a cache was made from, and what is in it.
+    """The source and the content of a cache.
 
     Args:
-        source: file or folder name it was read from.
+        source: name of the file or folder from which it was made.
         source_bytes: size of the archive, or of all files of the folder.
-        source_sha256: of the archive, or of the folder's list of names and sizes.
-        size: pixels a side.
-        categories: in order of label; rows are sorted by label, then file name.
-        counts: images of each category.
+        source_sha256: SHA-256 of the archive, or of the folder's list of names and sizes.
+        size: pixels of each side.
+        categories: names of the categories, by label; rows are sorted by label, then by file name.
+        counts: number of images of each category.
         skipped: names of files that are no images.
-        pillow: version that decoded (another may differ in a pixel's last bit).
+        pillow: version of Pillow; another version may differ in the last bit of a pixel.
     """
 
     source: str
@@ -72,19 +72,19 @@ class ImageCache:
 def open_cache(
     source: Path, *, size: int, home: Path, name: str, last: str, wait_s: float = WAIT_S
 ) -> ImageCache:
-    """Opens the cache of `source` at `size`; makes it first where there is none.
+    """Opens the cache of `source` at `size`, and makes it first if there is none.
 
     Args:
         source: a .tar.gz of TOP/<category>/<image>.jpg, or the folder TOP.
-        size: pixels a side; images are squashed to a square, with antialiasing.
+        size: pixels of each side; images are squashed to a square, with antialiasing.
         home: folder of caches.
-        name: of the data set, first part of the cache's name.
-        last: a category to sort behind all others.
-        wait_s: how long to wait for another process that is making it.
+        name: name of the data set, the first part of the cache's name.
+        last: a category that is sorted after all others.
+        wait_s: longest time to wait for another process that makes it, in seconds.
 
     Raises:
-        DataError: the source is damaged, unsafe or without images, the cache cannot be written
-            or read, or the wait was too long. No cache is left half made.
+        DataError: the source is damaged, unsafe or without images; the cache cannot be written or read; or another
+            process takes too long. No incomplete cache is left.
     """
     try:
         folder = home / f"{name}-{_fingerprint(source)}-{size}px"
@@ -117,7 +117,7 @@ def open_cache(
 def _make(folder: Path, source: Path, size: int, last: str) -> None:
     """Makes the cache in a temporary folder beside `folder`, and renames it. The caller holds the lock."""
     for stale in folder.parent.glob(f".{folder.name}.*"):
-        shutil.rmtree(stale)  # of a process that was killed: we hold the lock
+        shutil.rmtree(stale)  # left by a process that was killed, since this one holds the lock
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         manifest = _fill(temporary / "images.npy", source, size, last)
@@ -189,8 +189,9 @@ def _files(source: Path, *, contents: bool) -> Iterator[tuple[str, bytes]]:
     """(<category>/<file>, its bytes or b"") of an archive or a folder. Nothing is extracted.
 
     Raises:
-        DataError: the archive is damaged, or a member's name or kind is not that of a plain file
-            inside: an absolute path, "..", a link, a device.
+        DataError: the archive is damaged, or a member is no plain file inside of it: it has an absolute path or "..",
+        or is
+            a link or a device.
     """
     try:
         if source.is_dir():
@@ -210,7 +211,7 @@ def _files(source: Path, *, contents: bool) -> Iterator[tuple[str, bytes]]:
 
 
 def _safe_name(member: tarfile.TarInfo, source: Path) -> str:
-    """A member's name below the archive's top folder. Raises DataError for one that leads elsewhere."""
+    """A member's name below the top folder of the archive. Raises DataError if it leads outside."""
     path = PurePosixPath(member.name)
     if not is_inside(member.name) or not (member.isreg() or member.isdir()):
         raise DataError(
@@ -221,7 +222,7 @@ def _safe_name(member: tarfile.TarInfo, source: Path) -> str:
 
 
 def _check_size(member: tarfile.TarInfo, source: Path) -> None:
-    """Raises DataError for a file that would not fit in memory, as no photograph is."""
+    """Raises DataError for a file that is too large for memory, and so no photograph."""
     if member.size > MAX_FILE_BYTES:
         raise DataError(
             f"{source}: {member.name} has {member.size:,} bytes, expected at most {MAX_FILE_BYTES:,}; "
@@ -235,10 +236,10 @@ def _is_image(name: str) -> bool:
 
 
 def _fingerprint(source: Path) -> str:
-    """16 hex digits that tell sources apart without reading all of them.
+    """16 hex digits that distinguish sources without reading them whole.
 
-    Of an archive, from its size and last 64 KiB (a .gz ends with a CRC of all its content); of a
-    folder, from the names and sizes of its files.
+    For an archive they depend on its size and last 64 KiB (a .gz ends with a CRC of its content), for a folder on the
+    names and sizes of its files.
     """
     if source.is_dir():
         return _identity(source)[1][:16]
@@ -249,7 +250,7 @@ def _fingerprint(source: Path) -> str:
 
 
 def _identity(source: Path) -> tuple[int, str]:
-    """(bytes, SHA-256) of an archive; of a folder, those of all its files and of their names and sizes."""
+    """(bytes, SHA-256) of an archive; for a folder, bytes of all files, and SHA-256 of their names and sizes."""
     if not source.is_dir():
         with open(source, "rb") as file:
             return source.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()

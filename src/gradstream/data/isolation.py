@@ -1,7 +1,7 @@
-"""What a process of a data loader's lets go of when it is forked from a node.
+"""Releases the resources of a node in the processes that a data loader forks from it.
 
-A forked process holds every connection of its parent. Were the parent killed, its peers would see
-connections that live on, and take it for alive.
+A forked process inherits every connection of its parent. If it kept them open after the parent was killed, peers would
+take the parent for alive.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Isolated:
-    """A `worker_init_fn`: lets go of what is the node's, then calls the user's own.
+    """A `worker_init_fn` that releases resources of the node and then calls the user's function.
 
     Args:
-        own: the user's, or None.
+        own: the user's `worker_init_fn`, or None.
     """
 
     def __init__(self, own: Callable[[int], None] | None) -> None:
         self.own = own
 
     def __call__(self, worker: int) -> None:
-        """Called by torch in the new process, with its number among the loader's."""
-        gc.freeze()  # nothing of the node's is to be collected here: its finalizers expect its threads
+        """Torch calls this in the new process, with the number of the process."""
+        gc.freeze()  # finalizers of the node's objects expect the node's threads
         _die_with_parent()
         _close_sockets()
         if self.own is not None:
@@ -38,11 +38,11 @@ class Isolated:
 
 
 def _die_with_parent() -> None:
-    """Not to outlive a node that is killed, not even for the seconds in which torch would notice."""
+    """Ends this process as soon as the node is killed; torch would notice it seconds later."""
     try:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     except (AttributeError, OSError):
-        pass  # not Linux: torch's own watch has to do
+        pass  # not Linux: torch's own check remains
 
 
 def _close_sockets() -> None:
@@ -52,4 +52,4 @@ def _close_sockets() -> None:
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
         except OSError:
-            pass  # the one that listed the folder
+            pass  # the descriptor that listed the folder

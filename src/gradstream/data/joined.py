@@ -1,8 +1,7 @@
-"""Minibatches joined: a step that goes through k of them, one after the other.
+"""Joined minibatches: a step computes k minibatches one after the other (gradient accumulation).
 
-A joined minibatch has a name, a size and a receipt like any other, so who counts steps, rounds or
-receipts need not know. Its parts are the k next ones of the plan behind it: the samples of one
-minibatch of k times the size, whatever the data set is.
+A joined minibatch has a name, a size and a receipt like any other, so code that counts steps, rounds or receipts treats
+it alike. Its parts are k successive minibatches of the underlying plan.
 """
 
 from __future__ import annotations
@@ -10,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gradstream.data.base import BatchPlan, BatchRef
-from gradstream.data.done import DataProgress
-from gradstream.data.line import BatchSequence
+from gradstream.data.batch_sequence import BatchSequence
 from gradstream.data.plan import EpochPlan, RoundPlan
+from gradstream.data.progress import DataProgress
 
 __all__ = ["JoinedPlan", "ids_of", "parts_of", "unjoined"]
 
 
 class JoinedPlan(BatchSequence):
-    """Minibatch b of an epoch and partition is those numbered kb to kb + k - 1 of another plan.
+    """A plan whose minibatch b consists of minibatches kb to kb + k - 1 of the underlying plan.
 
     Args:
-        plan: the plan behind it.
-        k: how many are joined; the last of an epoch may have fewer.
+        plan: the underlying plan.
+        k: number of joined minibatches; the last one of an epoch may have fewer.
     """
 
     def __init__(self, plan: BatchPlan, k: int) -> None:
@@ -44,7 +43,7 @@ class JoinedPlan(BatchSequence):
         return self.plan.done_with(num_epochs, (part for ref in refs for part in self.parts(ref)))
 
     def size(self, ref: BatchRef) -> int | None:
-        """See `BatchPlan`; None where a part's is not known."""
+        """See `BatchPlan`; None if the size of a part is unknown."""
         total = 0
         for part in self.parts(ref):
             size = self.plan.size(part)
@@ -58,17 +57,17 @@ class JoinedPlan(BatchSequence):
         return sum(self.plan.likely_size(part) for part in self.parts(ref))
 
     def reassign(self, epoch: int, batch: int, sizes: Sequence[int], *, until: int | None = None) -> None:
-        """See `RoundPlan`: in joined rounds."""
+        """See `RoundPlan`; rounds are joined rounds."""
         assert isinstance(self.plan, RoundPlan)
         self.plan.reassign(epoch, batch * self.k, sizes, until=None if until is None else until * self.k)
 
     def sizes(self, epoch: int, batch: int) -> tuple[int, ...]:
-        """See `RoundPlan`: of each part of a joined round."""
+        """See `RoundPlan`; the sizes are those of each part of a joined round."""
         assert isinstance(self.plan, RoundPlan)
         return self.plan.sizes(epoch, batch * self.k)
 
     def parts(self, ref: BatchRef) -> list[BatchRef]:
-        """The minibatches of the plan behind it that are joined in this one."""
+        """The minibatches of the underlying plan that are joined in this one."""
         stop = min(ref.stop * self.k, self.plan.batches_in(ref.partition, ref.epoch))
         starts = range(ref.batch * self.k, stop, ref.count)
         return [BatchRef(ref.epoch, ref.partition, batch, min(ref.count, stop - batch)) for batch in starts]
@@ -78,12 +77,12 @@ class JoinedPlan(BatchSequence):
 
 
 def parts_of(plan: BatchPlan, ref: BatchRef) -> Sequence[BatchRef]:
-    """What has to be read for a minibatch: itself, or those that are joined in it."""
+    """The minibatches to read for a minibatch: itself, or its parts if it is joined."""
     return plan.parts(ref) if isinstance(plan, JoinedPlan) else [ref]
 
 
 def ids_of(plan: BatchPlan, ref: BatchRef) -> list[int] | None:
-    """The samples of a minibatch, in order; None where they have no numbers."""
+    """The sample ids of a minibatch, in order; None if samples have no ids."""
     whole = unjoined(plan)
     if not isinstance(whole, EpochPlan):
         return None
@@ -91,5 +90,5 @@ def ids_of(plan: BatchPlan, ref: BatchRef) -> list[int] | None:
 
 
 def unjoined(plan: BatchPlan) -> BatchPlan:
-    """The plan that a feed has to know: the one behind a joined one."""
+    """The plan that a feed reads by: the underlying plan of a joined one, or the plan itself."""
     return plan.plan if isinstance(plan, JoinedPlan) else plan

@@ -1,17 +1,15 @@
-"""The data ledger: which minibatches are in the model, and which nobody has begun.
+"""The data ledger: which minibatches are in the model, and which are still to be assigned.
 
-Where a quorum makes each update, a round's verdict accounts for all of its minibatches at once (`verdict`).
+If a quorum makes each update, its decision about a round accounts for all minibatches of the round
+(`record_decision`).
 
-Without rounds, minibatches are handed out to workers that ask (`hand_out`). A plan has one sequence of
-minibatches for all workers, or one for each. A worker gets the next ones of its own sequence, unless another sequence
-is behind by an epoch: a worker that is done with its part of an epoch helps the others to finish theirs. What
-a lost worker had in hand without a receipt is handed out again.
+Without rounds, workers ask for minibatches (`hand_out`). A plan has one sequence of minibatches for all workers, or one
+for each. A worker gets the next minibatches of its own sequence, unless another sequence is an epoch behind: a worker
+that has finished its part of an epoch helps the others to finish theirs. Minibatches that a lost worker had without a
+receipt are assigned again.
 
-Receipts come in any order and more than once.
-
-A sequence's minibatches, over all epochs, have sequence numbers k (`BatchPlan.nth`). What is kept is a low-water mark
-in the sequence and the few numbers received ahead of it, so the memory is that of the disorder and not of the
-length of the run.
+Receipts come in any order and more than once. The minibatches of a sequence have numbers k over all epochs
+(`BatchPlan.nth`); see `data.receipts` for the memory that they take.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from gradstream.data.base import BatchPlan, BatchRef
-from gradstream.data.done import DataProgress
+from gradstream.data.progress import DataProgress
 from gradstream.data.receipts import AssignableBatches
 from gradstream.errors import ConfigError, InternalError
 
@@ -30,21 +28,21 @@ __all__ = ["Ledger", "Unassigned"]
 
 @dataclass(slots=True)
 class _EpochCounts:
-    """What the ledger has counted of one data epoch."""
+    """Counts of one data epoch."""
 
     received: int = 0  # numbers with a receipt
     batches: int = 0  # receipts
     dropped: int = 0  # samples that are not in the model
-    reassigned: int = 0  # receipts of minibatches that another worker had before
+    reassigned: int = 0  # receipts of minibatches that were assigned to another worker before
 
 
 @dataclass(frozen=True, slots=True)
 class Unassigned:
-    """What there is to hand out to a worker.
+    """Numbers of minibatches that can be assigned to a worker; numbers of units if sizes differ.
 
     Args:
-        epoch: minibatches of the oldest epoch that has some; units, where sizes differ.
-        run: to the end of the run.
+        epoch: of the oldest epoch that has some.
+        run: up to the end of the run.
     """
 
     epoch: int
@@ -52,20 +50,20 @@ class Unassigned:
 
 
 class Ledger:
-    """Accounts for every minibatch of a run. No I/O: the coordinator feeds it and asks it.
+    """Accounts for every minibatch of a run, without I/O. The coordinator calls it.
 
-    Minibatches without samples (a worker without a share in a round) need receipts as well.
+    Minibatches without samples (of a worker without a share in a round) need receipts as well.
 
     Args:
-        plan: how the data is cut.
-        epochs: how many data epochs the run has.
-        steps: how many minibatches each worker has in all, over its epochs; of a sequence for all workers, the
-            mean. At least one of the two limits is given; with both, the smaller counts.
-        helping: a worker that is done with its own sequence of an epoch is given of the others' sequences. False:
-            only of those of workers that are lost, or held back.
+        plan: the division of the data.
+        epochs: number of data epochs of the run.
+        steps: number of minibatches of each worker over all epochs; with one sequence for all workers, the mean. At
+            least one of the two limits must be given; with both, the smaller one counts.
+        helping: whether a worker that has finished its own sequence of an epoch gets minibatches of all others.
+            Otherwise it gets those of lost and paused workers only.
 
     Raises:
-        ConfigError: no limit, or one below 1.
+        ConfigError: there is no limit, or one is below 1.
     """
 
     def __init__(
@@ -92,31 +90,30 @@ class Ledger:
         totals = [sequence.total for sequence in self._sequences]
         lasts = [plan.nth(number, total - 1).epoch for number, total in enumerate(totals) if total]
         self._num_epochs = max(lasts, default=-1) + 1
-        # Data epochs, from the first on, of which nothing is missing.
         self._num_complete = min(plan.progress.epochs, self._num_epochs)
-        self._counted = (-1, 0)  # an epoch, and how many minibatches it has
+        self._counted = (-1, 0)  # an epoch, and the number of its minibatches
         self._counts: defaultdict[int, _EpochCounts] = defaultdict(_EpochCounts)  # by epoch
         self._hands: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)
-        """By worker, what it has: (sequence, k) -> count."""
-        self._again: set[tuple[int, int]] = set()  # of these, those that another had before
+        """By worker, its assigned minibatches: (sequence, k) -> count."""
+        self._again: set[tuple[int, int]] = set()  # those of them that another worker had before
         self._lost: set[int] = set()
-        self._held: set[int] = set()
+        self._paused: set[int] = set()
         self.num_receipts = 0
-        self.num_samples: int | None = 0  # of minibatches with a receipt; None where nobody counts them
+        self.num_samples: int | None = 0  # in minibatches with a receipt; None if unknown
 
     @property
     def num_rounds(self) -> int:
-        """How many minibatches of each worker have a receipt, in the mean: rounds, where there are rounds."""
+        """The mean number of receipts of a worker; with rounds, the number of rounds."""
         return self.num_receipts // self.plan.num_workers
 
     @property
     def num_complete(self) -> int:
-        """How many data epochs, from the first on, have all their receipts."""
+        """The number of data epochs, from the first one on, that have all their receipts."""
         return self._num_complete
 
     @property
     def num_epochs(self) -> int:
-        """How many data epochs the run has; a limit on steps may leave the last ones incomplete by plan."""
+        """The number of data epochs of the run; with a limit on steps the last ones may be incomplete."""
         return self._num_epochs
 
     @property
@@ -125,10 +122,10 @@ class Ledger:
         return self._num_complete == self._num_epochs
 
     def receipt(self, ref: BatchRef, worker: int) -> bool:
-        """Notes that a minibatch of `worker`'s is in the model.
+        """Notes that a minibatch of a worker is in the model.
 
         Returns:
-            True the first time. A repeated receipt, from whomever, changes nothing.
+            True the first time. A repeated receipt, from any worker, changes nothing.
 
         Raises:
             InternalError: the run has no such minibatch.
@@ -155,7 +152,7 @@ class Ledger:
         return True
 
     def knows(self, ref: BatchRef, worker: int) -> bool:
-        """Whether the run has such a minibatch, for any worker to do."""
+        """Whether the run has such a minibatch. Any worker may compute it."""
         del worker
         inside = 0 <= ref.partition < len(self._sequences) and 0 <= ref.epoch < self._num_epochs
         return inside and 0 <= ref.batch < ref.stop <= self._span(ref.partition, ref.epoch)
@@ -166,19 +163,18 @@ class Ledger:
 
     @property
     def most_begun(self) -> int:
-        """The most minibatches that one worker can have begun: all of the run."""
+        """The most minibatches that one worker can have begun: all minibatches of the run."""
         return sum(sequence.total for sequence in self._sequences)
 
     @property
     def num_planned(self) -> int:
-        """How many minibatches the run has; where sizes differ, about how many."""
+        """The number of minibatches of the run; an estimate if sizes differ."""
         return self.most_begun * self.plan.num_workers // (self.plan.per_step * len(self._sequences))
 
-    def verdict(self, k: int, ranks: Collection[int]) -> tuple[BatchRef, ...]:
-        """Every partition's k-th minibatch has met its fate: those of `ranks` are in the model, others not.
+    def record_decision(self, k: int, ranks: Collection[int]) -> tuple[BatchRef, ...]:
+        """Records a quorum's decision about round k: the minibatches of `ranks` are in the model, others are not.
 
-        That is its receipt, so it does not matter whether a worker lived to tell. Hearing it again changes
-        nothing.
+        The decision is the receipt of all of them, also of workers that are lost. Repeating it changes nothing.
 
         Returns:
             The minibatches, by rank.
@@ -196,35 +192,35 @@ class Ledger:
 
     @property
     def dropped(self) -> Mapping[int, int]:
-        """By data epoch, samples that a quorum has left out, where it is known how many they were."""
+        """By data epoch, the number of samples that quorums have left out, as far as it is known."""
         return {epoch: counts.dropped for epoch, counts in sorted(self._counts.items()) if counts.dropped}
 
-    # ---- handing out --------------------------------------------------------------------
+    # ---- assignment ---------------------------------------------------------------------
 
     def unassigned(self, taker: int) -> Unassigned:
-        """What there is to hand out to a worker now. Nothing for one that is lost."""
+        """The minibatches that can be assigned to a worker now; none for a lost worker."""
         number = None if taker in self._lost else self._next_sequence(taker)
         if number is None:
             return Unassigned(0, 0)
         k = self._sequences[number].first()
         assert k is not None
         behind = self.plan.nth(number, k).epoch + 1
-        open_to_it = [other for other in range(len(self._sequences)) if self._is_open(other, taker)]
-        stops = {other: self.plan.batches_before(other, behind) for other in open_to_it}
+        open_numbers = [other for other in range(len(self._sequences)) if self._is_open(other, taker)]
+        stops = {other: self.plan.batches_before(other, behind) for other in open_numbers}
         epoch = sum(self._sequences[other].num_free(stop) for other, stop in stops.items())
-        return Unassigned(epoch, sum(self._sequences[other].num_free() for other in open_to_it))
+        return Unassigned(epoch, sum(self._sequences[other].num_free() for other in open_numbers))
 
     def _is_open(self, number: int, taker: int) -> bool:
-        """Whether a worker may be given of a sequence."""
-        return self.helping or number == taker or number in self._lost or number in self._held
+        """Whether a worker may get minibatches of a sequence."""
+        return self.helping or number == taker or number in self._lost or number in self._paused
 
     def hand_out(self, taker: int, limit: int, size: int = 1) -> tuple[BatchRef, ...]:
-        """Hands up to `limit` minibatches to a worker, those of the oldest epoch first.
+        """Assigns up to `limit` minibatches to a worker, those of the oldest epoch first.
 
         Args:
-            taker: its rank.
-            limit: how many at most. Fewer where there are not so many, none for a worker that is lost.
-            size: units of each; what is left of an epoch, or of what another had, may be less.
+            taker: rank of the worker.
+            limit: most minibatches. A lost worker gets none.
+            size: units of each; fewer at the end of an epoch, and for minibatches that another worker had.
         """
         handed: list[BatchRef] = []
         while len(handed) < limit and taker not in self._lost:
@@ -235,7 +231,7 @@ class Ledger:
         return tuple(handed)
 
     def _hand_out(self, number: int, taker: int, size: int) -> BatchRef:
-        """The first minibatch of a sequence that has one."""
+        """Assigns the first minibatch of a sequence that has one."""
         sequence = self._sequences[number]
         first = sequence.first()
         assert first is not None
@@ -247,17 +243,17 @@ class Ledger:
         return replace(self.plan.nth(number, k), count=count)
 
     def in_hand(self, worker: int) -> int:
-        """How many minibatches a worker has been handed that have no receipt."""
+        """The number of minibatches that a worker has without a receipt."""
         return len(self._hands[worker])
 
     def lost(self, rank: int) -> int:
-        """A worker is gone: what it had in hand is handed out again.
+        """Takes back the minibatches of a lost worker, for others.
 
-        Minibatches with a receipt stay done. One that was trained without its receipt having
-        arrived is trained again. Calling twice changes nothing.
+        Minibatches with a receipt stay done. If a receipt did not arrive, its minibatch is computed again. A second
+        call changes nothing.
 
         Returns:
-            How many minibatches it had.
+            The number of minibatches that the worker had.
 
         Raises:
             InternalError: no such rank.
@@ -267,18 +263,18 @@ class Ledger:
         self._lost.add(rank)
         return self._take_back(rank)
 
-    def hold(self, rank: int) -> int:
-        """A worker is held back: others get what it has in hand, none of it begun, and of its sequence.
+    def pause(self, rank: int) -> int:
+        """Takes back the minibatches of a paused worker, which it has not begun. Others may get those of its sequence.
 
         Returns:
-            How many minibatches it had in hand.
+            The number of minibatches that the worker had.
         """
-        self._held.add(rank)
+        self._paused.add(rank)
         return self._take_back(rank)
 
-    def let_in(self, rank: int) -> None:
-        """A worker takes part again."""
-        self._held.discard(rank)
+    def resume(self, rank: int) -> None:
+        """Lets a paused worker take part again."""
+        self._paused.discard(rank)
 
     def _take_back(self, rank: int) -> int:
         hand = self._hands.pop(rank, {})
@@ -288,9 +284,9 @@ class Ledger:
         return len(hand)
 
     def _next_sequence(self, taker: int) -> int | None:
-        """The sequence that a worker is given of: of the oldest epoch, its own before others.
+        """The sequence of a worker's next minibatch: one with the oldest epoch, its own before others.
 
-        A sequence that only its own worker reads fast is left to that, until it is lost or there is nothing else.
+        A sequence that only its own worker reads fast is left to that worker, until it is lost or no other is left.
         """
         if len(self._sequences) == 1:
             return None if self._sequences[0].first() is None else 0
@@ -300,7 +296,7 @@ class Ledger:
             if k is None or not self._is_open(number, taker):
                 continue
             epoch, free = self.plan.nth(number, k).epoch, sequence.num_free()
-            if not (self.plan.seekable or number == taker or number in self._lost | self._held):
+            if not (self.plan.seekable or number == taker or number in self._lost | self._paused):
                 epoch = self._num_epochs  # after everything else
             rank = epoch, int(number != taker), -free
             if found is None or rank < found[0]:
@@ -308,7 +304,7 @@ class Ledger:
         return None if found is None else found[1]
 
     def _stop(self, number: int, k: int) -> int:
-        """Where the epoch of a sequence's k-th minibatch ends in it."""
+        """The first number after the epoch of a sequence's k-th minibatch."""
         return min(
             self._sequences[number].total,
             self.plan.batches_before(number, self.plan.nth(number, k).epoch + 1),
@@ -317,8 +313,10 @@ class Ledger:
     # ---- figures ------------------------------------------------------------------------
 
     def batches(self, epoch: int) -> int:
-        """How many minibatches a data epoch of this run has, over all sequences; units, where sizes differ."""
-        if self._counted[0] != epoch:  # each receipt asks for the same epoch; partitions may be many
+        """The number of minibatches of a data epoch, over all sequences; of units if sizes differ."""
+        if (
+            self._counted[0] != epoch
+        ):  # each receipt asks for the same epoch, and there may be many partitions
             self._counted = (
                 epoch,
                 sum(self._span(partition, epoch) for partition in range(len(self._sequences))),
@@ -326,9 +324,9 @@ class Ledger:
         return self._counted[1]
 
     def samples(self, epoch: int) -> int | None:
-        """How many samples they have together: all of the data set, unless steps end the run before.
+        """The number of samples of a data epoch, without those that were done when the plan began.
 
-        Samples that were done when the plan began are not counted. None in a stream: only reading tells.
+        It is that of the data set, unless steps end the run before. None for a stream, whose size is unknown.
         """
         total = 0
         for partition in range(len(self._sequences)):
@@ -341,10 +339,7 @@ class Ledger:
 
     @property
     def total_samples(self) -> int | None:
-        """How many samples the run goes through, those that were done when the plan began left out.
-
-        None in a stream: only reading tells.
-        """
+        """The number of samples of the run, without those that were done when the plan began; None for a stream."""
         total, whole = 0, None
         for epoch in range(self.num_epochs):
             like_others = epoch >= self.plan.progress.horizon and all(
@@ -359,7 +354,7 @@ class Ledger:
         return total
 
     def progress(self) -> DataProgress:
-        """What is in the model: the minibatches with a receipt, and what the plan left out."""
+        """The samples in the model: those of minibatches with a receipt, and those that the plan left out."""
         last = max((epoch for epoch, counts in self._counts.items() if counts.received), default=-1)
         refs = (
             BatchRef(epoch, partition, batch)
@@ -371,11 +366,11 @@ class Ledger:
         return self.plan.done_with(self._num_complete, refs)
 
     def num_batches(self, epoch: int) -> int:
-        """How many minibatches of a data epoch have a receipt."""
+        """The number of minibatches of a data epoch with a receipt."""
         return self._counts[epoch].batches
 
     def missing(self, epoch: int) -> int:
-        """How many minibatches of a data epoch have no receipt yet; units, where sizes differ."""
+        """The number of minibatches of a data epoch without a receipt; of units if sizes differ."""
         return self.batches(epoch) - self._counts[epoch].received
 
     def complete(self, epoch: int) -> bool:
@@ -383,7 +378,7 @@ class Ledger:
         return self._num_complete >= min(epoch + 1, self._num_epochs)
 
     def reassigned(self, epoch: int) -> int:
-        """How many minibatches of a data epoch were handed out again: their first taker was lost, say."""
+        """The number of minibatches of a data epoch that were assigned again, for example after a loss."""
         return self._counts[epoch].reassigned
 
     def _span(self, partition: int, epoch: int) -> int:

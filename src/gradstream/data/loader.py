@@ -1,40 +1,41 @@
-"""A torch `DataLoader` as a data set: what its settings mean where several workers share the data.
+"""A torch `DataLoader` as a data set, whose data several workers share.
 
-over a map-style data set       samples are numbered: gradstream cuts the sampler's order among
-the workers, and the loader's settings say how they are read
-with a batch sampler of one's   batches are numbered: batch b of an epoch is worker (b mod W)'s, and
-own, or batch_size=None         only that one reads it
-over an IterableDataset         nothing is numbered: each worker goes through all of it and keeps
-every W-th batch; to read only a part, use `from_stream`
+* Over a map-style data set, samples have ids: gradstream divides the order of the sampler among the workers, and reads
+  the samples with the settings of the loader.
+* With a batch sampler, or batch_size=None, batches have numbers: worker b mod W reads batch b of an epoch.
+* Over an IterableDataset, nothing has a number: each worker reads all of it and keeps every W-th batch. To read only a
+  part, use `from_stream`.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     default_collate,
 )
 
-from gradstream.data.base import DEFAULT_BATCH_SIZE, BatchPlan, Dataset, Feed, PartitionSpec
+from gradstream.data.base import DEFAULT_BATCH_SIZE, BatchPlan, Dataset, Feed, Ids, PartitionSpec
 from gradstream.data.collated import check_targets
 from gradstream.data.feed import plan_samples
 from gradstream.data.isolation import Isolated
 from gradstream.data.mapped import MapDataset, SeededFeed, check_mapped, held_out_of
-from gradstream.data.plan import EpochPlan
-from gradstream.data.randomness import mixed, seeded_iterator
-from gradstream.data.read_ahead import ReadAhead, in_own_words, loader_like
-from gradstream.data.samplers import drawn_by, order_of
-from gradstream.data.stream import StreamDataset, dealt
+from gradstream.data.plan import EpochPlan, Order
+from gradstream.data.randomness import mixed, seeded, seeded_iterator
+from gradstream.data.read_ahead import ReadAhead, loader_like, with_own_tracebacks
+from gradstream.data.stream import StreamDataset, interleaved_part
 from gradstream.errors import ConfigError, DataError
 
 __all__ = ["LoaderDataset", "from_loader"]
@@ -51,35 +52,33 @@ def from_loader(
 ) -> MapDataset | StreamDataset:
     """A data set from a torch `DataLoader`.
 
-    What its settings mean with several workers:
+    Its settings have this meaning with several workers:
 
-    * `batch_size`: of each worker's minibatches, as the job's own is, which need not be given then.
-    * `shuffle=True`: a new order in each epoch, by the run's seed. `shuffle=False`: the data set's
-      order. A sampler of your own: its order, drawn anew in each epoch (`set_epoch` is called, its
-      `generator` and the global ones are seeded by run seed and epoch); it must be the same
-      wherever it is drawn. A `DistributedSampler` is refused: the partitioning is gradstream's.
+    * `batch_size`: size of each worker's minibatch; the job needs none then.
+    * `shuffle=True`: a new order in each epoch, by the seed of the run. `shuffle=False`: the order of the data set.
+      Another sampler: its order, drawn again in each epoch (`set_epoch` is called, its `generator` and the global ones
+      are seeded by run seed and epoch); it must be the same on all workers. A `DistributedSampler` is refused, since
+      gradstream divides the data itself.
     * `drop_last`: leaves out the last minibatch of each partition, or the last round, if it is short.
-    * `collate_fn`, `num_workers`, `prefetch_factor`, `persistent_workers`, `timeout`, `pin_memory`: as in
-      torch, in each worker's own process. With `num_workers` the samples are read ahead, by that many
-      processes for each worker. So that they know what comes next, each worker has a partition of its own
-      (`assignment="partitions"`); what it takes of others' at the end it reads in its own process.
-    * `multiprocessing_context`: "fork" unless given. Others need a data set that is defined in a module
-      of its own, which the processes can import.
+    * `collate_fn`, `num_workers`, `prefetch_factor`, `persistent_workers`, `timeout`, `pin_memory`: as in torch, in the
+      process of each worker. `num_workers` processes of each worker read samples ahead. They must know the next
+      samples, so each worker has its own partition (`assignment="partitions"`); minibatches that it takes over from
+      others at the end it reads in its own process.
+    * `multiprocessing_context`: "fork" by default. Others need a data set in a module that the processes can import.
     * `worker_init_fn`: called in each of those processes.
-    * `generator`: seeded by the run, so that its own seed has no effect.
-    * a `batch_sampler` of your own, `batch_size=None`: batch b of an epoch goes to worker b mod W.
-    * an `IterableDataset`: each worker runs the loader over all of it and keeps every W-th batch, so
-      it must give the same batches everywhere. `epochs=` needs a `__len__`. Where each worker should
-      read its own part only, use `from_stream`.
+    * `generator`: seeded by the run; its own seed has no effect.
+    * `batch_sampler`, or `batch_size=None`: batch b of an epoch goes to worker b mod W.
+    * an `IterableDataset`: each worker runs the loader over all of it and keeps every W-th batch, so it must return the
+      same batches on all workers. `epochs=` needs a `__len__`. To read only a part on each worker, use `from_stream`.
 
     Args:
-        loader: as it would be used on one machine.
-        test: held-out samples: a map-style data set or a loader over one, or a data set of gradstream's.
-        targets: key of the targets where batches are dicts.
-        name: for messages and records.
+        loader: a loader for one machine.
+        test: held-out samples: a map-style data set, a loader over one, or a gradstream data set.
+        targets: key of the targets if batches are dicts.
+        name: name for messages and records.
 
     Raises:
-        ConfigError: it is no DataLoader, or has a setting that cannot be honoured. Says what to do.
+        ConfigError: it is no DataLoader, or a setting is not supported; the message says what to do.
         DataError: there are no samples.
     """
     if not isinstance(loader, DataLoader):
@@ -104,7 +103,7 @@ def from_loader(
         _length(loader),
         targets,
         held,
-        dealt=True,
+        interleaved=True,
         lists_are_parts=loader.collate_fn is default_collate,
     )
 
@@ -143,21 +142,21 @@ def _length(loader: Loader) -> int | None:
 
 
 class LoaderDataset(MapDataset):
-    """The samples of a map-style data set, in the sampler's order, read as the loader would."""
+    """The samples of a map-style data set in the order of a sampler, read with the settings of a loader."""
 
     def __init__(self, name: str, loader: Loader, targets: str | None, test: Dataset | None) -> None:
         super().__init__(name, loader.dataset, loader.collate_fn, targets, test)
         self.loader = loader
         sampler: Any = loader.sampler
         whole = len(sampler) == self.num_samples
-        # torch's own shuffling is a permutation, which the plan makes for itself.
+        # The plan shuffles by itself, so torch's shuffling sampler is not drawn from.
         self._shuffled = whole and type(sampler) is RandomSampler and not sampler.replacement
         self._num_drawn = len(sampler)
         if not self._num_drawn:
             raise DataError(f"data set {name!r}: its sampler draws no samples")
 
     def plan(self, spec: PartitionSpec) -> EpochPlan:
-        """The sampler's order, partitioning among the workers. Raises ConfigError for another batch size."""
+        """The plan of the sampler's order. Raises ConfigError if the job has another batch size."""
         size = self.loader.batch_size
         given = spec.batch_size
         if given not in (DEFAULT_BATCH_SIZE, size):
@@ -165,7 +164,7 @@ class LoaderDataset(MapDataset):
                 f"batch_size={given!r}, but the DataLoader of {self.name!r} has {size}: leave out the job's"
             )
         assert size is not None
-        # Processes that read ahead have to know which samples come next.
+        # Processes that read ahead must know the next samples.
         partitioning = (
             "partitions" if spec.partitioning == "queue" and self.loader.num_workers else spec.partitioning
         )
@@ -174,7 +173,7 @@ class LoaderDataset(MapDataset):
         return plan_samples(self._num_drawn, spec, order=order, drop_last=self.loader.drop_last)
 
     def feed(self, plan: BatchPlan, rank: int, seed: int) -> Feed:
-        """Reads in this process, or ahead in processes of the loader's."""
+        """A feed that reads in this process, or ahead in processes of the loader."""
         assert isinstance(plan, EpochPlan)
         if self.loader.num_workers:
             return ReadAhead(self, self.loader, plan, rank, seed)
@@ -185,7 +184,7 @@ class LoaderDataset(MapDataset):
 
 
 def _run(loader: Loader, rank: int, world: int, epoch: int, seed: int) -> Iterable[Any]:
-    """Every W-th batch of a whole loader, under seeds that are the same on all workers."""
+    """Every W-th batch of a whole loader, which has the same seeds on all workers."""
     if hasattr(loader.dataset, "set_epoch"):
         loader.dataset.set_epoch(epoch)
     mine = copy.copy(loader)
@@ -193,16 +192,51 @@ def _run(loader: Loader, rank: int, world: int, epoch: int, seed: int) -> Iterab
     if loader.num_workers:
         mine.multiprocessing_context = loader.multiprocessing_context or "fork"
     mine.generator = torch.Generator().manual_seed(mixed(seed, epoch))
-    return dealt(seeded_iterator(lambda: in_own_words(mine), seed, epoch), rank, world)
+    return interleaved_part(seeded_iterator(lambda: with_own_tracebacks(mine), seed, epoch), rank, world)
 
 
 def _run_share(loader: Loader, rank: int, world: int, epoch: int, seed: int) -> Iterable[Any]:
-    """The batches of a loader whose batches are numbered, but only those of one worker."""
+    """The batches of one worker, of a loader whose batches have numbers."""
     generator = torch.Generator().manual_seed(mixed(seed, epoch, rank))
     if loader.batch_sampler is None:
-        share = list(dealt(drawn_by(loader.sampler, seed, epoch), rank, world))
+        share = list(interleaved_part(drawn_by(loader.sampler, seed, epoch), rank, world))
         mine = loader_like(loader, generator, sampler=share, batch_size=None)
     else:
-        share = list(dealt(drawn_by(loader.batch_sampler, seed, epoch), rank, world))
+        share = list(interleaved_part(drawn_by(loader.batch_sampler, seed, epoch), rank, world))
         mine = loader_like(loader, generator, batch_sampler=share)
-    return in_own_words(mine)
+    return with_own_tracebacks(mine)
+
+
+# ---- samplers ---------------------------------------------------------------------------
+
+
+def order_of(loader: DataLoader[Any], num_samples: int, seed: int, name: str) -> Order:
+    """The order that the loader's sampler draws in each data epoch, the same on every node. Caches two epochs."""
+    if type(loader.sampler) is SequentialSampler:
+        ids = np.arange(num_samples)
+        return lambda epoch: ids
+    num_drawn = len(loader.sampler)  # type: ignore[arg-type]  # a sampler with a batch size has one
+
+    @functools.lru_cache(maxsize=2)
+    def order(epoch: int) -> Ids:
+        drawn = np.array(drawn_by(loader.sampler, seed, epoch), dtype=np.int64)
+        if drawn.shape != (num_drawn,):
+            raise DataError(
+                f"the sampler of {name!r} drew {drawn.shape} in data epoch {epoch}, expected ({num_drawn},): "
+                "as many sample numbers as its len() says"
+            )
+        return drawn
+
+    return order
+
+
+def drawn_by(sampler: Any, seed: int, epoch: int) -> list[Any]:
+    """Everything that a sampler draws in a data epoch, as a function of (seed, epoch)."""
+    parts: list[Any] = [sampler, getattr(sampler, "sampler", None)]
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+        if isinstance(getattr(part, "generator", None), torch.Generator):
+            part.generator.manual_seed(mixed(seed, epoch))
+    with seeded(seed, epoch):
+        return list(sampler)

@@ -1,7 +1,7 @@
-"""One at a time on this machine: a lock file that says who holds it.
+"""A lock between processes of a machine: a file that names the process that holds the lock.
 
-The lock is the kernel's (`flock`): it is free the moment its holder dies, however it dies, so that a
-lock left behind stops nobody. What is written in the file is only for messages.
+The lock is the kernel's (`flock`), which frees it when the holder ends for any reason. The content of the file is only
+for messages.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ POLL_S = 0.05
 def machine_lock(
     path: Path, *, doing: str, wait_s: float, on_wait: Callable[[str], None] | None = None
 ) -> Iterator[None]:
-    """Holds the lock file; waits while another process of this machine does.
+    """Holds the lock file, and first waits until no other process of this machine holds it.
 
     Args:
-        path: the lock file, in a folder that exists. It stays behind, empty of meaning.
-        doing: what the holder does, for who has to wait: "downloading caltech101".
-        wait_s: how long to wait for another holder.
-        on_wait: told once who is waited for, if there is somebody.
+        path: the lock file, in a folder that exists. It is not removed.
+        doing: work of the holder, for the messages of waiting processes: "downloading caltech101".
+        wait_s: longest time to wait, in seconds.
+        on_wait: called once with a message if the process has to wait.
 
     Raises:
-        DataError: somebody else has held it for `wait_s`; says who and what for. Nothing was done.
+        DataError: another process has held the lock for `wait_s`; the message names it. Nothing was done.
         OSError: the file cannot be written.
     """
     give_up = time.monotonic() + wait_s
     with open(path, "a+b", buffering=0) as file:
-        told = False
+        reported = False
         while not _taken(file.fileno()):
             holder = _holder(path)
             if time.monotonic() >= give_up:
                 raise DataError(
                     f"{holder} has held {path} for {wait_s:g} s; wait until it is done, or end it and "
-                    "start again: what it has left half done is taken up or thrown away"
+                    "start again: its unfinished work is continued or discarded"
                 )
-            if on_wait is not None and not told:
+            if on_wait is not None and not reported:
                 on_wait(f"waiting for {holder}")
-                told = True
+                reported = True
             time.sleep(POLL_S)
         file.truncate(0)
         try:
             file.write(json.dumps({"pid": os.getpid(), "doing": doing}).encode())
         except OSError:
-            pass  # the disk is full: the lock holds, and who waits for it is told of "another process"
+            pass  # the disk is full: the lock holds, and messages name "another process"
         try:
             yield
         finally:
@@ -71,9 +71,9 @@ def _taken(descriptor: int) -> bool:
 
 
 def _holder(path: Path) -> str:
-    """Who holds the lock, in words; between taking it and saying so, nobody knows."""
+    """The process that holds the lock, in words; it may not have written its name yet."""
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {said['pid']} ({said['doing']})"
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {holder['pid']} ({holder['doing']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

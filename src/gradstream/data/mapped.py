@@ -1,4 +1,4 @@
-"""Data sets that give one sample at a time: torch's map-style ones, lists, anything with len and []."""
+"""Data sets that return one sample at a time: torch's map-style ones, lists, anything with len and []."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Collate = Callable[[list[Any]], Tree]
 
 
 class MapDataset:
-    """Samples by number, put together by a collate function. Made by `from_dataset`, which checks them.
+    """Samples by id, from which a collate function makes batches. Made by `from_dataset`, which checks it.
 
     Args:
-        name: for messages and records.
-        dataset: the samples to train on.
-        collate: list of samples to a batch.
+        name: name for messages and records.
+        dataset: the training samples.
+        collate: function from a list of samples to a batch.
         targets: key of the targets in a batch that is a dict.
-        test: held-out samples: those that this data set trains on.
+        test: data set whose training samples are the held-out samples.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class MapDataset:
         """The training samples with these ids, in this order. Raises DataError for an unknown id."""
         check_ids(ids, self.num_samples, f"training samples of {self.name}")
         numbers = ids.tolist()
-        if hasattr(self.dataset, "__getitems__"):  # torch's protocol: many at once
+        if hasattr(self.dataset, "__getitems__"):  # torch's protocol for many samples at once
             samples = self.dataset.__getitems__(numbers)
         else:
             samples = [self.dataset[number] for number in numbers]
@@ -59,7 +59,7 @@ class MapDataset:
         return self._test.batch(ids)
 
     def feed(self, plan: BatchPlan, rank: int, seed: int) -> Feed:
-        """Reads minibatches, each under a seed of its own: see `SeededFeed`."""
+        """A feed that seeds the global generators for each minibatch; see `SeededFeed`."""
         return SeededFeed(self, plan, seed)
 
     def __repr__(self) -> str:
@@ -69,7 +69,7 @@ class MapDataset:
 class SeededFeed(IdFeed):
     """Reads samples by id, with the global generators seeded by (seed, minibatch).
 
-    So what a sample is augmented to depends on the minibatch and not on who reads it.
+    So the augmentation of a sample depends on the minibatch, and not on the worker that reads it.
     """
 
     def __init__(self, data: Dataset, plan: BatchPlan, seed: int) -> None:
@@ -90,25 +90,23 @@ def from_dataset(
     targets: str | None = None,
     name: str | None = None,
 ) -> MapDataset:
-    """A data set from one that gives a sample at a time: `dataset[i]` for 0 ≤ i < `len(dataset)`.
+    """A data set from an object that returns one sample at a time: `dataset[i]` for 0 ≤ i < `len(dataset)`.
 
-    torch's map-style data sets are such, and a list of samples, and others that follow the two.
-    Samples are read when their minibatch is computed, in an order that the run's seed decides.
-    Python's, numpy's and torch's global generators are seeded by (run seed, minibatch) meanwhile, so
-    that augmentation is reproducible, whichever worker does it.
+    This holds for torch's map-style data sets, for lists of samples, and for others like them. Samples are read when
+    their minibatch is computed, in an order that depends on the run's seed. Meanwhile Python's, numpy's and torch's
+    global generators are seeded by (run seed, minibatch), so that augmentation is reproducible on any worker.
 
-    A batch is what `collate` makes of a list of samples. A pair is (inputs, targets), and each may
-    be any tree (dicts, tuples, lists) of arrays or tensors; anything else is all inputs, but for the
-    entry named by `targets`. For samples of varying length give a `collate` that pads them, or one
-    that returns lists of arrays.
+    `collate` makes a batch from a list of samples. A pair is (inputs, targets), each any tree (dicts, tuples, lists) of
+    arrays or tensors. Any other batch is all inputs, except for the entry named by `targets`. For samples of varying
+    length pass a `collate` that pads them, or one that returns lists of arrays.
 
     Args:
-        dataset: the samples to train on.
-        collate: list of samples to a batch; None takes torch's `default_collate`, which stacks.
-        test: held-out samples, collated likewise: another such data set, or one of gradstream's,
-            whose training samples are then the held-out ones.
-        targets: key of the targets where batches are dicts.
-        name: for messages and records.
+        dataset: the training samples.
+        collate: function from a list of samples to a batch; None takes torch's `default_collate`, which stacks them.
+        test: held-out samples, collated in the same way: another such data set, or a gradstream data set, whose
+            training samples are then the held-out ones.
+        targets: key of the targets if batches are dicts.
+        name: name for messages and records.
 
     Raises:
         DataError: there are no samples.
@@ -127,7 +125,7 @@ def from_dataset(
 
 
 def held_out_of(test: Any, collate: Collate, targets: str | None, name: str) -> Dataset | None:
-    """What a user gives as held-out samples, as a data set whose training samples they are."""
+    """The user's held-out samples as a data set, which has them as its training samples."""
     if test is None:
         return None
     if isinstance(test, DataLoader):
@@ -146,7 +144,7 @@ def held_out_of(test: Any, collate: Collate, targets: str | None, name: str) -> 
 
 
 def check_mapped(dataset: Any, name: str) -> None:
-    """Raises unless it is numbered and not empty."""
+    """Raises ConfigError unless samples have numbers, and DataError if there are none."""
     numbered = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or (isinstance(dataset, Iterable) and not numbered):
         raise ConfigError(

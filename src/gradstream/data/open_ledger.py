@@ -1,14 +1,12 @@
-"""The ledger of an open-ended run: how many minibatches there will be, nobody knows.
+"""The ledger of an open-ended run, in which the number of minibatches is unknown.
 
-Each worker goes through data of its own until it has no more, and then says how much that was. What a
-lost worker had left, others take over where they can tell what it was (see `Reassignment`); else the run is
-without it.
+Each worker reads its own data until it has no more, and then reports how much it was. If it is known which minibatches
+a lost worker had left (see `Reassignment`), others take them over; otherwise the run continues without them.
 
-In rounds, all workers must stop before the same round, though they run out of data at different
-times, and a worker that takes part in a round cannot stop before it is over. So a worker that has
-run out asks before each further round, in which it takes part without samples. A round that anybody
-was told to take part in is held by all; the run is over before the first one that nobody was told
-to, once everybody has run out.
+In rounds, all workers must stop before the same round, although they run out of data at different times, and a worker
+that takes part in a round cannot stop before its end. So a worker without data asks before each further round, in which
+it takes part without samples. All workers take part in a round if one of them was told to. When all workers are without
+data, the run ends before the first round to which none was told.
 """
 
 from __future__ import annotations
@@ -16,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradstream.data.base import BatchRef
-from gradstream.data.done import DataProgress
-from gradstream.data.left_over import Reassignment
+from gradstream.data.progress import DataProgress
+from gradstream.data.reassignment import Reassignment
 from gradstream.data.receipts import Receipts
 from gradstream.errors import InternalError
 
@@ -25,17 +23,17 @@ __all__ = ["LostSamples", "OpenLedger"]
 
 
 BRIEF = 0.75
-"""Of the longest loop's minibatches. A worker may have one less in each epoch."""
+"""Share of the longest loop's minibatches, below which a loop is much shorter. A part may have one minibatch less."""
 
 MAX_AHEAD = 1 << 20
-"""How far beyond all others a receipt may be: each that is missing between takes memory."""
+"""How far a receipt may be ahead of all others, since each missing one in between takes memory."""
 
 
 @dataclass(slots=True)
 class _Sequence(Receipts):
     """The minibatches of one worker, numbered from 0."""
 
-    total: int | None = None  # how many there were, once the worker has run out
+    total: int | None = None  # number of minibatches, once the worker is without data
     samples: int = 0
     lost: bool = False
 
@@ -46,12 +44,12 @@ class _Sequence(Receipts):
 
 @dataclass(frozen=True, slots=True)
 class LostSamples:
-    """What became of a lost worker's part.
+    """The samples of a lost worker.
 
     Args:
-        rank: of the worker.
-        steps: how many of its steps are in the model.
-        missing: how many minibatches of its part are not; None where that is unknown.
+        rank: rank of the worker.
+        steps: number of its steps in the model.
+        missing: number of minibatches of its part that are not in the model; None if unknown.
     """
 
     rank: int
@@ -60,55 +58,58 @@ class LostSamples:
 
 
 class OpenLedger:
-    """Accounts for the minibatches of workers that bring their own. No I/O, as `Ledger`.
+    """Accounts for the minibatches of workers that bring their own data. No I/O, as in `Ledger`.
 
     Args:
-        num_workers: how many bring data.
-        rounds: they take part in rounds together; otherwise each stops when it has run out.
+        num_workers: number of workers that bring data.
+        rounds: whether they take part in rounds together; otherwise each stops when it is without data.
 
     Attributes:
-        left_over: what lost workers have left, and who takes it over.
+        reassignment: reassigns the minibatches of lost workers.
     """
 
     num_epochs = 1
-    """There is one data epoch as far as the ledger knows: a loop counts its own."""
+    """The ledger sees the run as one data epoch; a loop counts its own epochs."""
 
     def __init__(self, num_workers: int, *, rounds: bool) -> None:
         self._sequences = [_Sequence() for _ in range(num_workers)]
         self._rounds = rounds
         self.reassignment = Reassignment(self._sequences)
-        self._held = -1  # the last round that a worker without data was told to take part in
+        self._last_round = -1  # the last round to which a worker without data was told
 
     num_complete = 0
-    """Nobody knows when it is complete before the run is over."""
+    """It is unknown when the epoch is complete until the run is over."""
 
     @property
     def num_receipts(self) -> int:
-        """How many minibatches have a receipt."""
+        """The number of minibatches with a receipt."""
         return sum(sequence.count for sequence in self._sequences)
 
     @property
     def num_rounds(self) -> int:
-        """How many each worker has, in the mean."""
+        """The mean number of receipts of a worker."""
         return self.num_receipts // len(self._sequences)
 
     def progress(self) -> DataProgress:
-        """Nothing that has a number: how far each loop is, it says itself (see `checkpoint.own_state`)."""
+        """No progress, since samples have no ids; each loop keeps its own (see `checkpoint.own_state`)."""
         return DataProgress()
 
     @property
     def finished(self) -> bool:
-        """Whether every worker has run out, and each of its minibatches has a receipt."""
+        """Whether every worker is without data, and each of its minibatches has a receipt."""
         return all(sequence.accounted for sequence in self._sequences)
 
     def ended(self, rank: int, batches: int, samples: int, next_round: int) -> bool | None:
-        """A worker has run out of data, after so many minibatches of so many samples.
+        """Notes that a worker is without data.
 
         Args:
-            next_round: the round that it would take part in next, without samples.
+            rank: rank of the worker.
+            batches: number of its minibatches.
+            samples: number of its samples.
+            next_round: the next round in which it could take part, without samples.
 
         Returns:
-            Whether the run is over for it. False: it takes part in `next_round`. None: wait for others.
+            Whether the run is over for it. False: it takes part in `next_round`. None: it waits for others.
         """
         sequence = self._sequences[rank]
         sequence.total, sequence.samples = batches, samples
@@ -116,35 +117,35 @@ class OpenLedger:
         if not self._rounds:
             return True if self.finished else None
         everybody = all(sequence.lost or sequence.total is not None for sequence in self._sequences)
-        if everybody and next_round > self._held:
+        if everybody and next_round > self._last_round:
             return True
-        self._held = max(self._held, next_round)
+        self._last_round = max(self._last_round, next_round)
         return False
 
     most_begun = 1 << 53
-    """The most minibatches that one worker can have begun: as many as its loop likes."""
+    """The most minibatches that one worker can have begun; its loop has no limit."""
 
     def knows(self, ref: BatchRef, worker: int) -> bool:
-        """Whether this may be a minibatch of the worker's: its own, and not far beyond what has receipts."""
+        """Whether this may be a minibatch of the worker: of its own part, and not far ahead of its receipts."""
         if worker != ref.partition or ref.epoch != 0 or not 0 <= ref.partition < len(self._sequences):
             return False
         sequence = self._sequences[ref.partition]
         return 0 <= ref.batch < sequence.count + MAX_AHEAD
 
     def receipt(self, ref: BatchRef, worker: int) -> bool:
-        """Notes that a minibatch of `worker`'s is in the model. True the first time."""
+        """Notes that a minibatch of a worker is in the model. Returns True the first time."""
         if worker != ref.partition or ref.epoch != 0:
             raise InternalError(f"a receipt of worker {worker} for {ref}: minibatches are each worker's own")
         return self._sequences[ref.partition].add(ref.batch)
 
     def lost(self, rank: int) -> int:
-        """A worker is gone. What it had left is not handed out, but asked for: see `left_over`. Returns 0."""
+        """Notes that a worker is lost. Others ask for its minibatches (see `reassignment`). Returns 0."""
         self._sequences[rank].lost = True
         self.reassignment.lost(rank)
         return 0
 
     def losses(self) -> list[LostSamples]:
-        """What became of the parts of lost workers that had not done all of theirs. In rounds nobody asks."""
+        """The samples of lost workers that had not finished their parts; none in rounds."""
         if self._rounds:
             return []
         lost = [(rank, sequence) for rank, sequence in enumerate(self._sequences) if sequence.lost]
@@ -155,9 +156,9 @@ class OpenLedger:
         ]
 
     def brief(self) -> dict[int, tuple[int, int]]:
-        """By rank, loops that were much shorter than the longest one: (minibatches, those of the longest).
+        """By rank, loops much shorter than the longest one: (minibatches, minibatches of the longest).
 
-        Loops of `shard`'s loaders are about as long as one another, unless somebody has taken something over.
+        Loops over loaders of `shard` have about the same length, unless a worker has taken over a block.
         """
         if any(sequence.lost for sequence in self._sequences):
             return {}
@@ -166,33 +167,33 @@ class OpenLedger:
         return {rank: (total, longest) for rank, total in totals.items() if total < BRIEF * longest}
 
     def num_batches(self, epoch: int) -> int:
-        """How many minibatches the workers that have run out had, without rounds they had no samples in."""
+        """The number of minibatches of workers without data, except rounds without samples."""
         del epoch
         return sum(sequence.total or 0 for sequence in self._sequences)
 
     def samples(self, epoch: int) -> int:
-        """Of how many samples."""
+        """The number of samples in them."""
         del epoch
         return sum(sequence.samples for sequence in self._sequences)
 
     @property
     def num_samples(self) -> int:
-        """Samples that the workers which have run out have brought."""
+        """The number of samples of workers without data."""
         return self.samples(0)
 
     def missing(self, epoch: int) -> int:
-        """How many of those have no receipt yet."""
+        """The number of those minibatches without a receipt."""
         del epoch
         return sum(
             max(0, (sequence.total or 0) - sequence.low) for sequence in self._sequences if not sequence.lost
         )
 
     def complete(self, epoch: int) -> bool:
-        """As `finished`: there is one epoch."""
+        """The same as `finished`, since there is one epoch."""
         del epoch
         return self.finished
 
     def reassigned(self, epoch: int) -> int:
-        """How many minibatches of lost workers others have taken over."""
+        """The number of minibatches of lost workers that others have computed."""
         del epoch
         return self.reassignment.num_taken

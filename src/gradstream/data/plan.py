@@ -1,15 +1,15 @@
-"""The order of samples in each epoch, and two ways of cutting it among workers beforehand.
+"""The order of samples in each epoch, and two plans that divide it among workers in advance.
 
     epoch's order   o₀ o₁ o₂ …                    a permutation, a pure function of (seed, epoch)
     RoundPlan       round r = o[rB : (r+1)B], B = Σ bᵢ; worker i takes its bᵢ of it, in rank order
-    PartitionPlan   partition i = one run of the order, as long as its share; cut into minibatches
+    PartitionPlan   partition i = one run of the order, as long as its share; divided into minibatches
 
-A third one cuts it as workers ask: `queue_plan.py`. All give every sample to exactly one minibatch of every
-epoch. A round of `RoundPlan`, joined over its workers, is the minibatch that one node with batch size B would
-take. How many of it each worker takes may change from one round to the next (`reassign`); B does not.
+A third plan divides it when workers ask (`queue_plan.py`). In all of them every sample is in exactly one minibatch of
+every epoch. The minibatches of a round of `RoundPlan` together are the minibatch of one node with batch size B. The
+number of samples of each worker may change from round to round (`reassign`), but B does not.
 
-A plan may begin in the middle (`DataProgress`, from a checkpoint): what is left of an epoch's order is then
-cut as a whole epoch's is. With the batch sizes of before, the rounds that are left are those of before.
+The plan of a resumed run (`DataProgress`) divides the rest of an epoch's order like a whole epoch. With the same batch
+sizes as before, its rounds are the remaining ones.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from typing import Literal
 import numpy as np
 
 from gradstream.data.base import BatchRef, Ids
-from gradstream.data.done import DataProgress, Run, merged
-from gradstream.data.line import BatchSequence
+from gradstream.data.batch_sequence import BatchSequence
+from gradstream.data.progress import DataProgress, Run, merged
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, InternalError
 
 __all__ = ["EpochPlan", "Order", "PartitionPlan", "RoundPlan", "epoch_order"]
 
 Order = Callable[[int], Ids]
-"""Data epoch to the order of its samples: as many ids as the plan has positions, a pure function."""
+"""A pure function from the data epoch to the order of its samples, one id for each position of the plan."""
 
 
 @functools.lru_cache(maxsize=2)  # workers of one process are in the same epoch, or one apart
 def epoch_order(num_samples: int, seed: int, epoch: int) -> Ids:
-    """A permutation of 0 … num_samples-1: shape (num_samples,), int64, read-only.
+    """A permutation of 0 … num_samples-1: (num_samples,) int64, read-only.
 
-    The stable order of as many raw words of Philox under the key (seed, epoch). Raw words are
-    the part of numpy's generators that never changes between versions (its `permutation` may),
-    so machines with different numpys agree.
+    It is the stable order of `num_samples` raw words of Philox under the key (seed, epoch). Raw words never change
+    between versions of numpy (its `permutation` may), so machines with different versions agree.
 
     Reference: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011.
     """
@@ -55,22 +54,21 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Ids:
 
 
 class EpochPlan(BatchSequence):
-    """Who goes through which sample when: what `RoundPlan` and `PartitionPlan` have in common.
+    """Base class of plans for samples with ids.
 
     Args:
         num_samples: size of the data set.
-        batch_size: samples a worker takes at a time: one number for all, or one per worker.
-        num_workers: how many workers the data is planned for.
-        seed: of the order of samples, in [0, 2⁶⁴).
-        shares: relative amounts of data, one per worker, 0 allowed; as the batch sizes if None. "measured"
-            begins with the batch sizes, and leaves it to `RoundPlan.reassign` to change them.
-        order: of the samples in each epoch; None takes `epoch_order` under `seed`.
-        drop_last: leave out what does not fill a minibatch (of all workers together, in rounds).
-        progress: samples that are in the model already, and in no minibatch of this plan.
+        batch_size: samples of a worker's minibatch, one number for all or one for each worker.
+        num_workers: number of workers.
+        seed: seed of the order of samples, in [0, 2⁶⁴).
+        shares: relative amounts of data, one for each worker, ≥ 0; None derives them from the batch sizes. "measured"
+            begins with the batch sizes, which `RoundPlan.reassign` changes.
+        order: order of the samples in each epoch; None takes `epoch_order` with `seed`.
+        drop_last: whether to leave out the last minibatch if it is not full (the last round, in rounds).
+        progress: see `BatchPlan`.
 
     Raises:
-        ConfigError: a number out of its range, lists of the wrong length, more workers than
-            samples. The message says which.
+        ConfigError: a number is out of range, a list has the wrong length, or there are more workers than samples.
     """
 
     shares: Sequence[int]
@@ -101,7 +99,7 @@ class EpochPlan(BatchSequence):
         self._weights = self._check_shares(self.batch_sizes if shares is None else shares)
         self._order = order or functools.partial(epoch_order, self.num_samples, self.seed)
         self._drop_last = drop_last
-        self._left: tuple[int, Ids] | None = None  # of the begun epoch that was looked at last
+        self._left: tuple[int, Ids] | None = None  # cached: an epoch, and the rest of its order
         self._divide(batch_size, shares)
         if not any(map(self.batches_per_epoch, range(self.num_partitions))):
             raise ConfigError(
@@ -141,40 +139,40 @@ class EpochPlan(BatchSequence):
 
     @abstractmethod
     def _num_batches(self, partition: int, num_samples: int) -> int:
-        """How many minibatches a partition has where `num_samples` of an epoch are left."""
+        """The number of minibatches of a partition if `num_samples` samples of an epoch are left."""
 
     @abstractmethod
     def _positions(self, ref: BatchRef, num_samples: int) -> tuple[int, int]:
-        """[start, stop) of a minibatch in what is left of its epoch's order: `num_samples`."""
+        """[start, stop) of a minibatch in the `num_samples` positions that are left of its epoch's order."""
 
     def known_until(self, ref: BatchRef) -> int:
-        """The first minibatch of its partition and epoch, from `ref` on, whose samples are not known yet."""
+        """The number of the first minibatch from `ref` on, in its epoch, whose samples are not known yet."""
         return self.batches_in(ref.partition, ref.epoch)
 
     def batches_per_epoch(self, partition: int) -> int:
-        """How many minibatches a partition has in each whole epoch."""
+        """See `BatchPlan`."""
         return self._num_batches(partition, self.num_samples)
 
     def batches_in(self, partition: int, epoch: int) -> int:
-        """How many it has in this epoch: fewer, or none, where some of it is done."""
+        """See `BatchPlan`."""
         return 0 if epoch < self.progress.epochs else self._num_batches(partition, self._num_left(epoch))
 
     def ids(self, ref: BatchRef) -> Ids:
-        """Sample ids of a minibatch, in order: (size,), a copy. Raises InternalError for an unknown one."""
+        """The sample ids of a minibatch, in order: (size,), a copy. Raises InternalError for an unknown minibatch."""
         start, stop = self._known(ref)
         return self._left_of(ref.epoch)[start:stop].copy()
 
     def size(self, ref: BatchRef) -> int:
-        """How many samples a minibatch has, without computing the epoch's order."""
+        """See `BatchPlan`. Does not compute the order of the epoch."""
         start, stop = self._known(ref)
         return stop - start
 
     def likely_size(self, ref: BatchRef) -> int:
-        """The same."""
+        """See `BatchPlan`."""
         return self.size(ref)
 
     def runs(self, ref: BatchRef) -> list[Run]:
-        """The positions of a minibatch in its whole epoch's order."""
+        """The positions of a minibatch in the order of its whole epoch."""
         start, stop = self._known(ref)
         out, before = [], 0
         for first, end in self.progress.left(ref.epoch, self.num_samples):
@@ -185,7 +183,7 @@ class EpochPlan(BatchSequence):
         return out
 
     def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> DataProgress:
-        """What is in the model, sample by sample."""
+        """See `BatchPlan`."""
         parts = {epoch: list(runs) for epoch, runs in self.progress.parts.items() if epoch >= num_epochs}
         for ref in refs:
             parts.setdefault(ref.epoch, []).extend(self.runs(ref))
@@ -199,13 +197,13 @@ class EpochPlan(BatchSequence):
         return self._positions(ref, self._num_left(ref.epoch))
 
     def _num_left(self, epoch: int) -> int:
-        """How many samples of an epoch are not done."""
+        """The number of samples of an epoch that are not done."""
         if epoch >= self.progress.horizon:
             return self.num_samples
         return sum(stop - start for start, stop in self.progress.left(epoch, self.num_samples))
 
     def _left_of(self, epoch: int) -> Ids:
-        """What is left of an epoch's order."""
+        """The rest of an epoch's order."""
         if epoch >= self.progress.horizon:
             return self._order(epoch)
         if self._left is None or self._left[0] != epoch:
@@ -222,13 +220,12 @@ class EpochPlan(BatchSequence):
 
 
 class RoundPlan(EpochPlan):
-    """Synchronous: in round r all workers together go through positions [rB, (r+1)B).
+    """Rounds: in round r the workers together take positions [rB, (r+1)B).
 
-    B = Σ `batch_sizes`; worker i takes `batch_sizes[i]` positions, which may be 0. With one
-    `batch_size` and `shares`, B is batch_size × workers, divided by shares. All partitions have
-    ceil(num_samples / B) rounds an epoch. The last may be short: it is divided in the same
-    proportions, each worker getting its part rounded down or up; some may get nothing.
-    `shares[i]` is the size of worker i's full minibatch, before `reassign` says otherwise.
+    B = Σ `batch_sizes`; worker i takes `batch_sizes[i]` positions, which may be 0. With one `batch_size` and
+    `shares`, B is batch_size × workers, divided by shares. All partitions have ceil(num_samples / B) rounds in an
+    epoch. The last round may be short: it is divided in the same proportions, rounded down or up, so that some
+    workers may get nothing. `shares[i]` is the size of worker i's full minibatch before any `reassign`.
     """
 
     def _check_measured(self) -> None:
@@ -248,19 +245,19 @@ class RoundPlan(EpochPlan):
                 )
             self.batch_sizes = _sizes(_cut(sum(self.batch_sizes), self._weights))
         self.shares = self.batch_sizes
-        self._begins = [(0, 0)]  # (epoch, batch) from which on ...
-        self._edges: list[Sequence[int]] = [(0, *accumulate(self.batch_sizes))]  # ... rounds are cut there
-        self._decided: tuple[int, int] | None = None  # (epoch, batch) up to which that is; None for all
+        self._begins = [(0, 0)]  # (epoch, batch) from which on these edges hold
+        self._edges: list[Sequence[int]] = [(0, *accumulate(self.batch_sizes))]
+        self._decided: tuple[int, int] | None = None  # (epoch, batch) up to which they hold; None for ever
 
     def reassign(self, epoch: int, batch: int, sizes: Sequence[int], *, until: int | None = None) -> None:
-        """From a round on, its B positions are divided otherwise.
+        """Divides the B positions of a round and of all later ones in another way.
 
-        All nodes that look at a round must have been told the same before they do.
+        All nodes must make the same calls before they ask for such a round.
 
         Args:
-            epoch, batch: the round; not before one that was told earlier.
+            epoch, batch: the round, not before the one of an earlier call.
             sizes: samples of each worker, Σ = B.
-            until: the first round of that epoch for which this is not decided yet; None for no such.
+            until: the first round of that epoch for which this is not decided yet; None if there is none.
 
         Raises:
             InternalError: another number of workers or of samples, or an earlier round.
@@ -268,7 +265,7 @@ class RoundPlan(EpochPlan):
         if len(sizes) != self.num_partitions or sum(sizes) != self._edges[-1][-1] or min(sizes) < 0:
             raise InternalError(f"a round of {self!r} cannot be divided into {tuple(sizes)}")
         if (epoch, batch) < self._begins[-1]:
-            raise InternalError(f"shares from round {batch} of epoch {epoch} come behind {self._begins[-1]}")
+            raise InternalError(f"shares from round {batch} of epoch {epoch} come after {self._begins[-1]}")
         edges = (0, *accumulate(sizes))
         self._decided = None if until is None else (epoch, until)
         if (epoch, batch) == self._begins[-1]:
@@ -278,7 +275,7 @@ class RoundPlan(EpochPlan):
             self._edges.append(edges)
 
     def sizes(self, epoch: int, batch: int) -> tuple[int, ...]:
-        """How many samples each worker takes of a whole round there."""
+        """The number of samples of each worker in a full round."""
         return _sizes(self._edges_at(epoch, batch))
 
     def known_until(self, ref: BatchRef) -> int:
@@ -292,7 +289,7 @@ class RoundPlan(EpochPlan):
         return self._edges[bisect.bisect_right(self._begins, (epoch, batch)) - 1]
 
     def _num_batches(self, partition: int, num_samples: int) -> int:
-        """Rounds: the same for all partitions, those without a share included."""
+        """The number of rounds, which is the same for all partitions, also for those without a share."""
         whole, left = divmod(num_samples, self._edges[0][-1])
         return whole + bool(left and not self._drop_last)
 
@@ -306,11 +303,11 @@ class RoundPlan(EpochPlan):
 
 
 class PartitionPlan(EpochPlan):
-    """Asynchronous: each epoch's order is cut into one run per worker, and those into minibatches.
+    """Partitions: the order of each epoch is divided into one run for each worker, and these into minibatches.
 
-    A run is as long as the worker's share of `num_samples`, rounded down or up (where that is 0,
-    the worker has no minibatches); the last minibatch of a run may be short. `shares[i]` is the
-    number of samples of partition i in each epoch.
+    A run is as long as the worker's share of `num_samples`, rounded down or up; a worker with 0 samples has no
+    minibatches. The last minibatch of a run may be short. `shares[i]` is the number of samples of partition i in each
+    epoch.
     """
 
     def _divide(self, batch_size: int | Sequence[int], shares: Sequence[float] | None) -> None:
@@ -324,7 +321,7 @@ class PartitionPlan(EpochPlan):
                 )
 
     def _num_batches(self, partition: int, num_samples: int) -> int:
-        """0 for a partition without a share."""
+        """See `EpochPlan`; 0 for a partition without a share."""
         start, stop = self._share(partition, num_samples)
         size = self.batch_sizes[partition]
         whole, left = divmod(stop - start, size) if size else (0, 0)
@@ -344,10 +341,10 @@ class PartitionPlan(EpochPlan):
 
 
 def _cut(count: int, weights: Sequence[int | Fraction]) -> tuple[int, ...]:
-    """Edges, one more than weights, cutting [0, count) into runs proportional to the weights.
+    """The edges that divide [0, count) into runs proportional to the weights; one more than there are weights.
 
-    edgeᵢ = ceil(count · (w₀ + … + wᵢ₋₁) / Σw): exact, so that all nodes agree; each run is
-    within one of its quota, and empty where the weight is 0.
+    edgeᵢ = ceil(count · (w₀ + … + wᵢ₋₁) / Σw), computed exactly, so that all nodes agree. The length of each run
+    differs from its quota by less than one, and is 0 if the weight is 0.
     """
     total = sum(weights)
     return tuple(int(-(-count * before // total)) for before in accumulate(weights, initial=0))
@@ -369,7 +366,7 @@ def _whole(what: str, value: int, *, least: int) -> int:
 
 
 def _batch_sizes(batch_size: int | Sequence[int], num_partitions: int) -> tuple[int, ...]:
-    """One batch size per worker; 0 is allowed in a list that is not all zeros."""
+    """The batch size of each worker; in a list some may be 0, but not all."""
     if not isinstance(batch_size, Sequence):
         return (_whole("batch_size", batch_size, least=1),) * num_partitions
     if len(batch_size) != num_partitions:

@@ -1,14 +1,14 @@
-"""One queue of minibatches for all workers: each takes the next ones when it needs them.
+"""The plan with one queue of minibatches for all workers, from which each takes the next ones when it needs them.
 
     epoch's order   o₀ o₁ o₂ …            a permutation, a pure function of (seed, epoch)
     unit u          o[uU : (u+1)U]        U samples
     minibatch       count units in a row  worker i takes sizes[i] of them, so sizes[i]·U samples
 
-Which samples a minibatch has follows from its name alone. Which worker takes it is decided while the run goes
-on, by the coordinator (`coordinator.assignment`): a fast worker takes more of each epoch. Guided
-self-scheduling of loops does the same (Polychronopoulos and Kuck, 1987).
+The name of a minibatch determines its samples. The coordinator decides during the run which worker takes it
+(`coordinator.assignment`), so that a fast worker takes more of each epoch, as in guided self-scheduling of loops
+(Polychronopoulos and Kuck, 1987).
 
-Where all minibatches are of one size, a unit is a minibatch.
+If all minibatches have the same size, a unit is a minibatch.
 """
 
 from __future__ import annotations
@@ -23,19 +23,17 @@ from gradstream.errors import ConfigError
 __all__ = ["QueuePlan"]
 
 FINENESS = 64
-"""Units of a minibatch, where sizes follow the speed of the workers: sizes are then exact to 2 % or so."""
+"""Units of a minibatch if sizes follow the speed of the workers; sizes are then exact to about 2 %."""
 
 
 class QueuePlan(EpochPlan):
-    """Asynchronous: one line of minibatches, for all workers. See `EpochPlan` for the arguments.
+    """Queue: one sequence of minibatches for all workers. See `EpochPlan` for the arguments.
 
     Attributes:
         unit: samples of a unit.
         sizes: units of each worker's minibatch; 0 for a worker that takes none.
-        measured: sizes are where the run begins; they follow the speed of the workers.
+        measured: whether sizes follow the speed of the workers after the begin of the run.
     """
-
-    seekable = True
 
     def _check_measured(self) -> None:
         total = sum(self.batch_sizes)

@@ -1,7 +1,7 @@
-"""The generators that users' data code draws from, under seeds of ours.
+"""Seeds the global random generators for users' data code.
 
-A data set that augments its samples draws from Python's `random`, numpy's global generator or
-torch's, wherever it was written. Left alone these differ from run to run and from worker to worker.
+A data set that augments its samples draws from Python's `random`, or from the global generators of numpy or torch.
+Without seeds these differ from run to run and from worker to worker.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = ["Generators", "mixed", "seeded", "seeded_iterator"]
 
 
 def mixed(*words: int) -> int:
-    """One seed of 63 bits out of several numbers."""
+    """A seed of 63 bits, as a function of several numbers."""
     low, high = np.random.SeedSequence(words).generate_state(2, np.uint32).tolist()
     return int(low | (high & 0x7FFFFFFF) << 32)
 
 
 class Generators:
-    """States of the three global generators, in force inside a `with` and kept between two of them.
+    """A context with its own states of the three global generators, which last from one `with` to the next.
 
     Args:
-        words: what the states begin as a function of.
+        words: numbers from which the first states are seeded.
     """
 
     def __init__(self, *words: int) -> None:
@@ -51,13 +51,13 @@ class Generators:
 
 @contextmanager
 def seeded(*words: int) -> Iterator[None]:
-    """The global generators begin as a function of `words`, and are put back afterwards."""
+    """A context in which the global generators are seeded from `words`. Their states are restored afterwards."""
     with Generators(*words):
         yield
 
 
 def seeded_iterator(make: Callable[[], Iterable[Any]], *words: int) -> Iterator[Any]:
-    """What `make()` yields; neither making it nor what it draws between two items sees other seeds."""
+    """The items of `make()`, which runs with generators seeded from `words`, also between two items."""
     generators = Generators(*words)
     with generators:
         items = iter(make())

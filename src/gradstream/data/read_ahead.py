@@ -1,4 +1,4 @@
-"""Samples read ahead by the processes of a torch `DataLoader`, in the order of a plan."""
+"""A feed whose samples the processes of a torch `DataLoader` read ahead, in the order of a plan."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from gradstream.data.randomness import mixed, seeded
 from gradstream.errors import UserCodeError
 from gradstream.model.batch import Batch
 
-__all__ = ["ReadAhead", "in_own_words", "loader_like"]
+__all__ = ["ReadAhead", "loader_like", "with_own_tracebacks"]
 
 Loader = DataLoader[Any]
 
 
 class _Ahead:
-    """The batch sampler of a loader that reads ahead: minibatches of a plan, from some one on."""
+    """The batch sampler of a loader that reads ahead: successive minibatches of a plan."""
 
     def __init__(self, plan: EpochPlan) -> None:
         self._plan = plan
         self.begin(BatchRef(0, 0, 0))
 
     def begin(self, start: BatchRef) -> None:
-        """Goes on from this one, up to the epoch's end or as far as is known whose samples are whose."""
+        """Continues with this minibatch, up to the end of the epoch, or as far as samples are known."""
         self.start, self.stop = start, self._plan.known_until(start)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -40,15 +40,15 @@ class _Ahead:
 
 
 class ReadAhead:
-    """Reads a worker's own minibatches ahead in processes, and others as they are asked for.
+    """Reads a worker's own minibatches ahead in processes, and others when they are asked for.
 
     Args:
         data: the data set.
-        loader: over it: says how it is read.
-        plan: of it.
-        rank: whose minibatches are read ahead.
-        seed: of the run. What the processes draw is a function of (seed, epoch, rank) while nothing is
-            skipped.
+        loader: a loader over it, whose settings are used.
+        plan: plan of the data set.
+        rank: rank of the worker.
+        seed: seed of the run. Random numbers of the processes are a function of (seed, epoch, rank) as long as no
+            minibatch is skipped.
     """
 
     def __init__(self, data: MapDataset, loader: Loader, plan: EpochPlan, rank: int, seed: int) -> None:
@@ -73,7 +73,7 @@ class ReadAhead:
             item = next(self._items)
         except Exception as error:
             self._next = None
-            raise _said(error) from error
+            raise _with_traceback(error) from error
         self._next = BatchRef(ref.epoch, ref.partition, ref.batch + 1)
         where = f"batch {ref.batch} of {self._data.name!r} (rank {ref.partition}, data epoch {ref.epoch})"
         return collated(item, self._data.targets, where, self._plan.ids(ref))
@@ -87,7 +87,7 @@ class ReadAhead:
 
 
 def loader_like(loader: Loader, generator: torch.Generator, **batches: Any) -> Loader:
-    """A loader with the settings of another, over `batches`: a batch sampler, or a sampler of batches."""
+    """A loader with the settings of another one, and with `batches`: a batch sampler, or a sampler of batches."""
     processes: dict[str, Any] = {}
     if loader.num_workers:
         processes = {
@@ -108,18 +108,18 @@ def loader_like(loader: Loader, generator: torch.Generator, **batches: Any) -> L
     )
 
 
-def _said(error: Exception) -> Exception:
-    """What a process of a loader's raised, with its own traceback; torch puts both into the message."""
+def _with_traceback(error: Exception) -> Exception:
+    """The error that a process of a loader has raised, with its traceback. torch puts both into the message."""
     _, mark, raised = str(error).partition("Original Traceback (most recent call last):\n")
     if not mark:
         return error
-    message = f"the data set raised {raised.rstrip().splitlines()[-1]}, in a process of the loader's"
+    message = f"the data set raised {raised.rstrip().splitlines()[-1]}, in a process of the loader"
     return UserCodeError(message, "Traceback (most recent call last):\n" + raised)
 
 
-def in_own_words(items: Iterable[Any]) -> Iterator[Any]:
-    """The same items; what a process raises comes with the user's own traceback."""
+def with_own_tracebacks(items: Iterable[Any]) -> Iterator[Any]:
+    """The same items. An error of a process has the traceback of the user's code."""
     try:
         yield from items
     except Exception as error:
-        raise _said(error) from error
+        raise _with_traceback(error) from error

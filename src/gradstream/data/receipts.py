@@ -1,7 +1,7 @@
-"""Which minibatches of one batch sequence have a receipt, and which may still be handed out.
+"""The receipts of one batch sequence, and the minibatches of it that can still be assigned.
 
-A sequence numbers its minibatches from 0 over all epochs. Kept are a low-water mark, below which every number
-has its receipt, and the few receipts above it: memory grows with the disorder and not with the run.
+A sequence numbers its minibatches from 0 over all epochs. It keeps a low-water mark, below which every number has its
+receipt, and the few receipts above it. So its memory depends on the disorder of receipts, not on the length of the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Receipts:
 
     @property
     def count(self) -> int:
-        """How many numbers from 0 on have a receipt."""
+        """The number of receipts for numbers from 0 on."""
         return self.low + len(self.ahead)
 
     def received(self, k: int) -> bool:
@@ -49,21 +49,21 @@ class Receipts:
         return k
 
     def num_missing(self, begin: int, end: int) -> int:
-        """How many numbers in [begin, end) have no receipt."""
+        """The number of numbers in [begin, end) without a receipt."""
         begin = max(begin, self.low)
         return max(0, end - begin) - sum(begin <= k < end for k in self.ahead)
 
 
 @dataclass(slots=True, kw_only=True)
 class AssignableBatches(Receipts):
-    """A batch sequence 0 … total-1 whose minibatches are handed out to workers."""
+    """A batch sequence 0 … total-1 whose minibatches are assigned to workers."""
 
     total: int
-    fresh: int = 0  # numbers from here on were never handed out
-    returned: list[Piece] = field(default_factory=list)  # heap: handed out and taken back without a receipt
+    fresh: int = 0  # numbers from here on were never assigned
+    returned: list[Piece] = field(default_factory=list)  # heap: assigned and taken back without a receipt
 
     def first(self) -> int | None:
-        """The first number that no worker has. Returned numbers that got a receipt meanwhile are dropped."""
+        """The first number that no worker has. Drops returned numbers that have got a receipt since."""
         while self.returned and self.received(self.returned[0][0]):
             k, count = heapq.heappop(self.returned)
             if count > 1:
@@ -74,7 +74,7 @@ class AssignableBatches(Receipts):
         return self.fresh if self.fresh < self.total else None
 
     def take(self, most: int, stop: int) -> Piece:
-        """Hands out up to `most` consecutive numbers from the first one on, all below `stop`."""
+        """Assigns up to `most` consecutive numbers from the first one on, all below `stop`."""
         if not self.returned:
             piece = self.fresh, min(most, stop - self.fresh)
             self.fresh += piece[1]
@@ -85,10 +85,10 @@ class AssignableBatches(Receipts):
         return k, min(most, count)
 
     def give_back(self, piece: Piece) -> None:
-        """The worker that had these numbers will not do them."""
+        """Takes numbers back from a worker that will not compute them."""
         heapq.heappush(self.returned, piece)
 
     def num_free(self, stop: int | None = None) -> int:
-        """How many numbers below `stop` no worker has; a few too many where returned ones got receipts."""
+        """The number of numbers below `stop` that no worker has; a few too many if returned ones have got receipts."""
         fresh = max(0, (self.total if stop is None else min(stop, self.total)) - self.fresh)
         return fresh + sum(count for k, count in self.returned if stop is None or k < stop)

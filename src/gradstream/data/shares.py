@@ -1,14 +1,14 @@
-"""Shares of a round by measured speed: when they are measured, and how a round is divided by them.
+"""Shares of a round by measured speed: when they are measured, and how they divide a round.
 
-A round is B consecutive positions of the epoch's order, whatever the shares: they say only which of
-these a worker takes. So the joined batch, the learning rate and what is done of an epoch do not depend
-on them, and the mean over the joined batch, Σ bᵢgᵢ / Σ bᵢ, is the same sum in other parts.
+A round is B consecutive positions of the epoch's order. Shares only decide which worker takes which of them. So the
+joined batch, the learning rate and the progress of an epoch do not depend on shares, and the mean over the joined
+batch, Σ bᵢgᵢ / Σ bᵢ, is the same sum with other terms.
 
-    rounds of an epoch    0 … 3 │ 4 … 7 │ 8 … 15 │ 16 … 31 │ …      stretches: shares stay as they are
-                          measured before each stretch, on what was computed since it was asked before
+    rounds of an epoch    0 … 3 │ 4 … 7 │ 8 … 15 │ 16 … 31 │ …      rebalance windows: shares do not change inside
+                          before each window workers report the gradients since their previous report
 
-Stretches grow, so it costs a logarithm of messages; they begin anew with each epoch, so that a machine
-that has become slower is noticed in the next one at the latest.
+Windows grow, so that the number of messages is logarithmic. They begin anew in each epoch, so that a machine that has
+become slower is noticed in the next epoch at the latest.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["MEASURED", "WorkerSpeed", "begins_window", "better", "dealt", "window_end"]
+__all__ = ["MEASURED", "WorkerSpeed", "begins_window", "better", "divided_by_speed", "window_end"]
 
 MEASURED: Literal["measured"] = "measured"
-"""What a job says instead of numbers."""
+"""The value of `shares` in a job instead of numbers."""
 
 FIRST_WINDOW = 4
-"""Rounds."""
+"""Rounds of the first window."""
 
 MEMORY = 64
-"""Rounds after which a measurement counts half."""
+"""Rounds after which a measurement has half the weight."""
 
 THRESHOLD = 0.05
-"""Of a round's computing time: what other sizes must gain at least."""
+"""Share of a round's computing time that other sizes must save at least."""
 
 SURE = 2.0
-"""Standard errors."""
+"""Standard errors that other sizes must save at least."""
 
 
 def window_end(batch: int) -> int:
-    """The round of an epoch before which shares are measured next, after round `batch`: a power of 2."""
+    """The first round of the next window after round `batch` of an epoch: a power of 2."""
     return max(FIRST_WINDOW, 1 << batch.bit_length())
 
 
 def begins_window(batch: int) -> bool:
-    """Whether shares are measured before this round of an epoch."""
+    """Whether a window begins with this round of an epoch."""
     return batch == 0 or (batch >= FIRST_WINDOW and batch & (batch - 1) == 0)
 
 
 @dataclass(slots=True)
 class WorkerSpeed:
-    """How fast a worker goes through samples, and how sure that is.
+    """The measured speed of a worker, and its standard error.
 
     Args:
-        rounds: how many gradients it is of; a fraction where old ones count less.
-        samples: Σ bₖ of them.
-        seconds: Σ tₖ.
-        squares: Σ tₖ² / bₖ, which gives the variance of the seconds a sample takes.
+        rounds: number of measured gradients; a fraction, since old ones count less.
+        samples: Σ bₖ, their samples.
+        seconds: Σ tₖ, their durations.
+        squares: Σ tₖ² / bₖ, for the variance of the seconds for each sample.
     """
 
     rounds: float = 0.0
@@ -65,7 +65,7 @@ class WorkerSpeed:
     squares: float = 0.0
 
     def took(self, samples: int, seconds: float) -> None:
-        """One gradient; one without samples says nothing."""
+        """Adds the measurement of a gradient, unless it has no samples."""
         if samples > 0 and seconds > 0:
             self.rounds += 1
             self.samples += samples
@@ -73,7 +73,7 @@ class WorkerSpeed:
             self.squares += seconds * seconds / samples
 
     def measured(self, measured: WorkerSpeed) -> None:
-        """Takes in what was measured since. Of what came before, the last `MEMORY` rounds count half."""
+        """Adds new measurements; earlier ones lose half their weight in `MEMORY` rounds."""
         kept = 0.5 ** (measured.rounds / MEMORY)
         self.rounds = kept * self.rounds + measured.rounds
         self.samples = kept * self.samples + measured.samples
@@ -82,12 +82,12 @@ class WorkerSpeed:
 
     @property
     def per_s(self) -> float | None:
-        """Samples a second; None before anything was measured."""
+        """Samples per second; None without measurements."""
         return self.samples / self.seconds if self.seconds else None
 
     @property
     def error(self) -> float:
-        """Standard error of `per_s`, relative to it: the spread of single rounds over √rounds."""
+        """Relative standard error of `per_s`: the spread of single rounds / √rounds."""
         if self.rounds < 2 or not self.per_s:
             return math.inf
         mean = self.seconds / self.samples
@@ -95,15 +95,15 @@ class WorkerSpeed:
         return math.sqrt(variance / self.rounds) / mean
 
 
-def dealt(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """`total` samples, dealt so that the last worker is done as early as possible; at least one each.
+def divided_by_speed(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Divides `total` samples so that the last worker finishes as early as possible; each gets at least one.
 
-    Minimizes maxᵢ bᵢ / sᵢ over whole numbers with Σ bᵢ = total: bᵢ = ⌊total·sᵢ / Σs⌋ is never too
-    much, and each sample that is left goes to whom it makes done first.
+    Minimizes maxᵢ bᵢ / sᵢ over integers with Σ bᵢ = total: bᵢ = ⌊total·sᵢ / Σs⌋ is never too large, and each remaining
+    sample goes to the worker that finishes first with it.
 
     Args:
-        total: of a round; at least as many as there are speeds.
-        speeds: samples a second, all above 0.
+        total: samples of a round, at least one for each worker.
+        speeds: samples per second of each worker, all > 0.
     """
     whole = math.fsum(speeds)
     sizes = [max(1, math.floor(total * speed / whole)) for speed in speeds]
@@ -117,25 +117,25 @@ def dealt(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def better(sizes: Sequence[int], speeds: Mapping[int, WorkerSpeed]) -> tuple[int, ...]:
-    """Sizes by which all workers are done at about the same time; those given, unless others gain enough.
+    """Sizes with which all workers finish at about the same time; `sizes` itself, unless others save enough time.
 
-        sᵢ = samples / seconds         T(b) = maxᵢ bᵢ / sᵢ, how long a round computes
+        sᵢ = samples / seconds         T(b) = maxᵢ bᵢ / sᵢ, the computing time of a round
         b* = argmin T, Σ bᵢ = Σ sizes  taken if T(b*) < (1 - m) · T(sizes)
         m  = max(THRESHOLD, SURE · maxᵢ errorᵢ)
 
-    errorᵢ is the relative standard error of sᵢ: where times vary, what seems to be a gain may be none, and
-    sizes that followed it would change for ever. Where a gradient has a fixed part besides, sᵢ depends on
-    bᵢ, and what is repeated converges to equal times all the same.
+    errorᵢ is the relative standard error of sᵢ. Without it, sizes would follow the noise of varying durations and
+    change for ever. If a gradient also takes a fixed time, sᵢ depends on bᵢ, but repeated calls converge to equal
+    times.
 
     Args:
-        sizes: of each worker, by rank.
-        speeds: of those who are there, by rank. The others get nothing; who has measured nothing, and had
-            nothing to measure, is taken for the median.
+        sizes: sizes of each worker, by rank.
+        speeds: speeds of the present workers, by rank. Others get no samples. A worker without measurements counts as
+            the median.
     """
     known = {rank: speed.per_s for rank, speed in speeds.items()}
     typical = statistics.median([per_s for per_s in known.values() if per_s] or [1.0])
     per_s = {rank: found or typical for rank, found in known.items()}
-    shares = dict(zip(per_s, dealt(sum(sizes), list(per_s.values())), strict=True))
+    shares = dict(zip(per_s, divided_by_speed(sum(sizes), list(per_s.values())), strict=True))
     best = tuple(shares.get(rank, 0) for rank in range(len(sizes)))
     if any((size > 0) != (rank in per_s) for rank, size in enumerate(sizes)):
         return best

@@ -1,4 +1,4 @@
-"""Where data sets come from: who made them, under which licence, and how a machine gets its copy."""
+"""The origin of data sets: their makers, their licences, and how a machine gets a copy."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ REPORT_EVERY_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A published archive, and the one file in it that is wanted.
+    """A published archive, and the one file in it that is needed.
 
     Args:
         archive: a zip file.
-        member: name of the file inside, an archive too.
-        folder: the one folder that this holds, where somebody has extracted it.
-        top: the folder of the zip file that `member` is in.
-        max_bytes: bound of its length.
-        md5: of its content, as published. The SHA-256 of the archive vouches for it already, so that
-            another one is said and not refused.
+        member: name of the file in it, which is an archive, too.
+        folder: the folder in that archive, which the user may have extracted.
+        top: the folder of the zip file that has `member`.
+        max_bytes: most bytes of the member.
+        md5: published MD5 of the member. Another one is reported and not refused, since the SHA-256 of the archive has
+            verified it.
     """
 
     archive: RemoteFile
@@ -54,15 +54,15 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """A data set's origin.
+    """The origin of a data set.
 
     Args:
-        name: as the registry has it.
-        what: one line.
-        licence: its name.
-        citation: how its makers want to be named.
-        page: where it is described.
-        packed: what to download; None where it comes with the package.
+        name: name in the registry.
+        what: description in one line.
+        licence: name of the licence.
+        citation: citation that its makers ask for.
+        page: address of its description.
+        packed: the archive to download; None if it is in the package.
     """
 
     name: str
@@ -111,10 +111,10 @@ SOURCES = {source.name: source for source in (CALTECH101, FASHION_MNIST)}
 
 
 def cache_home() -> Path:
-    """Where caches go by default: $XDG_CACHE_HOME/gradstream, or ~/.cache/gradstream.
+    """The default folder of caches: $XDG_CACHE_HOME/gradstream, or ~/.cache/gradstream.
 
     Raises:
-        ConfigError: this user has no home directory, as in some containers.
+        ConfigError: the user has no home directory, as in some containers.
     """
     home = os.environ.get("XDG_CACHE_HOME")
     try:
@@ -124,7 +124,7 @@ def cache_home() -> Path:
 
 
 def stored_at(source: DataSource, home: Path | None = None) -> Path:
-    """Where `fetch` puts the file of a data set."""
+    """The path at which `fetch` stores the file of a data set."""
     assert source.packed is not None
     return (home or cache_home()) / "data" / source.name / source.packed.member
 
@@ -133,10 +133,9 @@ def find(source: DataSource, root: str | os.PathLike[str] | None = None) -> Path
     """The archive or the extracted folder of a data set, if this machine has it.
 
     Args:
-        source: with something to download.
-        root: where to look, and nowhere else: one of the two itself, or a folder that holds one, by itself
-            or in a folder of the data set's name or the zip file's. None looks in GRADSTREAM_DATA, then where
-            `fetch` puts it.
+        source: a source with an archive to download.
+        root: the only place to search: one of the two itself, or a folder that holds one, directly or in a folder with
+            the name of the data set or of the zip file. None searches GRADSTREAM_DATA, and then the path of `fetch`.
     """
     packed = source.packed
     assert packed is not None
@@ -162,21 +161,21 @@ def fetch(
     say: Callable[[str], None] | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> Path:
-    """The file of a data set, downloaded unless it is there.
+    """The file of a data set, which is downloaded if it is missing.
 
-    Of all processes of a machine that ask, one downloads, and the others wait for it. What is
-    there afterwards has been verified by the SHA-256 of the archive it was in.
+    One process of a machine downloads it, and the others wait. The SHA-256 of the archive verifies the file.
 
     Args:
-        source: with something to download.
+        source: a source with an archive to download.
         home: folder of caches; see `cache_home`.
-        url: a mirror of the archive, http or https; verified likewise.
-        wait_s: how long to wait for another process that downloads it.
-        say: gets lines about progress; standard error by default.
-        pause: waits between two tries.
+        url: a mirror of the archive, http or https; it is verified in the same way.
+        wait_s: longest time to wait for another process that downloads it, in seconds.
+        say: called with lines about progress; None writes them to stderr.
+        pause: waits for some seconds between two attempts.
 
     Raises:
-        DataError: it cannot be had; says why, and what to do. What has come is kept for next time.
+        DataError: the download failed; the message says why, and what to do. The bytes so far are kept for the next
+        one.
     """
     packed, say = source.packed, say or _on_stderr
     assert packed is not None
@@ -212,7 +211,7 @@ def fetch(
 
 
 class _Progress:
-    """A line every few seconds, and one at the end."""
+    """Reports progress every few seconds, and at the end."""
 
     def __init__(self, what: str, say: Callable[[str], None]) -> None:
         self._what = what

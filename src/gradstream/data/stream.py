@@ -1,8 +1,8 @@
-"""Streams: data that is not numbered, made batch by batch by each worker for itself.
+"""Streams: data without sample ids, which each worker makes for itself, batch by batch.
 
-A stream's minibatch has a name like any other, (epoch, partition, batch), and is found by going
-there: the iterator of that partition and epoch is made, and what comes before the batch is skipped.
-So a lost worker's minibatches can be taken over, and a run resumed, at the price of the skipping.
+A minibatch of a stream has a name like any other, (epoch, partition, batch). To read it, the feed makes the iterator of
+that partition and epoch and skips the batches before it. So another worker can take over the minibatches of a lost one,
+and a run can be resumed, at the cost of skipping.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from gradstream.model.batch import Batch
 __all__ = ["StreamDataset", "StreamFeed", "from_stream"]
 
 Stream = Callable[[int, int, int, int], Iterable[Any]]
-"""(rank, world, epoch, seed) to batches."""
+"""A function (rank, world, epoch, seed) that returns batches."""
 
 
 class StreamDataset:
-    """Batches of a user's own making. Made by `from_stream` and `from_loader`.
+    """A data set of batches that a function makes. Made by `from_stream` and `from_loader`.
 
     Args:
-        name: for messages and records.
-        stream: (rank, world, epoch, seed) to an iterator of batches.
-        batches: how many it has in each epoch: of each worker, or with `dealt` of all together; None
-            where nobody knows.
-        dealt: batch b of an epoch is worker (b mod W)'s.
+        name: name for messages and records.
+        stream: function (rank, world, epoch, seed) that returns an iterator of batches.
+        batches: number of batches in each epoch, of each worker, or of all workers if `interleaved`; None if unknown.
         targets: key of the targets in a batch that is a dict.
-        test: held-out samples: those that this data set trains on.
+        test: data set whose training samples are the held-out samples.
+        interleaved: whether batch b of an epoch belongs to worker b mod W.
         lists_are_parts: see `collated`.
     """
 
@@ -52,20 +51,20 @@ class StreamDataset:
         targets: str | None,
         test: Dataset | None,
         *,
-        dealt: bool = False,
+        interleaved: bool = False,
         lists_are_parts: bool = False,
     ) -> None:
         self.name = name
         self.num_test_samples = (test.num_samples or 0) if test is not None else 0
         self._stream = stream
         self._batches = batches
-        self._dealt = dealt
+        self._interleaved = interleaved
         self._lists_are_parts = lists_are_parts
         self._targets = targets
         self._test = test
 
     def batch(self, ids: Ids) -> Batch:
-        """Raises InternalError: a stream's samples have no numbers."""
+        """Raises InternalError, since samples of a stream have no ids."""
         raise InternalError(f"samples of the stream {self.name!r} were asked for by number")
 
     def test_batch(self, ids: Ids) -> Batch:
@@ -75,10 +74,10 @@ class StreamDataset:
         return self._test.batch(ids)
 
     def plan(self, spec: PartitionSpec) -> StreamPlan:
-        """Counts batches: those declared, or `steps` where none are.
+        """The plan of the batches: of their declared number, or of `steps` if that is unknown.
 
         Raises:
-            ConfigError: epochs are asked for and nobody knows how long one is; or shares.
+            ConfigError: the job has epochs, whose length is unknown; or it has shares.
         """
         if spec.shares is not None:
             raise ConfigError(
@@ -105,7 +104,7 @@ class StreamDataset:
         if self._batches is None:
             assert spec.steps is not None
             return (spec.steps,) * workers
-        if not self._dealt:
+        if not self._interleaved:
             return (self._batches,) * workers
         if self._batches < workers:
             raise ConfigError(
@@ -129,22 +128,22 @@ class StreamDataset:
 
 @dataclass(slots=True)
 class _Place:
-    """An iterator and the name of what it gives next."""
+    """An iterator, and the name of the minibatch that it returns next."""
 
     items: Iterator[Any]
-    epoch: int  # of the stream itself
+    epoch: int  # epoch of the stream
     next_ref: BatchRef
 
 
 class StreamFeed:
-    """Reads minibatches of a stream by going to where they are.
+    """Reads minibatches of a stream; it skips the batches before them.
 
     Args:
-        name: for messages.
-        stream: (rank, world, epoch, seed) to an iterator of batches.
-        plan: of this stream.
-        seed: of the run.
-        take: (item, where it is from) to a batch.
+        name: name for messages.
+        stream: function (rank, world, epoch, seed) that returns an iterator of batches.
+        plan: plan of the stream.
+        seed: seed of the run.
+        take: function (item, origin of the item) that returns a batch.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class StreamFeed:
         """See `Feed`.
 
         Raises:
-            DataError: the stream ends before this batch, is empty, or gives what is no batch.
+            DataError: the stream ends before this batch, is empty, or returns no batch.
         """
         ref = self._plan.whole(ref)
         place = self._places.get(ref.partition)
@@ -189,7 +188,7 @@ class StreamFeed:
         return seeded_iterator(make, self._seed, epoch, partition)
 
     def _next(self, place: _Place) -> Any:
-        """The next item; an endless plan goes on into the stream's next epoch."""
+        """The next item; an endless plan continues with the next epoch of the stream."""
         fresh = False
         while True:
             for item in place.items:
@@ -223,24 +222,23 @@ def from_stream(
     targets: str | None = None,
     name: str | None = None,
 ) -> StreamDataset:
-    """A data set from a function that makes batches: (rank, world, epoch, seed) to an iterator.
+    """A data set from a function (rank, world, epoch, seed) that returns an iterator of batches.
 
-    Each worker calls it for itself, and again for each data epoch; what it yields is that worker's
-    batches, in that order. How large they are is the function's affair: the job's batch size is not
-    used. It should be a function of its arguments alone, and what is drawn from Python's, numpy's
-    and torch's global generators is: they are seeded by (seed, epoch, rank). A lost worker's batches
-    are then made up for by others, who call it with the lost one's rank and skip what was done.
+    Each worker calls the function in each data epoch, and trains on the batches that it yields, in their order. The
+    function sets their size; the batch size of the job has no effect. Its batches should depend only on its arguments.
+    Python's, numpy's and torch's global generators are seeded by (seed, epoch, rank) for it. Other workers can then
+    compute the batches of a lost worker: they call the function with its rank and skip the batches that were done.
 
-    A batch is as in `from_dataset`: a pair (inputs, targets) of trees, or all inputs. Its number of
-    samples is the length of its arrays' first axis, or of a list, which holds one array for each sample.
+    A batch is as in `from_dataset`: a pair (inputs, targets) of trees, or all inputs. Its number of samples is the
+    length of the first axis of its arrays, or of a list with one array for each sample.
 
     Args:
-        stream: the function. What it yields beyond `batches` is not read.
-        batches: how many it yields in each epoch; None where that is not known. A run is then given
-            `steps=`, not `epochs=`; when the iterator ends, the next epoch's is begun.
+        stream: the function. Items after the first `batches` are not read.
+        batches: number of batches in each epoch; None if unknown. A run then needs `steps=` instead of `epochs=`, and
+            begins the next epoch's iterator when one ends.
         test: held-out samples, as in `from_dataset`.
-        targets: key of the targets where batches are dicts.
-        name: for messages and records.
+        targets: key of the targets if batches are dicts.
+        name: name for messages and records.
 
     Raises:
         ConfigError, DataError: an argument is wrong.
@@ -252,7 +250,7 @@ def from_stream(
         >>> from_stream(batches, batches=50)
         <batches: a stream of 50 batches, 0 test samples>
     """
-    if not callable(stream):  # whatever its type says
+    if not callable(stream):  # a user may pass anything
         raise ConfigError(
             f"from_stream: {type(stream).__name__} is no function; expected one that makes an iterator of "
             "batches out of (rank, world, epoch, seed)"
@@ -264,6 +262,6 @@ def from_stream(
     return StreamDataset(name, stream, batches, targets, held_out_of(test, default_collate, targets, name))
 
 
-def dealt(items: Iterable[Any], rank: int, world: int) -> Iterator[Any]:
-    """Items rank, rank + world, … of what all workers go through alike."""
+def interleaved_part(items: Iterable[Any], rank: int, world: int) -> Iterator[Any]:
+    """Items rank, rank + world, … of items that are the same on all workers."""
     return islice(items, rank, None, world)

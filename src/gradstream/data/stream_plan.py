@@ -1,28 +1,28 @@
-"""How many minibatches of a stream each worker goes through."""
+"""The plan of a stream: the number of minibatches of each worker."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from gradstream.data.base import BatchRef
-from gradstream.data.done import DataProgress, Run
-from gradstream.data.line import BatchSequence
+from gradstream.data.batch_sequence import BatchSequence
+from gradstream.data.progress import DataProgress, Run
 
 __all__ = ["StreamPlan"]
 
 
 class StreamPlan(BatchSequence):
-    """How many minibatches each partition has; how large they are is known once they are read.
+    """The plan of a stream. The size of a minibatch is unknown until it is read.
 
-    Its samples have no numbers, so what is done is told in batches: a resumed run goes on behind those
-    that every partition has gone through.
+    Since samples have no ids, progress counts batches: a resumed run continues after the last batch that every
+    partition has finished.
 
     Args:
-        counts: minibatches of each partition in each epoch.
-        rounds: how many steps all partitions have; those beyond its count are empty for a partition.
-            None where partitions need not go in step.
-        endless: one epoch here is the whole run, through as many of the stream's own as it takes.
-        typical_size: samples that a minibatch is taken to have where nothing is read.
+        counts: number of minibatches of each partition in each epoch.
+        rounds: number of rounds, if all partitions take part in rounds; those beyond its count are empty for a
+            partition. None without rounds.
+        endless: whether one epoch of the plan is the whole run, with as many epochs of the stream as needed.
+        typical_size: assumed samples of a minibatch that is not read.
         progress: batches of each partition that are in the model already.
     """
 
@@ -42,29 +42,29 @@ class StreamPlan(BatchSequence):
         self.typical_size = typical_size
 
     def batches_per_epoch(self, partition: int) -> int:
-        """See `Plan`."""
+        """See `BatchPlan`."""
         return self.counts[partition] if self.rounds is None else self.rounds
 
     def size(self, ref: BatchRef) -> int | None:
-        """0 for what is only there to keep step; else None."""
+        """See `BatchPlan`; 0 for an empty minibatch of a round, otherwise None."""
         return None if self.whole(ref).batch < self.counts[ref.partition] else 0
 
     def likely_size(self, ref: BatchRef) -> int:
-        """See `Plan`."""
+        """See `BatchPlan`."""
         return 0 if self.size(ref) == 0 else self.typical_size
 
     def batches_in(self, partition: int, epoch: int) -> int:
-        """See `Plan`."""
+        """See `BatchPlan`."""
         if epoch < self.progress.epochs:
             return 0
         return max(0, self.batches_per_epoch(partition) - self._num_done(epoch))
 
     def whole(self, ref: BatchRef) -> BatchRef:
-        """A minibatch by its number in the whole epoch."""
+        """The minibatch with its number in the whole epoch."""
         return BatchRef(ref.epoch, ref.partition, ref.batch + self._num_done(ref.epoch))
 
     def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> DataProgress:
-        """See `Plan`: of each epoch, the batches up to the first that some partition has not gone through."""
+        """See `BatchPlan`: of each epoch, the batches before the first one that some partition has not finished."""
         there = set(refs)
         parts: dict[int, tuple[Run]] = {}
         for epoch in sorted({ref.epoch for ref in there} | set(self.progress.parts)):

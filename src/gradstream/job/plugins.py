@@ -1,4 +1,4 @@
-"""Plugins: strategies, update rules, codecs, data sets and carriers of installed packages.
+"""Plugins: strategies, update rules and data sets of installed packages.
 
 A package registers one by an entry point, in two lines of its `pyproject.toml`:
 
@@ -24,9 +24,7 @@ __all__ = ["BUILT_IN", "GROUPS", "Plugin", "choose", "installed", "key_of"]
 GROUPS = {
     "strategy": "gradstream.strategies",
     "optimizer": "gradstream.optimizers",
-    "codec": "gradstream.codecs",
     "data set": "gradstream.datasets",
-    "transport": "gradstream.transports",
 }
 """Entry-point group of each family."""
 

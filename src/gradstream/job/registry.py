@@ -1,4 +1,4 @@
-"""Finds strategies, update rules, data sets and carriers by name: only this module lists the concrete classes.
+"""Finds strategies, update rules and data sets by name: only this module lists the concrete classes.
 
 A new method is one new file and one line here. A user's own class needs no line: it is named by its place,
 "file.py:Class" or "module:Class". An installed package registers a name (see `plugins`).
@@ -74,20 +74,12 @@ DATASETS = {
     "fashion-mnist": "gradstream.data.fashion:fashion_mnist",
 }
 
-TRANSPORTS = {
-    "grpc": "gradstream.transport.grpc.endpoint:GrpcEndpoint",
-    "shm": "gradstream.transport.shm.endpoint:ShmEndpoint",
-    "tcp": "gradstream.transport.socket.tcp:TcpEndpoint",
-}
-
 MAX_RULE_BYTES = 1 << 20
 
 FAMILIES: Mapping[str, Mapping[str, str]] = {
     "strategy": STRATEGIES,
     "optimizer": OPTIMIZERS,
-    "codec": {},
     "data set": DATASETS,
-    "transport": TRANSPORTS,
 }
 """Places of the built-in members of each family, by name."""
 

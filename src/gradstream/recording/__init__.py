@@ -1,4 +1,4 @@
-"""What a run leaves behind so that it can be repeated: in which order its shards took what came."""
+"""The recording of a run: the order in which its shards handled events, from which a replay repeats the run."""
 
 from gradstream.recording.entries import (
     Changed,

@@ -1,11 +1,11 @@
 """The entries of a recording, and how they are written: a byte for the kind, then numbers as varints.
 
-A *moment* of a chunk says between which of its updates something happened:
+The *chunk time* of an event says between which updates of a chunk it happened:
 
-    moment = 2 · updates done so far (sums included) + 1 while one is under way
+    chunk time = 2 · updates done so far (joins of a sum included) + 1 while an update is under way
 
-A shard's entries are in the order in which it took them; those of different chunks depend on one another
-only through what workers did, so a replay keeps the order of each chunk alone.
+A shard writes its entries in the order in which it handled the events. Events of different chunks depend on one
+another only through the workers, so a replay keeps the order within each chunk and no other.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """A contribution came to a chunk (shard).
+    """A shard received a contribution to a chunk.
 
     Args:
-        chunk: which.
-        rank, sequence: whose, and the number of the push.
-        moment: when.
-        base_version: version of the chunk that it was computed on.
-        version: of the chunk then; -1 before its initial parameters.
-        assign: it brings initial parameters.
-        absent: it has no elements.
+        chunk: number of the chunk.
+        rank, sequence: rank of the worker, and number of its push.
+        chunk_time: chunk time at which it arrived.
+        base_version: version of the chunk that the gradient was computed on.
+        version: version of the chunk when the contribution arrived; -1 before its initial parameters.
+        assign: whether it brings initial parameters.
+        absent: whether it has no elements.
     """
 
     chunk: int
     rank: int
     sequence: int
-    moment: int
+    chunk_time: int
     base_version: int
     version: int
     assign: bool = False
@@ -60,55 +60,56 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class FetchAsked:
-    """A fetch came that changes something by itself: what a chunk's sum holds is applied (shard).
+    """A shard received a fetch that makes it apply the sum of a chunk.
 
-    `number` is 0 where the shard itself asked: at a cut, and `rank` is its own then.
+    `number` is 0 if the shard itself asked, for a snapshot. `rank` is then the rank of the shard.
     """
 
     chunk: int
     rank: int
     number: int
-    moment: int
+    chunk_time: int
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A fetch was given a chunk as it was at a moment (shard).
+    """A shard gave a chunk to a fetch.
 
     Args:
-        number: of the fetch, of this worker's.
-        attempt: tries of it before this one. The latest of them is what the worker has.
-        clock: that the worker was told: of the slowest, as this chunk had seen it.
+        chunk: number of the chunk.
+        rank, number: rank of the worker, and number of its fetch.
+        attempt: number of earlier attempts of the same fetch. The worker uses the latest one.
+        chunk_time: chunk time at which the fetch read the chunk.
+        clock: clock of the slowest worker, as this chunk knew it, which the answer carries.
     """
 
     chunk: int
     rank: int
     number: int
     attempt: int
-    moment: int
+    chunk_time: int
     clock: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Somebody takes part that did not, or no longer does (shard).
+    """Workers began or ceased to take part (written by a shard).
 
     Args:
-        kind, ranks, clock: see `server.shard.event_schedule.ParticipationChange`.
-        told: the clock that who enters was told.
-        moments: of all chunks of the shard: (chunk, moment).
+        kind, ranks, clock, told: see `server.shard.event_schedule.ParticipationChange`.
+        chunk_times: pairs (chunk, chunk time), of all chunks of the shard.
     """
 
     kind: Literal["leave", "enter", "keep"]
     ranks: tuple[int, ...]
     clock: int
     told: int
-    moments: tuple[tuple[int, int], ...]
+    chunk_times: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """The CRC-32 of a chunk's parameters when so many of its updates were done (shard)."""
+    """The CRC-32 of a chunk's parameters after `done` of its updates (written by a shard)."""
 
     chunk: int
     done: int
@@ -117,7 +118,7 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """The coordinator's answer to a worker that asked for minibatches (worker)."""
+    """The coordinator's answer to a worker that asked for minibatches (written by the worker)."""
 
     refs: tuple[BatchRef, ...]
     complete: bool
@@ -126,11 +127,11 @@ class Handed:
 
 @dataclass(frozen=True, slots=True)
 class Stood:
-    """A cut made a worker stand, with all in the model that it had computed (worker).
+    """A snapshot paused a worker; everything that it had computed was in the model (written by the worker).
 
     Args:
-        begun: minibatches that it had begun.
-        ends: it began no further one.
+        begun: number of minibatches that the worker had begun.
+        ends: whether the worker began no further one.
     """
 
     begun: int
@@ -139,12 +140,12 @@ class Stood:
 
 @dataclass(frozen=True, slots=True)
 class Turned:
-    """A worker was let in by a strategy that drives, or came to another of its phases (worker).
+    """A participation schedule let a worker in, or moved it to another phase (written by the worker).
 
     Args:
-        begun: minibatches that it had begun.
-        number: of the turn.
-        phase: the strategy's word.
+        begun: number of minibatches that the worker had begun.
+        number: number of the interval.
+        phase: the strategy's name of the phase.
     """
 
     begun: int
@@ -154,19 +155,19 @@ class Turned:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A verdict came: these workers' contributions make the update of a round (shard).
+    """A quorum leader chose the workers whose contributions make the update of a round (written by a shard).
 
-    `moments` are those of all chunks of the shard: (chunk, moment).
+    `chunk_times` are pairs (chunk, chunk time), of all chunks of the shard.
     """
 
     round: int
     ranks: tuple[int, ...]
-    moments: tuple[tuple[int, int], ...]
+    chunk_times: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The run was over: nothing is missing behind this (shard)."""
+    """The run was over: no entry of this shard is missing."""
 
 
 Entry: TypeAlias = Pushed | FetchAsked | Read | Summed | Handed | Stood | Closed | Changed | Turned | Decided
@@ -175,11 +176,11 @@ PUSHED, ASKED, READ, SUMMED, HANDED, STOOD, CLOSED, CHANGED, TURNED, DECIDED = r
 KINDS: tuple[Literal["leave", "enter", "keep"], ...] = ("leave", "enter", "keep")
 MAX_SHIFT = 63
 FLAG = 0x10
-"""Of the kind's byte: assign, complete, ends. Twice as much: absent."""
+"""The bit of a kind's byte for `assign`, `complete` and `ends`; the next higher bit is for `absent`."""
 
 
 def encode(entry: Entry) -> bytes:
-    """An entry as bytes: some seven of them."""
+    """An entry as bytes, about seven of them."""
     match entry:
         case Pushed():
             kind = PUSHED | FLAG * entry.assign | 2 * FLAG * entry.absent
@@ -188,15 +189,15 @@ def encode(entry: Entry) -> bytes:
                 entry.chunk,
                 entry.rank,
                 entry.sequence,
-                entry.moment,
+                entry.chunk_time,
                 _signed(behind),
                 entry.version + 1,
             )
             return _bytes(kind, numbers)
         case FetchAsked():
-            return _bytes(ASKED, (entry.chunk, entry.rank, entry.number, entry.moment))
+            return _bytes(ASKED, (entry.chunk, entry.rank, entry.number, entry.chunk_time))
         case Read():
-            head = (entry.chunk, entry.rank, entry.number, entry.attempt, entry.moment)
+            head = (entry.chunk, entry.rank, entry.number, entry.attempt, entry.chunk_time)
             return _bytes(READ, (*head, entry.clock))
         case Summed():
             return _bytes(SUMMED, (entry.chunk, entry.done, entry.crc))
@@ -210,11 +211,11 @@ def encode(entry: Entry) -> bytes:
         case Closed():
             return _bytes(CLOSED, ())
         case Changed():
-            pairs = [number for pair in entry.moments for number in pair]
+            pairs = [number for pair in entry.chunk_times for number in pair]
             head = (KINDS.index(entry.kind), entry.clock, entry.told, len(entry.ranks), len(pairs))
             return _bytes(CHANGED, (*head, *entry.ranks, *pairs))
         case Decided():
-            pairs = [number for pair in entry.moments for number in pair]
+            pairs = [number for pair in entry.chunk_times for number in pair]
             return _bytes(DECIDED, (entry.round, len(entry.ranks), len(pairs), *entry.ranks, *pairs))
         case Turned():
             phase = entry.phase.encode()
@@ -222,7 +223,7 @@ def encode(entry: Entry) -> bytes:
 
 
 def decode(data: bytes) -> Iterator[Entry]:
-    """What `encode` has made, one after the other. Raises DataError for anything else."""
+    """The entries in bytes that `encode` has made. Raises DataError for other bytes."""
     at = 0
     try:
         while at < len(data):
@@ -237,16 +238,16 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
     first, second = bool(kind & FLAG), bool(kind & 2 * FLAG)
     match kind & (FLAG - 1):
         case 1:
-            (chunk, rank, sequence, moment, behind, above), at = _numbers(data, at, 6)
+            (chunk, rank, sequence, chunk_time, behind, above), at = _numbers(data, at, 6)
             version = above - 1
             base_version = version - _unsigned(behind)
-            return Pushed(chunk, rank, sequence, moment, base_version, version, first, second), at
+            return Pushed(chunk, rank, sequence, chunk_time, base_version, version, first, second), at
         case 2:
-            (chunk, rank, number, moment), at = _numbers(data, at, 4)
-            return FetchAsked(chunk, rank, number, moment), at
+            (chunk, rank, number, chunk_time), at = _numbers(data, at, 4)
+            return FetchAsked(chunk, rank, number, chunk_time), at
         case 3:
-            (chunk, rank, number, attempt, moment, clock), at = _numbers(data, at, 6)
-            return Read(chunk, rank, number, attempt, moment, clock), at
+            (chunk, rank, number, attempt, chunk_time, clock), at = _numbers(data, at, 6)
+            return Read(chunk, rank, number, attempt, chunk_time, clock), at
         case 4:
             (chunk, done, crc), at = _numbers(data, at, 3)
             return Summed(chunk, done, crc), at

@@ -1,11 +1,11 @@
-"""A node's part of a recording as a file: blocks that are only ever added, each with its length and CRC.
+"""A node's part of a recording as a file of blocks, to which blocks are only ever added.
 
-    block 0                     what the node was: JSON
+    block 0                     header of the node: JSON
     blocks 1, 2, ...            entries, compressed
 
     block = length (4 bytes, little endian) · CRC-32 of what follows (4 bytes) · zlib of the content
 
-A node that is killed leaves a torn block at most, at the end: it is cut off when the file is read.
+A node that is killed leaves at most one incomplete block, at the end. The reader drops it.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from gradstream.untrusted import parse_json, say
 __all__ = ["FOLDER", "JOB_FILE", "Log", "LogPart", "LogReader", "read_log"]
 
 FOLDER = "recording"
-"""In a run directory: a folder for each part of the run, named by the id of its nodes."""
+"""Folder in a run directory; it has a folder for each part of a resumed run, named by the id of the part."""
 
 JOB_FILE = "job.json"
-"""Beside the parts: which job file it was, and its SHA-256."""
+"""File beside the parts, with the name of the job file and its SHA-256."""
 
 FORMAT = 2
 BLOCK_BYTES = 1 << 16
-"""A block is written when its entries have so many bytes, and when its node says so."""
+"""A block is written when its entries have so many bytes, or when its node calls `flush`."""
 HEAD_BYTES = 8
 ROOM_BYTES = 16 << 20
-"""Of blocks that may wait while the disk is full."""
+"""Most bytes of blocks that wait in memory while the disk is full."""
 MAX_BLOCK_BYTES = 64 << 20
-"""Of a block's content: a flood in few bytes is refused."""
+"""Most bytes of a block's content; a small block that unpacks to more is refused."""
 
 
 class Log:
-    """Writes entries, into a new file. Of a killed node only what came since the last `flush` is lost.
+    """Writes entries into a new file. If the node is killed, the entries since the last `flush` are lost.
 
-    A disk that is full or broken does not end the run: blocks wait in memory, and are written once there is
-    room. Where more than `ROOM_BYTES` wait, the recording ends. Either is said on stderr, once.
+    A disk that is full or broken does not end the run: blocks wait in memory until they can be written. If more
+    than `ROOM_BYTES` wait, the recording ends. A message on stderr reports each of the two, once.
 
     Args:
-        storage: of the node.
-        path: of the file: below `FOLDER`.
-        header: what the node is: JSON.
+        storage: storage of the node.
+        path: path of the file, below `FOLDER`.
+        header: header of the node; must fit into JSON.
     """
 
     def __init__(self, storage: Storage, path: str, header: Mapping[str, Any]) -> None:
         self._storage = storage
         self._path = path
         self.ended = False  # nothing is written any more
-        self._waiting: list[bytes] = []  # whole blocks that the disk has not taken
+        self._waiting: list[bytes] = []  # blocks that are not on the disk yet
         try:
             storage.remove(path)
         except OSError as error:
@@ -63,18 +63,18 @@ class Log:
             say(f"{path}: nothing is recorded: {error}")
         self._pending = bytearray()
         self.num_entries = 0
-        self.size_bytes = 0  # of the file
+        self.size_bytes = 0  # size of the file
         self._write(json.dumps({"format": FORMAT, **header}).encode())
 
     def add(self, entry: Entry) -> None:
-        """Notes an entry."""
+        """Adds an entry."""
         self._pending += encode(entry)
         self.num_entries += 1
         if len(self._pending) >= BLOCK_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """What was noted is in the file from here on."""
+        """Writes all entries so far to the file."""
         if self._pending:
             content, self._pending = bytes(self._pending), bytearray()
             self._write(content)
@@ -101,13 +101,13 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class LogPart:
-    """One node's part, as it was read.
+    """One node's part of a recording.
 
     Args:
-        node: its name.
-        header: what the node was.
-        entries: in order.
-        torn_bytes: at its end, that belong to no whole block.
+        node: name of the node.
+        header: header of the node; see `origin_of`.
+        entries: the entries, in order.
+        torn_bytes: number of bytes at the end of the file that are no complete block.
     """
 
     node: str
@@ -117,11 +117,11 @@ class LogPart:
 
 
 class LogReader:
-    """Takes a file apart.
+    """Reads the blocks of a file.
 
     Args:
-        data: its content.
-        name: of the file, for messages.
+        data: content of the file.
+        name: name of the file, for messages.
     """
 
     def __init__(self, data: bytes, name: str) -> None:
@@ -130,7 +130,7 @@ class LogReader:
         self.torn_bytes = 0
 
     def blocks(self) -> Iterator[bytes]:
-        """Contents of its blocks. Raises DataError where one is not what was written."""
+        """The contents of the blocks. Raises DataError if a block was altered."""
         data, at = self._data, 0
         while at < len(data):
             size = int.from_bytes(data[at : at + 4], "little")
@@ -144,8 +144,8 @@ class LogReader:
                     self.torn_bytes = stop - at
                     return
                 raise DataError(
-                    f"{self._name}: the block at byte {at} was altered: its CRC-32 is another; put the file "
-                    "back from a copy: a recording that was altered cannot be replayed"
+                    f"{self._name}: the block at byte {at} was altered: its CRC-32 differs; put the file "
+                    "back from a copy: an altered recording cannot be replayed"
                 )
             try:
                 content = zlib.decompressobj().decompress(packed, MAX_BLOCK_BYTES)
@@ -158,11 +158,11 @@ class LogReader:
 
 
 def read_log(data: bytes, name: str) -> LogPart:
-    """One node's part of a recording; what was torn off at its end is counted.
+    """Reads one node's part of a recording.
 
     Args:
-        data: of the file.
-        name: of the file.
+        data: content of the file.
+        name: name of the file, for messages.
 
     Raises:
         DataError: it is not a recording, was altered, or was written by a newer gradstream.

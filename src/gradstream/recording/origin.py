@@ -1,4 +1,4 @@
-"""What the bits of a result depend on besides the job: packages, processor, threads."""
+"""The packages, processor and threads that computed a run: besides the job, the bits of its result depend on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("gradstream", "torch", "numpy")
 
 
 def origin_of(node: str, job: str) -> dict[str, Any]:
-    """The header of a node's part of a recording: who it was, and what it computed with."""
+    """The header of a node's recording: its name, its job, and the software and processor that it computed with."""
     return {
         "node": node,
         "job": job,
@@ -36,7 +36,7 @@ def _version(package: str) -> str:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What is another now than it was, such as "torch 2.12.0, here 2.13.0"."""
+    """The differences between two such sets of versions, such as "torch 2.12.0, here 2.13.0"."""
     return [
         f"{name} {then.get(name, 'unknown')}, here {now.get(name, 'unknown')}"
         for name in {**then, **now}

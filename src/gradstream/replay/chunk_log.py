@@ -1,4 +1,4 @@
-"""What a shard has recorded, chunk by chunk: what comes in which order, who reads when, and the sums."""
+"""A shard's recording sorted by chunk: its events in order, the reads of fetches, and the checksums."""
 
 from __future__ import annotations
 
@@ -11,100 +11,95 @@ from gradstream.recording import Changed, Decided, Entry, FetchAsked, LogPart, P
 from gradstream.server.quorum import QuorumDecision
 from gradstream.server.shard.event_schedule import Event, ParticipationChange, UpdateDue
 
-__all__ = ["ChunkLog", "Coming", "ShardLog", "course_of", "moment_of"]
+__all__ = ["ChunkLog", "RecordedEvent", "ShardEvent", "chunk_logs_of", "chunk_time_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ShardLog:
-    """What is for all chunks at once: at these moments."""
+class ShardEvent:
+    """An event of several chunks at once, and the chunk time of each of them at which it happened."""
 
     event: QuorumDecision | ParticipationChange
-    moments: Mapping[int, int]
+    chunk_times: Mapping[int, int]
 
 
-Coming: TypeAlias = Pushed | FetchAsked | ShardLog
-"""What is let in at a moment of a chunk."""
+RecordedEvent: TypeAlias = Pushed | FetchAsked | ShardEvent
+"""A recorded event whose place in the order of a chunk is kept."""
 
 
-def moment_of(coming: Coming, chunk: int) -> int:
-    """When that is."""
-    return coming.moments[chunk] if isinstance(coming, ShardLog) else coming.moment
+def chunk_time_of(event: RecordedEvent, chunk: int) -> int:
+    """The chunk time at which an event of this chunk happened."""
+    return event.chunk_times[chunk] if isinstance(event, ShardEvent) else event.chunk_time
 
 
 @dataclass(slots=True)
 class ChunkLog:
-    """What is left to happen to a chunk, and what waits for it.
+    """The recorded events of a chunk that have not happened yet, and the events that wait for their turn.
 
     Args:
-        done: updates so far.
-        ordered: what has not come yet, in order.
-        reads: by (rank, number) of a fetch, how many updates are done when it is given the chunk.
-        clocks: likewise, the clock that it is told.
-        unread: by updates done, the fetches that are to be given it then and have not been.
-        sums: by updates done, the CRC-32 of the parameters.
-        held: what has come before its moment, by kind, rank and number.
-        releases: by updates done, fetches that wait for as many.
-        next: the update that is due, and begins when nothing has to happen before.
-        letting_in: `ordered` is being gone through.
+        done: number of updates so far.
+        ordered: recorded events that have not happened yet, in order.
+        reads: by (rank, number) of a fetch, the number of updates done when it read the chunk.
+        clocks: by (rank, number) of a fetch, the clock that its answer carried.
+        unread: by number of updates done, the fetches that still have to read the chunk at this point.
+        sums: by number of updates done, the CRC-32 of the parameters.
+        early: events that arrived before their turn, by kind, rank and number.
+        releases: by number of updates done, releases of fetches that wait for it.
+        due: the update that begins as soon as no recorded event has to happen before it.
+        admitting: whether `ReplaySchedule` is going through `ordered`.
     """
 
     done: int = 0
-    ordered: deque[Coming] = field(default_factory=deque)
+    ordered: deque[RecordedEvent] = field(default_factory=deque)
     reads: dict[tuple[int, int], int] = field(default_factory=dict)
     clocks: dict[tuple[int, int], int] = field(default_factory=dict)
     unread: defaultdict[int, set[tuple[int, int]]] = field(default_factory=lambda: defaultdict(set))
     sums: dict[int, int] = field(default_factory=dict)
-    held: dict[Hashable, Event] = field(default_factory=dict)
+    early: dict[Hashable, Event] = field(default_factory=dict)
     releases: defaultdict[int, list[Event]] = field(default_factory=lambda: defaultdict(list))
-    next: UpdateDue | None = None
-    letting_in: bool = False
+    due: UpdateDue | None = None
+    admitting: bool = False
 
 
-def course_of(part: LogPart) -> tuple[defaultdict[int, ChunkLog], defaultdict[int, deque[int]]]:
-    """By chunk, what is to happen to it; and by worker, the clocks that it was told when it came back."""
-    chunks: defaultdict[int, ChunkLog] = defaultdict(ChunkLog)
-    entered: defaultdict[int, deque[int]] = defaultdict(deque)
-    for entry in part.entries:
-        if isinstance(entry, Changed) and entry.kind == "enter":
-            entered[entry.ranks[0]].append(entry.told)
-        elif isinstance(entry, Summed):
-            chunks[entry.chunk].sums[entry.done] = entry.crc
-    _order(chunks, part.entries)
-    _read(chunks, part.entries)
-    return chunks, entered
-
-
-def _order(chunks: defaultdict[int, ChunkLog], entries: Iterable[Entry]) -> None:
+def chunk_logs_of(part: LogPart) -> tuple[defaultdict[int, ChunkLog], defaultdict[int, deque[int]]]:
+    """Sorts a shard's recording: by chunk its log, and by worker the clocks that it got each time it came back."""
+    logs: defaultdict[int, ChunkLog] = defaultdict(ChunkLog)
+    clocks: defaultdict[int, deque[int]] = defaultdict(deque)
     asked: set[tuple[int, int, int]] = set()
-    for entry in entries:
-        if isinstance(entry, Pushed):
-            chunks[entry.chunk].ordered.append(entry)
-        elif isinstance(entry, FetchAsked):
-            key = (entry.chunk, entry.rank, entry.number)
-            if entry.number == 0 or key not in asked:  # a second try does nothing more
-                asked.add(key)
-                chunks[entry.chunk].ordered.append(entry)
-        elif isinstance(entry, Decided):
-            _together(chunks, ShardLog(QuorumDecision(entry.round, entry.ranks), dict(entry.moments)))
-        elif isinstance(entry, Changed):
-            change = ParticipationChange(entry.kind, entry.ranks, entry.clock)
-            _together(chunks, ShardLog(change, dict(entry.moments)))
+
+    def add_to_all(event: QuorumDecision | ParticipationChange, entry: Decided | Changed) -> None:
+        shard_event = ShardEvent(event, dict(entry.chunk_times))
+        for chunk in shard_event.chunk_times:
+            logs[chunk].ordered.append(shard_event)
+
+    for entry in part.entries:
+        match entry:
+            case Pushed():
+                logs[entry.chunk].ordered.append(entry)
+            case FetchAsked(chunk, rank, number):
+                if number == 0 or (chunk, rank, number) not in asked:  # a second attempt changes nothing
+                    asked.add((chunk, rank, number))
+                    logs[chunk].ordered.append(entry)
+            case Decided():
+                add_to_all(QuorumDecision(entry.round, entry.ranks), entry)
+            case Changed(kind, ranks, clock):
+                add_to_all(ParticipationChange(kind, ranks, clock), entry)
+                if kind == "enter":
+                    clocks[ranks[0]].append(entry.told)
+            case Summed():
+                logs[entry.chunk].sums[entry.done] = entry.crc
+    _sort_reads(logs, part.entries)
+    return logs, clocks
 
 
-def _together(chunks: defaultdict[int, ChunkLog], event: ShardLog) -> None:
-    for chunk in event.moments:
-        chunks[chunk].ordered.append(event)
-
-
-def _read(chunks: defaultdict[int, ChunkLog], entries: Iterable[Entry]) -> None:
+def _sort_reads(logs: defaultdict[int, ChunkLog], entries: Iterable[Entry]) -> None:
     attempts: dict[tuple[int, int, int], int] = {}
     for entry in entries:
         if isinstance(entry, Read):
             key = (entry.rank, entry.number)
-            if entry.attempt > attempts.get((entry.chunk, *key), -1):  # a second copy of a try is nobody's
+            if entry.attempt > attempts.get((entry.chunk, *key), -1):  # nobody uses a copy of an attempt
                 attempts[entry.chunk, *key] = entry.attempt
-                chunks[entry.chunk].reads[key] = entry.moment // 2
-                chunks[entry.chunk].clocks[key] = entry.clock
-    for course in chunks.values():
-        for key, done in course.reads.items():
-            course.unread[done].add(key)
+                logs[entry.chunk].reads[key] = entry.chunk_time // 2
+                logs[entry.chunk].clocks[key] = entry.clock
+    for log in logs.values():
+        for key, done in log.reads.items():
+            log.unread[done].add(key)

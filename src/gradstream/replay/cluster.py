@@ -1,7 +1,7 @@
-"""The nodes of a recorded run once more, in this process, on virtual time: the very code of a run.
+"""The nodes of a recorded run again, in this process and on virtual time.
 
-There is no coordinator: who is in, and what it had said, is known. Nothing takes time; what happens when
-is for the shards' scripts to say.
+Nodes run the same code as in a run. There is no coordinator: each `ReplayedMember` repeats its recorded answers.
+Nothing takes time; the `ReplaySchedule` of each shard sets the order of events.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from __future__ import annotations
 import asyncio
 import copy
 import math
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from gradstream.coordinator.client.member import Member
+from gradstream.data.joined import ids_of
 from gradstream.errors import DivergedError
-from gradstream.model.base import Model
-from gradstream.recording import Closed, FetchAsked, LogPart, Pushed
 from gradstream.replay.membership import ReplayedMember, ReplayedMembers
-from gradstream.replay.schedule import ReplayListener, ReplaySchedule
+from gradstream.replay.recorded_run import RecordedRun
+from gradstream.replay.schedule import ReplaySchedule
 from gradstream.replay.update import ReplayedUpdate
 from gradstream.replay.update_assembler import UpdateAssembler
 from gradstream.run.nodes import worker_config
-from gradstream.run.plan import RunPlan, shard_name, worker_name
+from gradstream.run.plan import shard_name
 from gradstream.run.shard import shard_config
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import Link, Network, SimulationConfig
@@ -34,191 +35,157 @@ from gradstream.runtime.virtual import VirtualCluster, VirtualRuntime
 from gradstream.server.shard.event_schedule import UpdateDue
 from gradstream.server.shard.node import ShardNode
 from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
-from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.node import WorkerNode
 
 __all__ = ["ReplayCluster"]
 
 INSTANT = SimulationConfig(costs={}, network=Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=1e-6)))
-"""Nothing takes time: order is all."""
+"""A simulation in which nothing takes time, since only the order matters."""
 
-LOOK_EVERY_S = 5.0
+CHECK_EVERY_S = 5.0
 STUCK_S = 30.0
-"""Of virtual time, in which all that can happen has happened a million times over."""
+"""Seconds of virtual time without a recorded event after which the replay is stuck; everything takes microseconds."""
 
 
-class ReplayCluster(ReplayListener):
-    """A replay that is under way.
+class ReplayCluster:
+    """Runs the nodes of a recorded run again, as far as it is asked for updates.
+
+    The attributes tell how the replay ended: `failures` by node, the first `divergence` from the recording,
+    `over` once no update follows, and `stuck` if the replay waited for an event that did not come.
 
     Args:
-        plan: of the run, without its evaluations.
-        model: copied for each worker.
-        parts: of the recording, by node.
-        ids: the samples of a minibatch.
-        storage: where the run goes on from a checkpoint: its directory, which is not written.
-        keep: parameters before and after each update.
+        run: the run and its recording.
+        keep: whether each update keeps the parameters before and after it.
     """
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        model: Model,
-        parts: Mapping[str, LogPart],
-        ids: Callable[..., Any],
-        storage: Storage | None,
-        *,
-        keep: bool,
-    ) -> None:
-        self._plan, self._model, self._parts = plan, model, parts
-        self._virtual = VirtualCluster(plan.job.seed, INSTANT, _Overlay(storage))
+    def __init__(self, run: RecordedRun, *, keep: bool) -> None:
+        self.run = run
+        plan, layout = run.plan, run.model.layout
+        self._virtual = VirtualCluster(plan.job.seed, INSTANT, _Overlay(run.storage))
         self._network = MemoryNetwork(self._virtual)
-        layout = model.layout
-        self._chunk_map = ChunkMap(layout.elems, plan.chunk_elems_of(layout), plan.servers)
-        self._book = UpdateAssembler(self._chunk_map, layout.dtype, model.tree, ids, keep=keep)
-        self._scripts = [ReplaySchedule(parts[shard_name(rank)], self) for rank in range(plan.servers)]
+        self._chunks = ChunkMap(layout.elems, plan.chunk_elems_of(layout), plan.servers)
+        samples_of = partial(ids_of, plan.batch_plan())
+        self._assembler = UpdateAssembler(self._chunks, layout.dtype, run.model.tree, samples_of, keep=keep)
+        self._schedules = [ReplaySchedule(part, self) for part in run.shard_parts()]
         self._shards: list[ShardNode] = []
-        self._num_moved = 0
-        self._news = asyncio.Event()
+        self._num_events = 0
+        self._progress = asyncio.Event()  # an update is complete, or the replay is over
         self._stack = ExitStack()
-        self._run: Callable[[Coroutine[Any, Any, Any]], Any] | None = None
+        self._drive: Callable[[Coroutine[Any, Any, Any]], Any] | None = None  # runs the virtual event loop
         self.failures: dict[str, BaseException] = {}
+        self.divergence: DivergedError | None = None
         self.over = False
         self.stuck = False
 
-    # ---- from outside -------------------------------------------------------------------
+    # ---- for the iterator ---------------------------------------------------------------
 
     def next(self) -> ReplayedUpdate | None:
-        """The next update; None when there is none left.
+        """The next update; None if none is left.
 
         Raises:
-            DivergedError: this is another run than the one that was recorded.
+            DivergedError: the replay differs from the recording.
         """
-        if self._run is None and not self.over:
-            self._run = self._stack.enter_context(self._virtual.looping())
-            self._run(self._begin())
+        if self._drive is None and not self.over:
+            self._drive = self._stack.enter_context(self._virtual.looping())
+            self._drive(self._start())
+        complete = self._assembler.complete
         threads = torch.get_num_threads()
-        torch.set_num_threads(self.threads)  # the bits of a sum depend on how many there are
+        torch.set_num_threads(self.run.threads)  # the bits of a sum depend on the number of threads
         try:
-            while not self._book.whole and not self.over:
-                assert self._run is not None
-                self._news.clear()
-                self._run(self._news.wait())
+            while not complete and not self.over:
+                assert self._drive is not None
+                self._progress.clear()
+                self._drive(self._progress.wait())
         finally:
             torch.set_num_threads(threads)
-        return self._book.whole.popleft() if self._book.whole else None
+        return complete.popleft() if complete else None
 
     def close(self) -> None:
         """Ends all nodes. Idempotent."""
-        run, self._run, self.over = self._run, None, True
-        if run is not None:
-            run(self._bury())
+        drive, self._drive, self.over = self._drive, None, True
+        if drive is not None:
+            drive(self._kill_all())
         self._stack.close()
 
     @property
-    def threads(self) -> int:
-        """Of the arithmetic, on each node."""
-        return max((int(part.header["threads"]) for part in self._parts.values()), default=1)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every shard has recorded up to the end of the run."""
-        return all(
-            any(isinstance(entry, Closed) for entry in self._parts[script.node].entries[-1:])
-            for script in self._scripts
-        )
-
-    @property
     def num_left(self) -> int:
-        """Contributions that were recorded and have not happened."""
-        return sum(script.num_left for script in self._scripts)
+        """Number of recorded contributions that have not arrived yet."""
+        return sum(schedule.num_left for schedule in self._schedules)
+
+    def awaited(self) -> list[str]:
+        """The events that must happen next, in words."""
+        return [event for schedule in self._schedules for event in schedule.awaited()]
 
     def parameters(self) -> torch.Tensor:
-        """As they are now on the shards: (E,)."""
-        flat = torch.zeros(self._chunk_map.elems, dtype=self._model.layout.dtype)
+        """The parameters on the shards now, (E,)."""
+        flat = torch.zeros(self._chunks.elems, dtype=self.run.model.layout.dtype)
         for rank, shard in enumerate(self._shards):
-            for chunk in self._chunk_map.chunks_of(rank):
-                start, stop = self._chunk_map.bounds(chunk)
+            for chunk in self._chunks.chunks_of(rank):
+                start, stop = self._chunks.bounds(chunk)
                 flat[start:stop] = shard.parameters_of(chunk)
         return flat
 
-    # ---- what shards tell ---------------------------------------------------------------
+    # ---- for the schedules --------------------------------------------------------------
 
-    def moved(self) -> None:
+    def event_happened(self) -> None:
         """See `ReplayListener`."""
-        self._num_moved += 1
-        if all(script.over for script in self._scripts):
+        self._num_events += 1
+        if all(schedule.over for schedule in self._schedules):
             self._end()
 
-    def updates(self, updating: UpdateDue) -> None:
+    def update_begins(self, update: UpdateDue) -> None:
         """See `ReplayListener`."""
-        self._book.begins(updating)
+        self._assembler.begin(update)
 
-    def updated(self, updating: UpdateDue) -> None:
+    def update_applied(self, update: UpdateDue) -> None:
         """See `ReplayListener`."""
-        self._book.done(updating)
-        if self._book.whole:
-            self._news.set()
+        self._assembler.applied(update)
+        if self._assembler.complete:
+            self._progress.set()
 
     def diverged(self, error: DivergedError) -> None:
-        """See `ReplayListener`."""
-        self.failures.setdefault("", error)
+        """See `ReplayListener`. Raises the error in the shard, too."""
+        self.divergence = self.divergence or error
         self._end()
         raise error
 
     def _end(self) -> None:
         self.over = True
-        self._news.set()
+        self._progress.set()
 
     # ---- nodes --------------------------------------------------------------------------
 
-    async def _begin(self) -> None:
-        roster = ReplayedMembers(self._notice())
-        for rank in range(self._plan.servers):
+    async def _start(self) -> None:
+        plan, model = self.run.plan, self.run.model
+        members = ReplayedMembers(self.run.notice(), self.run.last_worker)
+        for rank, schedule in enumerate(self._schedules):
             name = shard_name(rank)
-            config = replace(shard_config(self._plan, rank, self._model), schedule=self._scripts[rank])
-            runtime, endpoint, member = await self._place(name, roster)
-            shard = ShardNode(runtime, endpoint, member, config)
+            runtime, endpoint, member = await self._place(name, members)
+            shard = ShardNode(
+                runtime, endpoint, member, replace(shard_config(plan, rank, model), schedule=schedule)
+            )
             self._shards.append(shard)
-            runtime.spawn(self._live(name, shard.run()), name=name)
-        for node in roster.notice.nodes:
+            runtime.spawn(self._supervise(name, shard.run()), name=name)
+        for node in members.notice.nodes:
             if node.role == "worker":
-                config_of_worker = replace(
-                    worker_config(self._plan, node.rank, copy.deepcopy(self._model)),
-                    watch=self._book,
-                )
-                runtime, endpoint, member = await self._place(node.name, roster)
-                worker = WorkerNode(runtime, endpoint, member, config_of_worker)
-                runtime.spawn(self._live(node.name, worker.run()), name=node.name)
+                config = worker_config(plan, node.rank, copy.deepcopy(model))
+                runtime, endpoint, member = await self._place(node.name, members)
+                worker = WorkerNode(runtime, endpoint, member, replace(config, watch=self._assembler))
+                runtime.spawn(self._supervise(node.name, worker.run()), name=node.name)
         director = self._virtual.runtime("director")
-        director.spawn(self._watch(director), name="watch")
-
-    async def _bury(self) -> None:
-        """Kills every node, and cancels until all tasks have ended: clean-up waits for what never comes."""
-        names = [name for name in self._plan.node_names if self._network.at(f"memory:{name}") is not None]
-        for name in names:
-            self._network.kill(name)
-            self._virtual.runtime(name).kill()
-        director = self._virtual.runtime("director")
-        mine = asyncio.current_task()
-        while rest := [task for task in asyncio.all_tasks() if task is not mine]:
-            for task in sorted(rest, key=lambda task: task.get_name()):
-                task.cancel()
-            await director.sleep(1e-3)
+        director.spawn(self._watch_progress(director), name="watch")
 
     async def _place(
-        self, name: str, roster: ReplayedMembers
+        self, name: str, members: ReplayedMembers
     ) -> tuple[VirtualRuntime, MemoryEndpoint, Member]:
         runtime = self._virtual.runtime(name)
-        endpoint = MemoryEndpoint(self._plan.identity(name, incarnation=1), runtime, self._network)
+        endpoint = MemoryEndpoint(self.run.plan.identity(name, incarnation=1), runtime, self._network)
         await endpoint.start()
-        part = self._parts.get(name)
-        entries = () if part is None else part.entries
-        keeps = name == self._keeper
-        member = ReplayedMember(runtime, endpoint, roster, entries, self._failed, keeps=keeps)
+        member = ReplayedMember(runtime, endpoint, members, self.run.entries_of(name), self._failed)
         return runtime, endpoint, member
 
-    async def _live(self, name: str, node: Coroutine[Any, Any, None]) -> None:
+    async def _supervise(self, name: str, node: Coroutine[Any, Any, None]) -> None:
         try:
             await node
         except Exception as error:
@@ -226,62 +193,37 @@ class ReplayCluster(ReplayListener):
 
     def _failed(self, name: str, error: BaseException) -> None:
         self.failures.setdefault(name, error)
-        self._news.set()
+        self._progress.set()
 
-    async def _watch(self, director: VirtualRuntime) -> None:
-        """Ends what cannot go on: the recording, or the likeness, ends there."""
-        moved, since_s = -1, 0.0
+    async def _watch_progress(self, director: VirtualRuntime) -> None:
+        """Ends a replay that cannot continue, because the recording ends there or the replay differs."""
+        seen, since_s = -1, 0.0
         while since_s < STUCK_S:
-            since_s = 0.0 if moved != self._num_moved else since_s + LOOK_EVERY_S
-            moved = self._num_moved
-            await director.sleep(LOOK_EVERY_S)
+            since_s = 0.0 if seen != self._num_events else since_s + CHECK_EVERY_S
+            seen = self._num_events
+            await director.sleep(CHECK_EVERY_S)
         self.stuck = True
         self._end()
 
-    def awaited(self) -> list[str]:
-        """What would have to happen next, in words."""
-        return [what for script in self._scripts for what in script.awaited()]
-
-    def _notice(self) -> v1.Notice:
-        """Who was in. Workers of a lower rank than the one that gave initial parameters had died before."""
-        plan = self._plan
-        names = [("shard", rank, shard_name(rank)) for rank in range(plan.servers)]
-        first = min((rank for rank in self._assigners()), default=0)
-        names += [("worker", rank, worker_name(rank)) for rank in range(first, plan.workers)]
-        return v1.Notice(
-            epoch=1,
-            phase=v1.Notice.TRAINING,
-            nodes=[
-                v1.Node(name=name, role=role, rank=rank, address=f"memory:{name}", incarnation=1)
-                for role, rank, name in names
-            ],
-        )
-
-    @property
-    def _keeper(self) -> str:
-        """The worker that kept the final parameters: the last that asked for what sums held."""
-        asked = [
-            entry.rank
-            for script in self._scripts
-            for entry in self._parts[script.node].entries
-            if isinstance(entry, FetchAsked)
-        ]
-        return worker_name(asked[-1]) if asked else ""
-
-    def _assigners(self) -> set[int]:
-        return {
-            entry.rank
-            for part in self._parts.values()
-            for entry in part.entries
-            if isinstance(entry, Pushed) and entry.assign
-        }
+    async def _kill_all(self) -> None:
+        """Kills every node, and cancels tasks until none is left: a task that cleans up may wait for a dead peer."""
+        for name in self.run.plan.node_names:
+            if self._network.at(f"memory:{name}") is not None:
+                self._network.kill(name)
+                self._virtual.runtime(name).kill()
+        director = self._virtual.runtime("director")
+        current = asyncio.current_task()
+        while others := [task for task in asyncio.all_tasks() if task is not current]:
+            for task in sorted(others, key=lambda task: task.get_name()):
+                task.cancel()
+            await director.sleep(1e-3)
 
 
 class _Overlay(MemoryStorage):
-    """Reads what is in another storage; what is written stays here.
+    """Reads files of another storage, and keeps what is written in memory.
 
     Args:
-        under: None for nothing.
+        under: the other storage, which is never written; None for none.
     """
 
     def __init__(self, under: Storage | None) -> None:

@@ -1,4 +1,4 @@
-"""Which update of a replay is looked for."""
+"""Predicates that find an update in a replay."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ __all__ = ["JUMP", "Found", "at_chunk_version", "at_update", "loss_jump", "not_f
 Found = Callable[[ReplayedUpdate], bool]
 
 JUMP = 3.0
-"""A loss jumps that is so many times the median of those before it."""
-RECENT = 32
-FIRST = 8
-"""So many losses make a median."""
+"""A loss of so many times the median of the losses before it is a jump."""
+RECENT, FIRST = 32, 8
+"""A median is of the 32 losses before, and of at least 8."""
 
 
 def at_update(number: int) -> Found:
-    """The `number`-th, from 1."""
+    """Finds the update of this number, from 1."""
     return lambda update: update.number == number
 
 
 def of_step(worker: int, step: int) -> Found:
-    """That with the gradient of a worker's step, both from 0."""
+    """Finds the update with the gradient of a worker's step; ranks and steps count from 0."""
     return lambda update: update.worker == worker and step in update.steps
 
 
 def at_chunk_version(version: int, chunk: int = 0) -> Found:
-    """That which made this version of a chunk, from 1; the last of them where several did.
+    """Finds the update that made this version of a chunk, from 1; the last one if several did.
 
     Raises:
-        ConfigError: there is no such version: 0 are the initial parameters.
+        ConfigError: there is no such version, or no such chunk. Version 0 is the initial parameters.
     """
     if version < 1 or chunk < 0:
         raise ConfigError(f"version={version}, chunk={chunk}: expected at least 1, and a chunk from 0 on")
@@ -49,12 +48,12 @@ def at_chunk_version(version: int, chunk: int = 0) -> Found:
 
 
 def not_finite() -> Found:
-    """The first behind which a parameter is no number, or whose loss is infinite."""
+    """Finds the first update after which a parameter is not finite, or whose loss is infinite."""
     return lambda update: not update.finite or math.isinf(update.loss)
 
 
 def loss_jump(times: float = JUMP) -> Found:
-    """The first whose loss is `times` the median of the 32 before it; that of the minibatch, as it is."""
+    """Finds the first update whose loss is more than `times` the median of the 32 losses before it."""
     recent: deque[float] = deque(maxlen=RECENT)
 
     def found(update: ReplayedUpdate) -> bool:

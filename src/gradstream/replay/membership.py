@@ -1,4 +1,4 @@
-"""Membership of a replay: nobody joins or leaves, and what the coordinator had said is said again."""
+"""The membership of a node in a replay: nobody joins or leaves, and the coordinator's recorded answers are repeated."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from gradstream.wire import v1
 
 __all__ = ["ReplayedMember", "ReplayedMembers"]
 
-Failed = Callable[[str, BaseException], None]
-
 
 class ReplayedMembers:
-    """Who was in, and the model, once a worker has registered it.
+    """The members of a recorded run, and the model once a worker has registered it.
 
     Args:
-        notice: without the model.
+        notice: the notice when training began, without the model.
+        last_worker: name of the worker that kept the final parameters; "" if none did.
     """
 
-    def __init__(self, notice: v1.Notice) -> None:
+    def __init__(self, notice: v1.Notice, last_worker: str) -> None:
         self.notice = notice
+        self.last_worker = last_worker
         self._registered = asyncio.Event()
 
     async def join(self, model: v1.ModelSpec | None) -> v1.Notice:
-        """The notice, with the model."""
+        """The notice with the model, as soon as a worker has passed it."""
         if model is not None:
             self.notice.model.CopyFrom(model)
             self._registered.set()
@@ -41,14 +41,13 @@ class ReplayedMembers:
 
 
 class ReplayedMember(Member):
-    """A member of a run that was.
+    """A `Member` whose coordinator is the recording.
 
     Args:
-        runtime, endpoint: of the node.
-        members: who was in.
-        entries: what the node had noted of what it was told.
-        on_failed: told when the node cannot go on.
-        keeps: this worker kept the final parameters, whatever became of those of lower ranks.
+        runtime, endpoint: those of the node.
+        members: the members of the run.
+        entries: what the node has recorded of the coordinator's answers.
+        on_failed: called with the node's name and error when the node fails.
     """
 
     def __init__(
@@ -57,19 +56,16 @@ class ReplayedMember(Member):
         endpoint: Endpoint,
         members: ReplayedMembers,
         entries: Iterable[Entry],
-        on_failed: Failed,
-        *,
-        keeps: bool = False,
+        on_failed: Callable[[str, BaseException], None],
     ) -> None:
         node = next(node for node in members.notice.nodes if node.name == endpoint.identity.name)
         super().__init__(runtime, endpoint, node, software="")
         self._members = members
         self._first = v1.Notice()
         self._assignments = deque(entry for entry in entries if isinstance(entry, Handed))
-        self._stands = deque(entry for entry in entries if isinstance(entry, Stood | Turned))
+        self._pauses = deque(entry for entry in entries if isinstance(entry, Stood | Turned))
         self._participation = v1.Participation()
         self._on_failed = on_failed
-        self._keeps = keeps
         self._ended = False
         self._changed = asyncio.Event()
 
@@ -80,90 +76,90 @@ class ReplayedMember(Member):
         buffers: Iterable[v1.TensorSpec] = (),
         fixed: Iterable[v1.TensorSpec] = (),
     ) -> v1.Notice:
-        """Everybody is in."""
+        """See `Member`."""
         self._first.CopyFrom(await self._members.join(model))
         self._follow(self._first)
-        self._say()
+        self._publish()
         return self.notice
 
     async def training(self) -> v1.Notice:
-        """At once."""
+        """See `Member`: returns at once."""
         return self.notice
 
     async def over(self) -> v1.Notice:
-        """Never: a replay ends when its shards have done what was recorded."""
+        """Waits for ever: a replay ends when its shards have repeated every recorded event."""
         await asyncio.get_running_loop().create_future()
         return self.notice
 
     async def heard(self, reached: Callable[[], bool]) -> None:
-        """See `Member`: or never."""
+        """See `Member`."""
         while not reached():
             self._changed.clear()
             await self._changed.wait()
 
     async def leave(self) -> None:
-        """Nobody is there to be told."""
+        """Does nothing, since there is no coordinator."""
 
     def emit(self, event: Event) -> None:
-        """Events of a replay are not kept."""
+        """Does nothing: a replay keeps no events."""
 
     def hurry(self) -> None:
-        """Nobody waits for them."""
+        """Does nothing, since there is no coordinator."""
 
     def receipt(self, refs: Iterable[BatchRef]) -> None:
-        """Which minibatches are in the model, the recording knows."""
+        """Does nothing: the recording knows which minibatches are in the model."""
 
     def report(self, report: v1.SnapshotReport) -> None:
-        """A snapshot that was reached lets go of the worker, which goes on to the next one, or ends with it."""
+        """After a worker has reached a snapshot, publishes the next one, or the end if that was the last."""
         if report.kind != v1.SnapshotReport.REACHED or self._ended:
             return
-        stand = self._stands[0]
-        self._ended = isinstance(stand, Stood) and stand.ends
+        pause = self._pauses[0]
+        self._ended = isinstance(pause, Stood) and pause.ends
         if not self._ended:
-            self._stands.popleft()
-        if isinstance(stand, Turned):
-            interval = v1.Interval(number=stand.number)
-            self._participation = v1.Participation(intervals={self.node.name: interval}, phase=stand.phase)
-        self._say()
+            self._pauses.popleft()
+        if isinstance(pause, Turned):
+            interval = v1.Interval(number=pause.number)
+            self._participation = v1.Participation(intervals={self.node.name: interval}, phase=pause.phase)
+        self._publish()
 
     def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
-        """Nobody is there to be told."""
+        """Does nothing, since there is no coordinator."""
 
     def quiesced(self, number: int) -> None:
-        """Nobody is there to be told."""
+        """Does nothing, since there is no coordinator."""
 
     def finished(self, *, relies: bool = False) -> None:
-        """Who kept the final parameters is the worker of the lowest rank by then."""
-        if relies and self._keeps:
+        """Removes the workers of lower ranks if this one kept the final parameters: they had left by then."""
+        if relies and self.node.name == self._members.last_worker:
             gone = [
                 node for node in self._first.nodes if node.role == "worker" and node.rank < self.node.rank
             ]
             for node in gone:
                 self._first.nodes.remove(node)
-            self._say()
+            self._publish()
 
     async def failed(self, error: BaseException, traceback_text: str) -> None:
         """See `Member`."""
         self._on_failed(self.node.name, error)
 
     async def assign(self, wait: bool, in_hand: int, measured: WorkerSpeed) -> Assigned:
-        """What the coordinator had answered. It never answers what it had not."""
+        """Repeats the coordinator's next recorded answer; without one it waits for ever."""
         if not self._assignments:
             await asyncio.get_running_loop().create_future()
         answer = self._assignments.popleft()
         return Assigned(answer.refs, answer.complete, answer.interval)
 
-    def _say(self) -> None:
-        """The notice of now: without a snapshot, or with the one that this worker stands at next."""
+    def _publish(self) -> None:
+        """Sends listeners the present notice, with the next recorded pause of this worker as a snapshot."""
         notice = v1.Notice()
         notice.CopyFrom(self._first)
         notice.participation.CopyFrom(self._participation)
-        if self._stands:
-            stand = self._stands[0]
+        if self._pauses:
+            pause = self._pauses[0]
             number = self.notice.snapshot.number + 1
             phase = v1.Snapshot.ENDED if self._ended else v1.Snapshot.STOP
-            snapshot = v1.Snapshot(number=number, phase=phase, ends=isinstance(stand, Stood) and stand.ends)
-            snapshot.stop_at[self.node.name] = stand.begun
+            snapshot = v1.Snapshot(number=number, phase=phase, ends=isinstance(pause, Stood) and pause.ends)
+            snapshot.stop_at[self.node.name] = pause.begun
             notice.snapshot.CopyFrom(snapshot)
         self.notice = notice
         for listener in self._listeners:

@@ -1,21 +1,22 @@
-"""Holds a shard to the order that was recorded, chunk by chunk.
+"""The event schedule of a shard in a replay: it keeps the recorded order of each chunk.
 
-    what comes   a contribution is let in at its moment, behind all those that came to the chunk before it
-    what goes    a fetch is given a chunk when so many updates are done as when it was given it before
-    an update    waits until everything has come and gone that had, when it was done
+    a push, or a flush of a sum   happens at its recorded chunk time, after all that came to the chunk before it
+    the release of a fetch        happens after as many updates as in the run
+    an update                     begins when every event has happened that came before its end in the run
 
-What was never recorded never happens: a worker that was killed waits in its replay for ever, at the point
-at which it was killed. Chunks do not wait for one another, but through workers: as they did.
+An event that was not recorded never happens: a worker that was killed in the run waits for ever in the replay, at the
+point where it was killed. A chunk waits for another one only through the workers, as in the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
+from typing import Protocol
 
 from gradstream.errors import DivergedError
 from gradstream.recording import FetchAsked, LogPart, Pushed
-from gradstream.replay.chunk_log import Coming, ShardLog, course_of, moment_of
+from gradstream.replay.chunk_log import ShardEvent, chunk_logs_of, chunk_time_of
 from gradstream.server.aggregation import FetchTerms
 from gradstream.server.shard.event_schedule import (
     ChunkRead,
@@ -34,59 +35,58 @@ from gradstream.server.shard.state import ShardState
 __all__ = ["ReplayListener", "ReplaySchedule"]
 
 
-class ReplayListener:
-    """Told of what happens in a replay. Does nothing."""
+class ReplayListener(Protocol):
+    """Is told what happens on a shard of a replay."""
 
-    def moved(self) -> None:
-        """Something that was recorded has happened."""
+    def event_happened(self) -> None:
+        """A recorded event has happened."""
+        ...
 
-    def updates(self, updating: UpdateDue) -> None:
-        """An update begins."""
+    def update_begins(self, update: UpdateDue) -> None:
+        """The arithmetic of an update begins."""
+        ...
 
-    def updated(self, updating: UpdateDue) -> None:
-        """It is done."""
+    def update_applied(self, update: UpdateDue) -> None:
+        """The arithmetic of an update is done."""
+        ...
 
     def diverged(self, error: DivergedError) -> None:
-        """This is another run."""
+        """The replay differs from the recording. The listener raises the error."""
+        ...
 
 
 class ReplaySchedule:
-    """Implements `EventSchedule`.
+    """Implements `EventSchedule`: gives back each event when the recording says that it happened.
 
     Args:
-        part: what the shard has recorded.
-        told: of what happens.
+        part: recording of the shard.
+        listener: is told what happens.
     """
 
-    def __init__(self, part: LogPart, told: ReplayListener) -> None:
+    def __init__(self, part: LogPart, listener: ReplayListener) -> None:
         self.node = part.node
-        self._told = told
+        self._listener = listener
         self._state: ShardState | None = None  # until the model is registered
-        self._chunks, self._entered = course_of(part)
+        self._logs, self._clocks = chunk_logs_of(part)
 
     @property
     def num_left(self) -> int:
-        """Contributions that have not come yet."""
-        return sum(len(state.ordered) for state in self._chunks.values())
+        """Number of recorded contributions that have not arrived yet."""
+        return sum(len(log.ordered) for log in self._logs.values())
 
     @property
     def over(self) -> bool:
-        """Whether everything that was recorded has happened, but for fetches that no update follows."""
-        return not any(
-            state.ordered or state.next or self._busy(chunk) for chunk, state in self._chunks.items()
-        )
-
-    def _busy(self, chunk: int) -> bool:
-        return self._state is not None and self._state.chunks[chunk].busy
+        """Whether every recorded event has happened, except reads after the last update."""
+        return not any(log.ordered or log.due or self._busy(chunk) for chunk, log in self._logs.items())
 
     def awaited(self) -> Iterable[str]:
-        """What each chunk waits for, in words."""
-        for chunk, state in self._chunks.items():
-            unread = state.unread[state.done] if state.next else set()
-            head = state.ordered[0] if state.ordered else None
-            if head is not None and not isinstance(head, ShardLog) and not unread:
-                what = f"push {head.sequence}" if isinstance(head, Pushed) else f"fetch {head.number}"
-                yield f"{self.node}, chunk {chunk}: {what} of worker-{head.rank}"
+        """The event that each chunk waits for, in words."""
+        for chunk, log in self._logs.items():
+            unread = log.unread[log.done] if log.due else set()
+            head = log.ordered[0] if log.ordered else None
+            if head is not None and not isinstance(head, ShardEvent) and not unread:
+                event = f"push {head.sequence}" if isinstance(head, Pushed) else f"fetch {head.number}"
+                yield f"{self.node}, chunk {chunk}: {event} of worker-{head.rank}"
             for rank, number in sorted(unread):
                 yield f"{self.node}, chunk {chunk}: fetch {number} of worker-{rank}"
 
@@ -98,49 +98,59 @@ class ReplaySchedule:
         """See `EventSchedule`."""
         match event:
             case PushArrived(chunk, parked):
-                return self._hold(chunk, (Pushed, parked.header.rank, parked.header.sequence), event)
+                return self._await_turn(chunk, (Pushed, parked.header.rank, parked.header.sequence), event)
             case FetchArrived():
                 return self._fetch(event)
             case ChunkReleased():
                 return self._release(event)
             case ChunkRead():
                 return self._read(event)
-            case ParticipationChange():  # when it happened is recorded, and so is the clock that the worker was told
-                answers = self._entered[event.ranks[0]] if event.kind == "enter" else None
-                event.told = answers.popleft() if answers else event.clock
+            case ParticipationChange():  # the recording has the time of the change, and the worker's new clock
+                clocks = self._clocks[event.ranks[0]] if event.kind == "enter" else None
+                event.told = clocks.popleft() if clocks else event.clock
             case UpdateDue(due):
-                self._chunks[due.chunk].next = event
-                return self._let_in(due.chunk)
+                self._logs[due.chunk].due = event
+                return self._admit_due(due.chunk)
             case UpdateApplied(update):
                 return self._applied(update)
-        return ()  # quorum decisions, too, are taken from the recording
+        return ()  # a quorum decision happens at its recorded time, too
 
-    # ---- what comes ---------------------------------------------------------------------
+    def _busy(self, chunk: int) -> bool:
+        return self._state is not None and self._state.chunks[chunk].busy
+
+    def _chunk_time(self, chunk: int) -> int:
+        return 2 * self._logs[chunk].done + self._busy(chunk)
+
+    def _diverge(self, chunk: int, text: str) -> None:
+        done = self._logs[chunk].done
+        self._listener.diverged(DivergedError(f"{self.node}, chunk {chunk}, after {done} updates: {text}"))
+
+    # ---- pushes and flushes -------------------------------------------------------------
 
     def _fetch(self, event: FetchArrived) -> Iterable[Event]:
-        """A fetch waits for its turn alone."""
+        """Drops the conditions of a fetch, since the recording says when it is released."""
         fetch, terms = event.fetch, event.terms
         none = FetchTerms(terms.sender, terms.incarnation, flush=terms.flush, beside=terms.beside)
         event = replace(event, terms=none)
         if fetch.flushes and fetch.number:
-            return self._hold(event.chunk, (FetchAsked, fetch.rank, fetch.number), event)
+            return self._await_turn(event.chunk, (FetchAsked, fetch.rank, fetch.number), event)
         return (event,)
 
-    def _hold(self, chunk: int, key: Hashable, event: Event) -> Iterable[Event]:
-        self._chunks[chunk].held[key] = event
-        return self._let_in(chunk)
+    def _await_turn(self, chunk: int, key: Hashable, event: Event) -> Iterable[Event]:
+        self._logs[chunk].early[key] = event
+        return self._admit_due(chunk)
 
-    def _let_in(self, chunk: int) -> Iterable[Event]:
-        """Lets in what has come and has its turn; each may begin an update, and so bring about the next."""
-        state = self._chunks[chunk]
-        if state.letting_in:
+    def _admit_due(self, chunk: int) -> Iterable[Event]:
+        """Yields the events that have arrived and are next; each may begin an update, which admits further ones."""
+        log = self._logs[chunk]
+        if log.admitting:
             return
-        state.letting_in = True
-        while state.ordered and moment_of(state.ordered[0], chunk) <= self._moment(chunk):
-            head = state.ordered[0]
-            if moment_of(head, chunk) < self._moment(chunk):
-                self._diverge(chunk, f"update {state.done} should have waited for {head}")
-            if isinstance(head, ShardLog):
+        log.admitting = True
+        while log.ordered and chunk_time_of(log.ordered[0], chunk) <= self._chunk_time(chunk):
+            head = log.ordered[0]
+            if chunk_time_of(head, chunk) < self._chunk_time(chunk):
+                self._diverge(chunk, f"update {log.done} should have waited for {head}")
+            if isinstance(head, ShardEvent):
                 if not self._is_due(head):
                     break
                 yield from self._happen(head)
@@ -148,22 +158,22 @@ class ReplaySchedule:
             number = head.sequence if isinstance(head, Pushed) else head.number
             if isinstance(head, FetchAsked) and not number:
                 yield SumFlush(chunk)
-                state.ordered.popleft()
+                log.ordered.popleft()
                 continue
-            event = state.held.pop((type(head), head.rank, number), None)
+            event = log.early.pop((type(head), head.rank, number), None)
             if event is None:
                 break
             if isinstance(event, PushArrived):
+                assert isinstance(head, Pushed)
                 self._compare(event, head)
             yield event
-            state.ordered.popleft()
-            self._told.moved()
-        state.letting_in = False
-        yield from self._go_on(chunk)
+            log.ordered.popleft()
+            self._listener.event_happened()
+        log.admitting = False
+        yield from self._begin_update(chunk)
 
-    def _compare(self, event: PushArrived, entry: Coming) -> None:
-        """Diverges where a push is not the recorded one."""
-        assert isinstance(entry, Pushed)
+    def _compare(self, event: PushArrived, entry: Pushed) -> None:
+        """Diverges if a push differs from the recorded one."""
         new, assign = event.parked.header, event.parked.assign
         base_version = entry.base_version if new.empty else new.base_version  # an empty push has none
         if (base_version, new.empty, assign) != (entry.base_version, entry.absent, entry.assign):
@@ -173,71 +183,64 @@ class ReplaySchedule:
                 f"recorded {entry.base_version}",
             )
 
-    def _is_due(self, event: ShardLog) -> bool:
-        """Whether an event of all chunks has its turn on each."""
-        for chunk, moment in event.moments.items():
-            ordered = self._chunks[chunk].ordered
-            if not ordered or ordered[0] is not event or self._moment(chunk) != moment:
+    def _is_due(self, event: ShardEvent) -> bool:
+        """Whether an event of several chunks is next on each of them."""
+        for chunk, chunk_time in event.chunk_times.items():
+            ordered = self._logs[chunk].ordered
+            if not ordered or ordered[0] is not event or self._chunk_time(chunk) != chunk_time:
                 return False
         return True
 
-    def _happen(self, event: ShardLog) -> Iterable[Event]:
-        for chunk in event.moments:
-            self._chunks[chunk].ordered.popleft()
+    def _happen(self, event: ShardEvent) -> Iterable[Event]:
+        for chunk in event.chunk_times:
+            self._logs[chunk].ordered.popleft()
         yield event.event
-        self._told.moved()
-        for chunk in event.moments:
-            yield from self._let_in(chunk)
+        self._listener.event_happened()
+        for chunk in event.chunk_times:
+            yield from self._admit_due(chunk)
 
-    def _moment(self, chunk: int) -> int:
-        return 2 * self._chunks[chunk].done + self._busy(chunk)
-
-    # ---- what goes ----------------------------------------------------------------------
+    # ---- reads --------------------------------------------------------------------------
 
     def _release(self, event: ChunkReleased) -> Iterable[Event]:
         chunk, fetch = event.chunk, event.fetch
-        state = self._chunks[chunk]
-        done = state.reads.get((fetch.rank, fetch.number))
-        if not fetch.number or done == state.done:
+        log = self._logs[chunk]
+        done = log.reads.get((fetch.rank, fetch.number))
+        if not fetch.number or done == log.done:
             return (event,)
-        if done is not None and done > state.done:
-            state.releases[done].append(event)
+        if done is not None and done > log.done:
+            log.releases[done].append(event)
         elif done is not None:
-            self._diverge(chunk, f"fetch {fetch.number} of worker-{fetch.rank} came behind update {done}")
+            self._diverge(chunk, f"fetch {fetch.number} of worker-{fetch.rank} came after update {done}")
         return ()
 
     def _read(self, event: ChunkRead) -> Iterable[Event]:
-        state, key = self._chunks[event.chunk], (event.fetch.rank, event.fetch.number)
+        log, key = self._logs[event.chunk], (event.fetch.rank, event.fetch.number)
         yield event
-        event.clock = state.clocks.get(key, event.clock)
-        state.unread[state.done].discard(key)
-        self._told.moved()
-        yield from self._go_on(event.chunk)
+        event.clock = log.clocks.get(key, event.clock)
+        log.unread[log.done].discard(key)
+        self._listener.event_happened()
+        yield from self._begin_update(event.chunk)
 
     # ---- updates ------------------------------------------------------------------------
 
-    def _go_on(self, chunk: int) -> Iterable[Event]:
-        """Lets the update begin that waits, if nothing has to happen before it is done."""
-        state = self._chunks[chunk]
-        before = bool(state.ordered) and moment_of(state.ordered[0], chunk) // 2 <= state.done
-        if state.next is None or before or state.unread[state.done]:
+    def _begin_update(self, chunk: int) -> Iterable[Event]:
+        """Yields the update that is due, if no recorded event has to happen before it is done."""
+        log = self._logs[chunk]
+        must_wait = bool(log.ordered) and chunk_time_of(log.ordered[0], chunk) // 2 <= log.done
+        if log.due is None or must_wait or log.unread[log.done]:
             return
-        update, state.next = state.next, None
-        self._told.updates(update)
+        update, log.due = log.due, None
+        self._listener.update_begins(update)
         yield update
 
     def _applied(self, update: UpdateDue) -> Iterable[Event]:
         chunk = update.due.chunk
-        state = self._chunks[chunk]
-        state.done += 1
-        crc = state.sums.get(state.done)
+        log = self._logs[chunk]
+        log.done += 1
+        crc = log.sums.get(log.done)
         if crc is not None and crc != crc_of(update.parameters):
             self._diverge(chunk, "the parameters are not those of the recorded run")
-        self._told.updated(update)
-        self._told.moved()
-        yield from state.releases.pop(state.done, ())
-        yield from self._let_in(chunk)
-
-    def _diverge(self, chunk: int, what: str) -> None:
-        done = self._chunks[chunk].done
-        self._told.diverged(DivergedError(f"{self.node}, chunk {chunk}, after {done} updates: {what}"))
+        self._listener.update_applied(update)
+        self._listener.event_happened()
+        yield from log.releases.pop(log.done, ())
+        yield from self._admit_due(chunk)

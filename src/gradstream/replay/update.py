@@ -1,4 +1,4 @@
-"""One update of a replay: whose, of which minibatch, computed on what, applied to what."""
+"""One update of a replay: its worker, its samples, and the versions it was computed on and applied to."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ Tree = Callable[[torch.Tensor], Mapping[str, np.ndarray[Any, Any]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedUpdate:
-    """What a worker has pushed at once, applied to every chunk.
+    """One push of a worker, applied to every chunk.
 
-    Chunks are applied each for itself, so other updates may lie between: `before` and `after` have each
-    chunk as it was right before and right after this one.
+    Each chunk is updated by itself, so other updates may lie in between: `before` and `after` have each chunk as it
+    was directly before and directly after this update.
 
     Args:
-        number: from 1, in the order in which updates were whole; that of each chunk is the recorded one.
-        worker: its rank.
-        sequence: number of the push: of this worker's, from 1.
-        steps: of the worker, whose gradients are in it.
-        batches: the minibatches of these steps.
-        samples: their sample ids, in order; None where samples have no numbers.
-        num_samples: how many.
+        number: number of the update, from 1, in the order in which updates reached their last chunk.
+        worker: rank of the worker.
+        sequence: number of the push among those of the worker, from 1.
+        steps: steps of the worker whose gradients are in the push.
+        batches: minibatches of these steps.
+        samples: sample ids of the minibatches, in order; None if samples have no ids.
+        num_samples: number of samples.
         lr: learning rate.
-        loss: mean over its minibatches; NaN where unknown.
-        computed_on: by chunk, the version that the (first) gradient was computed on.
-        applied_at: by chunk, the version that it was applied to: minus `computed_on` its staleness.
-        gradient_norm: length of what was pushed.
-        update_norm: by how far the parameters went: with all that were applied in the same versions; 0 where
-            it has only joined a sum, which a later one completes.
-        finite: whether all parameters were numbers after it.
+        loss: mean loss of the minibatches; NaN if unknown.
+        computed_on: by chunk, the version that the first gradient was computed on.
+        applied_at: by chunk, the version that the push was applied to; its staleness is the difference.
+        gradient_norm: length of the pushed vector.
+        update_norm: length of the change of the parameters, which includes all pushes applied in the same versions;
+            0 if the push only joined a sum that a later push completes.
+        finite: whether all parameters were finite after it.
     """
 
     number: int
@@ -61,17 +61,17 @@ class ReplayedUpdate:
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """By chunk: versions between the one that it was computed on and the one that it was applied to."""
+        """By chunk, the number of versions from `computed_on` to `applied_at`."""
         return tuple(at - on for on, at in zip(self.computed_on, self.applied_at, strict=True))
 
     @property
     def before(self) -> Mapping[str, np.ndarray[Any, Any]]:
-        """Parameters by the user's own names, before it; {} where the replay keeps none."""
+        """Parameters before the update, by their names in the model; {} if the replay keeps none."""
         return self._named(self._before)
 
     @property
     def after(self) -> Mapping[str, np.ndarray[Any, Any]]:
-        """Parameters after it; {} where the replay keeps none."""
+        """Parameters after the update; {} if the replay keeps none."""
         return self._named(self._after)
 
     def _named(self, flat: torch.Tensor | None) -> Mapping[str, np.ndarray[Any, Any]]:

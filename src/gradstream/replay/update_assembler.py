@@ -1,4 +1,4 @@
-"""Puts updates together out of what is heard of them: gradients, pushes, and one chunk after the other."""
+"""Assembles updates of the whole model from the gradients, pushes and chunk updates that a replay observes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from gradstream.worker.observer import Observer
 
 __all__ = ["UpdateAssembler"]
 
-Ids = Callable[[BatchRef], Sequence[int] | None]
-
 
 @dataclass(slots=True)
-class _Open:
-    """An update that is not whole yet."""
+class _OpenUpdate:
+    """An update that some chunks have not had yet. `on`: base version by chunk. `at`: version it was applied to."""
 
     on: dict[int, int] = field(default_factory=dict)
     at: dict[int, int] = field(default_factory=dict)
@@ -36,27 +34,35 @@ class _Open:
 
 
 class UpdateAssembler(Observer):
-    """Hears of everything that workers and shards of a replay do.
+    """Observes the workers and shards of a replay, and puts each update into `complete` once all chunks had it.
 
     Args:
-        chunks: of the model.
-        dtype: of its parameters.
-        tree: names of its parameters.
-        ids: the samples of a minibatch.
-        keep: parameters before and after each update.
+        chunks: chunks of the model.
+        dtype: type of the parameters.
+        tree: returns the parameters by name.
+        samples_of: returns the sample ids of a minibatch, or None.
+        keep: whether to keep the parameters before and after each update.
     """
 
-    def __init__(self, chunks: ChunkMap, dtype: torch.dtype, tree: Tree, ids: Ids, *, keep: bool) -> None:
-        self.whole: deque[ReplayedUpdate] = deque()  # and not fetched from here yet
-        self.num_updates = 0
+    def __init__(
+        self,
+        chunks: ChunkMap,
+        dtype: torch.dtype,
+        tree: Tree,
+        samples_of: Callable[[BatchRef], Sequence[int] | None],
+        *,
+        keep: bool,
+    ) -> None:
+        self.complete: deque[ReplayedUpdate] = deque()
+        self._num_updates = 0
         self._chunks = chunks
         self._dtype = dtype
         self._tree = tree
-        self._ids = ids
+        self._samples_of = samples_of
         self._keep = keep
         self._gradients: dict[tuple[int, BatchRef], tuple[int, float]] = {}  # step and loss
-        self._handed: defaultdict[int, list[Push]] = defaultdict(list)  # by rank
-        self._open: defaultdict[tuple[int, int], _Open] = defaultdict(_Open)
+        self._pushes: defaultdict[int, list[Push]] = defaultdict(list)  # by rank
+        self._open: defaultdict[tuple[int, int], _OpenUpdate] = defaultdict(_OpenUpdate)  # by rank, sequence
         self._before: dict[int, torch.Tensor] = {}  # by chunk, while it is updated
 
     # ---- workers ------------------------------------------------------------------------
@@ -68,59 +74,55 @@ class UpdateAssembler(Observer):
     def handed_over(self, rank: int, update: Push) -> None:
         """See `Observer`."""
         if update.refs:
-            self._handed[rank].append(update)
+            self._pushes[rank].append(update)
 
     # ---- shards -------------------------------------------------------------------------
 
-    def begins(self, updating: UpdateDue) -> None:
-        """An update of a chunk begins."""
-        self._before[updating.due.chunk] = updating.parameters.clone()
+    def begin(self, update: UpdateDue) -> None:
+        """Keeps the parameters of a chunk before its update."""
+        self._before[update.due.chunk] = update.parameters.clone()
 
-    def done(self, updating: UpdateDue) -> None:
-        """It is done: that of one or several pushes, or none yet where they only joined the chunk's sum."""
-        due, before = updating.due, self._before.pop(updating.due.chunk)
-        start, stop = self._chunks.bounds(due.chunk)
-        squares = _squares(updating.parameters - before)
-        finite = bool(torch.isfinite(updating.parameters).all())
-        parts = iter(updating.parts)
-        for held in due.update:
-            one = held.header
-            part = None if one.empty else elements_of(next(parts))
-            if held.assign:
+    def applied(self, update: UpdateDue) -> None:
+        """Notes the update of a chunk, for each push in it. A push may only have joined the chunk's sum."""
+        due, before = update.due, self._before.pop(update.due.chunk)
+        squares = _squares(update.parameters - before)
+        finite = bool(torch.isfinite(update.parameters).all())
+        parts = iter(update.parts)
+        for parked in due.update:
+            push = parked.header
+            part = None if push.empty else elements_of(next(parts))
+            if parked.assign:
                 continue
-            found = self._open[one.rank, one.sequence]
-            found.on[due.chunk], found.at[due.chunk] = one.base_version, due.step - 1
+            key = (push.rank, push.sequence)
+            found = self._open[key]
+            found.on[due.chunk], found.at[due.chunk] = push.base_version, due.step - 1
             found.gradient_squares += 0.0 if part is None else _squares(part)
             found.update_squares += squares
             found.finite = found.finite and finite
             if self._keep:
-                for name, elements in (("before", before), ("after", updating.parameters)):
-                    self._vector(found, name)[start:stop] = elements
+                start, stop = self._chunks.bounds(due.chunk)
+                if found.before is None or found.after is None:
+                    found.before, found.after = (
+                        torch.empty(self._chunks.elems, dtype=self._dtype) for _ in range(2)
+                    )
+                found.before[start:stop], found.after[start:stop] = before, update.parameters
             if len(found.at) == self._chunks.num_chunks:
-                self._close(one.rank, one.sequence, one.lr, one.samples)
+                self._close(self._open.pop(key), *key, push.lr, push.samples)
 
-    def _vector(self, found: _Open, name: str) -> torch.Tensor:
-        vector: torch.Tensor | None = getattr(found, name)
-        if vector is None:
-            vector = torch.empty(self._chunks.elems, dtype=self._dtype)
-            setattr(found, name, vector)
-        return vector
-
-    def _close(self, rank: int, sequence: int, lr: float, num_samples: int) -> None:
-        found = self._open.pop((rank, sequence))
+    def _close(self, found: _OpenUpdate, rank: int, sequence: int, lr: float, num_samples: int) -> None:
         refs = self._refs(rank, sequence)
-        known = [self._gradients.pop((rank, ref), (-1, math.nan)) for ref in refs]
-        ids = [self._ids(ref) for ref in refs]
-        losses = [loss for step, loss in known if step >= 0]
-        self.num_updates += 1
-        self.whole.append(
+        computed = [self._gradients.pop((rank, ref), (-1, math.nan)) for ref in refs]
+        losses = [loss for step, loss in computed if step >= 0]
+        samples = [self._samples_of(ref) for ref in refs]
+        self._num_updates += 1
+        self.complete.append(
             ReplayedUpdate(
-                number=self.num_updates,
+                number=self._num_updates,
                 worker=rank,
                 sequence=sequence,
-                steps=tuple(step for step, _ in known if step >= 0),
+                steps=tuple(step for step, _ in computed if step >= 0),
                 batches=refs,
-                samples=None if None in ids else tuple(number for some in ids for number in some or ()),
+                samples=None if None in samples else tuple(number for ids in samples for number in ids or ()),
                 num_samples=num_samples,
                 lr=lr,
                 loss=math.fsum(losses) / len(losses) if losses else math.nan,
@@ -136,10 +138,10 @@ class UpdateAssembler(Observer):
         )
 
     def _refs(self, rank: int, sequence: int) -> tuple[BatchRef, ...]:
-        handed = self._handed[rank]
-        for push in handed:
+        pushes = self._pushes[rank]
+        for push in pushes:
             if push.sequence == sequence:
-                handed.remove(push)
+                pushes.remove(push)
                 return tuple(push.refs)
         return ()
 

@@ -1,4 +1,4 @@
-"""The causes of slowness, and the thresholds from which each counts."""
+"""The reasons why a run is slow, and the thresholds from which each counts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gradstream.report.worker_figures import WorkerFigures
 __all__ = ["BUSY", "FULL", "NOTABLE", "SLOWER", "Reason", "share_for", "waited_for"]
 
 NOTABLE = 0.15
-"""Less than this share of workers' time is not worth a sentence."""
+"""A smaller share of the workers' time is not mentioned."""
 BUSY = 0.5
-"""A shard that computes for this share of the time holds its workers up."""
+"""A shard that computes for this share of the time slows its workers down."""
 FULL = 0.85
-"""A machine, or a process of one core, is full from here."""
+"""A machine, or a process of one core, counts as full from this share of its cores' time."""
 SLOWER = 1.2
-"""Computing times that differ by less are alike."""
+"""Computing times whose ratio is smaller count as equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Reason:
     """Why a run is slow.
 
     Args:
-        kind: of the cause.
-        text: one sentence, with the figures it rests on.
+        kind: kind of the reason.
+        text: one sentence, with the figures that it rests on.
         remedy: a change that would help.
-        culprit: the node at fault; "" for none.
+        culprit: the node that causes it; "" for none.
     """
 
     kind: Literal[
@@ -56,12 +56,12 @@ class Reason:
 
 
 def waited_for(worker: WorkerFigures, names: Collection[str]) -> float:
-    """Seconds that a worker waited for these nodes."""
+    """Seconds for which a worker waited for these nodes."""
     return sum(seconds for name, seconds in worker.waited_for.items() if name in names)
 
 
 def share_for(one: WorkerFigures, workers: Sequence[WorkerFigures]) -> float:
-    """The share of the others' time that they waited for this one."""
+    """The share of their time for which the other workers waited for this one."""
     others = [worker for worker in workers if worker is not one]
     total_s = sum(worker.total_s for worker in others)
     return sum(waited_for(worker, {one.name}) for worker in others) / total_s if total_s else 0.0

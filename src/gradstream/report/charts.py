@@ -1,4 +1,4 @@
-"""Charts as SVG text. Colours are classes, so that the page chooses those of light and dark mode."""
+"""Charts as SVG text. Colours are classes, for which the page has values in light and in dark mode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOG_FROM = 100
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A named line. `dots` shows its points, for a figure that is measured now and then."""
+    """A named line. `dots` shows its points, for a figure that is measured rarely."""
 
     name: str
     points: Points
@@ -29,7 +29,7 @@ class Curve:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`, about `count` of them."""
+    """About `count` round numbers from `low` to `high`."""
     if not high > low:
         return [low]
     rough = (high - low) / count
@@ -49,15 +49,15 @@ def line_chart(
     from_zero: bool = False,
     may_log: bool = False,
 ) -> str:
-    """Lines over one pair of axes; "" where there is no point to draw.
+    """A chart of lines; "" if there is no point to draw.
 
     Args:
-        curves: to draw, the most important one first.
-        title: of the chart, for readers who cannot see it.
-        x_label: under the axis.
-        x_text, y_text: a figure as text.
-        from_zero: the vertical axis begins at 0.
-        may_log: the vertical axis is logarithmic where the values span more than two powers of ten.
+        curves: the lines, the most important one first.
+        title: description of the chart for screen readers.
+        x_label: text under the horizontal axis.
+        x_text, y_text: return a value on the axis as text.
+        from_zero: whether the vertical axis begins at 0.
+        may_log: whether the vertical axis is logarithmic if the values span more than two powers of ten.
     """
     points = [point for curve in curves for point in curve.points if math.isfinite(point[1])]
     if not points:
@@ -85,7 +85,7 @@ def line_chart(
 
 @dataclass(frozen=True, slots=True)
 class _Axes:
-    """From values to places. `y_low` and `y_high` are exponents of ten where `log`."""
+    """Maps values to places in the drawing. If `log`, `y_low` and `y_high` are exponents of ten."""
 
     x_high: float
     y_low: float
@@ -112,7 +112,7 @@ class _Axes:
 
 
 def _range(values: Sequence[float], *, from_zero: bool) -> tuple[float, float]:
-    """With a little air above and below."""
+    """The range of the vertical axis, a little wider than that of the values."""
     low, high = min(values), max(values)
     if from_zero:
         low = min(0.0, low)
@@ -138,7 +138,7 @@ def _curve(curve: Curve, axes: _Axes) -> list[str]:
 
 
 def sparkline(points: Points, *, title: str, style: str = "c0", width: int = 120, height: int = 24) -> str:
-    """A line without axes, from 0 up to its largest value; "" for fewer than two points."""
+    """A small line without axes, from 0 to its largest value; "" for fewer than two points."""
     if len(points) < 2:
         return ""
     x_low, x_high = points[0][0], points[-1][0]
@@ -162,13 +162,13 @@ def sparkline(points: Points, *, title: str, style: str = "c0", width: int = 120
 
 
 def _thin(points: Points, count: int) -> Points:
-    """At most `count` of them, evenly; the last one stays."""
+    """At most about `count` of the points, evenly; the last one stays."""
     size = math.ceil(len(points) / count)
     return points if size == 1 else [*points[::size], points[-1]]
 
 
 def histogram(counts: Mapping[int, int], *, title: str, max_bars: int = 20) -> str:
-    """Bars by whole number from 0 on, neighbours together where there are many; "" for nothing."""
+    """A bar for each whole number from 0 on, or for several neighbours if there are many; "" without counts."""
     if not counts:
         return ""
     size = max(1, math.ceil((max(counts) + 1) / max_bars))
@@ -192,12 +192,12 @@ def histogram(counts: Mapping[int, int], *, title: str, max_bars: int = 20) -> s
 
 
 def shares(parts: Iterable[tuple[str, float, str]], *, title: str) -> str:
-    """One bar of 100 % divided among (class, share, what)."""
+    """One bar of 100 %, divided into parts (class, share, text)."""
     drawn, begin = [], 0.0
-    for style, share, what in parts:
+    for style, share, text in parts:
         drawn.append(
             f'<rect class="fill {style}" x="{200 * begin:.2f}" y="0" width="{200 * share:.2f}" height="14">'
-            f"<title>{escape(what)}: {share:.1%}</title></rect>"
+            f"<title>{escape(text)}: {share:.1%}</title></rect>"
         )
         begin += share
     return _svg(drawn, 200, 14, title, kind="bar")

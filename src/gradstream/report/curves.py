@@ -1,4 +1,4 @@
-"""Loss, accuracy and throughput of a run over samples and over time, in few enough points to draw."""
+"""Loss, accuracy and throughput of a run over samples and over time, as few points for a chart."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gradstream.report.summary import EventDict, begin_s
 __all__ = ["MAX_POINTS", "Point", "evaluated", "logged", "throughput", "training"]
 
 MAX_POINTS = 200
-"""Of a curve: more would be closer together than the pixels of a page."""
+"""Most points of a curve: more would lie closer together than the pixels of a page."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A value, after so many samples of all workers and so many seconds."""
+    """A value after `samples` of all workers and `time_s` seconds."""
 
     samples: int
     time_s: float
@@ -27,11 +27,10 @@ class Point:
 def training(events: Iterable[EventDict], key: str = "loss", max_points: int = MAX_POINTS) -> list[Point]:
     """A figure of steps: means over equal numbers of successive minibatches, weighted by samples.
 
-    A point stands at the end of the minibatches of its mean. Minibatches without the figure count as
-    samples only.
+    A point lies at the end of the minibatches of its mean. Minibatches without the figure only count as samples.
 
     Args:
-        events: of the run.
+        events: events of the run.
         key: "loss", "lr" or "gradient_norm".
         max_points: the most points of the curve.
     """
@@ -50,7 +49,7 @@ def training(events: Iterable[EventDict], key: str = "loss", max_points: int = M
 
 
 def evaluated(events: Iterable[EventDict], key: str) -> list[Point]:
-    """A figure of the evaluations on held-out samples: "accuracy", "loss", or a metric's own name."""
+    """A figure of the evaluations on held-out samples: "accuracy", "loss", or the name of a metric."""
     points = []
     for event in events:
         if event["event"] == "evaluated":
@@ -61,9 +60,9 @@ def evaluated(events: Iterable[EventDict], key: str) -> list[Point]:
 
 
 def logged(events: Iterable[EventDict], max_points: int = MAX_POINTS) -> dict[str, list[Point]]:
-    """Figures that a user's own loop has logged, by name: means of equal numbers of successive values.
+    """Figures that a user's loop has logged, by name: means of equal numbers of successive values.
 
-    A mean is NaN where a value was not finite.
+    A mean is NaN if one of its values is not finite.
     """
     samples = 0
     found: dict[str, list[Point]] = {}
@@ -87,10 +86,10 @@ def _thinned(points: Sequence[Point], max_points: int) -> list[Point]:
 
 
 def throughput(events: Iterable[EventDict], max_points: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """(time_s at the middle of an interval, samples a second of all workers in it).
+    """Throughput over time: (middle of an interval in seconds, samples per second of all workers in it).
 
-    The samples of a step are spread over its duration. Intervals are equal, and as long as the mean
-    step at least.
+    The samples of a step are spread over its duration. All intervals have the same length, at least that of the mean
+    step.
     """
     steps = [event for event in events if event["event"] == "step"]
     if not steps:
@@ -107,7 +106,7 @@ def throughput(events: Iterable[EventDict], max_points: int = MAX_POINTS) -> lis
 def _spread(
     steps: Sequence[EventDict], lengths: Sequence[float], start: float, width_s: float, count: int
 ) -> list[tuple[float, float]]:
-    """The share of each step that lies in each interval."""
+    """Adds to each interval the share of each step that lies in it."""
     totals = [0.0] * count
     for step, length_s in zip(steps, lengths, strict=True):
         end = (step["time_s"] - start) / width_s

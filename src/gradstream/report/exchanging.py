@@ -1,4 +1,4 @@
-"""Why the exchange takes long: one worker's network, tiny chunks, a shard, or the carrier."""
+"""Reasons why the exchange takes long: the network of one worker, tiny chunks, a shard, or the carrier."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gradstream.report.worker_figures import WorkerFigures
 __all__ = ["for_exchange", "for_network_of_one"]
 
 ALONE = 0.7
-"""A worker is alone in being late if this part of the waiting for it was after all others had come."""
+"""Share of the waiting for a worker that must lie after the arrival of all others, for it alone to be late."""
 TINY_BYTES = 1 << 16
-"""Below this size a chunk costs its message more than its bytes."""
+"""A smaller chunk costs more time for its message than for its bytes."""
 MANY = 64
-"""Fewer chunks cost little, however small they are."""
+"""Fewer chunks than these cost little, however small they are."""
 MESSAGE_S = 1e-3
-"""A chunk that is tiny, and for which workers wait longer than this, has a slow way."""
+"""If workers wait longer for each tiny chunk, not the number of messages is slow but the network."""
 ITEMSIZE_BYTES = 4
 LONGER = "a longer period between exchanges (push_every, fetch_every)"
 
@@ -27,9 +27,9 @@ LONGER = "a longer period between exchanges (push_every, fetch_every)"
 def for_network_of_one(
     figures: RunFigures, workers: Sequence[WorkerFigures], shards: set[str]
 ) -> Reason | None:
-    """One worker whose contributions come later than all others', by as much as the others wait for it.
+    """The reason is one worker whose contributions come so much later than all others' as the others wait for it.
 
-    Where all share a link, the last worker comes after the others by its own transfer alone.
+    If all workers share a link, the last one comes later by no more than its own transfer.
     """
     caused = {one.name: share_for(one, workers) for one in workers}
     worst = max(workers, key=lambda one: caused[one.name])
@@ -50,14 +50,13 @@ def for_network_of_one(
 def for_exchange(
     figures: RunFigures, workers: Sequence[WorkerFigures], share: float, cores: int | None, *, processes: bool
 ) -> Reason:
-    """Workers wait for the exchange, and for nobody's computing.
+    """The reason why workers wait for the exchange, and not for the computing of others.
 
     Args:
-        figures: of the run.
-        workers: those with steps.
-        share: of the workers' time that they wait, 0 to 1.
-        cores: of the machine that all nodes share; None where there are several, or none.
-        processes: each node is one, so that its CPU seconds are its own.
+        figures: figures of the run.
+        workers: the workers with steps.
+        share: share of the workers' time for which they wait, 0 to 1.
+        cores, processes: see `gradstream.report.reason.reason_of`.
     """
     busy = {shard.name: _busy(shard, figures.seconds, processes) for shard in figures.shards}
     busiest = max(busy, key=lambda name: busy[name], default="")
@@ -84,11 +83,11 @@ def for_exchange(
     steps = sum(worker.steps for worker in workers)
     beside = f", while the busiest shard computed only {busy[busiest]:.0%} of the time" if busy else ""
     waited = f"the workers waited {share:.0%} of their time for the exchange"
-    return _for_way(figures, f"{waited}, {moved_bytes / steps / 1e6:,.3g} MB a step{beside}.")
+    return _for_carrier(figures, f"{waited}, {moved_bytes / steps / 1e6:,.3g} MB a step{beside}.")
 
 
-def _for_way(figures: RunFigures, waited: str) -> Reason:
-    """The carrier, when no other cause is left."""
+def _for_carrier(figures: RunFigures, waited: str) -> Reason:
+    """The reason is the carrier, since no other one is left."""
     carriers = sorted({carrier for node in figures.nodes for carrier in node.carriers})
     in_place = str(figures.summary.get("group") or "").startswith("shared")
     if in_place or carriers == ["shm"]:
@@ -102,7 +101,7 @@ def _for_way(figures: RunFigures, waited: str) -> Reason:
 
 
 def _for_chunks(figures: RunFigures, waited_s: float, share: float, moved_bytes: int) -> Reason | None:
-    """Chunks are so small that each costs its message and not its bytes; None where they are not."""
+    """The reason is that chunks are so small that each costs a message and not its bytes; None if they are not."""
     elems, total = figures.summary.get("chunk_elems"), figures.summary.get("num_parameters")
     if not figures.shards or not elems or not total:
         return None
@@ -120,12 +119,12 @@ def _for_chunks(figures: RunFigures, waited_s: float, share: float, moved_bytes:
 def _moved_bytes(figures: RunFigures) -> int:
     if figures.links:
         return sum(link.pushed_bytes + link.fetched_bytes for link in figures.links)
-    # A group of workers reports its bytes, and not the pairs between which they went.
+    # A group of workers reports its bytes, but not by pair of workers.
     return int(figures.summary.get("pushed_bytes", 0))
 
 
 def _busy(shard: ShardFigures, seconds: float, processes: bool) -> float:
-    """Of its time, how much a shard computes; a process that fills a core computes all the time."""
+    """The share of its time for which a shard computes; a process that fills a core computes all the time."""
     if seconds <= 0:
         return 0.0
     cpu = shard.cpu_s / seconds if processes else 0.0

@@ -14,7 +14,7 @@ from typing import Any
 
 from gradstream.report.counting import by_node, cpu_s_of, rank_order, total_of
 from gradstream.report.grouped import attributed
-from gradstream.report.held import held_of
+from gradstream.report.pauses import pauses_of
 from gradstream.report.staleness import StalenessRow, staleness_by
 from gradstream.report.story import Moment, Status, status_of, story_of
 from gradstream.report.summary import EventDict, begin_s, carriers_of, summary_of
@@ -36,7 +36,7 @@ Series = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True, slots=True)
 class ShardFigures:
-    """One shard. `apply_s` are seconds of arithmetic, `cpu_s` of its whole process."""
+    """One shard. `apply_s`: seconds of its updates. `cpu_s`: CPU seconds of its process."""
 
     name: str
     updates: int
@@ -59,15 +59,15 @@ class NodeFigures:
     """One process.
 
     Args:
-        name, role: of the node.
-        host: of its address; "" where the events do not say.
-        carriers: by which it reaches the others.
-        joined_s, left_s: when it came and went; None where it did not, or where the events do not say.
-        lost: it went without a goodbye.
-        cpu_s: CPU seconds, total.
+        name, role: name and role of the node.
+        host: host of its address; "" if unknown.
+        carriers: carriers over which it reaches other nodes.
+        joined_s, left_s: time at which it joined and left; None if it did not, or if that is unknown.
+        lost: whether it left without a goodbye.
+        cpu_s: CPU seconds in total.
         cpu: cores in use over time.
         memory: own resident bytes over time.
-        peak_bytes: of own memory.
+        peak_bytes: largest own memory.
     """
 
     name: str
@@ -87,10 +87,10 @@ class NodeFigures:
 class RunFigures:
     """Figures of a run by node. Tuples are in the order of ranks; times count from the begin of training.
 
-    `imbalance_s` is how long workers would have waited for one another if only computing had taken time:
-    over all steps and workers, the longest gradient of that step minus its own. `late_s` is by how much
-    each worker's contributions came after those of all others, at the shard where that was most. `stood_s` is
-    how long workers were paused for `num_checkpoints`.
+    `imbalance_s`: seconds for which workers would have waited for one another if only computing had taken time, i.e.
+    the longest gradient of a step minus the worker's own, summed over steps and workers. `late_s`: by worker, seconds
+    by which its contributions came after all others, at the shard where that was most. `checkpoint_pause_s`: seconds
+    for which workers were paused for `num_checkpoints`.
     """
 
     summary: Mapping[str, Any]
@@ -106,30 +106,30 @@ class RunFigures:
     imbalance_s: float = 0.0
     late_s: Mapping[str, float] = field(default_factory=dict)
     staleness: tuple[StalenessRow, ...] = ()
-    stood_s: float = 0.0
+    checkpoint_pause_s: float = 0.0
     num_checkpoints: int = 0
 
     @property
     def seconds(self) -> float:
-        """From the begin of the first step to the last thing known of training."""
+        """Seconds from the begin of the first step to the last event of training."""
         return max(0.0, self.end_s - self.begin_s)
 
 
 def figures_of(events: Sequence[EventDict]) -> RunFigures:
-    """All figures of a run by node. Of a run without steps most of them are empty."""
+    """All figures of a run by node. For a run without steps most of them are empty."""
     by_kind: defaultdict[str, list[EventDict]] = defaultdict(list)
     for event in events:
         by_kind[event["event"]].append(event)
     nodes = _nodes(by_kind)
     steps = by_kind["step"] = attributed(by_kind["step"])
     end_s = max((event["time_s"] for event in (*steps, *by_kind["finished"])), default=0.0)
-    held = held_of(by_kind["participation"], end_s)
+    pauses = pauses_of(by_kind["participation"], end_s)
     return RunFigures(
         summary=summary_of(events),
         status=status_of(events),
         begin_s=begin_s(steps),
         end_s=end_s,
-        workers=workers_of(by_kind, held),
+        workers=workers_of(by_kind, pauses),
         shards=_shards(by_kind),
         links=_links(by_kind["link"]),
         nodes=nodes,
@@ -138,13 +138,13 @@ def figures_of(events: Sequence[EventDict]) -> RunFigures:
         imbalance_s=_imbalance_s(steps),
         late_s=_late_s(by_kind["applied"]),
         staleness=tuple(staleness_by(events)),
-        stood_s=math.fsum(event["paused_s"] for event in by_kind["checkpoint"]),
+        checkpoint_pause_s=math.fsum(event["paused_s"] for event in by_kind["checkpoint"]),
         num_checkpoints=len(by_kind["checkpoint"]),
     )
 
 
 def cost_of(figures: RunFigures, price_per_machine_hour: float) -> tuple[float, int]:
-    """(cost, machines): every machine that hosted a node, from the begin of training to its end."""
+    """(cost, machines), for every machine that hosted a node, from the begin of training to its end."""
     machines = max(1, len(figures.hosts))
     return price_per_machine_hour * machines * figures.end_s / 3600, machines
 
@@ -221,7 +221,7 @@ def _nodes(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[NodeFigures, ...
 
 
 def _host(address: str) -> str:
-    """Host of host:port or [host]:port, the first of a node's addresses; the virtual network has no hosts."""
+    """The host in the first of a node's addresses, host:port or [host]:port; "" on the virtual network."""
     address = address.partition(" ")[0]
     return "" if address.startswith("memory:") else address.rpartition(":")[0].strip("[]")
 
@@ -232,6 +232,6 @@ def _rates(samples: Sequence[EventDict]) -> Series:
     for before, after in itertools.pairwise(samples):
         passed_s = after["time_s"] - before["time_s"]
         used_s = cpu_s_of(after) - cpu_s_of(before)
-        if passed_s > 0 and used_s >= 0:  # not where the run was resumed
+        if passed_s > 0 and used_s >= 0:  # a resumed run begins at 0 again
             points.append((after["time_s"], used_s / passed_s))
     return tuple(points)

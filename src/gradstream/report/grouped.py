@@ -1,8 +1,8 @@
-"""For whom workers waited in a group without servers, found by comparing their steps.
+"""Finds for whom workers waited in a group without servers, by comparing their steps.
 
-In a group no rank knows which one was last: clocks are not compared, and asking would cost time itself. But
-rounds begin together, so a worker whose gradient ended later, counted from the begin of the step,
-kept the others waiting by as much. The rest of the waiting is the exchange itself.
+No rank of a group knows which one came last, since their clocks differ and a message would cost time. But all begin a
+round together. So a worker whose gradient ended later, counted from the begin of its step, kept the others waiting for
+the difference. They waited for the exchange the rest of the time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["attributed"]
 
 
 def attributed(steps: Sequence[EventDict]) -> list[EventDict]:
-    """The steps, with their waiting for the group charged to the slowest worker of the round as far as it is due to it.
+    """The steps, with the part of their waiting that the slowest worker of the round caused under its name.
 
     Args:
-        steps: events "step", of a run without servers. Steps of another run are returned unchanged.
+        steps: "step" events. Steps of a run with servers are returned unchanged.
     """
     rounds: defaultdict[int, dict[str, float]] = defaultdict(dict)
     for step in steps:

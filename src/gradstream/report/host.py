@@ -1,12 +1,12 @@
-"""Causes of slow gradients in their machine: other processes use its cores, or its disk is slow.
+"""Reasons for slow gradients that lie in the machine: other processes use its cores, or its disk is slow.
 
-A gradient takes wall time, and has a core for its CPU time. Between the two lie reading samples, waiting for
-a core, and waiting for something else. Linux reports how long a thread waited for a core (`queued_s`);
-elsewhere the machine's load is used.
+Of the wall time of a gradient, the part that is not CPU time goes into reading samples, waiting for a core, or waiting
+for something else. Linux reports how long a thread waited for a core (`queued_s`); on other systems the load of the
+machine takes its place.
 
-    reading       the data set, or the disk below it
-    a core        held by the nodes of this run, which are too many; or by other processes
-    neither       something that blocks: a device, a lock, paging
+    reading          the data set, or the disk below it, is slow
+    a core           the nodes of this run are too many; or other processes use the cores
+    something else   a device, a lock, paging
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gradstream.report.worker_figures import WorkerFigures
 __all__ = ["for_cores", "for_reading", "lost_share", "why_slow"]
 
 MOST = 0.5
-"""Of the time that is to be explained."""
+"""A cause has to explain this share of the lost time."""
 CROWDED = 1.5
-"""Threads per core: a higher load is to blame where the system does not report how long threads waited for cores."""
+"""Threads per core. From this load on, cores are missing, if the system does not report how long threads waited."""
 
 
 def lost_share(workers: Sequence[WorkerFigures]) -> float:
-    """The share of its gradients' time in which the median worker neither computed nor read."""
+    """The share of its gradients' time in which a worker neither computed nor read: the median of the workers."""
     return statistics.median(one.lost_s / one.compute_s if one.compute_s else 0.0 for one in workers)
 
 
@@ -41,13 +41,13 @@ def why_slow(
     processes: bool,
     cores: int | None,
 ) -> Reason | None:
-    """Why its machine makes a worker `slowness` times slower; None where the machine is not at fault.
+    """The reason why its machine makes a worker slower; None if the machine is not the cause.
 
     Args:
         figures, processes, cores: see `for_cores`.
         one: the worker.
-        slowness: how many times slower than the median, > 1.
-        about: a clause that says so.
+        slowness: how many times slower the worker is than the median, > 1.
+        about: a clause that says how slow the worker is.
     """
     excess_s = one.compute_s * (1 - 1 / slowness)
     if one.lost_s >= MOST * excess_s:
@@ -58,18 +58,18 @@ def why_slow(
 
 
 def for_reading(workers: Sequence[WorkerFigures], about: str = "") -> Reason:
-    """Reading samples takes long.
+    """The reason is that reading samples takes long.
 
     Args:
-        workers: whose.
-        about: what this explains, of the one worker.
+        workers: the workers that read.
+        about: a clause about the one worker whose slowness this explains; "" for all workers.
     """
     read_s = math.fsum(one.read_s for one in workers)
     share, whose = read_s / math.fsum(one.total_s for one in workers), "its" if about else "the workers'"
-    said = f"reading samples takes {share:.0%} of {whose} time ({read_s:,.1f} s)"
+    text = f"reading samples takes {share:.0%} of {whose} time ({read_s:,.1f} s)"
     return Reason(
         "reading",
-        _sentence(about, f"{said}: the data set, or the disk below it, is slow"),
+        _sentence(about, f"{text}: the data set, or the disk below it, is slow"),
         "Samples in one file (an array, a memory map) that fits into memory, a faster disk, or less work for "
         "each sample in the data set.",
         workers[0].name if about else "",
@@ -84,15 +84,15 @@ def for_cores(
     cores: int | None,
     about: str = "",
 ) -> Reason:
-    """Gradients take much longer than they compute.
+    """The reason why gradients take much longer than their CPU time.
 
     Args:
-        figures: of the run.
-        workers: whose gradients.
-        processes: each node is one.
-        cores: that the nodes of the run may use, where all are on one machine; None takes all of the first
-            worker's.
-        about: what this explains, of the one worker.
+        figures: figures of the run.
+        workers: the workers with such gradients.
+        processes: whether each node is a process.
+        cores: number of cores that the nodes of the run may use, if all are on one machine; None takes all cores of
+            the first worker's machine.
+        about: see `for_reading`.
     """
     compute_s = math.fsum(one.compute_s for one in workers)
     cpu_s = math.fsum(one.cpu_s or 0.0 for one in workers)
@@ -138,7 +138,7 @@ def _waited_for_cores(workers: Sequence[WorkerFigures]) -> bool:
 
 
 def _used(figures: RunFigures, workers: Sequence[WorkerFigures]) -> float | None:
-    """Cores that the nodes of this run used, on the machines of these workers; None where nobody knows."""
+    """Number of cores that the nodes of this run used on the machines of these workers; None if unknown."""
     names = {one.name for one in workers}
     hosts = {node.host for node in figures.nodes if node.name in names}
     nodes = [node.cpu_s for node in figures.nodes if node.host in hosts]

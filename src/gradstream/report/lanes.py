@@ -1,4 +1,4 @@
-"""The timeline as HTML: one drawing of all lanes, which the page's script only has to zoom."""
+"""The timeline as HTML: one drawing of all lanes, which the script of the page can zoom."""
 
 from __future__ import annotations
 
@@ -16,38 +16,41 @@ from gradstream.telemetry.events import GROUP
 __all__ = ["STEP", "Styles", "keys", "lane_paths", "styles_of", "timeline_html"]
 
 WIDTH = 100_000
-"""Units across, however long the run was."""
+"""Width of the drawing in its units, for any length of the run."""
 LANE, STEP, BAND = 34, 20, 4
 """Heights: of a lane, of the steps in it, of each of the two bands below them."""
 NUM_COLOURS = 5
-MAX_TOLD = 4
-"""How many names the tooltip of a step lists."""
+MAX_LISTED = 4
+"""Most nodes that the text of a step lists."""
 NOTICED = 2e-3
-"""Share of the time of all workers; a smaller one is drawn, but has no key."""
+"""A smaller share of the workers' time is drawn, but not in the legend."""
 
 Styles = Mapping[str, str]
-"""Class of a rectangle, by the node that was waited for."""
+"""Class of a rectangle, by the node for which a worker waited."""
 
 
 def styles_of(figures: RunFigures) -> dict[str, str]:
-    """Workers that are waited for most have a colour each; shards have one in common."""
-    waited: Counter[str] = Counter()
+    """A class for each node: the workers that others wait for most have a colour each, shards share one."""
+    waited = _waited_for(figures)
     names = [worker.name for worker in figures.workers]
-    for worker in figures.workers:
-        waited.update({name: s for name, s in worker.waited_for.items() if name != worker.name})
     found = {GROUP: "shard", **{shard.name: "shard" for shard in figures.shards}}
     ranked = sorted(names, key=lambda name: -waited[name])
     found.update({name: f"wait{min(index, NUM_COLOURS - 1)}" for index, name in enumerate(ranked)})
     return {**found, REST: "rest"}
 
 
-def keys(figures: RunFigures, styles: Styles) -> str:
-    """The key of the colours in the drawing."""
-    least_s = NOTICED * sum(worker.total_s for worker in figures.workers)
+def _waited_for(figures: RunFigures) -> Counter[str]:
+    """Seconds for which other nodes waited, by the node that they waited for."""
     waited: Counter[str] = Counter()
     for worker in figures.workers:
         waited.update({name: s for name, s in worker.waited_for.items() if name != worker.name})
-    seen = {name for name, seconds in waited.items() if seconds >= least_s}
+    return waited
+
+
+def keys(figures: RunFigures, styles: Styles) -> str:
+    """The legend of the drawing."""
+    least_s = NOTICED * sum(worker.total_s for worker in figures.workers)
+    seen = {name for name, seconds in _waited_for(figures).items() if seconds >= least_s}
     workers = [name for name, style in styles.items() if name in seen and style.startswith("wait")]
     entries = [("compute", "computing gradients")]
     if any(worker.own_s for worker in figures.workers):
@@ -61,14 +64,14 @@ def keys(figures: RunFigures, styles: Styles) -> str:
         entries.append(("shard", f"waiting for {whom}"))
     entries.append(("rest", "waiting, nobody named"))
     if any(worker.evaluate_s for worker in figures.workers):
-        entries.append(("look", "evaluating"))
-    if any(worker.held_s for worker in figures.workers):
-        entries.append(("held", "paused"))
+        entries.append(("evaluate", "evaluating"))
+    if any(worker.paused_s for worker in figures.workers):
+        entries.append(("paused", "paused"))
     return "".join(f'<span><i class="{style}"></i>{escape(text)}</span>' for style, text in entries)
 
 
 def timeline_html(timeline: Timeline, styles: Styles) -> str:
-    """Names, lanes, times and buttons; "" for a run without steps."""
+    """The names, lanes, times and buttons of a timeline; "" for a run without steps."""
     seconds = timeline.end_s - timeline.begin_s
     if not timeline.lanes or seconds <= 0:
         return ""
@@ -103,14 +106,14 @@ def timeline_html(timeline: Timeline, styles: Styles) -> str:
 def lane_paths(lane: TimelineLane, top: int, origin_s: float, scale: float, styles: Styles) -> str:
     """The rectangles of one worker as SVG paths, one path for each class.
 
-    Waits lie over computing: where a pixel holds many steps, their colours mix rightly.
+    Waits are drawn over computing, so that their colours mix rightly where a pixel holds many steps.
 
     Args:
         lane: the worker.
-        top: where its lane begins, in units of the drawing.
-        origin_s: the time at the left edge.
+        top: upper edge of its lane, in units of the drawing.
+        origin_s: time at the left edge.
         scale: units of the drawing for each second.
-        styles: the class of each name that was waited for.
+        styles: class of each node for which a worker waited.
     """
     paths: defaultdict[str, list[str]] = defaultdict(list)
 
@@ -118,8 +121,8 @@ def lane_paths(lane: TimelineLane, top: int, origin_s: float, scale: float, styl
         x, wide = (begin_s - origin_s) * scale, (end_s - begin_s) * scale
         paths[style].append(f"M{x:.1f} {y:g}h{wide:.1f}v{high:.4g}h{-wide:.1f}z")
 
-    for band in lane.held:
-        rectangle("held", max(origin_s, band.begin_s), band.end_s, top, STEP)
+    for band in lane.pauses:
+        rectangle("paused", max(origin_s, band.begin_s), band.end_s, top, STEP)
     for span in lane.steps:
         rectangle("compute", span.begin_s, span.end_s, top, STEP)
     for span in lane.steps:
@@ -127,7 +130,7 @@ def lane_paths(lane: TimelineLane, top: int, origin_s: float, scale: float, styl
             y = round(top + STEP * piece.top, 3)
             rectangle(piece.name or "rest", piece.begin_s, piece.end_s, y, STEP * (piece.bottom - piece.top))
     for band in lane.evaluations:
-        rectangle("look", band.begin_s, band.end_s, top, STEP)
+        rectangle("evaluate", band.begin_s, band.end_s, top, STEP)
     bands: tuple[tuple[str, tuple[Band, ...], int], ...] = (
         ("push", lane.pushes, STEP + 1),
         ("fetch", lane.fetches, STEP + 1 + BAND + 1),
@@ -139,7 +142,7 @@ def lane_paths(lane: TimelineLane, top: int, origin_s: float, scale: float, styl
 
 
 def _by_style(span: StepSpan, me: str, styles: Styles) -> StepSpan:
-    """With styles for names: fewer rectangles, where many are waited for."""
+    """The same step with styles instead of names, which takes fewer rectangles."""
     waited: defaultdict[str, float] = defaultdict(float)
     for name, seconds in span.waited_for:
         waited["own" if name == me else styles.get(name, "rest")] += seconds
@@ -154,7 +157,7 @@ def _data(lane: TimelineLane, origin_s: float) -> dict[str, object]:
             span.step,
             span.count,
             round(span.compute_s, 6),
-            [[name, round(seconds, 6)] for name, seconds in span.waited_for[:MAX_TOLD]],
+            [[name, round(seconds, 6)] for name, seconds in span.waited_for[:MAX_LISTED]],
         ]
         for span in lane.steps
     ]

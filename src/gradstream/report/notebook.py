@@ -1,4 +1,4 @@
-"""A run as a notebook shows it: a small table and the curve of the loss. No script is needed."""
+"""A run as HTML for a notebook: a small table and the curve of the loss, without a script."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def run_html(rows: Sequence[tuple[str, str]], events: Sequence[EventDict]) -> st
     """A run as a piece of HTML.
 
     Args:
-        rows: names and figures.
-        events: of the run.
+        rows: names and figures of the table.
+        events: events of the run.
     """
     table = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
     drawn = [

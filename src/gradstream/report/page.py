@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing else, no network, and no script to be read."""
+"""The report of a run as one HTML file, which needs no other file and no network, and is complete without scripts."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class PageSource:
     """The input of a report.
 
     Args:
-        events: of the run.
+        events: events of the run.
         title: name of the run.
-        config: text of its `config.toml`; "" where there is none.
+        config: text of its `config.toml`; "" without one.
         info: contents of its `run.json`.
-        price: of one machine for an hour, in any currency; None leaves the cost out.
+        price: price of one machine for an hour, in any currency; None leaves the cost out.
     """
 
     events: Sequence[EventDict]
@@ -40,7 +40,7 @@ class PageSource:
 
     @property
     def cores(self) -> int | None:
-        """Of the machine, where the nodes were processes of one."""
+        """Number of cores of the machine; None if nodes ran on several machines, or if the run was simulated."""
         machine = self.info.get("machine")
         return None if machine is None or self.info.get("simulated") else machine.get("cores")
 
@@ -92,12 +92,12 @@ def page(source: PageSource) -> str:
 
 
 def _drawn(title: str, draw: Callable[[], str]) -> str:
-    """A section. If its events contradict one another, a note takes its place, and the other sections are shown."""
+    """A section. If its events contradict one another, a note takes its place; all other sections are shown."""
     try:
         return draw()
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        said = escape(escaped(f"{type(error).__name__}: {error}", 256))
-        return sections.section(title, f'<p class="note">The events of this run do not fit: {said}</p>')
+        text = escape(escaped(f"{type(error).__name__}: {error}", 256))
+        return sections.section(title, f'<p class="note">The events of this run do not fit: {text}</p>')
 
 
 def _header(source: PageSource, figures: RunFigures) -> str:
@@ -124,7 +124,7 @@ def _header(source: PageSource, figures: RunFigures) -> str:
     shown = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts if value
     )
-    what = [
+    facts_of_job = [
         source.title,
         s["strategy"],
         s["optimizer"],
@@ -134,10 +134,10 @@ def _header(source: PageSource, figures: RunFigures) -> str:
         "simulated, times are virtual" if source.info.get("simulated") else None,
     ]
     failed = s["failed"] if figures.status == "failed" else None
-    said = f'<p class="bad">{escape(failed["culprit"])}: {escape(failed["message"])}</p>' if failed else ""
+    message = f'<p class="bad">{escape(failed["culprit"])}: {escape(failed["message"])}</p>' if failed else ""
     return (
         f"<header><h1>{escape(source.info.get('name') or source.title)}</h1>"
-        f'<p class="quiet">{state} · {escape(" · ".join(str(one) for one in what if one))}</p>{said}'
+        f'<p class="quiet">{state} · {escape(" · ".join(str(one) for one in facts_of_job if one))}</p>{message}'
         f'<dl class="facts">{shown}</dl></header>'
     )
 

@@ -1,20 +1,20 @@
-"""Why a run is slow, in one sentence: a pure function over its figures.
+"""The reason why a run is slow, in one sentence: a pure function over its figures.
 
-Workers either compute or wait; they wait because others compute longer, or because of the exchange.
-Waiting for another worker counts as computing as far as gradients of one step differ in length
-(`RunFigures.imbalance_s`); for the rest of it, that worker's contribution was on its way.
+A worker either computes or waits. It waits because others compute longer, or because of the exchange. Waiting for
+another worker counts as the other's computing as far as the gradients of a step differ in length
+(`RunFigures.imbalance_s`). For the rest of the waiting, the other's contribution was on its way.
 
-    others compute    one worker is slower; or a different one in each round, where durations vary
-    the exchange      one worker's network is slow; or the cores of the one machine are full; or chunks are
+    others compute    one worker is slower; or durations vary, and each round has another slowest worker
+    the exchange      the network of one worker is slow; or the cores of the only machine are full; or chunks are
                       tiny; or a shard is busy all the time; otherwise the carrier
-    neither           the time goes into computing; a slow worker is named even so
+    neither           the workers compute; a slow worker is named nevertheless
 
-Gradients take their wall time, and compute for their CPU time. Where the two differ, the machine is to blame
-before the worker: other processes use its cores, or its disk is slow (see `report.host`). Everything else
-on such a machine, waiting included, is slower in the same proportion.
+A gradient takes wall time, and a part of it is CPU time. If the two differ much, the machine causes it rather than the
+worker: other processes use its cores, or its disk is slow (see `report.host`). Everything else on such a machine,
+waiting included, is slower in the same proportion.
 
-One worker also evaluates and does not train meanwhile: that comes first where it takes long. If
-a participation schedule or checkpoints pause workers for longer than anything else takes, that is the reason.
+Two reasons come first if they take longer than all others: the worker that evaluates does not train meanwhile, and a
+participation schedule or checkpoints may pause workers.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from gradstream.report.worker_figures import WorkerFigures
 __all__ = ["Reason", "reason_of"]
 
 OF_CORES = ("busy host", "machine")
-"""Causes that all workers of a machine have in common."""
+"""Reasons that affect all workers of a machine."""
 
 
 def reason_of(figures: RunFigures, cores: int | None = None, *, processes: bool = True) -> Reason:
     """Returns the main reason why a run is slow.
 
     Args:
-        figures: of the run.
-        cores: of the machine that all nodes shared; None where there were several, or none.
-        processes: each node was one, so that its CPU seconds are its own.
+        figures: figures of the run.
+        cores: number of cores of the machine that all nodes shared; None if there were several, or none.
+        processes: whether each node was a process, so that it has CPU seconds of its own.
     """
     workers = [worker for worker in figures.workers if worker.total_s > 0]
     if not workers:
@@ -54,13 +54,13 @@ def reason_of(figures: RunFigures, cores: int | None = None, *, processes: bool 
     for_shards = math.fsum(waited_for(worker, shards) for worker in workers) / total_s
     unequal = min(for_workers, figures.imbalance_s / total_s)
     exchange = for_workers + for_shards - unequal
-    standing = _standing(figures, workers, max(unequal, exchange))
-    if standing is not None:
-        return standing
+    paused = _paused(figures, workers, max(unequal, exchange))
+    if paused is not None:
+        return paused
     machine = _Machine(figures, workers, processes, cores)
     slow = _for_computing(machine, for_workers) if unequal >= max(NOTABLE, exchange) else None
     if slow is not None and slow.culprit and not (slow.kind in OF_CORES and machine.lost >= NOTABLE):
-        return slow  # it alone: the others have their cores
+        return slow  # only this worker: the others have their cores
     held_up = machine.held_up(unequal + exchange)
     rest = max(unequal, exchange) * (1 - machine.lost if machine.is_one else 1.0)
     if held_up >= NOTABLE and held_up >= rest:
@@ -78,7 +78,7 @@ def reason_of(figures: RunFigures, cores: int | None = None, *, processes: bool 
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """The machines of the workers; the arguments are those of `reason_of`."""
+    """The machines of the workers. See `reason_of` for the arguments."""
 
     figures: RunFigures
     workers: Sequence[WorkerFigures]
@@ -99,7 +99,7 @@ class _Machine:
         """The share of the workers' time that is lost because other processes use their cores.
 
         Args:
-            waiting: the share that they wait, 0 to 1. On one machine it is lost in the same proportion.
+            waiting: share of their time for which they wait, 0 to 1. On one machine they lose the same part of it.
         """
         computing = math.fsum(one.compute_s for one in self.workers) / math.fsum(
             one.total_s for one in self.workers
@@ -111,34 +111,34 @@ class _Machine:
         return why_slow(self.figures, one, slowness, about, processes=self.processes, cores=self.cores)
 
 
-def _standing(figures: RunFigures, workers: Sequence[WorkerFigures], waiting: float) -> Reason | None:
-    """The reason for which workers are paused, if that takes longest; `waiting` is a share of the steps."""
+def _paused(figures: RunFigures, workers: Sequence[WorkerFigures], waiting: float) -> Reason | None:
+    """The reason why workers do not train, if that takes longest. `waiting` is a share of the steps."""
     seconds = figures.seconds
     if not seconds:
         return None
     evaluator = max(workers, key=lambda one: one.evaluate_s)
     if len(workers) > 1 and evaluator.evaluate_s >= NOTABLE * seconds:
         return _for_evaluation(figures, workers, evaluator)
-    held = statistics.mean(worker.held_s for worker in workers) / seconds
-    stood = figures.stood_s / seconds
-    if held >= max(NOTABLE, stood, (1 - held) * waiting):
+    scheduled = statistics.mean(worker.paused_s for worker in workers) / seconds
+    checkpoints = figures.checkpoint_pause_s / seconds
+    if scheduled >= max(NOTABLE, checkpoints, (1 - scheduled) * waiting):
         return Reason(
             "paused",
-            f"Workers are paused {held:.0%} of their time by the strategy's participation schedule.",
+            f"Workers are paused {scheduled:.0%} of their time by the strategy's participation schedule.",
             "A shorter warm start, fewer waves, or a shorter end alone.",
         )
-    if stood >= max(NOTABLE, (1 - stood) * waiting):
+    if checkpoints >= max(NOTABLE, (1 - checkpoints) * waiting):
         return Reason(
             "checkpoints",
-            f"Workers are paused {stood:.0%} of the time for checkpoints: {figures.stood_s:,.1f} s for "
-            f"{figures.num_checkpoints:,} of them.",
+            f"Workers are paused {checkpoints:.0%} of the time for checkpoints: "
+            f"{figures.checkpoint_pause_s:,.1f} s for {figures.num_checkpoints:,} of them.",
             "A longer checkpoint_every; or more free memory: without room for a copy they wait for the disk.",
         )
     return None
 
 
 def _slowness(one: WorkerFigures, workers: Sequence[WorkerFigures]) -> float | None:
-    """How many times longer it computes on a sample than the median of the others."""
+    """How many times longer a worker computes on a sample than the median of the others; None if unknown."""
     others = [w.compute_s_per_sample for w in workers if w is not one]
     known = [seconds for seconds in others if seconds]
     if not known or one.compute_s_per_sample is None:
@@ -223,6 +223,6 @@ def _computing(machine: _Machine, total_s: float) -> Reason:
 
 
 def _idle(figures: RunFigures, worker: WorkerFigures) -> float:
-    """The share of the run outside of a worker's steps."""
-    used_s = worker.total_s + worker.held_s
+    """The share of the run in which a worker neither makes steps nor is paused."""
+    used_s = worker.total_s + worker.paused_s
     return max(0.0, 1 - used_s / figures.seconds) if figures.seconds > 0 else 0.0

@@ -1,4 +1,4 @@
-"""The sections of a report, each from figures to HTML; "" where a run has nothing to say about it."""
+"""The sections of a report as HTML; a section without content is ""."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = [
 TOGETHER_S = 0.1
 """Seconds after the begin; a node that joins sooner counts as there from the begin."""
 MAX_CELLS = 64
-"""Of a table of workers by shards; beyond, each side is shown by itself."""
+"""Most cells of a table of workers by shards. A larger one is shown as one table by worker and one by shard."""
 
 
 def section(title: str, body: str) -> str:
-    """A heading and what is under it."""
+    """A section with a heading; "" without a body."""
     return f"<section><h2>{escape(title)}</h2>{body}</section>\n" if body else ""
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = "") -> str:
-    """A column whose head begins with ">" holds figures, aligned to the right. Cells are HTML."""
+    """A table of HTML cells. A column whose head begins with ">" is aligned to the right."""
     right = [name.startswith(">") for name in head]
     names = "".join(
         f'<th scope="col"{" class=n" if to_right else ""}>{escape(name.removeprefix(">"))}</th>'
@@ -54,63 +54,33 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]], caption: str = ""
         + "</tr>"
         for row in rows
     )
-    said = f'<p class="note">{escape(caption)}</p>' if caption else ""
+    note = f'<p class="note">{escape(caption)}</p>' if caption else ""
     return (
-        f'{said}<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'{note}<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
     )
-
-
-def _figure(chart: str, caption: str, named: Sequence[Curve] = ()) -> str:
-    if not chart:
-        return ""
-    entries = "".join(f'<span><i class="{curve.style}"></i>{escape(curve.name)}</span>' for curve in named)
-    legend = f'<div class="keys">{entries}</div>' if len(named) > 1 else ""
-    return f"<figure><figcaption>{escape(caption)}{legend}</figcaption>{chart}</figure>"
 
 
 # ---- learning ---------------------------------------------------------------------------
 
 
 def learning(events: Sequence[EventDict]) -> str:
-    """Loss, accuracy and own metrics over samples and over time, and the rate."""
+    """Loss, accuracy, metrics and logged figures over samples and over time, and the throughput."""
     training, held_out = curves.training(events), curves.evaluated(events, "loss")
     metrics = {name for e in events if e["event"] == "evaluated" for name in (e.get("metrics") or {})}
     figures = _over_both("loss", [("training", training, False), ("held out", held_out, True)])
     for name in ("accuracy", *sorted(metrics)):
         figures += _over_both(name, [("held out", curves.evaluated(events, name), True)])
     for name, values in curves.logged(events).items():
-        figures += _figure(
-            line_chart(
-                [Curve(name, [(point.samples, point.value) for point in values], "c0", len(values) < 20)],
-                title=f"{name} over samples",
-                x_label="samples",
-                x_text=count_text,
-                may_log="loss" in name,
-            ),
-            f"{name} over samples, as logged{_not_finite(values)}",
+        curve = Curve(name, _points(values, "samples"), "c0", len(values) < 20)
+        figures += _chart(
+            name, "samples", [curve], f", as logged{_not_finite(values)}", may_log="loss" in name
         )
     for name, key in (("learning rate", "lr"), ("gradient norm", "gradient_norm")):
-        points = [(point.samples, point.value) for point in curves.training(events, key)]
+        points = _points(curves.training(events, key), "samples")
         if len({value for _, value in points}) > 1:
-            chart = line_chart(
-                [Curve(name, points, "c3")],
-                title=f"{name} over samples",
-                x_label="samples",
-                x_text=count_text,
-            )
-            figures += _figure(chart, f"{name} over samples")
-    rate = [Curve("all workers", curves.throughput(events), "c2")]
-    figures += _figure(
-        line_chart(
-            rate,
-            title="Throughput over time",
-            x_label="time",
-            x_text=time_text,
-            y_text=count_text,
-            from_zero=True,
-        ),
-        "samples a second over time",
-    )
+            figures += _chart(name, "samples", [Curve(name, points, "c3")])
+    rate = Curve("all workers", curves.throughput(events), "c2")
+    figures += _chart("samples a second", "time", [rate], y_text=count_text, from_zero=True)
     if not figures:
         return ""
     evaluated = any(event["event"] == "evaluated" for event in events)
@@ -123,40 +93,44 @@ def _not_finite(values: Sequence[curves.Point]) -> str:
     return f" ({count} of {len(values)} points not finite)" if count else ""
 
 
+def _points(points: Sequence[curves.Point], axis: str) -> list[tuple[float, float]]:
+    return [(point.samples if axis == "samples" else point.time_s, point.value) for point in points]
+
+
 def _over_both(name: str, drawn: Sequence[tuple[str, Sequence[curves.Point], bool]]) -> str:
     figures = ""
     for axis in ("samples", "time"):
         lines = [
-            Curve(
-                what,
-                [(p.samples if axis == "samples" else p.time_s, p.value) for p in points],
-                f"c{index}",
-                dots,
-            )
-            for index, (what, points, dots) in enumerate(drawn)
+            Curve(text, _points(points, axis), f"c{index}", dots)
+            for index, (text, points, dots) in enumerate(drawn)
             if points
         ]
-        chart = line_chart(
-            lines,
-            title=f"{name} over {axis}",
-            x_label=axis,
-            x_text=count_text if axis == "samples" else time_text,
-            may_log=name == "loss",
-        )
-        figures += _figure(chart, f"{name} over {axis}", lines)
+        figures += _chart(name, axis, lines, may_log=name == "loss")
     return figures
+
+
+def _chart(name: str, axis: str, lines: Sequence[Curve], note: str = "", **options: Any) -> str:
+    """A chart of lines with its caption and, for several lines, a legend; "" without points."""
+    title = f"{name} over {axis}"
+    x_text = count_text if axis == "samples" else time_text
+    chart = line_chart(lines, title=title, x_label=axis, x_text=x_text, **options)
+    if not chart:
+        return ""
+    entries = "".join(f'<span><i class="{line.style}"></i>{escape(line.name)}</span>' for line in lines)
+    legend = f'<div class="keys">{entries}</div>' if len(lines) > 1 else ""
+    return f"<figure><figcaption>{escape(title + note)}{legend}</figcaption>{chart}</figure>"
 
 
 # ---- workers ----------------------------------------------------------------------------
 
 
 def workers(figures: RunFigures, styles: Styles) -> str:
-    """Where each worker's time went."""
+    """A table of how each worker spent its time."""
     rows, seconds = [], figures.seconds or 1.0
     shards = {shard.name for shard in figures.shards}
-    driven = any(worker.held_s for worker in figures.workers)
+    with_pauses = any(worker.paused_s for worker in figures.workers)
     for worker in figures.workers:
-        used_s = worker.total_s + worker.evaluate_s + worker.held_s
+        used_s = worker.total_s + worker.evaluate_s + worker.paused_s
         per_sample = worker.compute_s_per_sample
         rows.append(
             [
@@ -167,7 +141,7 @@ def workers(figures: RunFigures, styles: Styles) -> str:
                 shares(_parts(worker, styles), title=f"Where the time of {worker.name} went"),
                 f"{worker.compute_s / worker.total_s:.0%}" if worker.total_s else "",
                 f"{worker.evaluate_s / seconds:.0%}",
-                *([f"{worker.held_s / seconds:.0%}"] if driven else []),
+                *([f"{worker.paused_s / seconds:.0%}"] if with_pauses else []),
                 f"{max(0.0, 1 - used_s / seconds):.0%}",
                 escape(_waits(worker, shards)),
                 ", ".join("–" if s is None else time_text(s) for s in (worker.push_s, worker.fetch_s)),
@@ -181,18 +155,18 @@ def workers(figures: RunFigures, styles: Styles) -> str:
         "its steps",
         ">computing",
         ">evaluating",
-        *([">paused"] if driven else []),
+        *([">paused"] if with_pauses else []),
         ">idle",
         "waited for",
     ]
     about = "Computing is a share of a worker's steps; evaluating and idle are shares of the run."
-    if driven:
+    if with_pauses:
         about += " A paused worker takes no part, by the strategy's participation schedule."
     return section("Workers", _table([*head, ">a push, a fetch"], rows, about) if rows else "")
 
 
 def uneven(events: Sequence[EventDict]) -> str:
-    """How rounds were divided by speed, and which contributions came too late."""
+    """How speed divided the rounds, and which contributions came too late."""
     about = "Samples of a round by worker, as set by measured speed."
     head, rows = shares_table(events)
     found = section("Shares", _table(head, rows, about) if rows else "")
@@ -213,26 +187,32 @@ def _parts(worker: WorkerFigures, styles: Styles) -> list[tuple[str, float, str]
 
 
 def _waits(worker: WorkerFigures, shards: set[str]) -> str:
-    """The two workers that it waited for longest, and all shards."""
+    """The two workers for which it waited longest, and all shards together."""
     named = [(name, s) for name, s in worker.waited_for.items() if name != worker.name and name not in shards]
     served_s = math.fsum(s for name, s in worker.waited_for.items() if name in shards)
-    told = [(name, seconds / (worker.total_s or 1.0)) for name, seconds in [*named[:2], ("shards", served_s)]]
-    return ", ".join(f"{name} {share:.0%}" for name, share in told if share >= 0.005)
+    shown = [
+        (name, seconds / (worker.total_s or 1.0)) for name, seconds in [*named[:2], ("shards", served_s)]
+    ]
+    return ", ".join(f"{name} {share:.0%}" for name, share in shown if share >= 0.005)
 
 
 # ---- staleness and links ----------------------------------------------------------------
 
 
 def staleness(figures: RunFigures) -> str:
-    """Histograms by worker and shard: how many updates came between a gradient's version and its own."""
+    """Histograms of staleness by worker and shard."""
     if figures.summary["group"] is not None:
-        about = "None: workers sum their gradients among themselves, and all go on from the same parameters."
+        about = (
+            "None: workers sum their gradients among themselves, and all continue from the same parameters."
+        )
         return section("Staleness", f"<p>{about}</p>")
     links = figures.staleness
     if not links:
         return ""
     if all(tau == 0 for link in links for tau in link.histogram):
-        return section("Staleness", "<p>None: each update was of the version that it was computed on.</p>")
+        return section(
+            "Staleness", "<p>None: each gradient was applied to the version that it was computed on.</p>"
+        )
     cells = {(link.worker, link.shard): link.histogram for link in links}
     names, shards = _sides(links)
     if len(cells) > MAX_CELLS:
@@ -252,12 +232,12 @@ def staleness(figures: RunFigures) -> str:
     rows.append(["all", *all_of, _stale(_sum(links), "all")])
     if shards == [MEMORY]:
         about = (
-            "Minibatches that others had put into the shared vector during one of a worker's; "
+            "Minibatches of others that came into the shared vector during one of a worker's; "
             "bars count minibatches, from 0 on. Of 100 minibatches 99 had p99 or less."
         )
     else:
         about = (
-            "Updates that a chunk had seen since the version a gradient was computed on; "
+            "Updates of a chunk since the version that a gradient was computed on; "
             "bars count chunks, from 0 on. Of 100 chunks 99 had p99 or less."
         )
     head = ["pushed by", *(f"at {shard}" for shard in shards), "at all"]
@@ -280,12 +260,11 @@ def _stale(counts: Mapping[int, int], title: str) -> str:
     row = StalenessRow("", "", counts)
     if not row.chunks:
         return ""
-    said = str(row)
-    return f'{histogram(counts, title=f"Staleness, {title}: {said}")}<span class="quiet">{said}</span>'
+    return f'{histogram(counts, title=f"Staleness, {title}: {row}")}<span class="quiet">{row}</span>'
 
 
 def links(figures: RunFigures) -> str:
-    """Bytes up and down between workers and shards."""
+    """Bytes between workers and shards, up and down."""
     names, shards = _sides(figures.links)
     shown = shards if len(figures.links) <= MAX_CELLS else []
     rows = []
@@ -303,13 +282,17 @@ def links(figures: RunFigures) -> str:
     return section("Links", _table(head, rows, about) if figures.links else "")
 
 
+def _bytes(links: Sequence[LinkFigures]) -> tuple[int, int]:
+    return sum(link.pushed_bytes for link in links), sum(link.fetched_bytes for link in links)
+
+
 def _moved(links: Sequence[LinkFigures]) -> str:
-    up, down = sum(link.pushed_bytes for link in links), sum(link.fetched_bytes for link in links)
+    up, down = _bytes(links)
     return f"{size_text(up)} ↑ {size_text(down)} ↓" if up or down else ""
 
 
 def _rate(links: Sequence[LinkFigures], seconds: float) -> str:
-    up, down = sum(link.pushed_bytes for link in links), sum(link.fetched_bytes for link in links)
+    up, down = _bytes(links)
     return f"{size_text(up / seconds)}/s ↑ {size_text(down / seconds)}/s ↓" if seconds else ""
 
 
@@ -317,7 +300,7 @@ def _rate(links: Sequence[LinkFigures], seconds: float) -> str:
 
 
 def nodes(figures: RunFigures) -> str:
-    """CPU and memory of each process, and when it came and went."""
+    """CPU and memory of each process, and when it joined and left."""
     rows = []
     for node in figures.nodes:
         cores = max((value for _, value in node.cpu), default=0.0)
@@ -348,21 +331,21 @@ def nodes(figures: RunFigures) -> str:
         "own memory",
         ">peak",
     ]
-    about = "Curves go over the time of the run, from 0 up to the largest value, which stands beside them."
+    about = "Curves show the time of the run, from 0 up to the largest value, which stands beside them."
     return section("Nodes", _table(head, rows, about) if rows else "")
 
 
 def story(figures: RunFigures) -> str:
-    """Nodes that joined late, left, were lost or failed."""
+    """The story of a run: nodes that joined late, were lost or failed, checkpoints, stops."""
     begin_s = max(figures.begin_s, TOGETHER_S)
-    late = [one for one in figures.story if one.what == "joined" and one.time_s > begin_s]
-    told = [*late, *(one for one in figures.story if one.what not in ("joined", "left"))]
-    together = [one.text for one in figures.story if one.what == "joined" and one.time_s <= begin_s]
+    late = [one for one in figures.story if one.kind == "joined" and one.time_s > begin_s]
+    others = [*late, *(one for one in figures.story if one.kind not in ("joined", "left"))]
+    together = [one.text for one in figures.story if one.kind == "joined" and one.time_s <= begin_s]
     rows = [["0 s", "joined", escape(_few(together))]] if together else []
-    for one in sorted(told, key=lambda moment: moment.time_s):
-        bad = one.what in ("lost", "failed", "insecure", "no checkpoint")
-        what = f'<span class="bad">{one.what}</span>' if bad else one.what
-        rows.append([_when(one.time_s), what, f'<span class="told">{escape(one.text)}</span>'])
+    for one in sorted(others, key=lambda moment: moment.time_s):
+        bad = one.kind in ("lost", "failed", "insecure", "no checkpoint")
+        kind = f'<span class="bad">{one.kind}</span>' if bad else one.kind
+        rows.append([_when(one.time_s), kind, f'<span class="text">{escape(one.text)}</span>'])
     return section("What happened", _table([">when", "what", "who"], rows) if rows else "")
 
 

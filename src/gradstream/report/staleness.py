@@ -2,8 +2,8 @@
 
     τ = version of the chunk when the gradient is applied − version that it was computed on
 
-Counted chunk by chunk, as chunks are applied each for itself. Where workers update one vector in shared
-memory there are no versions: τ counts the minibatches that others have put in during one of a worker's.
+τ is counted for each chunk, since each chunk has its own version. If workers update one vector in shared memory, there
+are no versions: τ then counts the minibatches of others that came into the vector during one of a worker's.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ By = Literal["link", "worker", "shard", "run"]
 ALL = "all"
 
 MEMORY = "memory"
-"""In the place of a shard, where workers share the vector."""
+"""In the place of a shard's name if workers share the vector."""
 
 
 @dataclass(frozen=True, slots=True)
 class StalenessRow:
-    """Of one worker at one shard, or of all of them.
+    """The staleness of one worker at one shard, or of all workers or shards.
 
     Args:
-        worker, shard: names; "all" where it is not told apart, "memory" where workers share the vector.
-        histogram: τ -> how many chunks had it, by growing τ; minibatches in shared memory.
+        worker, shard: names; "all" for all of them, "memory" if workers share the vector.
+        histogram: τ -> number of chunks (of minibatches, in shared memory), by ascending τ.
     """
 
     worker: str
@@ -43,23 +43,23 @@ class StalenessRow:
 
     @property
     def chunks(self) -> int:
-        """How many there were."""
+        """The number of chunks."""
         return sum(self.histogram.values())
 
     @property
     def mean(self) -> float:
-        """Mean τ; NaN of none."""
+        """Mean τ; NaN without chunks."""
         total = sum(tau * count for tau, count in self.histogram.items())
         return total / self.chunks if self.chunks else math.nan
 
     @property
     def p50(self) -> int:
-        """Half of the chunks had this τ or less."""
+        """Half of the chunks have this τ or less."""
         return quantile(self.histogram, 0.5)
 
     @property
     def p99(self) -> int:
-        """99 of 100 had this τ or less."""
+        """99 of 100 chunks have this τ or less."""
         return quantile(self.histogram, 0.99)
 
     @property
@@ -72,10 +72,10 @@ class StalenessRow:
 
 
 class Staleness(Sequence[StalenessRow]):
-    """Rows, and how they look at a prompt and in a notebook.
+    """Rows of staleness that show as a table at a prompt and in a notebook.
 
     Args:
-        rows: by worker, then by shard.
+        rows: the rows, by worker and then by shard.
     """
 
     def __init__(self, rows: Sequence[StalenessRow]) -> None:
@@ -108,7 +108,7 @@ class Staleness(Sequence[StalenessRow]):
         return "\n".join([head, *lines])
 
     def _repr_html_(self) -> str:
-        """With a bar for each τ."""
+        """The table with a histogram in each row."""
         if not self._rows:
             return f"<p>{escape(repr(self))}</p>"
         names = ("worker", "shard", "chunks", "mean", "p50", "p99", "largest", "")
@@ -144,14 +144,14 @@ def staleness_by(events: Iterable[EventDict], by: By = "link") -> Staleness:
     """The staleness of a run's pushes.
 
     Args:
-        events: of the run; those of kind "link" tell, or "exchange" where there are no shards.
-        by: a row for each worker and shard, for each worker, for each shard, or one for all.
+        events: events of the run, of which "link" events count, or "exchange" events if there are no shards.
+        by: "link" makes a row for each worker at each shard, "worker" and "shard" one for each, "run" one for all.
     """
-    told = [event for event in events if event["event"] in ("link", "exchange") and event["staleness"]]
-    through = "link" if any(event["event"] == "link" for event in told) else "exchange"
+    events = [event for event in events if event["event"] in ("link", "exchange") and event["staleness"]]
+    name = "link" if any(event["event"] == "link" for event in events) else "exchange"
     counts: dict[tuple[str, str], Counter[int]] = {}
-    for event in told:
-        if event["event"] == through:
+    for event in events:
+        if event["event"] == name:
             key = (
                 event["node"] if by in ("link", "worker") else ALL,
                 event.get("shard", MEMORY) if by in ("link", "shard") else ALL,
@@ -164,7 +164,7 @@ def staleness_by(events: Iterable[EventDict], by: By = "link") -> Staleness:
 
 
 def quantile(counts: Mapping[int, int], share: float) -> int:
-    """The smallest value that so large a share of all reaches or stays below; 0 of none."""
+    """The smallest value that a share of all counts does not exceed; 0 without counts."""
     left = share * sum(counts.values())
     for value in sorted(counts):
         left -= counts[value]

@@ -1,4 +1,4 @@
-"""What happened in a run besides steps: who came, went and failed, checkpoints, stops; and how it stands."""
+"""The events of a run that a reader wants to know besides steps, and the status of the run."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradstream.report.held import turn_text
+from gradstream.report.pauses import participation_text
 from gradstream.report.summary import EventDict
 
 __all__ = ["Moment", "Status", "status_of", "story_of"]
 
 Status = Literal["finished", "failed", "stopped", "unfinished"]
-"""Stopped: somebody asked for it, and it can be resumed. Unfinished: it goes on, or its launcher died."""
+"""Stopped: a user stopped it, and it can be resumed. Unfinished: it still runs, or its launcher died."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Something that a reader wants to know happened, and when."""
+    """One entry of a run's story."""
 
     time_s: float
-    what: str  # "joined", "left", "lost", "failed", "finished", ...
+    kind: str  # "joined", "left", "lost", "failed", "finished", ...
     text: str
 
 
 def status_of(events: Iterable[EventDict]) -> Status:
-    """How a run stands, by the last that was said about it: a run that failed may have been resumed."""
+    """The status of a run by its last such event, since a run that failed may have been resumed."""
     status: Status = "unfinished"
     for event in events:
         match event["event"]:
@@ -38,10 +38,10 @@ def status_of(events: Iterable[EventDict]) -> Status:
 
 
 def story_of(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[Moment, ...]:
-    """What a reader wants to know, in the order of time.
+    """The story of a run, in the order of time.
 
     Args:
-        by_kind: events by their name; a kind without any has none.
+        by_kind: events by their name; a name without events has an empty list.
     """
     moments = [Moment(e["time_s"], "joined", e["who"]) for e in by_kind["joined"]]
     for event in by_kind["left"]:
@@ -64,14 +64,14 @@ def story_of(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[Moment, ...]:
 
 
 def _notable(by_kind: Mapping[str, Sequence[EventDict]]) -> list[Moment]:
-    """Machines that came and went, checkpoints, stops and resumptions."""
+    """Machines, participation, checkpoints, stops and resumptions."""
     moments = []
     for event in by_kind["machine"]:
         why = f": {event['reason']}" if event["reason"] else ""
         text = f"{event['who']} at {event['address']} {event['state']}{why}"
         moments.append(Moment(event["time_s"], "machine", text))
     for event in by_kind["participation"]:
-        moments.append(Moment(event["time_s"], "turn", turn_text(event)))
+        moments.append(Moment(event["time_s"], "participation", participation_text(event)))
     for event in by_kind["insecure"][:1]:
         text = f"traffic of {event['address']} is neither encrypted nor authenticated"
         moments.append(Moment(event["time_s"], "insecure", text))
@@ -80,11 +80,11 @@ def _notable(by_kind: Mapping[str, Sequence[EventDict]]) -> list[Moment]:
         moments.append(Moment(event["time_s"], "no checkpoint", text))
     for event in by_kind["checkpoint"][-1:]:
         count = len(by_kind["checkpoint"])
-        stood_s = math.fsum(one["paused_s"] for one in by_kind["checkpoint"])
-        text = f"{event['folder']}, the last of {count}; workers stood still {stood_s:.3g} s for all of them"
+        paused_s = math.fsum(one["paused_s"] for one in by_kind["checkpoint"])
+        text = f"{event['folder']}, the last of {count}; workers were paused {paused_s:.3g} s for all of them"
         moments.append(Moment(event["time_s"], "checkpoint", text))
     for event in by_kind["stopped"]:
-        text = f"at step {event['step']}, to be resumed from {event['folder'] or 'the begin'}"
+        text = f"at step {event['step']}, to be resumed from {event['folder'] or 'the beginning'}"
         moments.append(Moment(event["time_s"], "stopped", text))
     for event in by_kind["resumed"]:
         moments.append(Moment(event["time_s"], "resumed", f"from {event['folder']}, step {event['step']}"))

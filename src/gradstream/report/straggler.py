@@ -1,4 +1,4 @@
-"""The one worker that the others wait for, as far as its computing is to blame."""
+"""The one slow worker for which the others wait, if there is one."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["Straggler", "straggler_of", "straggler_text"]
 
 SLOWER = 1.5
 NOTABLE = 0.1
-"""Less waiting than this share of the run is not worth a line."""
+"""A smaller share of the run is not mentioned."""
 
 
 class Straggler(TypedDict):
-    """A worker that is slower, and keeps the others waiting.
+    """A worker that is slower and keeps the others waiting.
 
-    `slower` is how many times fewer samples it computes in a second of its gradients than the median of the
-    others. `waited_s` are the seconds that each of the others has waited for it, in the mean: within its own
-    steps, and behind its last one until the slow worker was done with its last.
+    `slower`: the median worker computes so many times more samples in a second of its gradients. `waited_s`: seconds
+    for which each of the others waited for it, in the mean: within their steps, and after their last step until the
+    slow worker had made its last one.
     """
 
     who: str
@@ -34,19 +34,19 @@ class Straggler(TypedDict):
 def straggler_of(
     steps: Sequence[EventDict], train_s: float | None, absent: Collection[str] = ()
 ) -> Straggler | None:
-    """The slowest worker, where it is 1.5 times slower and the others wait for it for a tenth of the run.
+    """The slowest worker, if it is 1.5 times slower and the others wait for it for a tenth of the run.
 
     Args:
-        steps: events "step".
-        train_s: of the run; None where it is not known.
-        absent: names of workers that did not wait for the end: they were lost, or paused.
+        steps: "step" events.
+        train_s: seconds of training; None if unknown.
+        absent: names of workers that did not wait for the end because they were lost or paused.
 
     Returns:
-        None where no worker is, or where nobody waits for it, as in asynchronous strategies before the end.
+        None if no worker is that slow, or if nobody waits for it, as with asynchronous strategies before the end.
     """
     samples: Counter[str] = Counter()
     computed_s: Counter[str] = Counter()
-    ends_s: dict[str, float] = {}  # of last steps; nobody waits for one whose gradient is dropped
+    ends_s: dict[str, float] = {}  # end of the last step; nobody waits for a gradient that is dropped
     for step in steps:
         if not step.get("late"):
             ends_s[step["node"]] = max(step["time_s"], ends_s.get(step["node"], 0.0))
@@ -72,7 +72,7 @@ def straggler_of(
 
 
 def straggler_text(straggler: Straggler | None) -> str:
-    """For people: "worker-3 is 5.0 × slower; the others waited 12.0 s for it"; "" for none."""
+    """A straggler in words: "worker-3 is 5.0 × slower; the others waited 12.0 s for it"; "" for none."""
     if straggler is None:
         return ""
     who, slower, waited_s = straggler["who"], straggler["slower"], straggler["waited_s"]

@@ -1,7 +1,7 @@
-"""The figures of a run, as pure functions of its events (`gradstream.telemetry.events` is the schema).
+"""The figures of a run as pure functions of its events (`gradstream.telemetry.events` is the schema).
 
-An event here is the dict that one line of `events.jsonl` holds: {"event": "step", "node": ...}.
-Events of several nodes may come in any order; those of one node are in order.
+An event is the dict in one line of `events.jsonl`: {"event": "step", "node": ...}. Events of several nodes may come in
+any order; events of one node come in their order.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _EVALUATION = ("step", "epoch", "samples", "accuracy", "loss", "metrics", "held_
 def history_of(events: Iterable[EventDict]) -> list[dict[str, Any]]:
     """One row per minibatch, in the order of time.
 
-    Keys: step, epoch, rank, samples, loss, lr, gradient_norm, time_s.
-    `time_s` counts from the start of the run; `loss` is None where the model does not say,
-    `gradient_norm` (length of the mean gradient before clipping) where it is not clipped by length.
+    Keys: step, epoch, rank, samples, loss, lr, gradient_norm, time_s. `time_s` counts from the start of the run. `loss`
+    is None if the model does not return it. `gradient_norm`, the length of the mean gradient before clipping, is None
+    if it is not clipped by its length.
     """
     rows = [{key: event.get(key) for key in _ROW} for event in surviving(events) if event["event"] == "step"]
     return sorted(rows, key=lambda row: (row["time_s"], row["rank"], row["step"]))
@@ -42,31 +42,31 @@ def history_of(events: Iterable[EventDict]) -> list[dict[str, Any]]:
 def evaluations_of(events: Iterable[EventDict]) -> list[dict[str, Any]]:
     """One row per evaluation, in the order of time.
 
-    Keys: step, epoch, samples (gone through by then), accuracy, loss, metrics, held_out (samples looked
-    at), final (of the parameters that the run ended with), time_s.
+    Keys: step, epoch, samples (number of training samples by then), accuracy, loss, metrics, held_out (number of
+    evaluated samples), final (whether the parameters are the final ones), time_s.
     """
     rows = [{key: event[key] for key in _EVALUATION} for event in _of(surviving(events), "evaluated")]
     return sorted(rows, key=lambda row: row["time_s"])
 
 
 def surviving(events: Iterable[EventDict]) -> list[EventDict]:
-    """The events without steps and evaluations that came to nothing.
+    """The events without steps and evaluations whose results were lost.
 
-    A resumed run computes the steps after its checkpoint again, or all of them where there was none:
-    the first computation of these is left out.
+    A resumed run computes the steps after its checkpoint again, or all steps if there was none. Their first computation
+    is left out.
     """
     out: list[EventDict] = []
     kept: list[EventDict] = []
     for event in events:
         if event["event"] == "started":
             kept, out = out, [one for one in out if one["event"] not in ("step", "evaluated", "log")]
-        elif event["event"] == "resumed":  # comes right behind "started"
-            out = [one for one in kept if _stands(one, event)] + out[-1:]
+        elif event["event"] == "resumed":  # comes directly after "started"
+            out = [one for one in kept if _survives(one, event)] + out[-1:]
         out.append(event)
     return out
 
 
-def _stands(event: EventDict, resumed: EventDict) -> bool:
+def _survives(event: EventDict, resumed: EventDict) -> bool:
     if event["event"] == "step":
         return bool(event["step"] < resumed["steps"].get(f"worker-{event['rank']}", 0))
     if event["event"] == "log":
@@ -75,7 +75,7 @@ def _stands(event: EventDict, resumed: EventDict) -> bool:
 
 
 def staleness_of(events: Iterable[EventDict]) -> dict[int, int]:
-    """Histogram over all pushes: staleness τ -> how many chunks had it, by growing τ."""
+    """Histogram over all pushes: staleness τ -> number of chunks, by ascending τ."""
     counts: Counter[int] = Counter()
     for event in events:
         if event["event"] == "exchange":
@@ -84,7 +84,7 @@ def staleness_of(events: Iterable[EventDict]) -> dict[int, int]:
 
 
 def carriers_of(events: Iterable[EventDict]) -> dict[str, str]:
-    """By which carrier a node reaches another one, coordinator left out: "worker-0 shard-0" -> "tcp"."""
+    """The carrier between each pair of nodes except the coordinator: "worker-0 shard-0" -> "tcp"."""
     return {
         f"{event['node']} {peer}": carrier
         for event in events
@@ -95,44 +95,42 @@ def carriers_of(events: Iterable[EventDict]) -> dict[str, str]:
 
 
 def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
-    """Every figure of a run. A figure that its events do not tell is None, or empty.
+    """Every figure of a run. A figure that is not in the events is None, or empty.
 
     Keys:
         job, strategy, optimizer, workers, servers, num_parameters, num_samples, chunk_elems: as started.
-        Of a run that was resumed, these are of the part that came last; all else is of all its parts.
-        steps: minibatches over all workers, without those that a resumed run has computed again.
-        samples: samples of those, counted with repeats.
-        samples_accounted: samples with a receipt, of all data epochs: they are in the model; None if it did
-            not finish.
-        samples_dropped: samples that updates were made without, where there are backup workers.
-        late: by worker, how many of its gradients came too late.
-        shares: by worker, its samples of a round at the end, where shares are measured; else empty.
-        reason: why it finished before its data was through (`until`), or None.
-        samples_reassigned: minibatches that were handed out again: their first taker was lost.
-        train_s: from the first gradient to the last receipt. samples_per_s: `samples` over it.
-        loss: mean over the samples of the last data epoch seen.
-        logged: what loops of the user's own have logged: name -> latest value, NaN where that was not finite.
-        logged_dropped: values of further names that they have logged.
-        accuracy, held_out_loss: of the last evaluation on held-out samples (`worker.evaluation.Evaluation`).
-        compute_s, wait_s: seconds of all workers inside gradients and waiting for the exchange.
-        straggler: who, slower, waited_s of the one slow worker that the others waited for, or None: see
-            `gradstream.report.straggler`.
-        pushed_bytes, fetched_bytes, pushes, fetches, retries: of all workers.
-        whole_pushed_bytes, whole_fetched_bytes: what these would be with all of every chunk; 0 in a run
+            For a resumed run these are of its last part; all other figures are of all its parts.
+        steps: number of minibatches of all workers, without those that a resumed run has computed again.
+        samples: number of samples in them; a sample counts each time.
+        samples_accounted: number of samples with a receipt, which are in the model; None if the run did not finish.
+        samples_dropped: number of samples that updates left out, with backup workers.
+        late: by worker, number of gradients that came too late.
+        shares: by worker, samples of a round at the end; empty if shares are not measured.
+        reason: why the run finished before its data was used up (`until`), or None.
+        samples_reassigned: number of minibatches that were assigned again because their first worker was lost.
+        train_s: seconds from the first gradient to the last receipt. samples_per_s: `samples` / `train_s`.
+        loss: mean over the samples of the last data epoch.
+        logged: figures that the user's loop has logged, name -> latest value; NaN if that was not finite.
+        logged_dropped: number of logged values that were dropped because there were too many names.
+        accuracy, held_out_loss: result of the last evaluation on held-out samples (`worker.evaluation.Evaluation`).
+        compute_s, wait_s: seconds that all workers spent in gradients and waiting for the exchange.
+        straggler: who, slower and waited_s of the one slow worker, or None; see `gradstream.report.straggler`.
+        pushed_bytes, fetched_bytes, pushes, fetches, retries: totals of all workers.
+        whole_pushed_bytes, whole_fetched_bytes: the same bytes if every chunk had been sent whole; 0 in a run
             without servers.
-        staleness_mean, staleness_max, staleness: over chunks of gradients; the last is the histogram. The
-            first parameters, which a worker hands out, are none. None and empty without servers, which count
-            it: under allreduce no gradient is stale, under hogwild nobody knows.
-        carriers: how many links between workers and shards go by which carrier; empty on the virtual network.
-        group: how workers without servers sum: kind, algorithm, and by size where it was measured; or None.
-        updates, duplicates, dropped, refused: of all shards, in chunks.
-        peak_memory_bytes: by node, file pages included. peak_own_bytes: by node, without them.
-        cpu_s: by role. cpu_work_s: by role, then by kind of work.
-        loop_late_max_ms: by role.
-        workers_lost: names of workers that went without a goodbye.
+        staleness_mean, staleness_max, staleness: over chunks of gradients, without the initial parameters; the last
+            one is the histogram. None and empty without servers, which count it: with allreduce no gradient is
+            stale, with hogwild it is unknown.
+        carriers: by carrier, number of links between workers and shards; empty on the virtual network.
+        group: how workers without servers sum: kind, algorithm, and by size if it was measured; or None.
+        updates, duplicates, dropped, refused: totals of all shards, in chunks.
+        peak_memory_bytes: by node, with file pages. peak_own_bytes: by node, without them.
+        cpu_s: CPU seconds by role. cpu_work_s: by role, then by kind of work.
+        loop_late_max_ms: longest delay of an event loop, by role.
+        workers_lost: names of workers that left without a goodbye.
         failed: {culprit, error, message}, or None.
     """
-    started = next(iter(_of(events, "started")[-1:]), {})
+    started = _last(events, "started")
     return {
         **{key: started.get(key) for key in _STARTED},
         **_progress(surviving(events)),
@@ -151,8 +149,8 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
 
 def _group(events: Sequence[EventDict]) -> str | None:
     """The group in words: "messages: butterfly, from 131,072 bytes on ring; alpha 85 µs, beta 0.4 s/GB"."""
-    formed = next(iter(_of(events, "group")[-1:]), None)
-    if formed is None:
+    formed = _last(events, "group")
+    if not formed:
         return None
     if not formed["choices"] or formed["alpha_s"] is None or formed["beta_s_byte"] is None:
         return f"{formed['kind']}: {formed['algorithm']}"
@@ -187,8 +185,9 @@ def _of(events: Iterable[EventDict], name: str) -> list[EventDict]:
     return [event for event in events if event["event"] == name]
 
 
-def _first(events: Iterable[EventDict], name: str) -> EventDict:
-    return next((event for event in events if event["event"] == name), {})
+def _last(events: Iterable[EventDict], name: str) -> EventDict:
+    """The last event of this name; {} if there is none."""
+    return next(iter(_of(events, name)[-1:]), {})
 
 
 def _totals(events: Sequence[EventDict], name: str, keys: Sequence[str]) -> dict[str, int]:
@@ -198,7 +197,7 @@ def _totals(events: Sequence[EventDict], name: str, keys: Sequence[str]) -> dict
 
 def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
     steps = _of(events, "step")
-    finished = next(iter(_of(events, "finished")[-1:]), {})
+    finished = _last(events, "finished")
     samples = sum(step["samples"] for step in steps)
     train_s = finished["train_s"] - begin_s(steps) if finished else _span_s(steps)
     return {
@@ -244,12 +243,12 @@ def _shares(events: Sequence[EventDict]) -> dict[str, int]:
 
 
 def begin_s(steps: Sequence[EventDict]) -> float:
-    """When the first of these steps began; 0 if there is none."""
+    """Time at which the first of these steps began; 0 without steps."""
     return max(0.0, min((step["time_s"] - step["compute_s"] - step["wait_s"] for step in steps), default=0.0))
 
 
 def _span_s(steps: Sequence[EventDict]) -> float | None:
-    """Seconds from the begin of the first step to the end of the last, for a run cut short."""
+    """Seconds from the begin of the first step to the end of the last one, for a run that did not finish."""
     return float(max(step["time_s"] for step in steps) - begin_s(steps)) if steps else None
 
 
@@ -303,12 +302,11 @@ def _workers_lost(events: Sequence[EventDict]) -> list[str]:
 
 def _absent(events: Sequence[EventDict]) -> set[str]:
     """Workers that were lost, or paused at the end."""
-    held = [name for event in _of(events, "participation")[-1:] for name in event["paused"]]
-    return {*_workers_lost(events), *held}
+    return {*_workers_lost(events), *_last(events, "participation").get("paused", ())}
 
 
 def _failed(events: Sequence[EventDict]) -> dict[str, str] | None:
-    """Why the last part of the run failed, if it did."""
+    """The failure of the last part of the run, if it failed."""
     last = max((index for index, event in enumerate(events) if event["event"] == "started"), default=0)
-    failed = _first(events[last:], "failed")
+    failed = next(iter(_of(events[last:], "failed")), {})
     return {key: failed[key] for key in ("culprit", "error", "message")} if failed else None

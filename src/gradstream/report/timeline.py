@@ -1,9 +1,8 @@
-"""The work of each worker over time, as rectangles: computing, waiting (for whom), pushing, fetching.
+"""The work of each worker over time, as rectangles: computing, waiting, pushing, fetching.
 
-A step is drawn as it was: its gradient where it was computed, waits around it. (How long it waited
-for whom is known, but the order is a guess from the kind of step: own sums come after the gradient,
-answers to a fetch before it.) Where there are more steps than a page can hold, successive ones are
-drawn as one, whose height is divided in proportion.
+A step has its gradient at the time when it was computed, and waits before and after it. How long a worker waited for
+each node is known; the order of the waits is a guess: sums come after the gradient, answers to a fetch before it. If
+there are more steps than a page can hold, successive steps are drawn as one, whose height is divided in proportion.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gradstream.report.held import held_of
+from gradstream.report.pauses import pauses_of
 from gradstream.report.summary import EventDict, begin_s
 
 __all__ = ["MAX_STEPS", "Band", "StepSpan", "Timeline", "TimelineLane", "TimelinePiece", "lanes_of", "pieces"]
 
 MAX_STEPS = 12_000
-"""Drawn one by one, over all workers."""
+"""Most steps that are drawn one by one, over all workers."""
 MAX_LANES = 64
 REST = ""
-"""Waiting that is due to nobody: the name of its band."""
+"""In the place of a node's name: waiting that no node caused."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimelinePiece:
-    """A part of a step: from when to when, what part of the height (0 is the top), and for whom.
+    """A rectangle of waiting in a step: `top` and `bottom` are shares of the height, from the top.
 
-    `name` is the node that was waited for, or REST.
+    `name` is the node for which the worker waited, or REST.
     """
 
     begin_s: float
@@ -42,7 +41,7 @@ class TimelinePiece:
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
-    """A step, or several successive ones drawn as one: `count` of them, from number `step` on."""
+    """A step, or `count` successive steps drawn as one, from number `step` on."""
 
     step: int
     count: int
@@ -60,7 +59,7 @@ class StepSpan:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A push, a fetch, an evaluation, or a time in which a worker was paused."""
+    """The time of a push, a fetch, an evaluation or a pause."""
 
     begin_s: float
     end_s: float
@@ -68,14 +67,14 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class TimelineLane:
-    """A worker's time."""
+    """The work of one worker over time."""
 
     name: str
     steps: tuple[StepSpan, ...]
     pushes: tuple[Band, ...]
     fetches: tuple[Band, ...]
     evaluations: tuple[Band, ...] = ()
-    held: tuple[Band, ...] = ()
+    pauses: tuple[Band, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +82,10 @@ class Timeline:
     """The work of all workers over time.
 
     Args:
-        begin_s, end_s: the time shown.
-        lanes: by rank.
-        merged: how many steps are drawn as one, at most.
-        left_out: workers that are not shown.
+        begin_s, end_s: the time that is shown.
+        lanes: one for each worker, by rank.
+        merged: largest number of steps that are drawn as one.
+        left_out: number of workers that are not shown.
     """
 
     begin_s: float
@@ -102,16 +101,16 @@ def lanes_of(
     """The timeline of a run's workers.
 
     Args:
-        events: of the run.
-        max_steps: how many rectangles of steps there may be.
-        max_lanes: how many workers; those of the lowest ranks.
+        events: events of the run.
+        max_steps: most rectangles of steps.
+        max_lanes: most workers; those of the lowest ranks are shown.
     """
     steps: defaultdict[int, list[EventDict]] = defaultdict(list)
     bands: defaultdict[tuple[str, str], list[Band]] = defaultdict(list)
-    turns: list[EventDict] = []
+    changes: list[EventDict] = []
     for event in events:
         if event["event"] == "participation":
-            turns.append(event)
+            changes.append(event)
         elif event["event"] == "step":
             steps[event["rank"]].append(event)
         elif event["event"] == "transfer":
@@ -124,9 +123,9 @@ def lanes_of(
     every = [step for rank in shown for step in steps[rank]]
     merged = max(1, math.ceil(len(every) / max_steps))
     names = {rank: steps[rank][0]["node"] for rank in shown}
-    looked = [band.end_s for name in names.values() for band in bands[name, "evaluation"]]
-    end_s = max([*(step["time_s"] for step in every), *looked], default=0.0)
-    held = held_of(turns, end_s)
+    evaluated = [band.end_s for name in names.values() for band in bands[name, "evaluation"]]
+    end_s = max([*(step["time_s"] for step in every), *evaluated], default=0.0)
+    pauses = pauses_of(changes, end_s)
     lanes = [
         TimelineLane(
             name,
@@ -134,7 +133,7 @@ def lanes_of(
             tuple(_fewer(bands[name, "push"], merged)),
             tuple(_fewer(bands[name, "fetch"], merged)),
             tuple(bands[name, "evaluation"]),
-            tuple(Band(*span) for span in held.get(name, ())),
+            tuple(Band(*span) for span in pauses.get(name, ())),
         )
         for rank, name in names.items()
     ]
@@ -160,14 +159,14 @@ def _merge(steps: Sequence[EventDict], size: int) -> Iterator[StepSpan]:
 
 
 def _fewer(bands: Sequence[Band], size: int) -> Iterator[Band]:
-    """Successive ones as one, where there are too many to draw."""
+    """`size` successive bands each as one."""
     for first in range(0, len(bands), size):
         part = bands[first : first + size]
         yield Band(part[0].begin_s, max(band.end_s for band in part))
 
 
 def pieces(span: StepSpan, me: str) -> list[TimelinePiece]:
-    """The waits of a step of the worker `me`. The rest of the step is computing."""
+    """The waits in a step of the worker `me`. The rest of the step is computing."""
     rest_s = max(0.0, span.wait_s - sum(seconds for _, seconds in span.waited_for))
     named = [pair for pair in (*span.waited_for, (REST, rest_s)) if pair[1] > 0]
     if span.count > 1:

@@ -1,8 +1,8 @@
 """A run as a Chrome trace: a JSON file that Perfetto (ui.perfetto.dev) and chrome://tracing load.
 
-Each node is a process. A worker has the tracks compute, wait (named by whom it waits for), push, fetch
-and evaluate; a shard the track apply, where each slice is the arithmetic that it did since its report
-before. CPU, memory and staleness are counters. Times are microseconds since the begin of training.
+Each node is a process. A worker has the tracks compute, wait (with the name of the node that it waits for), push,
+fetch and evaluate. A shard has the track apply, where each slice is its arithmetic since its previous report. CPU,
+memory and staleness are counters. Times are microseconds since the begin of training.
 
 Reference: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -22,19 +22,19 @@ __all__ = ["trace_events", "trace_json"]
 
 TRACKS = ("compute", "wait", "push", "fetch", "evaluate", "apply")
 EVERY = 1 << 62
-"""As many steps as there are: a trace viewer copes with any number."""
+"""No limit: a trace viewer copes with any number of steps."""
 
 Slice = dict[str, Any]
 
 
 def trace_json(events: Sequence[EventDict]) -> str:
-    """The whole file."""
+    """The trace of a run as the text of a file."""
     lines = ",\n".join(json.dumps(one, separators=(",", ":")) for one in trace_events(events))
     return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
 
 
 def trace_events(events: Sequence[EventDict]) -> Iterator[Slice]:
-    """The records of the file: metadata, slices, counters, instants."""
+    """The records of the trace: metadata, slices, counters, instants."""
     figures = figures_of(events)
     pids = {node.name: pid for pid, node in enumerate(figures.nodes, start=1)}
     for name, pid in pids.items():
@@ -58,7 +58,7 @@ def trace_events(events: Sequence[EventDict]) -> Iterator[Slice]:
                     "args": {"": value},
                 }
     for moment in figures.story:
-        text = f"{moment.what}: {moment.text}"
+        text = f"{moment.kind}: {moment.text}"
         yield {"ph": "i", "s": "g", "name": text, "pid": 0, "tid": 0, "ts": _us(moment.time_s)}
 
 
@@ -114,7 +114,7 @@ def _transfers(events: Iterable[EventDict], pids: dict[str, int]) -> Iterator[Sl
 
 
 def _stale(events: Iterable[EventDict], pids: dict[str, int]) -> Iterator[Slice]:
-    """A counter for each worker: mean and largest staleness since its report before."""
+    """A counter for each worker: mean and largest staleness since its previous report."""
     for event in events:
         if event["event"] == "exchange" and event["staleness"]:
             row = StalenessRow("", "", {int(tau): count for tau, count in event["staleness"].items()})

@@ -1,4 +1,4 @@
-"""The part of a report on uneven machines: shares by measured speed, and contributions that came too late."""
+"""The tables of a report on uneven machines: shares by measured speed, and contributions that came too late."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from gradstream.report.units import count_text
 __all__ = ["quorums", "shares_table"]
 
 MOST = 12
-"""Rows of changes that are shown; of more, the newest."""
+"""Most changes that are shown, the newest ones."""
 
 Row = Sequence[str]
 
 
 def shares_table(events: Iterable[EventDict]) -> tuple[Row, list[Row]]:
-    """Head and rows of how rounds were divided: each change of shares, and the speeds measured last.
+    """Head and rows of the shares of rounds: each change of them, and the speeds that were measured last.
 
-    Nothing where shares are not measured.
+    Both are empty if shares are not measured.
     """
     measured = [event for event in events if event["event"] == "shares"]
     if not measured:
@@ -32,15 +32,15 @@ def shares_table(events: Iterable[EventDict]) -> tuple[Row, list[Row]]:
     if len(changes) > MOST:
         rows.insert(0, [f"{len(changes) - MOST} changes before", *[""] * len(last["samples"])])
     if not changes:
-        rows.append(_row("as they were at first", last["samples"]))
+        rows.append(_row("as at first", last["samples"]))
     speeds = [f"{count_text(per_s)}/s" if per_s else "–" for per_s in last["per_s"]]
     return head, [*rows, ["speed, measured last", *speeds]]
 
 
 def quorums(events: Sequence[EventDict]) -> tuple[Row, list[Row]]:
-    """Head and rows: how many of each worker's gradients are in updates, and how many came late or were dropped.
+    """Head and rows: by worker, how many gradients are in updates, came late, or were skipped.
 
-    Nothing where every update takes all workers.
+    Both are empty if every update takes all workers.
     """
     rounds = [event for event in events if event["event"] == "round"]
     if not rounds:

@@ -1,4 +1,4 @@
-"""Figures with their units, for people."""
+"""Figures as text, with their units."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["count_text", "size_text", "time_text", "value_text"]
 
 
 def size_text(size_bytes: float) -> str:
-    """1.2 MB: powers of 1000."""
+    """A size as text, in powers of 1000: 1.2 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(size_bytes) < 1000:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -15,7 +15,7 @@ def size_text(size_bytes: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """420 µs, 3.1 ms, 2.50 s, 12 min 5 s, 3 h 20 min."""
+    """A duration as text: 420 µs, 3.1 ms, 2.50 s, 12 min 5 s, 3 h 20 min."""
     if seconds == 0:
         return "0 s"
     if seconds < 1e-3:
@@ -30,7 +30,7 @@ def time_text(seconds: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """950, 12.3k, 4.5M."""
+    """A count as text: 950, 12.3k, 4.5M."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(count) >= limit:
             return f"{count / (1000 if unit == 'k' else limit):.3g}{unit}"
@@ -38,5 +38,5 @@ def count_text(count: float) -> str:
 
 
 def value_text(value: float) -> str:
-    """Four digits: 0.01234, 1,234."""
+    """A number as text, of four digits: 0.01234, 1,234."""
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"

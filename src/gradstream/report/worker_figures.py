@@ -1,4 +1,4 @@
-"""Figures of each worker of a run and of its machine, as a pure function of events."""
+"""Figures of each worker of a run and of its machine, from its events."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ class WorkerFigures:
     """One worker.
 
     Args:
-        name: of its node.
-        steps, samples: of its own.
-        compute_s: in gradients.
-        wait_s: in the rest of its steps.
-        waited_for: seconds of `wait_s` by name; itself is its own sums and local steps.
-        push_s, fetch_s: mean seconds of a push and of a fetch; None where none was reported.
-        evaluate_s: in evaluations on held-out samples, between steps.
-        held_s: paused by the strategy's participation schedule.
-        read_s: reading samples, in gradients or before them.
-        cpu_s: of gradients, CPU seconds; None where it was not measured.
-        queued_s: its thread of arithmetic could have run and had no core; None likewise.
-        load: threads of all processes of its machine that ran or waited for a core; None likewise.
-        cores: of its machine; None likewise.
+        name: name of its node.
+        steps, samples: numbers of its own steps and samples.
+        compute_s: seconds in gradients.
+        wait_s: seconds in the rest of its steps.
+        waited_for: seconds of `wait_s` by node; under its own name those of sums and local steps.
+        push_s, fetch_s: mean seconds of a push and of a fetch; None if none was reported.
+        evaluate_s: seconds in evaluations on held-out samples, between steps.
+        paused_s: seconds for which the strategy's participation schedule paused it.
+        read_s: seconds of reading samples, in gradients or before them.
+        cpu_s: CPU seconds of gradients; None if not measured.
+        queued_s: seconds in which its arithmetic thread could run but had no core; None if not measured.
+        load: number of threads on its machine that ran or waited for a core, in the mean; None if not measured.
+        cores: number of cores of its machine; None if unknown.
     """
 
     name: str
@@ -43,7 +43,7 @@ class WorkerFigures:
     push_s: float | None
     fetch_s: float | None
     evaluate_s: float = 0.0
-    held_s: float = 0.0
+    paused_s: float = 0.0
     read_s: float = 0.0
     cpu_s: float | None = None
     queued_s: float | None = None
@@ -52,35 +52,35 @@ class WorkerFigures:
 
     @property
     def total_s(self) -> float:
-        """Seconds of all of its steps."""
+        """Seconds of all its steps."""
         return self.compute_s + self.wait_s
 
     @property
     def own_s(self) -> float:
-        """Seconds of own arithmetic besides gradients."""
+        """Seconds of its arithmetic besides gradients."""
         return self.waited_for.get(self.name, 0.0)
 
     @property
     def lost_s(self) -> float:
-        """Seconds of its gradients in which nothing was computed or read; 0 where it was not measured."""
+        """Seconds of its gradients in which it neither computed nor read; 0 if not measured."""
         if self.cpu_s is None:
             return 0.0
         return max(0.0, self.compute_s - self.read_s - self.cpu_s)
 
     @property
     def compute_s_per_sample(self) -> float | None:
-        """Seconds of a gradient for each sample; None without samples."""
+        """Seconds of gradients for each sample; None without samples."""
         return self.compute_s / self.samples if self.samples else None
 
 
 def workers_of(
-    by_kind: Mapping[str, Sequence[EventDict]], held: Mapping[str, Sequence[tuple[float, float]]]
+    by_kind: Mapping[str, Sequence[EventDict]], pauses: Mapping[str, Sequence[tuple[float, float]]]
 ) -> tuple[WorkerFigures, ...]:
-    """By rank.
+    """The figures of each worker, by rank.
 
     Args:
-        by_kind: events by kind; the steps are `attributed`.
-        held: by worker, when the participation schedule paused it.
+        by_kind: events by their name; the steps are `attributed`.
+        pauses: by worker, the intervals in which the participation schedule paused it.
     """
     steps = by_node(by_kind["step"])
     durations: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
@@ -107,7 +107,7 @@ def workers_of(
                 push_s=mean_of(durations[name, "push"]),
                 fetch_s=mean_of(durations[name, "fetch"]),
                 evaluate_s=evaluating[name],
-                held_s=math.fsum(end_s - begin_s for begin_s, end_s in held.get(name, ())),
+                paused_s=math.fsum(end_s - begin_s for begin_s, end_s in pauses.get(name, ())),
                 read_s=math.fsum(step.get("read_s", 0.0) for step in own),
                 **_machine(cpu[name]),
             )
@@ -116,7 +116,7 @@ def workers_of(
 
 
 class _Machine(TypedDict):
-    """The fields of `WorkerFigures` that come of its `cpu` events."""
+    """The fields of `WorkerFigures` that come from "cpu" events."""
 
     cpu_s: float | None
     queued_s: float | None
@@ -124,21 +124,21 @@ class _Machine(TypedDict):
     cores: int | None
 
 
-def _machine(told: Sequence[EventDict]) -> _Machine:
-    """The arithmetic and the machine of a worker, from its events "cpu".
+def _machine(events: Sequence[EventDict]) -> _Machine:
+    """The arithmetic and the machine of a worker, from its "cpu" events.
 
-    A training loop of the user's computes on a thread of its own, which is not measured. The process's CPU
-    seconds, less those of other work, are then the most that its gradients can have had.
+    A user's training loop computes on its own thread, which is not measured. Its gradients then had at most the CPU
+    seconds of the process, less those of other work.
     """
-    cpu_s = total_of(event["compute_s"].get("gradient", 0.0) for event in told)
-    queued_s = [event["queued_s"] for event in told if event.get("queued_s") is not None]
+    cpu_s = total_of(event["compute_s"].get("gradient", 0.0) for event in events)
+    queued_s = [event["queued_s"] for event in events if event.get("queued_s") is not None]
     if not cpu_s:
-        other_s = total_of(math.fsum(event["compute_s"].values()) for event in told)
-        cpu_s, queued_s = total_of(map(cpu_s_of, told)) - other_s, []
-    load = [event["load"] for event in told if event.get("load") is not None]
+        other_s = total_of(math.fsum(event["compute_s"].values()) for event in events)
+        cpu_s, queued_s = total_of(map(cpu_s_of, events)) - other_s, []
+    load = [event["load"] for event in events if event.get("load") is not None]
     return _Machine(
-        cpu_s=cpu_s if told else None,
+        cpu_s=cpu_s if events else None,
         queued_s=total_of(queued_s) if queued_s else None,
         load=mean_of(load),
-        cores=told[-1].get("cores") if told else None,
+        cores=events[-1].get("cores") if events else None,
     )

@@ -25,9 +25,9 @@ from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.snapshot import SnapshotLimits
 from gradstream.coordinator.stopping import StoppingCriterion
-from gradstream.data.done import DataProgress
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
+from gradstream.data.progress import DataProgress
 from gradstream.job.registry import optimizer_of_text
 from gradstream.model.base import Model
 from gradstream.optim.merge import Replace

@@ -12,12 +12,12 @@ from typing import cast
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.data.base import BatchPlan, Partitioning, PartitionSpec
-from gradstream.data.done import DataProgress
 from gradstream.data.feed import plan_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.plan import RoundPlan
+from gradstream.data.progress import DataProgress
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from gradstream.data.left_over import Block, Epoch
+from gradstream.data.reassignment import Block, Epoch
 from gradstream.errors import ClosedError, UserCodeError
 from gradstream.model.buffers import Buffers
 from gradstream.session.binding import ParameterBinding

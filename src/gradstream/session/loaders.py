@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from gradstream.data.left_over import Epoch
+from gradstream.data.reassignment import Epoch
 from gradstream.errors import ConfigError
 from gradstream.session.loaders_draw import CommonRandomState
 from gradstream.session.loaders_part import LoaderPart, is_divided, length_of

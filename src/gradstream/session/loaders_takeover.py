@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from gradstream.data.left_over import Block, Epoch
+from gradstream.data.reassignment import Block, Epoch
 from gradstream.session.bridge import LoopBridge
 
 __all__ = ["EpochSteps", "Takeover", "TakeoverOrder"]

@@ -22,6 +22,7 @@ __all__ = [
     "SparseDataset",
     "SparseRows",
     "Sparsity",
+    "TableSize",
     "from_csr",
     "from_ratings",
     "sparsity_of",
@@ -51,6 +52,13 @@ class CsrTable(NamedTuple):
     values: Array
     targets: Array
     scale: Array
+
+
+class TableSize(NamedTuple):
+    """Numbers of samples and of values in a `CsrTable`, known before the table is made."""
+
+    num_samples: int
+    num_values: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +99,10 @@ class SparseDataset:
 
     Args:
         name: name for messages and records.
-        num_samples, num_features, num_values: n, d and z of the training table.
+        num_features: d.
         build: makes the training table and the held-out table, when they are first read.
-        num_test_samples, num_test_values: n and z of the held-out table; 0 if there is none.
+        train: size of the training table.
+        test: size of the held-out table.
         classes: whether targets are classes.
         checksum: tells data sets of this name apart.
     """
@@ -101,23 +110,21 @@ class SparseDataset:
     def __init__(
         self,
         name: str,
-        num_samples: int,
         num_features: int,
-        num_values: int,
         build: Callable[[], tuple[CsrTable, CsrTable]],
         *,
-        num_test_samples: int = 0,
-        num_test_values: int = 0,
+        train: TableSize,
+        test: TableSize,
         classes: bool = True,
         checksum: str = "",
     ) -> None:
         self.name = name
-        self.num_samples = num_samples
+        self.num_samples = train.num_samples
         self.num_features = num_features
-        self.num_test_samples = num_test_samples
+        self.num_test_samples = test.num_samples
         self.classes = classes
         self.checksum = checksum
-        self._num_values = (num_values, num_test_values)
+        self._sizes = {"train": train, "test": test}
         self._build = build
 
     @cached_property
@@ -143,8 +150,7 @@ class SparseDataset:
 
     def shared(self) -> Iterator[tuple[str, int, np.dtype[Any]]]:
         """(name, number of elements, dtype) of each array of both tables, before the tables are made."""
-        sizes = ((self.num_samples, self._num_values[0]), (self.num_test_samples, self._num_values[1]))
-        for part, (samples, values) in zip(("train", "test"), sizes, strict=True):
+        for part, (samples, values) in self._sizes.items():
             yield f"{part} indptr", samples + 1, np.dtype(np.int64)
             yield f"{part} indices", values, np.dtype(np.int32)
             yield f"{part} values", values, np.dtype(np.float32)
@@ -235,20 +241,18 @@ def from_csr(
         for k, part in enumerate(arrays)
     ]
     if len(tables) == 1:
-        tables.append(_empty())
-    n, m = len(tables[0].targets), len(tables[1].targets)
-    if not n:
+        tables.append(table_of(np.zeros(1), np.zeros(0, np.int32), np.zeros(0), np.zeros(0), 0))
+    sizes = [TableSize(len(table.targets), len(table.values)) for table in tables]
+    if not sizes[0].num_samples:
         raise DataError(f"{name} has no samples: indptr has {len(tables[0].indptr)} elements")
     return SparseDataset(
         name,
-        n,
         d,
-        len(tables[0].values),
         lambda: (tables[0], tables[1]),
-        num_test_samples=m,
-        num_test_values=len(tables[1].values),
+        train=sizes[0],
+        test=sizes[1],
         classes=classes,
-        checksum=_checksum(tables),
+        checksum=checksum_of([array for table in tables for array in table]),
     )
 
 
@@ -359,11 +363,3 @@ def table_of(indptr: Array, indices: Array, values: Array, targets: Array, d: in
         np.asarray(targets, np.float32),
         scale.astype(np.float32),
     )
-
-
-def _empty() -> CsrTable:
-    return table_of(np.zeros(1), np.zeros(0, np.int32), np.zeros(0), np.zeros(0), 0)
-
-
-def _checksum(tables: list[CsrTable]) -> str:
-    return checksum_of([array for table in tables for array in table])

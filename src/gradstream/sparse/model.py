@@ -29,7 +29,7 @@ from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
 from gradstream.runtime.base import Report
 from gradstream.sparse.data import CsrTable, SparseDataset, SparseRows
-from gradstream.sparse.updates import check_compiler
+from gradstream.sparse.updates import LockAccess, check_compiler
 
 __all__ = ["SparseModel", "SweepState", "from_samples", "linear", "matrix_completion"]
 
@@ -54,6 +54,10 @@ class SweepState:
     locks: Array
     me: int
     state: Array = field(default_factory=lambda: np.zeros(2, np.int64))
+
+    def access(self, looks: int) -> LockAccess:
+        """The locks as the kernels take them; `looks` is the number of looks at a lock that is not free."""
+        return LockAccess(self.locks, np.int32(self.me), looks)
 
     def blocked(self, num: int) -> bool:
         """Whether the sweep has stopped before sample `num`, at lock `state[1]`."""
@@ -116,9 +120,7 @@ class SparseModel:
             table,
             np.ascontiguousarray(rows.ids),  # numba would compile anew for another layout
             np.float32(rate),
-            at.locks,
-            np.int32(at.me),
-            looks,
+            at.access(looks),
             at.state,
             self._room_for(table),
         )
@@ -278,9 +280,8 @@ def linear(num_features: int, *, loss: str = "logistic", l2: float = 0.0) -> Spa
 
 
 def _touched_row(table: Any, i: int, where: Any) -> int:
-    features = table.indices[
-        table.indptr[i] : table.indptr[i + 1]
-    ]  # indexing a slice needs no check of signs
+    # An index into a slice needs no check of its sign.
+    features = table.indices[table.indptr[i] : table.indptr[i + 1]]
     for j in range(len(features)):
         where[j] = features[j]
     return len(features)

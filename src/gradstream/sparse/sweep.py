@@ -5,7 +5,7 @@ A problem has two functions for the arithmetic of a sample (see `sparse.model`):
     touched(table, i, where) -> count            the components that sample i touches, ascending, each once
     gradient(w, table, i, where, count, into)    ∂f_i on them, at the current w; returns f_i
 
-Reads are never atomic, and writes only as far as `update` says (`sparse.ways`).
+`access` is a `LockAccess`. Reads are never atomic, and writes only as far as `update` says (`sparse.ways`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Kernels:
     """Machine code of one problem, compiled when it is first called.
 
     Args:
-        sweep: (w, table, ids, rate, locks, me, looks, state, room) → Σ f_i: from sample ids[state[NEXT]] on,
-            each is an update of its own. It stops before a sample for which a lock is not free.
+        sweep: (w, table, ids, rate, access, state, room) → Σ f_i: makes an update of each sample, from
+            ids[state[NEXT]] on. It stops before a sample for which a lock is not free.
         total: (w, table, ids, into, room) → Σ f_i; adds Σ ∂f_i to `into`, which is dense.
         loss: (w, table, ids, room) → Σ f_i.
     """
@@ -60,9 +60,8 @@ def kernels_of(touched: Callable[..., int], gradient: Callable[..., float], upda
     add, give, begin, end = way.add, way.give, way.begin, way.end
 
     @compiled
-    def sweep(
-        w: Any, table: Any, ids: Any, rate: Any, locks: Any, me: Any, looks: int, state: Any, room: Any
-    ) -> float:
+    def sweep(w: Any, table: Any, ids: Any, rate: Any, access: Any, state: Any, room: Any) -> float:
+        locks, me, looks = access
         where, into = room
         k, loss, blocked = state[NEXT], 0.0, GOT
         begin(locks, me)
@@ -120,7 +119,7 @@ def _compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def adder_of(update: str) -> Callable[..., None]:
-    """Machine code of w ← w - rate·gradient: (w, gradient, rate, locks, me, looks, state) → None.
+    """Machine code of w ← w - rate·gradient: (w, gradient, rate, access, state) → None.
 
     It does not write elements whose gradient is 0, so that a cache line of which nothing changes stays where it
     is. It holds the lock of the whole and the turn from the first element to the last, and locks of components
@@ -130,7 +129,8 @@ def adder_of(update: str) -> Callable[..., None]:
     take, add, give, begin, end = way.take, way.add, way.give, way.begin, way.end
 
     @compiled
-    def add_each(w: Any, gradient: Any, rate: Any, locks: Any, me: Any, looks: int, state: Any) -> None:
+    def add_each(w: Any, gradient: Any, rate: Any, access: Any, state: Any) -> None:
+        locks, me, looks = access
         where = np.zeros(1, np.int64)
         for v in range(state[NEXT], len(w)):
             if gradient[v] != 0:
@@ -144,7 +144,8 @@ def adder_of(update: str) -> Callable[..., None]:
         state[NEXT] = len(w)
 
     @compiled
-    def add_at_once(w: Any, gradient: Any, rate: Any, locks: Any, me: Any, looks: int, state: Any) -> None:
+    def add_at_once(w: Any, gradient: Any, rate: Any, access: Any, state: Any) -> None:
+        locks, me, looks = access
         where = np.zeros(0, np.int64)
         begin(locks, me)
         state[LOCK] = take(locks, where, 0, me, looks)

@@ -38,7 +38,7 @@ def take_part(locks: Any, me: Any) -> None:
 
 @compiled
 def leave(locks: Any, me: Any) -> None:
-    """Ends to take part: others skip this worker from now on."""
+    """Stops taking part: others skip this worker from now on."""
     release(locks, part_of(locks, me - 1))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any, NamedTuple
 
 from gradstream.errors import ConfigError
 
-__all__ = ["FIRST", "LOOKS", "RANKS", "TURN", "UPDATES", "WHOLE", "check_compiler", "num_locks"]
+__all__ = ["FIRST", "LOOKS", "RANKS", "TURN", "UPDATES", "WHOLE", "LockAccess", "check_compiler", "num_locks"]
 
 UPDATES = ("atomic", "plain", "lock", "short_lock", "component_locks", "round_robin")
 
@@ -21,6 +22,20 @@ FIRST = 16
 
 LOOKS = 1 << 16
 """Looks at a lock before a worker asks whether the lock's holder is alive; they take some milliseconds."""
+
+
+class LockAccess(NamedTuple):
+    """A worker's access to the locks.
+
+    Args:
+        locks: int32 words of all locks, in shared memory.
+        me: np.int32, rank of the worker + 1, which it writes into a lock that it holds.
+        looks: number of looks at a lock that is not free, before the worker gives up.
+    """
+
+    locks: Any
+    me: Any
+    looks: int
 
 
 def num_locks(elems: int, workers: int) -> int:

@@ -1,3 +1,3 @@
-"""Event records, and the accounts that they are made from: what every layer may report to."""
+"""Event records, and the counters and stopwatches behind them, which every layer may use."""
 
 __all__ = ()

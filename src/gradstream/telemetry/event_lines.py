@@ -1,7 +1,7 @@
-"""Lines of events from outside: each is a record of a known class with fields of the right types, or refused.
+"""Parses lines of events from outside. A line that is no record of a known class with valid fields is refused.
 
-Who reads an event that has passed here need not look again: a field of seconds is a finite number, a
-histogram's keys are whole numbers, and no number is so large that sums of it overflow.
+Readers of a parsed event need not check it again: a field of seconds is a finite number, the keys of a histogram are
+whole numbers, and no number is so large that a sum of such numbers overflows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradstream.untrusted.text import say
 __all__ = ["MAX_LINE_BYTES", "EventError", "EventLines", "parse_event", "read_events"]
 
 MAX_LINE_BYTES = 16 << 20
-"""Of a line of a file. A `round` event lists the samples of a whole round."""
+"""Most bytes of a line. A `round` event lists the samples of a whole round."""
 
 PIECE_BYTES = 1 << 20
 MAX_VALUES = 2_000_000
@@ -34,13 +34,13 @@ SIGNED = frozenset({"min_version", "max_version", "staleness"})
 
 _NODE = re.compile(r"[!-~]{1,64}")
 _COUNTED = frozenset({"staleness", "choices"})
-"""Mappings whose keys are whole numbers."""
+"""Fields that are mappings with whole numbers as keys."""
 _NUMBER = re.compile(r"-?[0-9]{1,15}")
 _HEAD = ("event", "node", "time_s")
 
 
 class EventError(ValueError):
-    """A line that is no event; the message says why in a few words."""
+    """A line is no event; the message says why in a few words."""
 
 
 @cache
@@ -50,18 +50,18 @@ def _classes() -> Mapping[str, type[Event]]:
 
 
 def parse_event(line: bytes, *, max_bytes: int = MAX_LINE_BYTES, member: str | None = None) -> dict[str, Any]:
-    """The record that a line holds, as `events.encode` makes them.
+    """The record in a line that `events.encode` has made.
 
     Args:
-        line: without its newline.
-        max_bytes: of it.
-        member: name of the worker or shard that has sent it. Such a line is of a class that members report,
-            in this name, with no unknown fields, and all of it is printable ASCII. None for a line of a
-            file, which another version may have written: fields that are not known are left out, and those
-            that are missing and have a default get it.
+        line: the line, without its newline.
+        max_bytes: most bytes of the line.
+        member: name of the worker or shard that has sent the line. Its class must then be one that members report,
+            the node must have this name, all fields must be known, and all characters must be printable ASCII. None
+            for a line of a file, which another version may have written: unknown fields are then left out, and
+            missing ones get their default.
 
     Raises:
-        EventError: the line is none of that. Nothing else.
+        EventError: the line is no such record. No other exception.
     """
     try:
         record = parse_json(line, max_bytes=max_bytes, max_values=MAX_VALUES, unique=False)
@@ -116,7 +116,7 @@ def _check_member(cls: type[Event], node: str, member: str, line: bytes) -> None
 
 @cache
 def _bounds(name: str) -> Mapping[str, Callable[[Any], bool] | None]:
-    """By field, whether a value of the right type is in its range; None for text."""
+    """By field, a function that says whether a value of the right type is in its range; None for text."""
     return {entry.name: _bound(entry.name, str(entry.type)) for entry in fields(_classes()[name])}
 
 
@@ -150,20 +150,20 @@ def _range(name: str, is_float: bool) -> tuple[float, float]:
 
 
 class EventLines:
-    """Takes a file of events apart, also while it grows: whole lines become events, others are counted.
+    """Parses a file of events, also while it grows. Lines that are no events are counted.
 
     Attributes:
-        num_skipped: lines that were no events.
-        torn_bytes: what has come of a line that has not ended yet.
+        num_skipped: number of lines that were no events.
+        torn_bytes: number of bytes of the last line, which has not ended yet.
     """
 
     def __init__(self) -> None:
         self.num_skipped = 0
         self.torn_bytes = 0
-        self._torn = b""  # of it, as much as a line may have
+        self._torn = b""  # the begin of the last line, at most as much as a line may have
 
     def take(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """The events of what has come."""
+        """The events in the next bytes of the file."""
         *lines, torn = (self._torn + data).split(b"\n")
         self.torn_bytes = len(torn) if lines else self.torn_bytes + len(data)
         self._torn = torn[: MAX_LINE_BYTES + 1]
@@ -175,7 +175,7 @@ class EventLines:
 
     @property
     def skipped(self) -> str:
-        """Says how many lines were passed over; "" for none."""
+        """How many lines were skipped, in words; "" for none."""
         if self.num_skipped == 1:
             return "passed over 1 line that is no event of this version"
         return (
@@ -186,9 +186,9 @@ class EventLines:
 
 
 def read_events(path: Path) -> list[Mapping[str, Any]]:
-    """The events of a file of JSON lines, [] if there is none. A torn last line is left out.
+    """The events in a file of JSON lines; [] without a file. An incomplete last line is left out.
 
-    Lines that are no events of this version are passed over; how many they were is said on stderr.
+    Lines that are no events of this version are skipped, and a message on stderr gives their number.
     """
     lines = EventLines()
     found: list[Mapping[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Typed event records. Nodes report through nothing else; progress line, report and tests read only these."""
+"""All event records: nodes report only through them, and the progress line, the report and tests read only them."""
 
 from __future__ import annotations
 

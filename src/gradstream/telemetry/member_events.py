@@ -32,7 +32,7 @@ GROUP = "group"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarriersEvent(MemberEvent):
-    """By which carrier a node reaches each other one, once all are there (worker, shard)."""
+    """The carrier by which a node reaches each other node, when all have joined (worker, shard)."""
 
     name: ClassVar[str] = "carriers"
     by_peer: Mapping[str, str]  # node -> "shm", "tcp" or "grpc"
@@ -40,12 +40,12 @@ class CarriersEvent(MemberEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupEvent(MemberEvent):
-    """Workers have formed a group, and how it sums (rank 0).
+    """Workers have formed a group (rank 0).
 
-    `kind` is "messages", "shared" (in place, all on one host), "hierarchical" (in place inside hosts, by
-    messages between) or "torch" (torch.distributed; `algorithm` is its backend). Where it was chosen by
-    measurement, `choices` has the algorithm by the number of bytes from which on it holds, and the figures
-    are those of `collectives.autotune.MeasuredCosts`.
+    `kind` is "messages", "shared" (in place, all on one host), "hierarchical" (in place inside a host, by messages
+    between hosts) or "torch" (torch.distributed; `algorithm` is its backend). If measurement chose the algorithm,
+    `choices` has, by number of bytes, the algorithm for vectors from this size on, and the other figures are those of
+    `collectives.autotune.MeasuredCosts`.
     """
 
     name: ClassVar[str] = "group"
@@ -65,10 +65,9 @@ class GroupEvent(MemberEvent):
 class StepEvent(MemberEvent):
     """One local minibatch is done (worker).
 
-    It began `compute_s + wait_s` before `time_s`. `waited_for` says whose answer came last while
-    nothing was computed: another worker whose contribution was missing, a shard (its updates and the
-    way there and back), or this worker itself (sums and local steps). Its values add up to `wait_s`
-    at most; the rest is nobody's.
+    It began `compute_s + wait_s` before `time_s`. `waited_for` has the seconds of waiting by node: another worker whose
+    contribution was missing, a shard (its updates and the network), or the worker itself (sums and local steps). The
+    sum of its values is at most `wait_s`; no node caused the rest.
     """
 
     name: ClassVar[str] = "step"
@@ -78,34 +77,36 @@ class StepEvent(MemberEvent):
     samples: int
     loss: float | None
     compute_s: float  # inside the gradient
-    wait_s: float  # waiting for the exchange since the step before
-    compute_at_s: float = 0.0  # from the begin of the step to that of its gradient
+    wait_s: float  # waiting for the exchange since the previous step
+    compute_at_s: float = 0.0  # from the begin of the step to the begin of its gradient
     waited_for: Mapping[str, float] = field(default_factory=dict)  # node -> seconds
     lr: float | None = None  # learning rate of this minibatch
-    gradient_norm: float | None = None  # length of the mean gradient before it was clipped by it
-    late: bool = False  # its gradient came behind its update, and was dropped
-    read_s: float = 0.0  # reading samples: in the gradient, or before it where they come of a stream
+    gradient_norm: float | None = (
+        None  # length of the mean gradient before clipping, if it was clipped by its length
+    )
+    late: bool = False  # its gradient came after its update, and was dropped
+    read_s: float = 0.0  # reading samples: in the gradient, or before it for a stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogEvent(MemberEvent):
-    """Figures that a training loop of the user's own has logged since its log event before (worker)."""
+    """Figures that a user's training loop has logged since its previous log event (worker)."""
 
     name: ClassVar[str] = "log"
     rank: int
-    step: int  # steps that this worker had made
-    values: Mapping[str, float | None]  # name -> mean since; None where that is no finite number
-    merged: int = 0  # values that went into the means of others
-    dropped: int = 0  # values of names beyond the most that a loop may have
-    total_steps: int = 0  # that this worker makes in the whole run, 0 where the loop does not say
+    step: int  # number of steps that this worker has made
+    values: Mapping[str, float | None]  # name -> mean; None if it is not finite
+    merged: int = 0  # number of values that were averaged with others
+    dropped: int = 0  # number of values that were dropped because there were too many names
+    total_steps: int = 0  # number of steps of this worker in the whole run; 0 if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeEvent(MemberEvent):
-    """Bytes and staleness of a node since its exchange event before (worker).
+    """Bytes and staleness of a worker since its previous exchange event (worker).
 
-    `pushed_bytes` and `fetched_bytes` were sent, row numbers included; the `whole_` ones are what they would
-    have been with all of every chunk, which they are where more than what has changed is exchanged.
+    `pushed_bytes` and `fetched_bytes` were sent, row numbers included. The `whole_` bytes are those that it would have
+    taken to send every chunk whole; they are larger if only changed rows were sent.
     """
 
     name: ClassVar[str] = "exchange"
@@ -122,7 +123,7 @@ class ExchangeEvent(MemberEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEvent(MemberEvent):
-    """What has passed between a worker and a shard since the link event of these two before (worker).
+    """Traffic between a worker and a shard since the previous link event of the two (worker).
 
     `pushed_bytes` go up, from the worker to the shard; `fetched_bytes` come down.
     """
@@ -151,10 +152,10 @@ class TransferEvent(MemberEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppliedEvent(MemberEvent):
-    """What a shard has done since its applied event before (shard).
+    """Work of a shard since its previous applied event (shard).
 
-    `late_s` says by how much each worker's contributions came after those of all others: of the chunk
-    where that was most.
+    `late_s` has, by worker, the seconds by which its contributions came after all others, at the chunk where that was
+    most.
     """
 
     name: ClassVar[str] = "applied"
@@ -170,11 +171,11 @@ class AppliedEvent(MemberEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuEvent(MemberEvent):
-    """CPU seconds of a process, total so far, by role and by kind of work; and how full its machine is.
+    """CPU seconds of a process so far, in total and by kind of work, and the load of its machine.
 
-    `queued_s` are seconds, so far, in which its thread of arithmetic could have run and had no core.
-    `load` is the number of threads of all processes that ran or waited for one of the machine's `cores`, in
-    the mean of the last minute. Each is None where the system does not tell.
+    `queued_s`: seconds so far in which its arithmetic thread could run but had no core. `load`: threads of all
+    processes that ran or waited for one of the machine's `cores`, mean of the last minute. Each is None if the system
+    does not report it.
     """
 
     name: ClassVar[str] = "cpu"
@@ -189,7 +190,7 @@ class CpuEvent(MemberEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateEvent(MemberEvent):
-    """How late the event loop ran its timers since the late event before."""
+    """Delays of timers on the event loop since the previous late event."""
 
     name: ClassVar[str] = "late"
     role: str
@@ -199,11 +200,10 @@ class LateEvent(MemberEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEvent(MemberEvent):
-    """Peak memory of a process, and vectors it has allocated by name.
+    """Peak memory of a process, and the vectors that it has allocated, by name.
 
-    `peak_bytes` is all that was resident, file pages (libraries, a memory-mapped data set)
-    included; `peak_own_bytes` is without those, sampled with each report of metrics, and `own_bytes`
-    the latest sample.
+    `peak_bytes` is the largest resident memory, with file pages (libraries, a memory-mapped data set). `peak_own_bytes`
+    is without them, sampled with each report of metrics; `own_bytes` is the latest sample.
     """
 
     name: ClassVar[str] = "memory"
@@ -216,45 +216,45 @@ class MemoryEvent(MemberEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedEvent(MemberEvent):
-    """Held-out samples were looked at (worker of the lowest rank)."""
+    """The model was evaluated on held-out samples (worker of the lowest rank)."""
 
     name: ClassVar[str] = "evaluated"
-    step: int  # rounds in the model; without rounds, a W-th of the minibatches
+    step: int  # rounds in the model; without rounds, minibatches / W
     epoch: int  # data epoch of the last of them
-    samples: int  # that the run has gone through by then; asynchronous: if all were as far as this worker
+    samples: int  # trained on so far; asynchronous: as if all workers were as far as this one
     accuracy: float | None
     loss: float | None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
-    held_out: int = 0  # samples looked at
-    seconds: float = 0.0  # that it took, up to `time_s`
-    final: bool = False  # of the parameters that the run ends with
+    held_out: int = 0  # number of evaluated samples
+    seconds: float = 0.0  # duration, up to `time_s`
+    final: bool = False  # whether the parameters are the final ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskEvent(MemberEvent):
-    """The disk of the run directory is full or broken (worker), or has been (coordinator, launcher).
+    """The disk of the run directory is full or broken (worker), or was (coordinator, launcher).
 
-    `state` is "waiting" while a worker waits for room to write what it must not lose, and "over" once
-    everything that could be kept is written. The counts are those of events; lost ones are nowhere.
+    `state` is "waiting" while a worker waits for room for a file that it must not lose, and "over" when everything that
+    could be kept is written. The counts are of events; lost events are in no file.
     """
 
     name: ClassVar[str] = "disk"
-    what: str  # what could not be written: "events", "final parameters"
+    what: str  # the content that could not be written: "events", "final parameters"
     state: str
     error: str  # "ENOSPC: No space left on device"
     message: str
-    from_s: float = 0.0  # `time_s` of the first event that could not be written at once
-    to_s: float = 0.0  # of the last
-    late_events: int = 0  # written later than they came
+    from_s: float = 0.0  # `time_s` of the first delayed event
+    to_s: float = 0.0  # `time_s` of the last delayed event
+    late_events: int = 0  # number of events that were written late
     lost_events: int = 0
     lost_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FactorsEvent(MemberEvent):
-    """How the gradients of wide linear layers travel in the first round (worker of the lowest rank)."""
+    """How the gradients of wide linear layers are sent in the first round (worker of the lowest rank)."""
 
     name: ClassVar[str] = "factors"
     layers: Mapping[str, str]  # by weight: "factors" or "gradient"
-    factor_elems: Mapping[str, int]  # what a worker has to tell each other one; of those that go as factors
-    gradient_elems: Mapping[str, int]  # what the gradient of each has
+    factor_elems: Mapping[str, int]  # by weight sent as factors: elements to each other worker
+    gradient_elems: Mapping[str, int]  # by weight: elements of its gradient

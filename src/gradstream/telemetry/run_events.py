@@ -1,4 +1,4 @@
-"""What the coordinator and the launcher report: nodes, data epochs, checkpoints, and how the run ends."""
+"""Events of the coordinator and the launcher: nodes, data epochs, checkpoints, and the end of the run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StartedEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedEvent(Event):
-    """A node is in (coordinator)."""
+    """A node has joined (coordinator)."""
 
     name: ClassVar[str] = "joined"
     who: str
@@ -59,7 +59,7 @@ class JoinedEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftEvent(Event):
-    """A node is out (coordinator): `lost` when it did not say goodbye."""
+    """A node has left (coordinator); it is `lost` if it did not say goodbye."""
 
     name: ClassVar[str] = "left"
     who: str
@@ -82,7 +82,7 @@ class MachineEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingEvent(Event):
-    """The run has not begun, and for whom it waits (launcher)."""
+    """The run waits for machines or nodes before it begins; `state` names them (launcher)."""
 
     name: ClassVar[str] = "waiting"
     state: str
@@ -90,7 +90,7 @@ class WaitingEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InsecureEvent(Event):
-    """The run's traffic is neither encrypted nor authenticated, said each minute (launcher)."""
+    """The traffic of the run is neither encrypted nor authenticated; reported each minute (launcher)."""
 
     name: ClassVar[str] = "insecure"
     address: str
@@ -98,52 +98,52 @@ class InsecureEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerEvent(Event):
-    """A data epoch is accounted for (coordinator)."""
+    """Every minibatch of a data epoch has a receipt (coordinator)."""
 
     name: ClassVar[str] = "ledger"
     epoch: int
     samples: int | None  # None in a stream
     batches: int
     reassigned: int
-    dropped: int = 0  # of the samples: not in the model
+    dropped: int = 0  # number of these samples that are not in the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOverEvent(Event):
-    """What became of the data of a worker whose own loop was lost or ended early (coordinator)."""
+    """The rest of the data of a user's loop whose worker was lost, or that ended early (coordinator)."""
 
     name: ClassVar[str] = "left_over"
     who: str
-    steps: int  # of its steps, how many are in the model
-    missing: int | None  # minibatches that nobody took over; None: unknown
+    steps: int  # number of its steps in the model
+    missing: int | None  # number of minibatches that no worker took over; None if unknown
     message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundEvent(Event):
-    """A quorum makes an update (coordinator), of these samples. Only where there are backup workers."""
+    """A quorum makes an update of these samples; only with backup workers (coordinator)."""
 
     name: ClassVar[str] = "round"
-    round: int  # it makes version round + 1
+    round: int  # its update makes version round + 1
     epoch: int  # data epoch
-    batch: int  # round of it
+    batch: int  # round of the data epoch
     accepted: list[int]  # ranks
-    left_out: list[int]  # ranks: late, skipped or dead; their samples are dropped
-    ids: list[int] | None  # samples of the accepted, by rank; None where samples have no numbers
+    left_out: list[int]  # ranks of late, skipped or lost workers; their samples are dropped
+    ids: list[int] | None  # samples of the accepted workers, by rank; None if samples have no ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParticipationEvent(Event):
-    """Who takes part from now on, where the strategy says so (coordinator).
+    """The workers that take part from now on, by the participation schedule of the strategy (coordinator).
 
-    A worker in neither list is gone. One that is held back begins no further minibatch.
+    A worker in neither list has left. A paused worker begins no further minibatch.
     """
 
     name: ClassVar[str] = "participation"
-    phase: str  # the strategy's own word
+    phase: str  # the strategy's name of the phase
     active: list[str]
     paused: list[str]
-    samples: int | None  # in the model
+    samples: int | None  # number of samples in the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,10 +152,10 @@ class SharesEvent(Event):
 
     name: ClassVar[str] = "shares"
     epoch: int  # data epoch
-    batch: int  # round of it
-    samples: list[int]  # of a whole round, by rank
-    per_s: list[float]  # samples a second in each worker's gradients; 0 where nothing was measured
-    changed: bool  # from what they were
+    batch: int  # round of the data epoch
+    samples: list[int]  # by rank, samples of a full round
+    per_s: list[float]  # by rank, samples per second of gradients; 0 if not measured
+    changed: bool  # whether they differ from the shares before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,53 +167,53 @@ class CheckpointEvent(Event):
     folder: str  # in the run directory
     size_bytes: int
     paused_s: float  # workers were paused for it
-    total_s: float  # from the begin of the snapshot to its name
+    total_s: float  # from the begin of the snapshot to the end of writing it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailedEvent(Event):
-    """No checkpoint came of a snapshot; the run goes on (coordinator)."""
+    """A snapshot could not become a checkpoint; the run continues (coordinator)."""
 
     name: ClassVar[str] = "checkpoint_failed"
     step: int
     who: str
     message: str
-    kept: str  # folder of the newest that is there, "" for none
+    kept: str  # folder of the newest checkpoint, "" for none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedEvent(Event):
-    """The run goes on from a checkpoint (coordinator). What came after it is computed again."""
+    """The run continues from a checkpoint, and computes later steps again (coordinator)."""
 
     name: ClassVar[str] = "resumed"
     step: int
     folder: str
     steps: Mapping[str, int]  # by worker, the number of its next minibatch
-    samples: int  # in the model
+    samples: int  # number of samples in the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppedEvent(Event):
-    """Somebody asked the run to stop, and it can be resumed (coordinator)."""
+    """A user has stopped the run, and it can be resumed (coordinator)."""
 
     name: ClassVar[str] = "stopped"
     step: int
-    folder: str  # the checkpoint that it resumes from, "" for none
+    folder: str  # folder of the checkpoint to resume from, "" for none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedEventsEvent(Event):
-    """Lines that a member sent as events were none of its own, and were dropped (coordinator)."""
+    """The coordinator dropped lines of a member that were no events, or not its own (coordinator)."""
 
     name: ClassVar[str] = "refused_events"
     who: str
-    count: int  # since the one before
-    why: str  # of the latest
+    count: int  # since the previous such event
+    why: str  # why the latest one was dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedEvent(Event):
-    """The run ends with an error: who, what, where (coordinator or launcher)."""
+    """The run ends with an error of a node (coordinator or launcher)."""
 
     name: ClassVar[str] = "failed"
     culprit: str
@@ -224,10 +224,10 @@ class FailedEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedEvent(Event):
-    """Every sample is accounted for, or enough of them (coordinator)."""
+    """The run has ended: every minibatch has a receipt, or a stopping criterion holds (coordinator)."""
 
     name: ClassVar[str] = "finished"
-    samples: int | None  # in the model: those with a receipt; None in a stream
+    samples: int | None  # number of samples in the model, i.e. with a receipt; None in a stream
     train_s: float  # from the begin of training, initial parameters included, to the last receipt
-    reason: str = ""  # why it finished before its data was through
-    dropped: int = 0  # samples that updates were made without
+    reason: str = ""  # why the run finished before its data was used up
+    dropped: int = 0  # number of samples that updates left out

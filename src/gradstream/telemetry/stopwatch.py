@@ -1,4 +1,4 @@
-"""Where the time of a worker's step goes: computing, and waiting, for whom."""
+"""Divides the time of a worker's step into computing, and waiting for each node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["StepTimes", "Stopwatch"]
 
 
 class StepTimes(TypedDict):
-    """The fields of `StepEvent` that tell of time."""
+    """The time fields of `StepEvent`."""
 
     compute_s: float
     wait_s: float
@@ -19,12 +19,12 @@ class StepTimes(TypedDict):
 
 
 class Stopwatch:
-    """Times the steps of one worker. Reads no clock: instants are handed in.
+    """Times the steps of one worker. It reads no clock: callers pass the times.
 
     Args:
-        me: this node's name.
-        claims: where the client notes whose answers came when.
-        now_ns: the first step begins.
+        me: name of this node.
+        claims: waits that the client notes when answers arrive.
+        now_ns: begin of the first step.
     """
 
     def __init__(self, me: str, claims: WaitAttribution, now_ns: int) -> None:
@@ -34,23 +34,23 @@ class Stopwatch:
         self._computed: list[Interval] = []
 
     def begin(self, now_ns: int) -> None:
-        """A step begins."""
+        """Begins a step."""
         self._begun_ns = now_ns
         self._computed.clear()
 
     def computed(self, begin_ns: int, end_ns: int) -> None:
-        """A gradient was computed. Gradients of one worker follow one another.
+        """Notes a gradient. The gradients of one worker do not overlap.
 
-        What lies before this step, of a gradient that was asked for in the step before, is left out.
+        The part of a gradient that lies before the step, because the previous step asked for it, is left out.
         """
         self._computed.append((max(begin_ns, self._begun_ns), end_ns))
 
     def worked(self, begin_ns: int, end_ns: int) -> None:
-        """Other arithmetic of its own kept the worker waiting: a sum, a local step."""
+        """Notes other arithmetic of the worker for which it waited: a sum, a local step."""
         self._claims.note(Kind.OWN, self._me, begin_ns, end_ns)
 
     def times(self, now_ns: int) -> StepTimes:
-        """Of the step that ends now."""
+        """The times of the step that ends now."""
         edges = [self._begun_ns, *(edge for interval in self._computed for edge in interval), now_ns]
         waiting = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
         compute_ns = sum(end - begin for begin, end in self._computed)

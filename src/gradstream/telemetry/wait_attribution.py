@@ -1,10 +1,9 @@
-"""Whose answer a worker waited for: claims on its waiting time, and how they share it.
+"""Attributes the waiting time of a worker to the nodes for which it waited.
 
-The client notes a claim whenever an answer arrives: a shard, for the time since it was asked; or
-another worker, for the time until its contribution had come. Claims overlap one another and the
-worker's own computing. `shared_out` gives each moment of waiting to one of them: to the worker
-itself if its own arithmetic was what it waited for, else to another worker, else to a shard, and
-among equals to the one that came last, for it alone decided how long the wait was.
+The client notes a claim when an answer arrives: of a shard, for the time since the request; or of another worker, for
+the time until its contribution arrived. Claims overlap one another and the worker's computing. `shared_out` gives each
+part of the waiting to one claim: to the worker itself if it waited for its own arithmetic, else to another worker, else
+to a shard; among equals to the claim that ended last, since it alone decided how long the worker waited.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Interval = tuple[int, int]
 
 
 class Kind(IntEnum):
-    """Which claims go first."""
+    """The node of a claim; lower values come first."""
 
     OWN = 0
     WORKER = 1
@@ -27,25 +26,25 @@ class Kind(IntEnum):
 
 
 class WaitAttribution:
-    """The claims since they were taken last."""
+    """Collects claims until `take` divides the waiting time among them."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[Kind, str, int], int] = {}  # (kind, who, begin) -> end
 
     def note(self, kind: Kind, who: str, begin_ns: int, end_ns: int) -> None:
-        """`who` kept this worker waiting, if it was waiting; claims of one begin are one."""
+        """Notes a claim of node `who`. Claims with the same begin become one."""
         key = (kind, who, begin_ns)
         self._ends[key] = max(end_ns, self._ends.get(key, end_ns))
 
     def take(self, waiting: Iterable[Interval]) -> dict[str, int]:
-        """How many nanoseconds of `waiting` were due to whom; forgets the claims."""
+        """The nanoseconds of `waiting` by node. Forgets the claims."""
         claims = [(kind, who, (begin, end)) for (kind, who, begin), end in self._ends.items()]
         self._ends.clear()
         return shared_out(waiting, claims)
 
 
 def shared_out(waiting: Iterable[Interval], claims: Sequence[tuple[Kind, str, Interval]]) -> dict[str, int]:
-    """Each moment of `waiting` to the first claim that covers it, in the order of the module's text."""
+    """The nanoseconds of `waiting` by node: each part goes to the first claim that covers it, in the order above."""
     left = list(waiting)
     shares: dict[str, int] = {}
     for _, who, (begin, end) in sorted(claims, key=lambda claim: (claim[0], -claim[2][1], claim[1])):
@@ -57,6 +56,6 @@ def shared_out(waiting: Iterable[Interval], claims: Sequence[tuple[Kind, str, In
 
 
 def _without(whole: Interval, hole: Interval) -> list[Interval]:
-    """What is left of an interval."""
+    """The parts of an interval outside of a hole."""
     pieces = [(whole[0], min(whole[1], hole[0])), (max(whole[0], hole[1]), whole[1])]
     return [(begin, end) for begin, end in pieces if begin < end]

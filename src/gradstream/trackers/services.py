@@ -1,8 +1,8 @@
 """Callbacks for wandb, MLflow and trackio, with the same curves as TensorBoard's.
 
-Each is a callback (`gradstream.job.callbacks`): it is called in the launching process, on a thread and with a
-bounded queue of its own, so that no tracker can stop or slow down a run. The package's own environment
-variables and files say where the curves go (server, project, key). Its steps are samples of all workers.
+Each is a callback (`gradstream.job.callbacks`). The launching process calls it on its own thread with a bounded queue,
+so that no tracker can stop or slow down a run. Environment variables and files of the package set the server, the
+project and the key. The steps of its curves are samples of all workers.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ SUMMARY = ("steps", "samples", "train_s", "samples_per_s", "loss", "accuracy", "
 
 
 class Points(NamedTuple):
-    """Values by tag, after so many samples of all workers."""
+    """Values by tag, after `samples` of all workers."""
 
     values: Mapping[str, float]
     samples: int
 
 
 class _Tracker(ABC):
-    """Turns a run's events into calls of a tracker's package; each subclass is for one package."""
+    """Turns the events of a run into calls of a tracker's package; each subclass is for one package."""
 
     package = ""
 
     def __init__(self) -> None:
         self._scalars = Scalars()
 
-    def condense(self, method: str, told: EventDict) -> list[tuple[str, Any]]:
-        """Makes points of events before they queue: few enough for a tracker behind a slow network."""
+    def condense(self, method: str, event: EventDict) -> list[tuple[str, Any]]:
+        """Turns an event into points before they are queued, few enough for a tracker behind a slow network."""
         if method == "on_start":
-            return [(method, {key: value for key, value in told.items() if key not in HEAD})]
-        return [("on_points", points) for points in self._points(told)]
+            return [(method, {key: value for key, value in event.items() if key not in HEAD})]
+        return [("on_points", points) for points in self._points(event)]
 
     def on_start(self, info: Mapping[str, Any]) -> None:
-        """Begins a run of the tracker's."""
+        """Begins a run in the tracker."""
         self._open(importlib.import_module(self.package), dict(info))
 
     @abstractmethod
@@ -86,7 +86,7 @@ class Wandb(_Tracker):
 
     def _open(self, module: Any, info: dict[str, Any]) -> None:
         project = os.environ.get("WANDB_PROJECT", PROJECT)
-        settings = {"console": "off"}  # it would record this process's output as that of training
+        settings = {"console": "off"}  # otherwise it records the output of this process as that of training
         self._run = module.init(
             project=project, name=info["name"], dir=info["run_dir"], config=info, settings=settings
         )
@@ -95,7 +95,7 @@ class Wandb(_Tracker):
 
     def on_points(self, points: Points) -> None:
         """Sends values."""
-        # Not with `step=`, which may only grow: an evaluation is of samples that have gone by.
+        # `step=` may only grow, but an evaluation may come after later samples.
         self._run.log({**points.values, "samples": points.samples})
 
     def _close(self, figures: Mapping[str, float], *, failed: bool) -> None:
@@ -104,7 +104,7 @@ class Wandb(_Tracker):
 
 
 class MLflow(_Tracker):
-    """MLflow, at MLFLOW_TRACKING_URI; MLFLOW_EXPERIMENT_NAME names the experiment."""
+    """MLflow at MLFLOW_TRACKING_URI; MLFLOW_EXPERIMENT_NAME names the experiment."""
 
     package = "mlflow"
 

@@ -1,4 +1,4 @@
-"""The curves of a run in TensorBoard, over the samples that all workers have gone through.
+"""The curves of a run in TensorBoard, over samples of all workers.
 
 Tags: loss/train, loss/val, accuracy/val, metrics/<name>, log/<name>, perf/samples_per_second,
 system/cpu_cores/<node>, system/memory_bytes/<node>.
@@ -22,23 +22,23 @@ if TYPE_CHECKING:
 __all__ = ["Scalars", "TensorBoard", "write_run"]
 
 EVERY_S = 0.25
-"""Loss, rate and logged figures are means over this share of a run's time: more points are of no use."""
+"""Loss, throughput and logged figures are means over so many seconds; more points are of no use."""
 
 
 class Scalars:
-    """Turns a run's events into points, one event at a time.
+    """Turns the events of a run into points, one event at a time.
 
     Args:
-        every_s: loss/train, log/<name> and perf/samples_per_second are means over so much of the run's time.
+        every_s: loss/train, log/<name> and perf/samples_per_second are means over so many seconds of the run.
     """
 
     def __init__(self, every_s: float = EVERY_S) -> None:
         self._every_s = every_s
         self._samples = 0
         self._since_s = 0.0
-        self._gathered = 0  # samples since then
-        self._losses: list[tuple[int, float]] = []  # (samples, loss) since then
-        self._logged: dict[str, list[float]] = {}  # since then
+        self._gathered = 0  # samples since `_since_s`
+        self._losses: list[tuple[int, float]] = []  # (samples, loss) since `_since_s`
+        self._logged: dict[str, list[float]] = {}  # values since `_since_s`
         self._cpu: dict[str, tuple[float, float]] = {}  # node -> (time_s, CPU seconds)
 
     def update(self, event: EventDict) -> list[Scalar]:
@@ -107,9 +107,9 @@ def write_run(events: Sequence[EventDict], info: Mapping[str, Any], folder: Path
     """Writes the events of a whole run, and returns the file.
 
     Args:
-        events: of the run.
-        info: contents of its `run.json`, which says when it began.
-        folder: where to; TensorBoard takes each folder for a run.
+        events: events of the run.
+        info: contents of its `run.json`, which has the time of its begin.
+        folder: folder for the file; TensorBoard shows each folder as a run.
     """
     scalars = Scalars()
     began_unix_s, name = float(info.get("began_unix_s") or 0.0), str(info.get("name") or "run")
@@ -120,14 +120,13 @@ def write_run(events: Sequence[EventDict], info: Mapping[str, Any], folder: Path
 
 
 class TensorBoard:
-    """A callback that writes event files while a run goes on: `train(..., callbacks=[TensorBoard()])`.
+    """A callback that writes event files during a run: `train(..., callbacks=[TensorBoard()])`.
 
-    CPU and memory follow when the run is over. It sees events in the launching process and can neither
-    stop nor slow down the run; an error (a full disk) is reported once, and the file
-    stays readable up to there.
+    CPU and memory follow at the end of the run. The callback runs in the launching process and can neither stop nor
+    slow down the run. An error such as a full disk is reported once, and the file stays readable up to that point.
 
     Args:
-        folder: where to; None takes `tensorboard` in the run directory.
+        folder: folder for the files; None takes `tensorboard` in the run directory.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
@@ -147,7 +146,7 @@ class TensorBoard:
         self._add(event)
 
     def on_evaluate(self, event: EventDict) -> None:
-        """A point of each figure on held-out samples."""
+        """Writes a point for each figure on held-out samples."""
         self._add(event)
 
     def on_log(self, event: EventDict) -> None:
@@ -155,7 +154,7 @@ class TensorBoard:
         self._add(event)
 
     def on_end(self, run: Run) -> None:
-        """Writes the rest and the figures of the machines; closes the file."""
+        """Writes the remaining points and the figures of the machines, and closes the file."""
         for event in run.events:
             if event["event"] in ("cpu", "memory", "exchange", "finished", "failed"):
                 self._add(event)

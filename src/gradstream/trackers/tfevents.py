@@ -26,7 +26,7 @@ __all__ = ["EventFile", "Scalar", "crc32c"]
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A point of a curve: after so many samples, `time_s` after the begin of training."""
+    """A point of a curve, after `samples` of all workers and `time_s` seconds of training."""
 
     tag: str
     value: float
@@ -38,13 +38,13 @@ class EventFile:
     """One file of events; a context manager.
 
     Args:
-        folder: made if it is not there.
-        began_unix_s: when training began, in seconds since 1970: the wall time of `time_s` 0.
-        name: ends the file's name; a host or a run.
-        replace: overwrite a file of the same name, instead of writing another beside it.
+        folder: folder for the file; it is made if it does not exist.
+        began_unix_s: wall time of the begin of training, in seconds since 1970.
+        name: last part of the file name, such as a host or a run.
+        replace: whether to overwrite a file of the same name, instead of writing another one beside it.
 
     Raises:
-        OSError: the file cannot be made or written. The file stays readable up to there.
+        OSError: the file cannot be made or written. What was written before stays readable.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class EventFile:
         self.close()
 
     def add(self, points: Iterable[Scalar]) -> None:
-        """Writes points; readers see them after `flush`."""
+        """Writes points. Readers see them after `flush`."""
         for point in points:
             value = _bytes(1, point.tag.encode()) + _float(2, point.value)
             event = _double(1, self._began_unix_s + point.time_s) + _varint_field(2, point.samples)
             self._write(event + _bytes(5, _bytes(1, value)))
 
     def flush(self) -> None:
-        """Hands written records to the system."""
+        """Passes the written records to the system."""
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file. Closing twice is closing once."""
+        """Closes the file. Idempotent."""
         self._file.close()
 
     def _write(self, data: bytes) -> None:
@@ -88,7 +88,7 @@ class EventFile:
         self._file.write(length + _masked(length) + data + _masked(data))
 
 
-# ---- protobuf, as much as is needed -----------------------------------------------------
+# ---- protobuf ---------------------------------------------------------------------------
 
 
 def _varint(value: int) -> bytes:
@@ -133,7 +133,7 @@ _CRC = _table()
 
 
 def crc32c(data: bytes) -> int:
-    """Castagnoli's CRC of 32 bits, RFC 3720."""
+    """Castagnoli's CRC with 32 bits, RFC 3720."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ _CRC[(crc ^ byte) & 0xFF]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gradstream.data.base import BatchPlan, BatchRef
-from gradstream.data.left_over import Block, Epoch
+from gradstream.data.reassignment import Block, Epoch
 from gradstream.optim.schedules import Position
 from gradstream.worker.balance import ShareReporter
 from gradstream.worker.batch_gate import Gate

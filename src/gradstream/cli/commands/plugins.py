@@ -19,7 +19,7 @@ __all__ = ["plugins"]
 @click.command()
 @json_option
 def plugins(as_json: bool) -> None:
-    """Lists strategies, optimizers, codecs, data sets and carriers by name, and their packages.
+    """Lists strategies, optimizers and data sets by name, with the package that each comes from.
 
     Plugins of installed packages are imported to check them. One that cannot be imported, or has the
     name of another, is a warning on stderr, and cannot be used by that name.
@@ -48,7 +48,6 @@ def examined(offers: list[Plugin]) -> list[tuple[Plugin, str]]:
     """Each member of one family with its fault, or ""; built-in members are not loaded."""
     from gradstream.errors import ConfigError
     from gradstream.job.plugins import BUILT_IN, key_of
-    from gradstream.transport.offers import CHOICES
 
     times = Counter(key_of(offer.name) for offer in offers)
     rows = []
@@ -59,10 +58,6 @@ def examined(offers: list[Plugin]) -> list[tuple[Plugin, str]]:
                 offer.load()
             except ConfigError as error:
                 fault = str(error)
-            if not fault and offer.kind == "transport":
-                fault = (
-                    f"transport {offer.name!r} of {offer.origin}: --carrier takes only {', '.join(CHOICES)}"
-                )
             if not fault and times[key_of(offer.name)] > 1:
                 same = (other for other in offers if key_of(other.name) == key_of(offer.name))
                 fault = f"{offer.kind} {offer.name!r} is the name of {' and '.join(map(str, same))}"

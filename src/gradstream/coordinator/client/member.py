@@ -16,7 +16,7 @@ from gradstream.coordinator.client.presence import Presence
 from gradstream.coordinator.event_gate import in_beats
 from gradstream.coordinator.receipts import receipt_of, ref_of
 from gradstream.data.base import BatchRef
-from gradstream.data.left_over import Block, Epoch
+from gradstream.data.reassignment import Block, Epoch
 from gradstream.data.shares import WorkerSpeed
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.runtime.base import Runtime

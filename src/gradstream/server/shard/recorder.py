@@ -52,19 +52,19 @@ class ShardRecorder:
             case PushArrived():
                 self._record_push(event)
             case FetchArrived(chunk, fetch) if fetch.flushes:
-                self.log.add(FetchAsked(chunk, fetch.rank, fetch.number, self._moment(chunk)))
+                self.log.add(FetchAsked(chunk, fetch.rank, fetch.number, self._chunk_time(chunk)))
             case ChunkRead(chunk, fetch) if fetch.number:
                 yield event
-                moment = self._moment(chunk)
-                self.log.add(Read(chunk, fetch.rank, fetch.number, fetch.attempt, moment, event.clock))
+                chunk_time = self._chunk_time(chunk)
+                self.log.add(Read(chunk, fetch.rank, fetch.number, fetch.attempt, chunk_time, event.clock))
                 return
             case ParticipationChange():
-                moments = self._moments()
+                chunk_times = self._chunk_times()
                 yield event
-                self.log.add(Changed(event.kind, event.ranks, event.clock, event.told, moments))
+                self.log.add(Changed(event.kind, event.ranks, event.clock, event.told, chunk_times))
                 return
             case QuorumDecision(round_, ranks):
-                self.log.add(Decided(round_, ranks, self._moments()))
+                self.log.add(Decided(round_, ranks, self._chunk_times()))
             case UpdateApplied(update):
                 chunk = update.due.chunk
                 self._done[chunk] += 1
@@ -76,9 +76,11 @@ class ShardRecorder:
         chunk, new, assign = event.chunk, event.parked.header, event.parked.assign
         if self._came[chunk, new.rank].add(new.sequence):
             assert self._state is not None
-            moment, version = self._moment(chunk), self._state.version(chunk)
+            chunk_time, version = self._chunk_time(chunk), self._state.version(chunk)
             self.log.add(
-                Pushed(chunk, new.rank, new.sequence, moment, new.base_version, version, assign, new.empty)
+                Pushed(
+                    chunk, new.rank, new.sequence, chunk_time, new.base_version, version, assign, new.empty
+                )
             )
 
     def close(self, parameters: Callable[[int], torch.Tensor]) -> None:
@@ -88,7 +90,7 @@ class ShardRecorder:
             parameters: gives the parameters of a chunk.
         """
         for chunk in sorted(self._done):
-            if not self._moment(chunk) & 1:
+            if not self._chunk_time(chunk) & 1:
                 self._sum(chunk, parameters(chunk))
         self.log.add(Closed())
         self.log.flush()
@@ -97,11 +99,11 @@ class ShardRecorder:
         if not parameters.is_meta:
             self.log.add(Summed(chunk, self._done[chunk], crc_of(parameters)))
 
-    def _moments(self) -> tuple[tuple[int, int], ...]:
+    def _chunk_times(self) -> tuple[tuple[int, int], ...]:
         assert self._state is not None
-        return tuple((chunk, self._moment(chunk)) for chunk in self._state.chunks)
+        return tuple((chunk, self._chunk_time(chunk)) for chunk in self._state.chunks)
 
-    def _moment(self, chunk: int) -> int:
+    def _chunk_time(self, chunk: int) -> int:
         assert self._state is not None
         return 2 * self._done[chunk] + self._state.chunks[chunk].busy
 

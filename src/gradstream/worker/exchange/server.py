@@ -11,7 +11,7 @@ from gradstream.server.client.client import ServerClient
 from gradstream.server.rows import RowMap
 from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import Event
-from gradstream.telemetry.traffic_reports import TrafficReports
+from gradstream.telemetry.traffic import TrafficReports
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.exchange.base import ExchangeContext, Transfers

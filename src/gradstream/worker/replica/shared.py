@@ -126,9 +126,7 @@ class SharedReplica(Replica):
                 from gradstream.sparse.sweep import adder_of
 
                 w = at.parameters.numpy()
-                adder_of(update)(
-                    w, elements.numpy(), w.dtype.type(rate), at.locks, np.int32(at.me), LOOKS, at.state
-                )
+                adder_of(update)(w, elements.numpy(), w.dtype.type(rate), at.access(LOOKS), at.state)
             return 0.0
 
         if gradient.samples:

@@ -1,13 +1,11 @@
-"""What lost workers have left of the epochs of users' own loops, and who takes it over.
+"""Reassigns the rest of lost workers' data to other workers, in runs with a user's training loop.
 
-Each worker has a part of every epoch of a loader, and goes through it in order, with a fixed number of
-minibatches behind each step. So the receipts of its steps, and the step with which each epoch began, tell
-which minibatches of its part are in the model. The others are handed out in blocks, one step each, to
-workers that have come to the end of their own part. A block is done when its taker's step has a receipt; if
-that worker is lost before, somebody else gets it.
+Each worker has a part of every epoch of a loader and reads it in order, with a fixed number of minibatches for each
+step. So the receipts of its steps, and the step with which each epoch began, tell which minibatches of its part are in
+the model. The others are reassigned in blocks of one step to workers that have finished their own part. A block is done
+when the step of its new worker has a receipt. If that worker is lost before, another one gets the block.
 
-What cannot be known is said to be unknown: steps that lie in no such epoch, or without a fixed number of
-minibatches.
+The rest of a worker is unknown if some of its steps lie in no such epoch or have no fixed number of minibatches.
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ from gradstream.data.receipts import Receipts
 __all__ = ["Block", "Epoch", "Reassignment"]
 
 MOST_EPOCHS = 1 << 16
-"""Epochs that a worker may begin, besides one for each of its steps: each takes memory."""
+"""Most epochs that a worker may begin besides one for each of its steps, since each takes memory."""
 
 NEVER = 1 << 62
-"""The first step of an epoch that was not begun: no worker gets there."""
+"""The first step of an epoch that was not begun; no worker makes so many steps."""
 
 
 class Epoch(NamedTuple):
@@ -36,13 +34,13 @@ class Epoch(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Minibatches behind one step.
+    """The minibatches of one step of a lost worker.
 
     Args:
-        epoch: of which they are.
-        rank: of whose part.
-        first: the first one, counted in that part.
-        size: how many.
+        epoch: their epoch.
+        rank: rank of the lost worker.
+        first: number of the first one in the worker's part.
+        size: number of minibatches.
     """
 
     epoch: Epoch
@@ -53,39 +51,39 @@ class Block(NamedTuple):
 
 @dataclass(slots=True)
 class _Loop:
-    """What a worker has said of its loop."""
+    """The reports of a worker about its loop."""
 
     begun: dict[Epoch, int] = field(default_factory=dict)  # the first step of each epoch
-    taken: dict[Block, int] = field(default_factory=dict)  # by which step it is in the model
-    covered: int = 0  # its steps before this one lie in epochs whose end it has come to
-    gap: bool = False  # others lie outside
+    taken: dict[Block, int] = field(default_factory=dict)  # the step of this worker that has it
+    covered: int = 0  # its steps before this one lie in epochs that it has finished
+    gap: bool = False  # some steps lie in no epoch
 
 
 class Reassignment:
-    """Hands out what is left of lost workers' parts. No I/O.
+    """Reassigns the minibatches of lost workers. No I/O.
 
     Args:
-        steps: of each worker that brings data.
+        steps: receipts of the steps of each worker that brings data.
     """
 
     def __init__(self, steps: Sequence[Receipts]) -> None:
         self._steps = steps
         self._loops = [_Loop() for _ in steps]
         self._lost: list[int] = []
-        self._sizes: dict[Epoch, tuple[tuple[int, ...], int]] = {}  # each worker's part; minibatches per step
-        self._unclear: set[Epoch] = set()  # nobody can tell which minibatches of these are behind which step
-        self._next: dict[tuple[Epoch, int], int] = {}  # of a lost worker: those from this step on are free
-        self._again: defaultdict[tuple[Epoch, int], deque[Block]] = defaultdict(deque)  # so are these
-        self._num_taken = 0  # minibatches that were taken over and are in the model, as far as looked at
+        self._sizes: dict[Epoch, tuple[tuple[int, ...], int]] = {}  # minibatches by worker, and per step
+        self._unclear: set[Epoch] = set()  # the minibatches of a step are unknown
+        self._next: dict[tuple[Epoch, int], int] = {}  # by lost worker: steps from this one on are free
+        self._again: defaultdict[tuple[Epoch, int], deque[Block]] = defaultdict(deque)  # free blocks besides
+        self._num_taken = 0  # reassigned minibatches in the model, when last counted
 
     def begun(self, rank: int, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
-        """A worker's loop begins an epoch, with the step of this number.
+        """Notes that a worker's loop begins an epoch.
 
         Args:
-            rank: of the worker.
-            epoch: which one.
-            step: the number of its first step.
-            unclear: not each of its steps has as many minibatches.
+            rank: rank of the worker.
+            epoch: the epoch.
+            step: number of its first step in the epoch.
+            unclear: whether the number of minibatches differs from step to step.
         """
         loop = self._loops[rank]
         if epoch not in loop.begun and len(loop.begun) >= MOST_EPOCHS + self._steps[rank].count:
@@ -94,7 +92,7 @@ class Reassignment:
             self._unclear.add(epoch)
 
     def lost(self, rank: int) -> None:
-        """A worker is gone. What it had taken over without a receipt is free again."""
+        """Notes that a worker is lost. Blocks that it has taken over without a receipt are free again."""
         self._settle(rank)
         for block in self._loops[rank].taken:
             self._again[block.epoch, block.rank].append(block)
@@ -104,19 +102,19 @@ class Reassignment:
     def take(
         self, rank: int, epoch: Epoch, begin: int, step: int, parts: Sequence[int], per_step: int, oldest: int
     ) -> Block | None:
-        """A worker has come to the end of its part of an epoch, or of a block that it took over.
+        """Reassigns a block to a worker that has finished its part of an epoch, or the previous block.
 
         Args:
-            rank: of the worker.
-            epoch: whose end it has come to.
+            rank: rank of the worker.
+            epoch: the epoch that it has finished.
             begin: its first step in that epoch.
-            step: its next step, which what it gets is behind.
-            parts: how many minibatches of the epoch are each worker's.
-            per_step: minibatches behind each of its steps; 0 where that differs.
-            oldest: the first epoch of the loader of which it can take something over.
+            step: its next step, in which it computes the block.
+            parts: number of minibatches of each worker's part of the epoch.
+            per_step: number of minibatches of each step; 0 if it differs from step to step.
+            oldest: the first epoch of the loader from which it can take over a block.
 
         Returns:
-            What it takes over; None where there is nothing.
+            The block; None if none is free.
         """
         sizes, loop = (tuple(parts), per_step), self._loops[rank]
         unclear = not per_step or self._sizes.get(epoch, sizes) != sizes
@@ -127,7 +125,7 @@ class Reassignment:
             return None
         self._sizes.setdefault(epoch, sizes)
         self._settle(rank)
-        # Steps below 0 are passed by: what is behind them was in the model when the run was resumed.
+        # The minibatches of steps below 0 were in the model when the run was resumed.
         block = None if step < 0 else self._free(epoch, oldest)
         if block is not None:
             loop.taken[block] = step
@@ -135,14 +133,14 @@ class Reassignment:
 
     @property
     def num_taken(self) -> int:
-        """Minibatches that were taken over and are in the model."""
+        """The number of reassigned minibatches in the model."""
         self._settle(*range(len(self._loops)))
         return self._num_taken
 
     def missing(self, rank: int) -> int | None:
-        """How many minibatches of a lost worker's part are not in the model, as far as others have got.
+        """The number of minibatches of a lost worker that are not in the model; None if unknown.
 
-        None where that is unknown.
+        It counts epochs that other workers have finished.
         """
         self._settle(*range(len(self._loops)))
         if not self._is_known(rank):
@@ -154,12 +152,12 @@ class Reassignment:
         )
 
     def ended(self, rank: int, steps: int) -> None:
-        """A worker's loop has ended after so many steps."""
+        """Notes that a worker's loop has ended, after so many steps."""
         loop = self._loops[rank]
         loop.gap = loop.gap or steps > loop.covered
 
     def _is_known(self, rank: int) -> bool:
-        """Whether all steps lie in epochs of loaders, through which all others have gone, too."""
+        """Whether all steps lie in epochs of loaders, and all workers have begun these epochs."""
         if not self._sizes or any(loop.gap for loop in self._loops):
             return False
         if not self._unclear.isdisjoint(self._sizes):
@@ -172,7 +170,7 @@ class Reassignment:
         )
 
     def _settle(self, *ranks: int) -> None:
-        """Forgets what these workers have taken over, as far as it is in the model."""
+        """Forgets the blocks of these workers that are in the model."""
         for rank in ranks:
             taken = self._loops[rank].taken
             for block, step in list(taken.items()):
@@ -181,7 +179,7 @@ class Reassignment:
                     self._num_taken += block.size
 
     def _free(self, epoch: Epoch, oldest: int) -> Block | None:
-        """The first free block of these epochs. It is not free any more."""
+        """Takes the first free block of these epochs."""
         for number in range(oldest, epoch.number + 1):
             candidate = Epoch(epoch.loader, number)
             if candidate not in self._sizes or candidate in self._unclear:
@@ -200,15 +198,15 @@ class Reassignment:
         return None
 
     def _num_free(self, epoch: Epoch, rank: int) -> int:
-        """Minibatches of a lost worker's part of an epoch that nobody has ever taken over."""
+        """The number of a lost worker's minibatches in an epoch that were never reassigned."""
         parts, per_step = self._sizes[epoch]
         begin, end = self._range(epoch, rank)
         steps, begin_free = self._steps[rank], self._next.get((epoch, rank), begin)
-        last = steps.num_missing(max(begin_free, end - 1), end)  # has fewer minibatches, it may be
+        last = steps.num_missing(max(begin_free, end - 1), end)  # the last step may have fewer minibatches
         return steps.num_missing(begin_free, end) * per_step - last * ((end - begin) * per_step - parts[rank])
 
     def _range(self, epoch: Epoch, rank: int) -> tuple[int, int]:
-        """A worker's steps of its part of an epoch: the first one, and the one after the last."""
+        """The first step of a worker's part of an epoch, and the step after the last one."""
         parts, per_step = self._sizes[epoch]
         begin = self._loops[rank].begun.get(epoch, NEVER)
         return begin, begin - (-parts[rank] // per_step)

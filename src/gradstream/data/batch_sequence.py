@@ -1,6 +1,6 @@
-"""A partition's minibatches over all epochs as one line: the k-th is the batch-th of an epoch.
+"""The base class of plans, which numbers a partition's minibatches over all epochs as one sequence.
 
-A plan that begins in the middle has epochs of which some minibatches, or all, are not in it any more.
+A plan of a resumed run has epochs of which some or all minibatches are left out.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from gradstream.data.base import BatchRef
-from gradstream.data.done import DataProgress
+from gradstream.data.progress import DataProgress
 
 __all__ = ["BatchSequence"]
 
 
 class BatchSequence(ABC):
-    """Base of plans: what follows from how many minibatches each epoch has.
+    """Base class of plans: derives `BatchPlan` from the number of minibatches of each epoch.
 
     Args:
-        num_partitions: how many workers the data is planned for, each with a line of its own.
-        progress: what is in the model already, and in no minibatch of this plan.
+        num_partitions: number of workers, each with its own sequence of minibatches.
+        progress: see `BatchPlan`.
     """
 
     def __init__(self, num_partitions: int, progress: DataProgress | None = None) -> None:
@@ -35,20 +35,20 @@ class BatchSequence(ABC):
 
     @abstractmethod
     def batches_per_epoch(self, partition: int) -> int:
-        """How many minibatches a partition has in each whole epoch."""
+        """See `BatchPlan`."""
 
     def batches_in(self, partition: int, epoch: int) -> int:
-        """How many it has in this epoch: fewer, or none, where some of it is done."""
+        """See `BatchPlan`."""
         return 0 if epoch < self.progress.epochs else self.batches_per_epoch(partition)
 
     def batches_before(self, partition: int, epoch: int) -> int:
-        """How many minibatches a partition has in data epochs 0 … epoch-1."""
+        """See `BatchPlan`."""
         edges = self._edges_of(partition)
         begun = min(epoch, len(edges) - 1)
         return edges[begun] + (epoch - begun) * self.batches_per_epoch(partition)
 
     def nth(self, partition: int, k: int) -> BatchRef:
-        """The k-th minibatch (from 0) of a partition, counted over the epochs."""
+        """See `BatchPlan`."""
         edges = self._edges_of(partition)
         if k < edges[-1]:
             epoch = bisect.bisect_right(edges, k) - 1
@@ -57,16 +57,15 @@ class BatchSequence(ABC):
         return BatchRef(len(edges) - 1 + later, partition, batch)
 
     def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> DataProgress:
-        """What is in the model with all of `num_epochs` epochs and these minibatches of later ones.
+        """See `BatchPlan`. A plan without sample ids continues at the begin of an epoch.
 
-        A plan that cannot tell samples apart goes on at the begin of an epoch: a resumed run then sees
-        some samples of that epoch again.
+        A resumed run then sees some samples of that epoch again.
         """
         del refs
         return DataProgress(num_epochs)
 
     def _edges_of(self, partition: int) -> Sequence[int]:
-        """`batches_before` for each epoch up to the first of which nothing is done."""
+        """`batches_before` of each epoch, up to the first one of which nothing is done."""
         if partition not in self._edges_by_partition:
             counts = (self.batches_in(partition, epoch) for epoch in range(self.progress.horizon))
             self._edges_by_partition[partition] = (0, *accumulate(counts))

@@ -1,7 +1,7 @@
-"""Which samples of which data epochs are in the model already: what a resumed run begins from.
+"""The samples of each data epoch that are in the model, from which a resumed run continues.
 
-It is told in positions of each epoch's order, so it does not depend on how many workers there
-were, or on the sizes of their minibatches: another number of workers goes on at the right sample.
+They are positions in the order of each epoch, which does not depend on the number of workers or on the sizes of their
+minibatches. So another number of workers continues at the right sample.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["DataProgress", "Run", "merged"]
 MAX_DIGITS = 15
 
 Run = tuple[int, int]
-"""Positions [start, stop) of an epoch's order."""
+"""Positions [start, stop) in the order of an epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataProgress:
-    """Samples that are in the model.
+    """The samples in the model.
 
     Args:
-        epochs: all samples of data epochs 0 … epochs-1 are.
-        parts: of later epochs, runs of positions that are: sorted, apart from one another.
+        epochs: all samples of data epochs 0 … epochs-1 are in the model.
+        parts: by later epoch, the runs of positions in the model, sorted and apart from one another.
     """
 
     epochs: int = 0
@@ -36,35 +36,35 @@ class DataProgress:
 
     @property
     def horizon(self) -> int:
-        """The first data epoch from which on nothing is done."""
+        """The first of the data epochs of which nothing is in the model."""
         return max([self.epochs, *(epoch + 1 for epoch in self.parts)])
 
     def runs(self, epoch: int, num_samples: int) -> Sequence[Run]:
-        """What is done of an epoch of `num_samples` samples."""
+        """The runs of an epoch of `num_samples` samples that are in the model."""
         if epoch < self.epochs:
             return ((0, num_samples),)
         return self.parts.get(epoch, ())
 
     def count(self, num_samples: int, epoch: int | None = None) -> int:
-        """How many samples are done, of all epochs or of one."""
+        """The number of samples in the model, of all epochs or of one."""
         if epoch is None:
             return self.epochs * num_samples + sum(self.count(num_samples, epoch) for epoch in self.parts)
         return sum(stop - start for start, stop in self.runs(epoch, num_samples))
 
     def left(self, epoch: int, num_samples: int) -> Sequence[Run]:
-        """The rest of it."""
+        """The runs of an epoch that are not in the model."""
         edges = [0, *(edge for run in self.runs(epoch, num_samples) for edge in run), num_samples]
         gaps = list(pairwise(edges))[::2]
         return tuple((start, stop) for start, stop in gaps if start < stop)
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON holds it; `of_json` reads it."""
+        """The value for a JSON document, which `of_json` reads."""
         parts = {str(epoch): [list(run) for run in runs] for epoch, runs in self.parts.items()}
         return {"epochs": self.epochs, "parts": parts}
 
     @classmethod
     def of_json(cls, record: Mapping[str, Any]) -> DataProgress:
-        """What `as_json` has made. Raises ConfigError for anything else."""
+        """The progress from a value that `as_json` has made. Raises ConfigError for another value."""
         try:
             check_value(dict(record), Mapping[str, int | Mapping[str, Sequence[Run]]], "done")
             parts = {_number(epoch): merged(map(_run, runs)) for epoch, runs in record["parts"].items()}
@@ -87,7 +87,7 @@ def _run(run: Run) -> Run:
 
 
 def merged(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The same positions as sorted runs that do not touch one another. Empty runs go."""
+    """The same positions as sorted runs that do not touch one another, without empty ones."""
     out: list[Run] = []
     for start, stop in sorted(runs):
         if start >= stop:

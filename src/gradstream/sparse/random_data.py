@@ -1,4 +1,4 @@
-"""Sparse problems drawn from a seed, of any size and without a download."""
+"""Sparse data drawn from a seed, of any size and without a download."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gradstream.errors import ConfigError
-from gradstream.sparse.data import CsrTable, SparseDataset, from_ratings, table_of
+from gradstream.sparse.data import CsrTable, SparseDataset, TableSize, from_ratings, table_of
 
 __all__ = ["synthetic", "synthetic_ratings"]
 
@@ -76,12 +76,10 @@ def synthetic(
 
     return SparseDataset(
         "synthetic",
-        num_samples,
         num_features,
-        num_samples * touched,
         build,
-        num_test_samples=num_test_samples,
-        num_test_values=num_test_samples * touched,
+        train=TableSize(num_samples, num_samples * touched),
+        test=TableSize(num_test_samples, num_test_samples * touched),
         classes=task == "classes",
         checksum=repr((num_samples, num_features, touched, num_test_samples, task, skew, noise, seed)),
     )

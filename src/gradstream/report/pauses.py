@@ -1,0 +1,41 @@
+"""When a strategy's participation schedule paused which workers. A paused worker is neither slow nor lost nor idle."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from gradstream.report.summary import EventDict
+
+__all__ = ["participation_text", "pauses_of"]
+
+
+def pauses_of(changes: Sequence[EventDict], end_s: float) -> Mapping[str, list[tuple[float, float]]]:
+    """The intervals in which each worker was paused, by name, in seconds.
+
+    Args:
+        changes: "participation" events, in the order of time.
+        end_s: end of the run.
+    """
+    found: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    ends = [*(event["time_s"] for event in changes[1:]), end_s]
+    for event, until_s in zip(changes, ends, strict=False):
+        begin_s = event["time_s"]
+        for name in event["paused"]:
+            if until_s <= begin_s:
+                continue
+            continues = found[name] and found[name][-1][1] == begin_s
+            found[name].append((found[name].pop()[0] if continues else begin_s, until_s))
+    return found
+
+
+def participation_text(event: EventDict) -> str:
+    """A "participation" event in words: "alone: worker-0 takes part, 3 workers are paused"."""
+    active, paused = event["active"], event["paused"]
+    who = active[0] if len(active) == 1 else f"{len(active)} workers" if active else "nobody"
+    parts = [f"{who} take{'s' if len(active) < 2 else ''} part"]
+    if paused:
+        other = paused[0] if len(paused) == 1 else f"{len(paused)} workers"
+        parts.append(f"{other} {'is' if len(paused) == 1 else 'are'} paused")
+    phase = f"{event['phase']}: " if event["phase"] else ""
+    return phase + ", ".join(parts)
