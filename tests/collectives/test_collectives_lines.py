@@ -20,8 +20,7 @@ from gradstream.collectives.data_sockets import DataSocket, GroupDataSockets
 from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import Group, GroupMembers
 from gradstream.collectives.message_group import HierarchicalGroup, MessageGroup
-from gradstream.collectives.operation import Operation
-from gradstream.collectives.plan import DependencyPlan, PlanProgress
+from gradstream.collectives.plan import DependencyPlan, Operation, PlanProgress
 from gradstream.collectives.schedule import Recv, Schedule, Send
 from gradstream.collectives.socket_driver import SocketDriver
 from gradstream.errors import ConfigError, DeadlineError, InternalError, PeerLostError

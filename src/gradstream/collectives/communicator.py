@@ -1,11 +1,11 @@
 """The communicator: one open stream between every two ranks of a group, and which rank is lost.
 
-Ranks meet once. The lower rank of two opens their stream, which stays open as long as the group. So an operation
-sends nothing but its chunks, and all others see the death of a rank at once. A rank gives signs of life also
-while it computes, so that the others notice one that is stopped, or behind a broken cable, by its silence.
+Ranks meet once. In each pair, the lower rank opens a stream, which stays open as long as the group. So an
+operation sends nothing but its chunks, and all ranks see the death of another one at once. A rank gives signs of
+life also while it computes: a rank that is stopped, or behind a broken cable, is silent.
 
-A rank that sees that another one is lost, or hears of it, breaks the group and tells all others before its own
-caller gets to know and leaves. Otherwise the others could take its leaving for the cause.
+A rank that learns of a loss breaks the group and tells all others. Only then does its own caller get the error.
+A caller that got it earlier could leave the group, and the others would take its leaving for the cause.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 BEATS = 8  # signs of life within `silence_s`
 MESSAGE_BYTES = 1024  # longest text that is taken from a rank that reports a loss
 LOST = "lost by its group: "
-"""Begins the reason that a lost rank is told when its stream is cancelled."""
+"""Prefix of the reason with which the other ranks cancel the stream of a lost rank."""
 LINGER_S = 5.0  # longest time that a leaving rank waits for the others to have received everything it sent
 
 

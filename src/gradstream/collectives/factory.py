@@ -53,7 +53,7 @@ async def form_group(
         endpoint: a started endpoint that knows the addresses of all ranks.
         members: the ranks, and which of them this node is.
         how: one of `KINDS`, the same at all ranks.
-        host: a name that ranks close to each other have in common; "" finds one.
+        host: a name that ranks close to each other have in common; "" derives one from the system.
         piece_bytes: size of the pieces in which messages go.
         on_event: called at rank 0 with an event that says what was chosen.
 
@@ -104,8 +104,8 @@ class _Place:
     """Where a rank is.
 
     Args:
-        host: name that it has in common with ranks that are close.
-        memory: name that it has in common with ranks with which it can share memory; "" for none.
+        host: a name that ranks close to each other have in common.
+        memory: a name that ranks which can share memory have in common; "" for a rank that shares with none.
     """
 
     host: str

@@ -128,7 +128,7 @@ class Group(Protocol):
         ...
 
     async def broadcast(self, span: Span, *, root: int = 0) -> None:
-        """Copies the span of rank `root` into that of every rank."""
+        """Copies the span of rank `root` into the spans of all other ranks."""
         ...
 
     async def close(self) -> None:

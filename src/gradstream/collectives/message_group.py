@@ -15,8 +15,7 @@ from gradstream.collectives.autotune import Choice, MeasuredCosts, measure
 from gradstream.collectives.communicator import Communicator
 from gradstream.collectives.executor import carry_out
 from gradstream.collectives.group import Group, slice_of
-from gradstream.collectives.operation import Operation
-from gradstream.collectives.plan import DependencyPlan
+from gradstream.collectives.plan import DependencyPlan, Operation
 from gradstream.collectives.schedule import Schedule
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.memory import Span, Vector

@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other: of every two, the lower rank opens a stream to the higher one.
+"""How the ranks of a group find each other: in each pair, the lower rank opens a stream to the higher one.
 
 Ranks may come in any order: a rank tries again while the one that it calls is not there yet.
 """

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradstream.collectives.operation import Operation
-from gradstream.collectives.plan import PlanProgress
+from gradstream.collectives.plan import Operation, PlanProgress
 from gradstream.collectives.schedule import Recv, Send, Step
 from gradstream.errors import ClosedError, ConfigError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime, Work
