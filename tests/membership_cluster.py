@@ -8,6 +8,8 @@ from typing import Any
 
 from gradstream.coordinator import Coordinator, Member, Membership, RunOutcome
 from gradstream.coordinator.assignment import BatchAssignment
+from gradstream.coordinator.batch_distribution import BatchDistribution
+from gradstream.coordinator.phases import LossTolerance
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan
@@ -54,9 +56,8 @@ class Cluster:
         ledger = Ledger(PartitionPlan(8, 2, 2), epochs=1)
         membership = Membership(
             started,
-            ledger,
-            assignment=BatchAssignment(ledger, 2, lead_s=10.0),
-            survives_worker_loss=self.survives,
+            BatchDistribution(ledger=ledger, assignment=BatchAssignment(ledger, 2, lead_s=10.0)),
+            LossTolerance(survives_worker_loss=self.survives),
             software="1",
         )
         coordinator = Coordinator(
@@ -137,7 +138,7 @@ async def diligent(cluster: Cluster, member: Member) -> None:
         member.receipt(refs(rank, batch))
     complete = False
     while not complete:
-        batches, complete, _ = await member.assign(True, 0, WorkerSpeed())
+        batches, complete, _ = await member.requests.assign(True, 0, WorkerSpeed())
         member.receipt(batches)
     member.finished()
     assert (await member.over()).phase == v1.Notice.FINISHED
@@ -146,7 +147,7 @@ async def diligent(cluster: Cluster, member: Member) -> None:
 async def dies(cluster: Cluster, member: Member) -> None:
     await member.training()
     for _ in range(2):
-        await member.assign(False, 0, WorkerSpeed())
+        await member.requests.assign(False, 0, WorkerSpeed())
     member.receipt(refs(member.node.rank, 0))
     await cluster.virtual.runtime("director").sleep(1.5)
     cluster.network.kill(member.node.name)

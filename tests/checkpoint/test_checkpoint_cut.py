@@ -14,6 +14,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.checkpoint import Manifest, newest, snapshot, verify
 from gradstream.checkpoint.policy import Policy
+from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.snapshot import SnapshotRounds
 from gradstream.data import Ledger, PartitionPlan
 from gradstream.errors import Interrupted
@@ -289,12 +290,16 @@ def test_without_memory_for_a_copy_workers_stand_until_all_is_written(
 
 
 def test_a_worker_that_is_lost_when_the_run_has_done_enough_is_no_reason_to_keep_anything() -> None:
-    cuts = SnapshotRounds(Ledger(PartitionPlan(4, 2, 2), epochs=1), Policy(), together=False)
-    workers = ["worker-0", "worker-1"]
-    cuts.finish(0.0, workers, ["shard-0"])
+    nodes = Nodes(2, 1)
+    for rank in range(2):
+        nodes.add(v1.Node(name=f"worker-{rank}", role="worker", rank=rank))
+    ledger = Ledger(PartitionPlan(4, 2, 2), epochs=1)
+    cuts = SnapshotRounds(ledger, nodes, Policy(), in_rounds=False)
+    cuts.finish(0.0)
     for kind in (v1.SnapshotReport.BEGUN, v1.SnapshotReport.REACHED):
-        for who in workers:
+        for who in nodes.worker_names:
             cuts.report(who, v1.SnapshotReport(number=1, kind=kind), 0.0)
     assert cuts.current is not None
     assert cuts.current.phase == v1.Snapshot.ENDED
-    assert cuts.lost("worker-1", 0.0, workers[:1], ["shard-0"]) == []
+    nodes.remove("worker-1")
+    assert cuts.lost("worker-1", 0.0) == []

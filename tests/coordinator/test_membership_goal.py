@@ -11,8 +11,10 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
+from gradstream.coordinator.batch_distribution import BatchDistribution
 from gradstream.coordinator.instructions import Emit
 from gradstream.coordinator.membership import Membership
+from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.stopping import FEWEST, StoppingCriterion, Until
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
@@ -165,10 +167,12 @@ def test_the_transitions_of_rounds() -> None:
     """PAUSE, STOP after the furthest worker's round, ENDED when all have got there, FINISHED."""
     started = StartedEvent(
         job="j", workers=2, servers=0, strategy="synchronous", optimizer="sgd", num_parameters=0,
-        num_samples=40, total_steps=10,
+        num_samples=40, total_steps=10, in_rounds=True,
     )  # fmt: skip
     ledger = Ledger(RoundPlan(40, 2, 2), epochs=1)
-    membership = Membership(started, ledger, survives_worker_loss=False, software="1", together=True)
+    membership = Membership(
+        started, BatchDistribution(ledger=ledger), LossTolerance(survives_worker_loss=False), software="1"
+    )
     spec = v1.ModelSpec(fingerprint=1, elems=64, dtype=v1.FLOAT32, chunk_elems=64)
     for rank in range(2):
         node = v1.Node(name=f"worker-{rank}", role="worker", rank=rank)

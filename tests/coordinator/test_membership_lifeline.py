@@ -49,7 +49,7 @@ def watched(answer: GradstreamError | None, seconds: float) -> tuple[Silent, lis
     async def main() -> None:
         runtime: Any = virtual.runtime("worker-0")
         given: Any = node
-        lifeline = Lifeline(runtime, given, "coordinator", given, DEADLINES, lost.append)
+        lifeline = Lifeline(runtime, given, given, DEADLINES, lost.append)
         task = runtime.spawn(lifeline.run(), name="lifeline")
         await runtime.sleep(seconds)
         task.cancel()

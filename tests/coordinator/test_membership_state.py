@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import pytest
 
 from gradstream.coordinator.assignment import BatchAssignment
+from gradstream.coordinator.batch_distribution import BatchDistribution
 from gradstream.coordinator.instructions import Emit, Instruction, Notify, Refuse
 from gradstream.coordinator.membership import Membership
+from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.receipts import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
@@ -30,7 +32,9 @@ def make(workers: int = 2, servers: int = 1, *, survives: bool = True, epochs: i
     )
     ledger = Ledger(PartitionPlan(4 * workers, 2, workers), epochs=epochs)
     assignment = BatchAssignment(ledger, workers, lead_s=10.0)
-    return Membership(started, ledger, survives_worker_loss=survives, software="1", assignment=assignment)
+    distribution = BatchDistribution(ledger=ledger, assignment=assignment)
+    losses = LossTolerance(survives_worker_loss=survives)
+    return Membership(started, distribution, losses, software="1")
 
 
 def ask_of(number: int, *, wait: bool = False) -> v1.Ask:

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradstream as gs
-from gradstream.coordinator.claims import Claims
+from gradstream.coordinator.message_checks import MessageChecks
 from gradstream.data.base import BatchRef
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.reassignment import Block, Epoch
@@ -242,16 +242,16 @@ def test_only_so_many_epochs_without_steps_are_remembered(monkeypatch: pytest.Mo
     ],
 )
 def test_what_cannot_be_is_refused(said: Any) -> None:
-    claims, worker = Claims(lone()[0], 2), v1.Node(name="worker-0", role="worker")
-    claims.check_take_over("worker-0", v1.TakeOver(epoch=v1.Begun(step=-9), step=-3))
-    check = claims.check_beat if isinstance(said, v1.Beat) else claims.check_take_over
+    checks, worker = MessageChecks(lone()[0], 2), v1.Node(name="worker-0", role="worker")
+    checks.take_over("worker-0", v1.TakeOver(epoch=v1.Begun(step=-9), step=-3))
+    check = checks.beat if isinstance(said, v1.Beat) else checks.take_over
     with pytest.raises(gs.errors.RefusedError, match="worker-0"):
         check(worker if isinstance(said, v1.Beat) else "worker-0", said)  # type: ignore[arg-type]
 
 
 def test_a_server_begins_no_epoch() -> None:
     with pytest.raises(gs.errors.RefusedError, match="begin epochs"):
-        Claims(lone()[0], 2).check_beat(
+        MessageChecks(lone()[0], 2).beat(
             v1.Node(name="shard-0", role="shard"), v1.Beat(begun=[v1.Begun(step=0)])
         )
 

@@ -18,6 +18,7 @@ from gradstream import sparse
 from gradstream._train import launch
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.instructions import Discard, Emit
+from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.snapshot import SnapshotRounds
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan, epoch_order
@@ -105,21 +106,31 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         plan_run(job(), "x")
 
 
-def test_a_worker_lost_while_it_writes_a_checkpoint_ends_the_cut_and_not_the_run() -> None:
+def two_workers(shards: int) -> tuple[SnapshotRounds, Nodes]:
+    nodes = Nodes(2, shards)
+    for rank in range(2):
+        nodes.add(v1.Node(name=f"worker-{rank}", role="worker", rank=rank))
     ledger = Ledger(PartitionPlan(8, 2, 2, seed=0), epochs=1)
-    cuts, both = SnapshotRounds(ledger, Policy(), together=False), ["worker-0", "worker-1"]
-    cuts.begin(0.0, both, both)
+    return SnapshotRounds(ledger, nodes, Policy(), in_rounds=False), nodes
+
+
+def test_a_worker_lost_while_it_writes_a_checkpoint_ends_the_cut_and_not_the_run() -> None:
+    cuts, nodes = two_workers(shards=0)
+    cuts.begin(0.0)
     cut = cuts.current
     assert cut is not None
     cut.phase = v1.Snapshot.WRITE
-    (discard, event, _) = cuts.lost("worker-1", 1.0, both[:1], both[:1])
+    nodes.remove("worker-1")
+    (discard, event, _) = cuts.lost("worker-1", 1.0)
     assert isinstance(discard, Discard)
     assert isinstance(event, Emit) and isinstance(event.event, CheckpointFailedEvent)
     # Where there are shards, these write, and no worker is needed for it.
-    cuts.begin(2.0, both, ["shard-0"])
+    cuts, nodes = two_workers(shards=1)
+    cuts.begin(2.0)
     assert cuts.current is not None
     cuts.current.phase = v1.Snapshot.WRITE
-    assert cuts.lost("worker-1", 3.0, both[:1], ["shard-0"]) == []
+    nodes.remove("worker-1")
+    assert cuts.lost("worker-1", 3.0) == []
 
 
 # ---- real processes ---------------------------------------------------------------------------

@@ -19,10 +19,12 @@ from fuzzing.mutator import mutated_message
 from fuzzing.texts import DECODERS as TEXTS
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.balance import ShareBalance
+from gradstream.coordinator.batch_distribution import BatchDistribution
 from gradstream.coordinator.checkpoint_handler import lies_in
 from gradstream.coordinator.event_gate import EventGate
 from gradstream.coordinator.instructions import Emit, Refuse
 from gradstream.coordinator.membership import Membership
+from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.receipts import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
@@ -74,7 +76,7 @@ def _join(name: str) -> v1.Join:
     return v1.Join(node=node, software="1", model=_SPEC if role == "worker" else None, tensors=tensors)
 
 
-def _started() -> StartedEvent:
+def _started(*, in_rounds: bool = False) -> StartedEvent:
     return StartedEvent(
         job="j",
         workers=WORKERS,
@@ -84,6 +86,7 @@ def _started() -> StartedEvent:
         num_parameters=0,
         num_samples=32,
         total_steps=8,
+        in_rounds=in_rounds,
     )
 
 
@@ -97,13 +100,10 @@ def _membership(*, joined: bool = True) -> Membership:
     """Of two workers that go through 4 rounds in each of 2 epochs, with a quorum."""
     plan = RoundPlan(32, 4, WORKERS, shares="measured")
     membership = Membership(
-        _started(),
-        Ledger(plan, epochs=2),
-        survives_worker_loss=True,
+        _started(in_rounds=True),
+        BatchDistribution(ledger=Ledger(plan, epochs=2), balance=ShareBalance(plan)),
+        LossTolerance(survives_worker_loss=True, quorum=1),
         software="1",
-        together=True,
-        quorum=1,
-        balance=ShareBalance(plan),
     )
     return _joined(membership) if joined else membership
 
@@ -113,7 +113,12 @@ def _asynchronous() -> Membership:
     ledger = Ledger(QueuePlan(32, 8, WORKERS, shares="measured"), epochs=2)
     assignment = BatchAssignment(ledger, WORKERS, lead_s=10.0)
     return _joined(
-        Membership(_started(), ledger, survives_worker_loss=True, software="1", assignment=assignment)
+        Membership(
+            _started(),
+            BatchDistribution(ledger=ledger, assignment=assignment),
+            LossTolerance(survives_worker_loss=True),
+            software="1",
+        )
     )
 
 

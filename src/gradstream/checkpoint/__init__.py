@@ -1,13 +1,12 @@
-"""Durable cuts of a run: the format of their files, how they are written, kept and found again.
+"""Checkpoints: the format of their files, and how they are written, kept and found again.
 
-`format.py` safetensors headers; `manifest.py` what a checkpoint is; `policy.py` when, and which are
-kept; `folder.py` the files themselves; `own_state.py` what a worker has of its own.
-Who makes a cut, and when, is for `coordinator/snapshot.py` to say.
+`format.py`: safetensors headers. `manifest.py`: the contents of `state.json`. `policy.py`: when checkpoints
+are made, and which are kept. `draft.py` writes checkpoints; `folder.py` finds and reads them. `own_state.py`:
+the state that each worker has of its own. `coordinator/snapshot.py` decides when a snapshot is made.
 """
 
+from gradstream.checkpoint.draft import DraftSnapshot, VectorPlace
 from gradstream.checkpoint.folder import (
-    DraftSnapshot,
-    VectorPlace,
     kept,
     newest,
     prune,

@@ -1,7 +1,7 @@
-"""The files of a node whose machine does not see the run directory.
+"""`ElsewhereStorage`: the files of a node whose machine does not see the run directory.
 
-Its own files are on its own disk. Checkpoints are in the run directory, so it reads and writes these
-through the coordinator, by the methods "kept" and "keep". Shards and workers do not notice:
+The node has its own files on its own disk. Checkpoints are in the run directory, so it reads and writes them
+through the coordinator, by the methods "kept" and "keep". The code of shards and workers is the same:
 
     storage.patch("checkpoints/…", pieces)     Body(Part) frames ─▶ coordinator ─▶ its disk
     storage.read_at("checkpoints/…", …)        Body frames       ◀─ coordinator ◀─ its disk
@@ -25,22 +25,21 @@ from gradstream.wire import v1
 __all__ = ["PART_BYTES", "ElsewhereStorage"]
 
 PART_BYTES = 1 << 20
-"""Of a file, in one frame."""
+"""Bytes of a file in one frame."""
 
 T = TypeVar("T")
 
 
 class ElsewhereStorage(DiskStorage):
-    """Implements `Storage`. Only threads beside the event loop may ask for a checkpoint's files.
+    """Implements `Storage`. Only threads beside the event loop may access the files of a checkpoint.
+
+    All methods raise OSError if the coordinator cannot be reached, or cannot read or write.
 
     Args:
         root: directory of the node's own files.
-        endpoint: has started, and knows the coordinator.
-        coordinator: its name.
-        silence_s: how long the coordinator may say nothing.
-
-    Raises:
-        OSError: by all methods, where the coordinator cannot be reached, or could not read or write.
+        endpoint: endpoint of the node, started; it knows the coordinator.
+        coordinator: name of the coordinator.
+        silence_s: longest silence of the coordinator, in seconds.
     """
 
     def __init__(self, root: Path, endpoint: Endpoint, coordinator: str, *, silence_s: float) -> None:
@@ -65,7 +64,7 @@ class ElsewhereStorage(DiskStorage):
         return self._wait(self._read(v1.Kept(path=path, offset_bytes=offset, size_bytes=size)))
 
     def size(self, path: str) -> int:
-        """See `Storage.size`: what the checkpoint's `state.json` says."""
+        """See `Storage.size`. The size of a checkpoint's file is the one in its `state.json`."""
         if not _is_kept(path):
             return super().size(path)
         folder, _, name = path.rpartition("/")
@@ -101,7 +100,7 @@ class ElsewhereStorage(DiskStorage):
         return self._manifests[folder]
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the event loop makes of it, while this thread waits."""
+        """Runs `work` on the event loop, while this thread waits for its result."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result()
         except GradstreamError as error:
@@ -127,7 +126,7 @@ class ElsewhereStorage(DiskStorage):
         await stream.end()
         if await stream.recv(self._silence_s) is None:
             raise RefusedError(
-                self._coordinator, "INTERNAL", "it did not say that the ranges are on its disk"
+                self._coordinator, "INTERNAL", "it did not confirm that the ranges are on its disk"
             )
 
 

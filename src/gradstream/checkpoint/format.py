@@ -5,7 +5,7 @@
     data      the flat vector's bytes as they are, then other tensors one after the other
 
 The tensors of a layout lie in the flat vector without gaps, so the vector *is* the data of a valid
-file, and a shard writes a range of the vector at the range's own offset. Nobody has to hold the whole.
+file, and each shard writes its range of the vector at the range's own offset. No node needs the whole vector.
 
 Reference: the safetensors format, https://github.com/huggingface/safetensors.
 """
@@ -37,10 +37,10 @@ _TO_NUMPY = {theirs: ours for ours, theirs in _OF_NUMPY.items()}
 
 ALIGNMENT_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
-"""What safetensors itself takes at most."""
+"""The limit of safetensors itself."""
 
 MAX_VALUES = 4 << 20
-"""Of a header: some seven a tensor."""
+"""The most JSON values in a header, which has about seven for each tensor."""
 
 MAX_DIMENSIONS = 64
 MAX_TENSOR_BYTES = 1 << 53
@@ -51,8 +51,8 @@ class TensorSpec:
     """A tensor's name, shape, and element type as safetensors spells it: "F32".
 
     Args:
-        same_as: this is another name of that tensor. A file has its elements twice: safetensors knows no
-            second names.
+        same_as: the tensor that this is a second name of. A file has its elements twice, since safetensors
+            has no second names.
     """
 
     name: str
@@ -62,17 +62,17 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its elements."""
+        """Number of bytes of its elements."""
         return math.prod(self.shape) * self.numpy_dtype.itemsize
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """Element type as numpy has it."""
+        """Element type for numpy."""
         return np.dtype(_TO_NUMPY[self.dtype])
 
 
 def spec_of(name: str, shape: Sequence[int], dtype: torch.dtype | np.dtype[Any]) -> TensorSpec:
-    """What describes a tensor. Raises ConfigError for an element type that is not kept."""
+    """Returns the description of a tensor. Raises ConfigError for an element type without a safetensors name."""
     known = _OF_TORCH.get(dtype) if isinstance(dtype, torch.dtype) else _OF_NUMPY.get(dtype.name)
     if known is None:
         raise ConfigError(f"{name!r} has elements of {dtype}; a checkpoint holds {', '.join(_TO_NUMPY)}")
@@ -80,22 +80,22 @@ def spec_of(name: str, shape: Sequence[int], dtype: torch.dtype | np.dtype[Any])
 
 
 def to_spec(spec: TensorSpec) -> v1.TensorSpec:
-    """As the wire has it."""
+    """Returns the message for the wire."""
     return v1.TensorSpec(name=spec.name, shape=spec.shape, dtype=spec.dtype, same_as=spec.same_as)
 
 
 def of_spec(spec: v1.TensorSpec) -> TensorSpec:
-    """From the wire. Raises DataError for an element type that is not known."""
+    """Parses a message from the wire. Raises DataError for an unknown element type."""
     if spec.dtype not in _TO_NUMPY:
         raise DataError(f"{spec.name!r} has elements of {spec.dtype}; known: {', '.join(_TO_NUMPY)}")
     return TensorSpec(spec.name, tuple(spec.shape), spec.dtype, spec.same_as)
 
 
 def header_of(tensors: Sequence[TensorSpec]) -> bytes:
-    """The header of a file that holds these tensors in this order, its length first.
+    """Returns the header of a file with these tensors in this order, after its length.
 
     Raises:
-        ConfigError: two tensors have one name.
+        ConfigError: two tensors have the same name.
     """
     entries: dict[str, Any] = {}
     start = 0
@@ -116,7 +116,7 @@ def header_of(tensors: Sequence[TensorSpec]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What a header says of a tensor."""
+    """The entry of a tensor in a header."""
 
     dtype: str
     shape: list[int]
@@ -124,7 +124,7 @@ class _Entry:
 
 
 def _placed(name: str, entry: Mapping[str, Any]) -> tuple[TensorSpec, int]:
-    """A tensor and its offset. Raises ValueError where it cannot lie there, KeyError for an unknown type."""
+    """Returns a tensor and its offset. Raises ValueError for an impossible place, KeyError for an unknown type."""
     (start, stop), shape = entry["data_offsets"], tuple(entry["shape"])
     if len(shape) > MAX_DIMENSIONS or not all(0 <= length <= MAX_TENSOR_BYTES for length in shape):
         raise ValueError(f"{name[:80]!r} has a shape that no tensor has")
@@ -135,13 +135,13 @@ def _placed(name: str, entry: Mapping[str, Any]) -> tuple[TensorSpec, int]:
 
 
 def parse(begin: bytes) -> tuple[int, Mapping[str, tuple[TensorSpec, int]]]:
-    """The offset of a file's data, and each tensor with its own offset in that data.
+    """Returns the offset of a file's data, and each tensor with its offset in that data.
 
     Args:
-        begin: the first bytes of a file, the header at least.
+        begin: the first bytes of a file, at least its whole header.
 
     Raises:
-        DataError: this is no header, or it says what cannot be.
+        DataError: the header is malformed, or impossible.
     """
     length = int.from_bytes(begin[:8], "little")
     if len(begin) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, len(begin) - 8):

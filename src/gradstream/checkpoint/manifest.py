@@ -1,12 +1,11 @@
-"""`state.json`: what a checkpoint is, in one small file that is written last.
+"""`state.json`: the contents of a checkpoint, in one small file that is written last.
 
-A folder without it, or whose files are not of the sizes and SHA-256 that it tells, is no checkpoint.
+A folder is a checkpoint only if it has this file, and all files have the sizes and SHA-256 that it lists.
 
     line 1            {"sha256": "<64 hexadecimal digits>",
-    lines 2 to last   the other keys, which these digits are the SHA-256 of, byte for byte
+    lines 2 to last   the other keys; line 1 has the SHA-256 of these bytes
 
-So the file tells of itself whether it was altered: no second file can be lost or exchanged, and the
-folder's rename makes both appear at once.
+So the file itself shows whether it was altered. A checksum in a second file could be lost or exchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from gradstream.untrusted import MismatchError, check_record, parse_json
 __all__ = ["FORMAT", "STATE", "Evaluated", "FileEntry", "Manifest", "Resume", "seal_of"]
 
 FORMAT = 2
-"""Of `state.json`; a reader refuses others."""
+"""Version of `state.json`; readers refuse all others."""
 
 STATE = "state.json"
 
@@ -34,7 +33,7 @@ _SEAL = b'{"sha256": "%s",\n'
 _SEAL_BYTES = len(_SEAL % (64 * b"0"))
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 MAX_BYTES, MAX_VALUES = 64 << 20, 8 << 20
-"""Of `state.json`: it has a number for each chunk, of millions at most."""
+"""Limits of `state.json`, which has a number for each chunk: some millions at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The latest evaluation before a checkpoint. Accuracy counts before loss, as far as known."""
+    """The latest evaluation before a checkpoint."""
 
     step: int
     accuracy: float | None
@@ -55,7 +54,7 @@ class Evaluated:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Larger is better."""
+        """Larger is better. Accuracy counts first, then loss; a missing value is the worst."""
         no = float("-inf")
         return (no if self.accuracy is None else self.accuracy, no if self.loss is None else -self.loss)
 
@@ -67,19 +66,23 @@ class Manifest:
     Args:
         step: rounds of a synchronous run, minibatches over all workers of another.
         rounds: minibatches of each worker: `step` itself, or the mean over the workers.
-        steps: by worker, its own count of minibatches.
-        done: which samples are in the model.
-        versions: of each chunk.
-        model: fingerprint, elems, dtype, chunk_elems: what it belongs to; and the update rule, where workers
-            bring it.
-        optimizer, strategy, seed, workers, servers, num_samples: of the run that wrote it.
-        evaluated: the latest evaluation, if there was any.
-        files: of the folder, by name.
-        dropped: by data epoch, how many of the samples done are not in the model: updates were made
-            without them.
-        shares: samples of a round that each worker takes, where they follow its measured speed.
+        steps: by worker, its number of minibatches.
+        done: which samples are done.
+        versions: the version of each chunk.
+        model: fingerprint, elems, dtype and chunk_elems of the model, and its update rule if workers bring it.
+        optimizer: name of the run's optimizer.
+        strategy: name of the run's strategy.
+        seed: seed of the run.
+        workers: number of workers.
+        servers: number of shards.
+        num_samples: samples in a data epoch; None in a stream.
         software: version of gradstream.
-        samples: by worker, how many it has gone through, where workers bring data of their own.
+        evaluated: the latest evaluation, if any.
+        samples: by worker, how many samples it has gone through, where workers bring data of their own.
+        files: the other files of the folder, by name.
+        shares: by rank, the samples of a round, where shares follow the measured speed.
+        dropped: by data epoch, how many of the samples that are done are not in the model, since updates were
+            made without them.
     """
 
     step: int
@@ -102,7 +105,7 @@ class Manifest:
     dropped: Mapping[str, int] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """As JSON that carries the SHA-256 of itself."""
+        """Returns the contents of `state.json`."""
         record = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         record["done"] = self.done.as_json()
         record["files"] = {name: dataclasses.asdict(entry) for name, entry in self.files.items()}
@@ -112,7 +115,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """What `encode` has made. Raises DataError for anything else: another format, or one bit altered."""
+        """Parses the result of `encode`. Raises DataError for another format, or if one bit was altered."""
         seal, body = data[:_SEAL_BYTES], data[_SEAL_BYTES:]
         if not seal.startswith(b'{"sha256"'):
             raise DataError(
@@ -140,26 +143,26 @@ class Manifest:
 
 
 def seal_of(body: bytes) -> bytes:
-    """The first line of a `state.json` that goes on with `body`."""
+    """Returns the first line of a `state.json` whose other lines are `body`."""
     return _SEAL % hashlib.sha256(body).hexdigest().encode()
 
 
 def _checked(name: str) -> str:
-    """The name of a file inside the checkpoint's own folder. Raises DataError for any other path."""
+    """Returns the name of a file in the checkpoint's folder. Raises DataError for any other path."""
     if not _FILE_NAME.fullmatch(name):
-        raise DataError(f"{STATE} tells of a file {name!r}: expected a plain name in its own folder")
+        raise DataError(f"{STATE} lists a file {name!r}: expected a plain name in its own folder")
     return name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """What the nodes of a resumed run are told: where it goes on.
+    """Where a resumed run goes on. All its nodes get this.
+
+    All fields that are not listed here are those of the checkpoint's `Manifest`.
 
     Args:
-        folder: of the checkpoint, in the run directory.
-        step, rounds, steps, done, model, seed, num_samples, samples, shares, dropped: of its
-            manifest.
-        time_s: of the run's events so far: theirs go on from here.
+        folder: folder of the checkpoint in the run directory.
+        time_s: training time in seconds before the run was resumed. The times of its events continue from it.
     """
 
     folder: str
@@ -177,7 +180,7 @@ class Resume:
 
     @classmethod
     def at(cls, folder: str, manifest: Manifest, *, time_s: float = 0.0) -> Resume:
-        """Where a checkpoint goes on."""
+        """Returns where a checkpoint is resumed."""
         return cls(
             folder=folder,
             step=manifest.step,
@@ -194,17 +197,17 @@ class Resume:
         )
 
     def step_of(self, worker: str) -> int:
-        """The number of a worker's next minibatch; a new one goes on from the furthest."""
+        """Returns the number of a worker's next minibatch; a new worker continues the largest number."""
         return self.steps.get(worker, max(self.steps.values(), default=0))
 
     def as_json(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Returns the fields as JSON values."""
         record = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         return {**record, "done": self.done.as_json()}
 
     @classmethod
     def of_json(cls, record: Mapping[str, Any]) -> Resume:
-        """What `as_json` has made. Raises ConfigError for anything else."""
+        """Parses the result of `as_json`. Raises ConfigError for anything else."""
         done = DataProgress.of_json(record.get("done", {}))
         try:
             check_record(cls, {**record, "done": {"epochs": 0}})

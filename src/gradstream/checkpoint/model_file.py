@@ -1,7 +1,7 @@
-"""A model's tensors in one safetensors file, and in their own order when it is read.
+"""A model's tensors in one safetensors file, which keeps the order of the model.
 
-A safetensors file sorts its tensors by type and name, and its readers give them in any order. So the order is
-written beside them, in the file's metadata, which other readers pass over.
+A safetensors file sorts its tensors by type and name, and its readers return them in any order. So this
+module writes the order into the file's metadata, which other readers ignore.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ ORDER = "order"
 
 
 def save(tensors: Arrays) -> bytes:
-    """The file of these tensors."""
+    """Returns the bytes of a file with these tensors."""
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     return safetensors.numpy.save(arrays, metadata={ORDER: json.dumps(list(arrays))})
 
 
 def load(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
-    """The tensors of a file, in the order of the model; of a file that does not tell it, as they lie in it.
+    """Returns the tensors of a file in the order of the model, or of the file if that is unknown.
 
     Raises:
-        SafetensorError: it is no such file.
+        SafetensorError: `data` is not a safetensors file.
     """
     return _in_order(safetensors.numpy.load(data), data[8 : 8 + _header_bytes(data)])
 
 
 def load_file(path: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """The same of a file on a disk. Raises OSError besides."""
+    """Loads a file from disk as `load` does. Also raises OSError."""
     tensors = safetensors.numpy.load_file(path)
     with open(path, "rb") as file:
         return _in_order(tensors, file.read(_header_bytes(file.read(8))))
@@ -51,12 +51,12 @@ def _header_bytes(begin: bytes) -> int:
 
 
 def _in_order(tensors: Arrays, header: bytes) -> dict[str, np.ndarray[Any, Any]]:
-    """Sorted by what a header that safetensors has read says of them."""
+    """Sorts tensors by the order in a file's header, which safetensors has already read."""
     entries = parse_json(header, max_bytes=MAX_HEADER_BYTES, max_values=MAX_HEADER_BYTES)
     try:
-        told = parse_json(entries.get("__metadata__", {}).get(ORDER, "[]"), max_bytes=MAX_HEADER_BYTES)
-        rank = {name: place for place, name in enumerate(told) if isinstance(name, str)}
-    except (ValueError, TypeError):  # somebody else's metadata
+        order = parse_json(entries.get("__metadata__", {}).get(ORDER, "[]"), max_bytes=MAX_HEADER_BYTES)
+        rank = {name: place for place, name in enumerate(order) if isinstance(name, str)}
+    except (ValueError, TypeError):  # metadata of another program
         rank = {}
 
     def place(name: str) -> tuple[int, list[int]]:

@@ -1,9 +1,9 @@
-"""What a worker has of its own: the service "state", and its few bytes as safetensors.
+"""The state that each worker has of its own, and the method "state" that sends it.
 
-A model's buffers (a BatchNorm's running means) are each worker's own. Whoever needs them, for a
-checkpoint or for an evaluation, asks the worker: method "state", answered by Body frames that
-together are one safetensors file, whose metadata tells how many samples and minibatches the worker
-has gone through. Asked for what is fixed, it gives the frozen parameters of its model.
+Each worker has its own buffers of the model, such as the running means of BatchNorm. A node that needs them, for
+a checkpoint or an evaluation, calls the worker's method "state". The worker answers with Body frames that
+together are one safetensors file. Its metadata say how many samples and minibatches the worker has gone
+through. On request the worker sends the frozen parameters of its model instead.
 """
 
 from __future__ import annotations
@@ -25,18 +25,28 @@ from gradstream.wire import v1
 __all__ = ["CHECK", "EXTRA", "EXTRA_FILE", "METHOD", "OwnState", "ask", "averaged", "serve"]
 
 METHOD = "state"
+
 PIECE_BYTES = 1 << 20
+"""Bytes of the file in one frame."""
+
 FIXED = b"fixed"
+"""The request for frozen parameters."""
+
 STEP_DIGITS = 18
+"""The most digits of a step in a request."""
+
 EXTRA, EXTRA_FILE = "loop.", "loop"
-"""How names begin of what a loop of the user's has besides its model, which nobody can register beforehand:
-its optimizer makes it at its first step. And the name of its own file in a checkpoint."""
+"""Prefix of the tensors that a loop of the user's has besides its model, and their file in a checkpoint. They
+are not registered: the loop's optimizer makes them at its first step."""
+
 CHECK = EXTRA + "check"
-"""Name of what an exchanged vector has behind a loop's gradients: numbers that are no parameters."""
+"""Name of the numbers that an exchanged vector has behind the gradients of a loop. They are not parameters."""
+
 EXTRA_FACTOR = 8
-"""Times the size of the model: as much of that is taken."""
+"""Such tensors may have so many times the bytes of the model."""
+
 HEADER_BYTES = 1 << 20
-"""More than any header that describes buffers in this bound is refused."""
+"""The most bytes of the file's header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +54,9 @@ class OwnState:
     """A worker's own state.
 
     Args:
-        samples: it has gone through so many, those before the run was resumed included.
-        buffers: of its model, by name.
-        steps: its own minibatches, counted likewise.
+        samples: number of samples that it has gone through, including those before the run was resumed.
+        buffers: buffers of its model, by name.
+        steps: number of its minibatches, including those before the run was resumed.
     """
 
     samples: int
@@ -54,20 +64,21 @@ class OwnState:
     steps: int = 0
 
     def encode(self) -> bytes:
-        """As the bytes of a safetensors file."""
+        """Returns the bytes of a safetensors file."""
         arrays = {name: np.asarray(array, order="C") for name, array in self.buffers.items()}
-        told = {"samples": str(self.samples), "steps": str(self.steps)}
-        return safetensors.numpy.save(arrays, metadata=told)
+        metadata = {"samples": str(self.samples), "steps": str(self.steps)}
+        return safetensors.numpy.save(arrays, metadata=metadata)
 
     @classmethod
     def decode(cls, data: bytes, expected: Sequence[TensorSpec] | None = None) -> OwnState:
-        """What `encode` has made.
+        """Parses the result of `encode`.
 
         Args:
-            expected: the tensors that must be there, and no others but those of `EXTRA`.
+            data: the bytes.
+            expected: the tensors that it must have. Others must have the prefix `EXTRA`.
 
         Raises:
-            DataError: it is not that.
+            DataError: it is malformed, or has other tensors.
         """
         try:
             buffers = safetensors.numpy.load(data)
@@ -85,7 +96,7 @@ class OwnState:
 
 
 def averaged(states: Sequence[OwnState]) -> dict[str, np.ndarray[Any, Any]]:
-    """One set of buffers of several workers'; {} of none."""
+    """Returns the averaged buffers of several workers; {} for none."""
     return average_buffers([(state.samples, state.buffers) for state in states]) if states else {}
 
 
@@ -94,17 +105,22 @@ def serve(
     state: Callable[[int | None], Awaitable[OwnState]],
     fixed: Callable[[], Awaitable[OwnState]],
 ) -> None:
-    """Answers whoever asks for this worker's own state, with what `state(step)` gives at that moment.
+    """Serves the worker's own state.
 
-    `step` is None for the state as it is; else the one after so many steps is meant, if it is known.
-    `fixed()` gives the frozen parameters in the place of buffers.
+    Args:
+        endpoint: endpoint of the worker.
+        state: `state(step)` returns the state after so many steps, if the worker still has it; `state(None)`
+            returns the present one.
+        fixed: returns the frozen parameters in the place of buffers.
     """
 
     async def answer(stream: Stream) -> None:
         asked = v1.Body.FromString(stream.opened.body).data
         if asked not in (b"", FIXED) and not (asked.isdigit() and len(asked) <= STEP_DIGITS):
             raise RefusedError(
-                endpoint.identity.name, "BAD_REQUEST", "a state is asked for of no step: expected a number"
+                endpoint.identity.name,
+                "BAD_REQUEST",
+                "the request for a state has no valid step: expected a number",
             )
         found = await (fixed() if asked == FIXED else state(int(asked) if asked.isdigit() else None))
         data = found.encode()
@@ -123,16 +139,19 @@ async def ask(
     fixed: bool = False,
     silence_s: float = 30.0,
 ) -> OwnState:
-    """A worker's own state, or its model's frozen parameters.
+    """Asks a worker for its own state, or for the frozen parameters of its model.
 
     Args:
-        expected: its buffers, or frozen parameters, as it has registered them: they bound what is taken.
-        step: as it was after so many steps, where that is known; None as it is.
-        fixed: frozen parameters are asked for.
+        endpoint: endpoint of the caller.
+        worker: name of the worker.
+        expected: the worker's buffers, or frozen parameters, as it has registered them. They bound the answer.
+        step: asks for the state after so many steps, if the worker still has it; None for the present one.
+        fixed: asks for the frozen parameters.
+        silence_s: longest silence of the worker, in seconds.
 
     Raises:
-        PeerLostError, DeadlineError: it is gone, or says nothing.
-        RefusedError: it said what does not fit.
+        PeerLostError, DeadlineError: the worker is gone, or silent.
+        RefusedError: the answer has other tensors, or too many bytes.
     """
     limit_bytes = HEADER_BYTES + sum(spec.size_bytes for spec in expected) * (EXTRA_FACTOR if fixed else 1)
     request = v1.Body(data=FIXED if fixed else b"" if step is None else str(step).encode())

@@ -1,4 +1,4 @@
-"""When checkpoints are made, and which of them are kept. Pure."""
+"""`Policy`: when checkpoints are made, and which are kept. Pure."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """An interval: so many steps, data epochs, or seconds."""
+    """An interval between checkpoints, in steps, data epochs or seconds."""
 
     amount: float
     unit: Literal["steps", "epochs", "seconds"]
 
 
 def parse_every(value: int | str | None) -> Every | None:
-    """The interval that a user has written: 500, "epoch", "90s", "10min", "2h"; None for never.
+    """Parses an interval: 500, "epoch", "90s", "10min", "2h"; None for none.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: `value` is something else.
     """
     if value is None:
         return None
@@ -48,7 +48,7 @@ def parse_every(value: int | str | None) -> Every | None:
 
 @dataclass(frozen=True, slots=True)
 class KeptCheckpoint:
-    """A checkpoint that is there."""
+    """A checkpoint in the run directory."""
 
     folder: str
     step: int
@@ -60,9 +60,9 @@ class Policy:
     """When a checkpoint is due, and which are kept.
 
     Args:
-        every: None makes one only when the run is stopped.
-        keep_last: how many of the newest are kept, at least 1.
-        keep_best: whether the one with the best evaluation is kept besides.
+        every: interval between checkpoints; None makes one only when the run is stopped.
+        keep_last: number of the newest checkpoints to keep, at least 1.
+        keep_best: also keep the checkpoint with the best evaluation.
     """
 
     every: Every | None = None
@@ -70,18 +70,18 @@ class Policy:
     keep_best: bool = True
 
     def due(self, *, steps: int, epochs: int, seconds: float) -> bool:
-        """Whether one is due, so many steps, data epochs and seconds after the last."""
+        """Whether a checkpoint is due, so many steps, data epochs and seconds after the last one."""
         if self.every is None or steps <= 0:
             return False
         done = {"steps": steps, "epochs": epochs, "seconds": seconds}[self.every.unit]
         return done >= self.every.amount
 
     def superfluous(self, there: Sequence[KeptCheckpoint]) -> list[KeptCheckpoint]:
-        """Those of `there`, oldest first, that can go. Never the newest."""
+        """Returns the checkpoints of `there` that are not kept. `there` is sorted, oldest first."""
         wanted = {one.folder for one in there[-max(1, self.keep_last) :]}
         judged = [one for one in there if one.evaluated is not None]
         if self.keep_best and judged:
-            # Several may tell of one evaluation: the oldest is the closest to it.
+            # Several may have the same evaluation; the oldest was made closest to it.
             best = max(judged, key=lambda one: one.evaluated.rank if one.evaluated else (0.0, 0.0))
             wanted.add(best.folder)
         return [one for one in there if one.folder not in wanted]

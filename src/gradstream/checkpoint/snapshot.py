@@ -1,7 +1,8 @@
-"""A node's part in a snapshot: it holds its ranges as they are, and writes them into the checkpoint's files.
+"""A node's part in a snapshot: it writes its ranges of the vectors into the files of the checkpoint.
 
-Held means copied, where there is memory for a copy, and written while workers wait, where there is
-not. Nothing is being applied then: every worker stands, with all that it has computed in the model.
+If there is enough memory, the node copies its ranges while the workers are paused, and writes the copy after
+they have resumed. Otherwise it writes while they are paused. No update is applied during the pause: all that
+the workers have computed is in the model.
 """
 
 from __future__ import annotations
@@ -24,41 +25,42 @@ from gradstream.wire import v1
 __all__ = ["NodeSnapshots", "Pieces", "SnapshotMember", "SnapshotSource", "load"]
 
 ROOM = 1.5
-"""A copy is made where this much of its size is free."""
+"""The node makes a copy if so many times its bytes are free."""
 
 READ_ELEMS = 1 << 20
+"""Elements that are read at once."""
 
 Pieces = Sequence[tuple[int, torch.Tensor]]
-"""What a node has of a vector: where in the whole of it each piece begins, and its elements."""
+"""The pieces of a vector that a node has: index of the first element in the vector, and the elements."""
 
 
 class SnapshotSource(Protocol):
-    """Who has parts of the run's vectors: a shard, or a worker where there are no servers."""
+    """A node that has parts of the run's vectors: a shard, or a worker where there are no servers."""
 
     def pieces(self) -> Mapping[str, Pieces]:
-        """Its pieces of each vector, as they are now: "" is the parameters, else a state of the optimizer."""
+        """Returns its pieces of each vector: "" for the parameters, otherwise a state of the optimizer."""
         ...
 
     def versions(self) -> Sequence[int]:
-        """Of the chunks that it answers for."""
+        """Returns the versions of its chunks."""
         ...
 
     def still(self) -> AbstractAsyncContextManager[object]:
-        """Inside, nothing is written to any piece."""
+        """Returns a context in which no piece is written."""
         ...
 
 
 class SnapshotMember(Protocol):
-    """What is needed of `gradstream.coordinator.SnapshotMember`."""
+    """The part of `gradstream.coordinator.Member` that a snapshot needs."""
 
     notice: v1.Notice
 
     async def heard(self, reached: Callable[[], bool]) -> None:
-        """Waits until something holds that a notice decides."""
+        """Waits until `reached()` holds; see `Member.heard`."""
         ...
 
     def report(self, report: v1.SnapshotReport) -> None:
-        """Says how far this node is with a snapshot."""
+        """Reports how far this node is with a snapshot."""
         ...
 
 
@@ -66,18 +68,18 @@ class NodeSnapshots:
     """Follows the snapshots of a run, one after the other.
 
     Args:
-        runtime: of the node.
-        member: tells of cuts.
-        holder: has the pieces.
+        runtime: runtime of the node.
+        member: gets the notices.
+        source: has the pieces.
     """
 
-    def __init__(self, runtime: Runtime, member: SnapshotMember, holder: SnapshotSource) -> None:
+    def __init__(self, runtime: Runtime, member: SnapshotMember, source: SnapshotSource) -> None:
         self._runtime = runtime
         self._member = member
-        self._holder = holder
+        self._source = source
 
     async def run(self) -> None:
-        """Serves every snapshot that comes, until it is cancelled or the run is over."""
+        """Takes part in every snapshot, until it is cancelled or the run is over."""
         snapshot = v1.Snapshot()
         while True:
             await self._member.heard(partial(self._asked, snapshot.number))
@@ -96,15 +98,15 @@ class NodeSnapshots:
         return snapshot.number > number and snapshot.phase == v1.Snapshot.SNAPSHOT
 
     async def _serve(self, snapshot: v1.Snapshot) -> None:
-        vectors = self._holder.pieces()
-        kept = [piece for place in snapshot.places for _, piece in vectors[place.vector]]
-        needed_bytes = sum(piece.nbytes for piece in kept)
+        vectors = self._source.pieces()
+        pieces = [piece for place in snapshot.places for _, piece in vectors[place.vector]]
+        needed_bytes = sum(piece.nbytes for piece in pieces)
         free_bytes = free_memory_bytes()
         copies = free_bytes is None or free_bytes > ROOM * needed_bytes
         sums: list[int] = []
-        elems = sum(map(len, kept))
-        async with self._holder.still():
-            versions = self._holder.versions()
+        elems = sum(map(len, pieces))
+        async with self._source.still():
+            versions = self._source.versions()
             if copies:
                 vectors = await self._copied(vectors, elems)
             else:
@@ -157,7 +159,7 @@ class NodeSnapshots:
 
 
 def _laid(pieces: Pieces, offset_bytes: int, sums: list[int]) -> Iterator[tuple[int, memoryview]]:
-    """Each piece with its offset in a file; notes the CRC-32 of each."""
+    """Yields each piece with its offset in a file, and adds the CRC-32 of each to `sums`."""
     for start, piece in pieces:
         data = piece.numpy().data.cast("B")
         sums.append(zlib.crc32(data))
@@ -168,10 +170,12 @@ def load(storage: Storage, folder: str, vectors: Mapping[str, Pieces]) -> None:
     """Fills pieces from a checkpoint whose hashes were verified.
 
     Args:
-        vectors: as `SnapshotSource.pieces` gives them; written.
+        storage: the run directory.
+        folder: folder of the checkpoint.
+        vectors: pieces as `SnapshotSource.pieces` returns them; they are written.
 
     Raises:
-        DataError, OSError: a file is not there, or too short.
+        DataError, OSError: a file is missing or too short.
     """
     for name, pieces in vectors.items():
         path = f"{folder}/{file_of(name)}"

@@ -1,4 +1,4 @@
-"""Who is in the run, under which epoch, and which batches are in the model."""
+"""The coordinator: which nodes are in the run, and which minibatches are in the model."""
 
 from gradstream.coordinator.client.lifeline import EvictedError
 from gradstream.coordinator.client.member import Member, RunAbortedError, RunStoppedError

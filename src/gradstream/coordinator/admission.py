@@ -1,4 +1,4 @@
-"""Who may come in: expected nodes, of the same version, whose workers have all built the same model."""
+"""`Admission`: admits expected nodes of the same version, if all workers have built the same model."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ _ADDRESS = re.compile(r"[ -~]{0,1024}")
 
 
 class Admission:
-    """Objects to who does not fit, and keeps what the first worker has registered of the model.
+    """Checks nodes that want to join, and keeps the model as the first worker has registered it.
 
     Args:
-        nodes: who is expected, and who is in.
+        nodes: the expected nodes, and those that are in.
         software: version of gradstream that every node must have.
-        resume: the checkpoint whose model the workers must have; None where the first one says.
+        resume: the checkpoint whose model the workers must have; None where the first worker's model counts.
 
     Attributes:
-        model: what the workers have registered; None before there is anything.
-        tensors, buffers, fixed: what a checkpoint's files need to know of it.
+        model: the registered model; None before a worker has joined.
+        tensors: its trained parameters, for checkpoints.
+        buffers: its buffers, for checkpoints.
+        fixed: its frozen parameters, for checkpoints.
     """
 
     def __init__(self, nodes: Nodes, software: str, resume: Resume | None) -> None:
@@ -44,41 +46,38 @@ class Admission:
         self._registrar = ""
         if resume is not None:
             self.model, self._registrar = _spec_of(resume.model), f"the checkpoint {resume.folder}"
-        self._rows_open = resume is not None  # what is exchanged of a model is the run's affair
-
-    @property
-    def elems(self) -> int:
-        """Parameters of the model; 0 without one."""
-        return self.model.elems if self.model is not None else 0
+        self._rows_open = resume is not None  # a resumed run may exchange other rows of the same model
 
     @property
     def num_parameters(self) -> int:
-        """Elements of the vector that are parameters, or their gradients."""
-        return self.elems - sum(math.prod(one.shape) for one in self.tensors if one.name == CHECK)
+        """Elements of the vector that are parameters; 0 without a model."""
+        if self.model is None:
+            return 0
+        return self.model.elems - sum(math.prod(one.shape) for one in self.tensors if one.name == CHECK)
 
     @property
     def chunk_elems(self) -> int:
-        """Elements per chunk of it; 0 without one."""
+        """Elements in a chunk; 0 without a model."""
         return self.model.chunk_elems if self.model is not None else 0
 
     @property
     def optimizer(self) -> str:
-        """The update rule's name, where the workers bring it; "" where they do not."""
+        """Name of the update rule, where the workers bring it; otherwise ""."""
         if self.model is None or not self.model.optimizer:
             return ""
         name: str = _rule_of(self.model.optimizer)["class"].rpartition(":")[2].lower()
         return name
 
     def objection(self, request: v1.Join, *, gathering: bool) -> Refuse | None:
-        """Why a node cannot be let in; None if it can.
+        """Returns why a node cannot join; None if it can.
 
         Args:
-            request: of the node.
-            gathering: the run still waits for nodes.
+            request: the node's request.
+            gathering: whether the run still waits for nodes.
         """
         node = request.node
         if not _ADDRESS.fullmatch(node.address):
-            return Refuse(v1.BAD_REQUEST, "a node joined with an address that is none")
+            return Refuse(v1.BAD_REQUEST, "a node joined with an invalid address")
         if request.software != self._software:
             return Refuse(
                 v1.BAD_PROTOCOL,
@@ -92,7 +91,7 @@ class Admission:
         return self._model_objection(request) if node.role == "worker" else None
 
     def admit(self, request: v1.Join) -> None:
-        """Lets a node in to which there is no objection."""
+        """Adds a node that passed `objection`."""
         node = request.node
         if node.role == "worker":
             self._register(request)
@@ -128,7 +127,7 @@ class Admission:
         try:
             _check_model(request)
         except ValueError as error:
-            return Refuse(v1.BAD_REQUEST, f"{request.node.name} joined with a model that cannot be: {error}")
+            return Refuse(v1.BAD_REQUEST, f"{request.node.name} joined with an impossible model: {error}")
         if model is not None and self._rows_open:
             spec = v1.ModelSpec()
             spec.CopyFrom(request.model)
@@ -143,7 +142,7 @@ class Admission:
 
 
 def _check_model(request: v1.Join) -> None:
-    """Raises ValueError where a worker's model is none that a run could have."""
+    """Raises ValueError for an impossible model."""
     spec = request.model
     if spec.dtype not in (v1.FLOAT32, v1.FLOAT64, v1.DTYPE_UNSPECIFIED) or spec.elems > MAX_ELEMS:
         raise ValueError(f"{spec.elems} elements of type {spec.dtype}")
@@ -165,7 +164,7 @@ def _check_model(request: v1.Join) -> None:
 
 
 def _rule_of(text: str) -> dict[str, Any]:
-    """The update rule that workers bring. Raises ValueError where it is none."""
+    """Parses the update rule that workers bring. Raises ValueError."""
     rule = parse_json(text)
     if not isinstance(rule, dict) or not isinstance(rule.get("class"), str):
         raise ValueError("an update rule without a class")
@@ -173,7 +172,7 @@ def _rule_of(text: str) -> dict[str, Any]:
 
 
 def _spec_of(model: Mapping[str, Any]) -> v1.ModelSpec:
-    """The model that a checkpoint belongs to."""
+    """Returns the model of a checkpoint's manifest."""
     return v1.ModelSpec(
         fingerprint=model["fingerprint"],
         elems=model["elems"],

@@ -1,21 +1,22 @@
-"""Which minibatches a worker gets that asks for some: a pure state machine.
+"""Assigns minibatches to workers that ask for some: a pure state machine.
 
-A block is what a worker gets at once: small enough that the fast ones find something left, large enough that
-nobody waits for the coordinator, and that training goes on while it is away.
+A worker gets a block of minibatches at a time. A block is small enough that fast workers still find some
+left, and large enough that no worker waits for the coordinator, and training continues while it is away.
 
-    block = half of the worker's share of what is left of the epoch       (share: sᵢ / Σ s)
-            at least FEW and FEW_S of its time, if that is not more than half of its share of the run
-            at most `lead_s` of its time, and r² after r gradients: what they have shown may be wrong
+    block = half of the worker's share of the rest of the epoch           (share: sᵢ / Σ s)
+            at least FEW and FEW_S of its time, if that is at most half of its share of the run
+            at most `lead_s` of its time, and r² minibatches after r gradients: few are not representative
 
-Towards the end of the run a minibatch goes to the worker that is done with it first. Worker i, with hᵢ in
-hand, would be done after cᵢ = (hᵢ + 1)·tᵢ. It gets none where the others can do all R that are left before:
+Towards the end of the run, a minibatch goes to the worker that would complete it first. Worker i, with hᵢ
+minibatches in hand, would complete another one after cᵢ = (hᵢ + 1)·tᵢ. It gets none if the other workers can
+complete the remaining R before that:
 
     Σ_{j≠i} max(0, ⌈cᵢ / tⱼ⌉ - 1 - hⱼ)  ≥  R          for at most tᵢ, in which it could have done one
 
-where t is the time of a minibatch, as the workers measure it. So the last one is done as early as can be.
+where t is the measured time of a minibatch. So the last minibatch is complete as early as possible.
 
-Where sizes are measured, a worker's minibatch has sᵢ / Σ s of the samples of all workers' together: everybody
-makes as many steps. Sizes change where that makes steps shorter by a twentieth at least.
+Where sizes are measured, the minibatch of worker i has the share sᵢ / Σ s of the samples, so that all workers
+make equally many steps. Sizes change only if steps then become shorter by at least a twentieth.
 
 Reference: guided self-scheduling, Polychronopoulos and Kuck 1987; weighted factoring, Hummel, Schmidt, Uma
 and Wein 1996.
@@ -37,25 +38,25 @@ from gradstream.telemetry.events import SharesEvent
 __all__ = ["BatchAssignment"]
 
 FEW = 2
-"""Minibatches: a worker has one in hand while it computes another, and asks meanwhile."""
+"""Minibatches: the one that a worker computes, and the next one, while it asks for more."""
 
 SURE_AFTER = 2
-"""Gradients that are measured before sizes change."""
+"""Gradients of each worker that are measured before sizes are taken as settled."""
 
 FEW_S = 0.1
-"""Seconds: longer than an answer takes."""
+"""Seconds: longer than an answer of the coordinator takes."""
 
 MOST = 256
-"""Minibatches in one answer."""
+"""The most minibatches in one answer."""
 
 
 class BatchAssignment:
     """Hands out the minibatches of a ledger.
 
     Args:
-        ledger: has them.
-        num_workers: W.
-        lead_s: of a worker's time, how much it has in hand at most.
+        ledger: has the minibatches.
+        num_workers: number of workers.
+        lead_s: a worker has at most so many seconds of work in hand.
     """
 
     def __init__(self, ledger: Ledger, num_workers: int, lead_s: float) -> None:
@@ -66,14 +67,19 @@ class BatchAssignment:
         self._measures = isinstance(plan, QueuePlan) and plan.measured
         self._sizes: Sequence[int] = plan.sizes if isinstance(plan, QueuePlan) else (1,) * num_workers
         self._speeds = [WorkerSpeed() for _ in range(num_workers)]
-        self._only_first: set[int] = set()  # ranks of which no more than the first gradient is known
-        self._denied_s: dict[int, float] = {}  # by rank, since when
+        self._only_first: set[int] = set()  # ranks that have reported only their first gradient
+        self._denied_s: dict[int, float] = {}  # by rank, since when it has been denied minibatches
 
     def took(self, rank: int, measured: WorkerSpeed, present: Sequence[int]) -> SharesEvent | None:
-        """A worker says how many units it did, in which time, since it said so last. Returns new sizes.
+        """Takes the speed that a worker has measured since its last report. Returns new sizes, if any.
 
-        What it says first is of its first gradient alone, which pays for much that no other does: that is
-        forgotten as soon as it says more.
+        The first report is of the first gradient alone, which is slower than all others: it is forgotten with
+        the second report.
+
+        Args:
+            rank: rank of the worker.
+            measured: its speed.
+            present: ranks of all workers that take part.
         """
         if measured.rounds:
             if rank in self._only_first:
@@ -97,13 +103,13 @@ class BatchAssignment:
         )
 
     def block(self, rank: int, present: Sequence[int], in_hand: int, at_s: float) -> tuple[BatchRef, ...]:
-        """What a worker gets now. Nothing: it asks again when something has happened.
+        """Returns the minibatches that a worker gets now; none if it should ask again later.
 
         Args:
-            rank: of the worker.
-            present: ranks of all workers that take part, this one among them.
-            in_hand: minibatches of the worker that are not in the model yet.
-            at_s: now.
+            rank: rank of the worker.
+            present: ranks of all workers that take part, including this one.
+            in_hand: number of the worker's minibatches that are not in the model yet.
+            at_s: present time in seconds.
         """
         left_over = self._ledger.unassigned(rank)
         if not left_over.run:
@@ -115,16 +121,16 @@ class BatchAssignment:
         return self._ledger.hand_out(rank, self._limit(rank, present, size, left_over), size)
 
     def _size(self, rank: int, present: Sequence[int]) -> int:
-        """Units of its minibatch. 0: the others take all."""
+        """Size of the worker's minibatch; 0 where the others take all."""
         return self._sizes[rank] or (0 if any(self._sizes[other] for other in present) else max(self._sizes))
 
     def _limit(self, rank: int, present: Sequence[int], size: int, left_over: Unassigned) -> int:
-        """How many minibatches it may have more."""
+        """The most minibatches that the worker may get now."""
         known = self._speeds[rank].per_s
         if not known:
             return 1
         if self._measures and any(self._speeds[worker].rounds < SURE_AFTER for worker in present):
-            return FEW  # of sizes that will be others soon
+            return FEW  # sizes will change soon
         share = known / math.fsum(self._per_s(present).values()) if self._ledger.helping else 1.0
         half = share / (2 * size)
         few = max(FEW, known * FEW_S / size)
@@ -136,7 +142,7 @@ class BatchAssignment:
     def _others_sooner(
         self, rank: int, present: Sequence[int], left_over: Unassigned, in_hand: int, at_s: float
     ) -> bool:
-        """Whether the others can do all that is left before this worker has done one more."""
+        """Whether the others can complete all that is left before this worker completes one more."""
         if self._speeds[rank].per_s is None or len(present) < 2 or not self._ledger.helping:
             return False
         per_s = self._per_s(present)
@@ -149,12 +155,12 @@ class BatchAssignment:
                 left -= max(0, more) * max(1, self._sizes[worker])
         if left > 0:
             return False
-        if in_hand:  # it has something to do meanwhile
+        if in_hand:  # the worker is busy meanwhile
             return True
         return at_s - self._denied_s.setdefault(rank, at_s) <= each_s[rank]
 
     def _per_s(self, present: Sequence[int]) -> dict[int, float]:
-        """Units a second; of a worker that has measured nothing, the median of the others."""
+        """Speed of each worker; for a worker that has measured nothing, the median of the others."""
         known = {worker: self._speeds[worker].per_s for worker in present}
         typical = statistics.median([speed for speed in known.values() if speed] or [1.0])
         return {worker: speed or typical for worker, speed in known.items()}

@@ -1,20 +1,17 @@
-"""What workers are answered that ask what to do next: minibatches, the end, shares of a round.
+"""Answers to workers that ask what to do next: minibatches, the end, shares of a round.
 
-None is the answer that has to wait: the coordinator asks again when something has happened.
+An answer of None has to wait: the coordinator asks again when something has happened.
 """
 
 from __future__ import annotations
 
-from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.balance import ShareBalance
-from gradstream.coordinator.claims import Claims
+from gradstream.coordinator.batch_distribution import BatchDistribution
 from gradstream.coordinator.instructions import Emit, Instruction, Refuse
+from gradstream.coordinator.message_checks import MessageChecks
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.phases import Phases
 from gradstream.coordinator.receipts import receipt_of
 from gradstream.coordinator.snapshot import SnapshotRounds
-from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.reassignment import Epoch
 from gradstream.data.shares import WorkerSpeed
@@ -24,60 +21,51 @@ __all__ = ["AssignmentReplies"]
 
 
 class AssignmentReplies:
-    """Answers from what is known now.
+    """Answers from the present state. Methods that take a request raise RefusedError if it is impossible.
 
     Args:
-        ledger: has the batches.
-        nodes: only members are answered.
-        phases: nobody waits in a run that is over.
-        snapshots: in one that ends early, nothing more is handed out.
-        balance: decides the shares of a round; None where nobody asks.
-        assignment: hands out minibatches; None where workers go through rounds, or bring their own.
-        participation: who is held back gets nothing; None where nobody is.
-        claims: says what a worker can have to say.
+        distribution: how the minibatches reach the workers.
+        nodes: only members get answers.
+        phases: no answer waits in a run that is over.
+        snapshots: a run that ends early hands out nothing more.
+        checks: checks the requests.
     """
 
     def __init__(
         self,
-        ledger: Ledger | OpenLedger,
+        distribution: BatchDistribution,
         nodes: Nodes,
         phases: Phases,
         snapshots: SnapshotRounds,
-        balance: ShareBalance | None,
-        assignment: BatchAssignment | None,
-        participation: ParticipationSchedule | None,
-        claims: Claims,
+        checks: MessageChecks,
     ) -> None:
-        self._ledger = ledger
+        self._ledger = distribution.ledger
+        self._balance = distribution.balance
+        self._assignment = distribution.assignment
+        self._participation = distribution.participation
         self._nodes = nodes
         self._phases = phases
         self._snapshots = snapshots
-        self._balance = balance
-        self._assignment = assignment
-        self._asked: dict[str, int] = {}  # number of the newest ask
-        self._answered: dict[str, tuple[int, v1.Assigned]] = {}  # of the newest that was answered, and how
-        self._participation = participation
-        self._claims = claims
+        self._checks = checks
+        self._asked: dict[str, int] = {}  # by worker, the number of its newest request
+        self._answered: dict[str, tuple[int, v1.Assigned]] = {}  # of its newest answered one, and the answer
+
+    # ---- minibatches ----------------------------------------------------------------------
 
     def measured(self, who: str, request: v1.Ask) -> list[Instruction]:
-        """A worker says how fast it was since it asked for minibatches last.
-
-        Raises:
-            RefusedError: it says what cannot be.
-        """
+        """Takes the speed that a worker has measured since it asked for minibatches last."""
         node = self._worker(who)
         if isinstance(node, Refuse) or self._assignment is None:
             return []
-        self._claims.check_ask(who, request)
+        self._checks.measured(who, request)
         if request.number <= self._asked.get(who, 0):
             return []
         self._asked[who] = request.number
-        measured = WorkerSpeed(request.rounds, request.samples, request.seconds, request.squares)
-        changed = self._assignment.took(node.rank, measured, self._taking_part)
+        changed = self._assignment.took(node.rank, _speed_of(request), self._active)
         return [] if changed is None else [Emit(changed)]
 
     def assign(self, who: str, request: v1.Ask, at_s: float) -> v1.Assigned | Refuse | None:
-        """Minibatches for `who` to go through; None when the answer has to wait."""
+        """Returns minibatches for a worker."""
         node = self._worker(who)
         if isinstance(node, Refuse):
             return node
@@ -95,55 +83,47 @@ class AssignmentReplies:
         assert self._assignment is not None
         if self._snapshots.ending:
             return v1.Assigned(complete=True)
-        interval = (
-            self._participation.interval_of(node.name) if self._participation is not None else v1.Interval()
-        )
-        part, held = self._taking_part, interval.paused
-        refs = () if held else self._assignment.block(node.rank, part, request.in_hand, at_s)
+        interval = v1.Interval()
+        if self._participation is not None:
+            interval = self._participation.interval_of(node.name)
+        active = self._active
+        refs = () if interval.paused else self._assignment.block(node.rank, active, request.in_hand, at_s)
         complete = not refs and (self._ledger.finished or self._phases.over)
         if request.wait and not refs and not complete:
             return None
-        return v1.Assigned(
-            batches=[receipt_of(ref) for ref in refs], complete=complete, interval=interval.number
-        )
+        receipts = [receipt_of(ref) for ref in refs]
+        return v1.Assigned(batches=receipts, complete=complete, interval=interval.number)
 
     @property
-    def _taking_part(self) -> list[int]:
-        """Ranks of the workers that are there and not held back."""
-        held = set(self._participation.paused) if self._participation is not None else ()
-        return [node.rank for node in self._nodes.workers if node.name not in held]
+    def _active(self) -> list[int]:
+        """Ranks of the workers that are in and not paused."""
+        paused = set(self._participation.paused) if self._participation is not None else ()
+        return [node.rank for node in self._nodes.workers if node.name not in paused]
+
+    # ---- loops of the user's own ----------------------------------------------------------
 
     def ending(self, who: str, request: v1.Ending) -> v1.Ended | Refuse | None:
-        """A worker of an open-ended run has no minibatches left; None when the answer has to wait.
-
-        Raises:
-            RefusedError: it says what cannot be.
-        """
+        """Tells a worker without minibatches whether the run is over for it."""
         node = self._worker(who)
         if isinstance(node, Refuse):
             return node
         if not isinstance(self._ledger, OpenLedger):
             return Refuse(v1.BAD_REQUEST, f"{who} has run out of data in a run whose minibatches are planned")
-        self._claims.check_ending(who, request)
+        self._checks.ending(who, request)
         over = self._ledger.ended(node.rank, request.batches, request.samples, request.round)
         return None if over is None and not self._phases.over else v1.Ended(over=bool(over))
 
     def take_over(self, who: str, request: v1.TakeOver) -> v1.TakenOver | Refuse:
-        """A worker whose own loop is at the end of its part of an epoch asks for what lost workers have left.
-
-        Raises:
-            RefusedError: it says what cannot be.
-        """
+        """Gives a loop at the end of its part of an epoch minibatches that lost workers have left."""
         node = self._worker(who)
         if isinstance(node, Refuse):
             return node
         if not isinstance(self._ledger, OpenLedger):
             return Refuse(v1.BAD_REQUEST, f"{who} takes minibatches over in a run where they are handed out")
-        self._claims.check_take_over(who, request)
-        epoch = Epoch(request.epoch.loader, request.epoch.epoch)
+        self._checks.take_over(who, request)
         block = self._ledger.reassignment.take(
             node.rank,
-            epoch,
+            Epoch(request.epoch.loader, request.epoch.epoch),
             request.epoch.step,
             request.step,
             request.parts,
@@ -154,22 +134,19 @@ class AssignmentReplies:
             return v1.TakenOver()
         return v1.TakenOver(epoch=block.epoch.number, rank=block.rank, first=block.first, count=block.size)
 
-    def took(self, who: str, request: v1.Took) -> list[Instruction]:
-        """A worker says how long its part of the rounds before took, and asks for the shares of the next.
+    # ---- shares of rounds -----------------------------------------------------------------
 
-        Raises:
-            RefusedError: it says what cannot be.
-        """
+    def took(self, who: str, request: v1.Took) -> list[Instruction]:
+        """Takes the speed that a worker has measured, with which it asks for the shares of a round."""
         node = self._worker(who)
         if isinstance(node, Refuse) or self._balance is None:
             return []
-        self._claims.check_took(who, node.rank, request)
-        measured = WorkerSpeed(request.rounds, request.samples, request.seconds, request.squares)
-        self._balance.took(node.rank, (request.epoch, request.batch), measured)
+        self._checks.took(who, node.rank, request)
+        self._balance.took(node.rank, (request.epoch, request.batch), _speed_of(request))
         return self.rebalance()
 
     def shares(self, who: str, request: v1.Took) -> v1.Shares | Refuse | None:
-        """The answer to it; None when it has to wait."""
+        """Returns the shares that a worker asks for."""
         node = self._worker(who)
         if isinstance(node, Refuse):
             return node
@@ -179,7 +156,7 @@ class AssignmentReplies:
         return None if sizes is None else v1.Shares(samples=sizes)
 
     def rebalance(self) -> list[Instruction]:
-        """Decides the shares that workers wait for, once all who are in have asked."""
+        """Decides the shares that workers wait for, once all that are in have asked."""
         if self._balance is None:
             return []
         decided = self._balance.decide([node.rank for node in self._nodes.workers])
@@ -192,3 +169,7 @@ class AssignmentReplies:
         if node.role != "worker":
             return Refuse(v1.BAD_REQUEST, f"{who} is no worker, and has no minibatches")
         return node
+
+
+def _speed_of(request: v1.Ask | v1.Took) -> WorkerSpeed:
+    return WorkerSpeed(request.rounds, request.samples, request.seconds, request.squares)

@@ -1,8 +1,8 @@
-"""Shares of a round by measured speed, as a pure state machine: what workers took goes in, sizes come out.
+"""Shares of a round by measured speed, as a pure state machine: measurements go in, sizes come out.
 
-Before each rebalance window of rounds (`data.shares`) every worker says how many samples it has gone through, and
-how long their gradients took. Once all have, one decision is made of it (`data.shares.better`), and all get
-the same.
+Before each rebalance window of rounds (`data.shares`) every worker reports how many samples it has gone
+through, and how long their gradients took. Once all have reported, `data.shares.better` decides the sizes
+once, and all workers get the same.
 """
 
 from __future__ import annotations
@@ -22,10 +22,13 @@ Round = tuple[int, int]
 
 
 class ShareBalance:
-    """Decides who takes how much of a round.
+    """Decides how many samples of a round each worker takes.
 
     Args:
-        plan: the coordinator's own: it is told what was decided, so that it knows who went through what.
+        plan: the coordinator's plan, which gets each decision, so that it knows the samples of each worker.
+
+    Attributes:
+        sizes: by rank, the present number of samples.
     """
 
     def __init__(self, plan: BatchPlan) -> None:
@@ -37,20 +40,13 @@ class ShareBalance:
         self._decided: Round | None = None
 
     def took(self, rank: int, before: Round, measured: WorkerSpeed) -> None:
-        """A worker says what its gradients took since it said so last, and comes to this round.
-
-        Saying it twice changes nothing.
-        """
+        """Takes the speed that a worker measured before this round. Repeating it changes nothing."""
         if self._asked.get(rank) != before:
             self._asked[rank] = before
             self._speeds[rank].measured(measured)
 
     def decide(self, present: Sequence[int]) -> SharesEvent | None:
-        """Decides if there is something to decide, and all workers who are in wait for it.
-
-        Args:
-            present: their ranks.
-        """
+        """Decides the sizes if all workers of the ranks `present` wait for it."""
         rounds = {self._asked.get(rank) for rank in present}
         before = rounds.pop() if len(rounds) == 1 else None
         if before is None or before == self._decided:
@@ -66,5 +62,5 @@ class ShareBalance:
         )
 
     def decided(self, before: Round) -> Sequence[int] | None:
-        """The sizes from this round on; None while they are not decided."""
+        """Returns the sizes from this round on; None while they are not decided."""
         return self.sizes if before == self._decided else None

@@ -1,12 +1,14 @@
-"""Checkpoints for nodes whose machine does not see the run directory: the coordinator has its disk.
+"""Checkpoint files for nodes on other machines, which do not see the run directory.
 
-The other side is `checkpoint/elsewhere.py`.
+The nodes' side is `checkpoint/elsewhere.py`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 from gradstream.checkpoint.elsewhere import PART_BYTES
 from gradstream.coordinator.checkpoint_writer import CheckpointWriter
@@ -18,16 +20,18 @@ from gradstream.wire import v1
 __all__ = ["CheckpointHandler", "lies_in"]
 
 WRITE_BYTES = 8 << 20
-"""So much is gathered before it is written, and made durable, at once."""
+"""Parts are gathered until they have so many bytes, and then written and made durable at once."""
+
+T = TypeVar("T")
 
 
 class CheckpointHandler:
-    """Serves "keep" and "kept".
+    """Serves "keep", which writes, and "kept", which reads.
 
     Args:
-        runtime: of the coordinator; its storage is the run directory.
-        endpoint: of the coordinator.
-        writer: knows the open drafts, and the checkpoint that the run goes on from.
+        runtime: runtime of the coordinator; its storage is the run directory.
+        endpoint: endpoint of the coordinator.
+        writer: knows the open drafts, and the checkpoint that the run was resumed from.
     """
 
     def __init__(self, runtime: Runtime, endpoint: Endpoint, writer: CheckpointWriter) -> None:
@@ -38,7 +42,7 @@ class CheckpointHandler:
         endpoint.serve("kept", self._kept, model=False)
 
     async def _keep(self, stream: Stream) -> None:
-        """Writes what a holder sends of its own ranges into an open draft."""
+        """Writes the ranges that a holder sends into an open draft."""
         path, who = v1.Keep.FromString(stream.opened.body).path, stream.opened.sender
         ranges, parts = self._writer.ranges_of(who, path), list[tuple[int, bytes]]()
         while (received := await stream.recv()) is not None:
@@ -55,36 +59,33 @@ class CheckpointHandler:
         await stream.send(v1.Frame(body=v1.Body()))
 
     async def _write(self, path: str, parts: list[tuple[int, bytes]]) -> None:
-        storage = self._runtime.storage
-        try:
-            await self._runtime.beside(lambda: storage.patch(path, parts), work=Work("write"))
-        except OSError as error:
-            raise RefusedError(self._name, "INTERNAL", f"{type(error).__name__}: {error}") from error
+        await self._on_disk(lambda: self._runtime.storage.patch(path, parts), "write")
 
     async def _kept(self, stream: Stream) -> None:
-        """Sends bytes of a file of the checkpoint that the run goes on from."""
+        """Sends bytes of a file of the checkpoint that the run was resumed from."""
         request, storage = v1.Kept.FromString(stream.opened.body), self._runtime.storage
-        folder, _, name = request.path.rpartition("/")
+        path = request.path
+        folder, _, name = path.rpartition("/")
         if folder != self._writer.resumed_from or not folder or name not in storage.names(folder):
-            text = f"{request.path[:200]!r} is no file of the checkpoint that this run goes on from"
+            text = f"{path[:200]!r} is no file of the checkpoint that this run goes on from"
             raise RefusedError(self._name, "BAD_REQUEST", text)
         offset, end = request.offset_bytes, request.offset_bytes + request.size_bytes
         while offset < end:
-            data = await self._read(request.path, offset, min(PART_BYTES, end - offset))
+            size = min(PART_BYTES, end - offset)
+            data = await self._on_disk(partial(storage.read_at, path, offset, size), "read")
             if not data:
                 return
             await stream.send(v1.Frame(body=v1.Body(data=data)))
             offset += len(data)
 
-    async def _read(self, path: str, offset: int, size: int) -> bytes:
-        storage = self._runtime.storage
+    async def _on_disk(self, work: Callable[[], T], kind: str) -> T:
         try:
-            return await self._runtime.beside(lambda: storage.read_at(path, offset, size), work=Work("read"))
+            return await self._runtime.beside(work, work=Work(kind))
         except OSError as error:
             raise RefusedError(self._name, "INTERNAL", f"{type(error).__name__}: {error}") from error
 
 
 def lies_in(ranges: Sequence[tuple[int, int]], part: v1.Part) -> bool:
-    """Whether a part is inside one of some growing ranges of bytes, [start, stop)."""
+    """Whether a part lies inside one of the ranges [start, stop) of bytes, which are in ascending order."""
     index = bisect_right(ranges, part.offset_bytes, key=lambda one: one[0]) - 1
     return index >= 0 and part.offset_bytes + len(part.data) <= ranges[index][1]

@@ -1,25 +1,28 @@
-"""The coordinator's hands in a snapshot: asks workers for their own state, opens drafts and commits them.
+"""`CheckpointWriter`: asks workers for their own state, opens drafts of checkpoints, and commits them.
 
-What is decided, `snapshot.py` decides; what is written how, `checkpoint/folder.py`. Files are written
-beside the event loop, so members are heard all the while.
+`snapshot.py` decides when; `checkpoint/folder.py` knows the files. Files are written in threads beside the
+event loop, so the coordinator hears its members meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gradstream.checkpoint.folder import DraftSnapshot, VectorPlace, prune, sweep
+from gradstream.checkpoint.draft import DraftSnapshot, VectorPlace
+from gradstream.checkpoint.folder import prune, sweep
 from gradstream.checkpoint.format import TensorSpec, of_spec
-from gradstream.checkpoint.manifest import Manifest, Resume
+from gradstream.checkpoint.manifest import Manifest
 from gradstream.checkpoint.own_state import EXTRA, EXTRA_FILE, OwnState, ask, averaged
 from gradstream.checkpoint.policy import Policy
-from gradstream.coordinator.membership import Membership
+from gradstream.coordinator.context import CoordinatorContext
+from gradstream.coordinator.instructions import Commit, Discard, Prepare
 from gradstream.coordinator.snapshot import Snapshot
-from gradstream.errors import DataError
+from gradstream.data.open_ledger import OpenLedger
+from gradstream.errors import DataError, GradstreamError
 from gradstream.model.buffers import Buffers
-from gradstream.runtime.base import Runtime, Work
-from gradstream.transport.base import Endpoint
+from gradstream.runtime.base import Work
 from gradstream.wire import v1
 from gradstream.wire.dtypes import itemsize_bytes
 
@@ -28,35 +31,39 @@ __all__ = ["CheckpointOptions", "CheckpointWriter"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOptions:
-    """What is kept, and for how long.
+    """What the checkpoints of a run contain.
 
     Args:
-        template: the manifest of every checkpoint, with what one run's have in common.
-        states: names of the state vectors of the update rule that the model has registered.
-        open_ended: workers bring data of their own, and say how far they are.
-        policy: when, and how many.
-        resume: where the run goes on.
-        silence_s: how long a worker may take to say what it has of its own.
-        pieces: [start, stop) of what each of so many holders has of every vector.
-        joint: the holders have gradients alone, which nobody keeps: a worker has the model.
+        template: a manifest with the entries that all checkpoints of the run have in common.
+        states: gives the names of the optimizer's state vectors for a registered model.
+        policy: which checkpoints are kept.
+        pieces: gives, for a model and a number of holders, the ranges [start, stop) of every vector that each
+            holder has, in elements.
+        gradients_only: the holders have only gradients, which no checkpoint contains; the model comes from a
+            worker.
     """
 
     template: Manifest
     states: Callable[[v1.ModelSpec], Sequence[str]]
-    open_ended: bool
     policy: Policy
-    resume: Resume | None
-    silence_s: float
     pieces: Callable[[v1.ModelSpec, int], Sequence[Sequence[tuple[int, int]]]]
-    joint: bool = False
+    gradients_only: bool = False
 
 
 @dataclass(slots=True)
 class _Open:
-    """A draft, and what belongs into it."""
+    """An open draft, and what goes into it.
+
+    Args:
+        draft: its files.
+        holders: names of the nodes that write into it.
+        own: by worker, its own state.
+        frozen: frozen parameters of the model.
+        rounds: minibatches of each worker.
+    """
 
     draft: DraftSnapshot
-    holders: Sequence[str]  # who writes into it
+    holders: Sequence[str]
     own: Mapping[str, OwnState]
     frozen: Buffers
     rounds: int
@@ -66,29 +73,54 @@ class CheckpointWriter:
     """Carries out `Prepare`, `Commit` and `Discard`.
 
     Args:
-        runtime: of the coordinator; its storage is the run directory.
-        endpoint: knows the workers.
-        membership: has the model and the ledger.
-        options: what is kept.
+        context: see `CoordinatorContext`.
+        options: what the checkpoints contain.
     """
 
-    def __init__(
-        self, runtime: Runtime, endpoint: Endpoint, membership: Membership, options: CheckpointOptions
-    ) -> None:
-        self._runtime = runtime
-        self._endpoint = endpoint
-        self._membership = membership
+    def __init__(self, context: CoordinatorContext, options: CheckpointOptions) -> None:
+        self._context = context
+        self._runtime = context.runtime
+        self._membership = context.membership
         self._options = options
+        self._resume = context.membership.progress.resume
         self._open: dict[int, _Open] = {}  # by number of the snapshot
-        self._left_over = False  # a draft has failed, and some of it may still take room
+        self._left_over = False  # a draft has failed, and some of its files may still be there
+        self._tasks: dict[asyncio.Task[None], None] = {}
+
+    def carry_out(self, instruction: Prepare | Commit | Discard) -> None:
+        """Begins to carry out an instruction; the state machine gets the outcome."""
+        kind, number = type(instruction).__name__.lower(), instruction.snapshot.number
+        task = self._runtime.spawn(self._work(instruction), name=f"{self._runtime.node}-{kind}-{number}")
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    async def finish(self) -> None:
+        """Waits until all instructions are carried out."""
+        await self._runtime.gather(*self._tasks)
+
+    async def _work(self, instruction: Prepare | Commit | Discard) -> None:
+        snapshot, membership, context = instruction.snapshot, self._membership, self._context
+        try:
+            if isinstance(instruction, Prepare):
+                places = await self._prepare(snapshot)
+                context.carry_out(membership.prepared(snapshot, places, context.age_s()))
+            elif isinstance(instruction, Commit):
+                folder, size_bytes = await self._commit(snapshot)
+                context.carry_out(membership.committed(snapshot, folder, size_bytes, context.age_s()))
+            else:
+                await self._discard(snapshot)
+        except (OSError, GradstreamError) as error:
+            why = f"{type(error).__name__}: {error}"
+            failed = membership.snapshot_failed(snapshot, self._runtime.node, why, context.age_s())
+            context.carry_out(failed)
 
     @property
     def resumed_from(self) -> str:
-        """Folder of the checkpoint that the run goes on from; "" where it begins."""
-        return self._options.resume.folder if self._options.resume else ""
+        """Folder of the checkpoint that the run was resumed from; "" for a new run."""
+        return self._resume.folder if self._resume else ""
 
     def ranges_of(self, holder: str, path: str) -> list[tuple[int, int]]:
-        """[start, stop) in bytes of what a holder writes of a file of an open draft; [] where nothing."""
+        """Returns the ranges [start, stop) in bytes that a holder writes of a file of an open draft."""
         spec = self._membership.admission.model
         for opened in self._open.values():
             for place in opened.draft.places:
@@ -99,7 +131,7 @@ class CheckpointWriter:
         return []
 
     async def sweep(self) -> None:
-        """Removes what a process that was killed, or a full disk, has left half written."""
+        """Removes drafts that a killed process, or a full disk, has left half written."""
 
         def work() -> None:
             try:
@@ -110,67 +142,67 @@ class CheckpointWriter:
 
         await self._runtime.beside(work, work=Work("write"))
 
-    async def prepare(self, snapshot: Snapshot) -> tuple[VectorPlace, ...]:
-        """Opens a draft. Returns where vectors go.
+    async def _prepare(self, snapshot: Snapshot) -> tuple[VectorPlace, ...]:
+        """Opens a draft, and returns where the vectors go.
 
         Raises:
-            OSError: no folder can be made.
-            GradstreamError: a worker did not say what it has.
+            OSError: the folder cannot be made.
+            GradstreamError: a worker did not send its own state.
         """
         if self._left_over:
             await self.sweep()
-        membership, admission = self._membership, self._membership.admission
+        admission, ledger = self._membership.admission, self._membership.progress.ledger
+        endpoint, silence_s = self._context.endpoint, self._context.deadlines.silence_s
         assert admission.model is not None
         buffers, fixed = _specs(admission.buffers), _specs(admission.fixed)
         own: dict[str, OwnState] = {}
-        if buffers or self._options.open_ended:
-            replies = await self._runtime.gather(
-                *(
-                    ask(self._endpoint, who, buffers, silence_s=self._options.silence_s)
-                    for who in snapshot.workers
-                )
-            )
-            own = dict(zip(snapshot.workers, replies, strict=True))
-        frozen = await self._frozen([spec for spec in fixed if not spec.same_as], snapshot.workers)
+        if buffers or isinstance(ledger, OpenLedger):
+            asking = (ask(endpoint, who, buffers, silence_s=silence_s) for who in snapshot.workers)
+            own = dict(zip(snapshot.workers, await self._runtime.gather(*asking), strict=True))
+        frozen: Buffers = {}
+        if specs := [spec for spec in fixed if not spec.same_as]:  # all workers have the same
+            one = await ask(endpoint, snapshot.workers[0], specs, fixed=True, silence_s=silence_s)
+            frozen = one.buffers
         draft = DraftSnapshot(
             self._runtime.storage,
             step=snapshot.step,
-            token=f"{self._endpoint.identity.incarnation:x}-{snapshot.number}",
-            tensors=() if self._options.joint else _specs(admission.tensors),
+            token=f"{endpoint.identity.incarnation:x}-{snapshot.number}",
+            tensors=() if self._options.gradients_only else _specs(admission.tensors),
             others=[*buffers, *fixed],
             states=self._options.states(admission.model),
         )
-        before = self._options.resume.rounds if self._options.resume else 0
-        rounds = before + membership.progress.ledger.num_rounds
-        self._open[snapshot.number] = _Open(draft, snapshot.shards, own, frozen, rounds)
+        before = self._resume.rounds if self._resume else 0
+        self._open[snapshot.number] = _Open(draft, snapshot.holders, own, frozen, before + ledger.num_rounds)
         await self._runtime.beside(draft.open, work=Work("write"))
         return draft.places
 
-    async def commit(self, snapshot: Snapshot) -> tuple[str, int]:
-        """Makes a checkpoint of what all holders have written. Returns its folder, and its size.
+    async def _commit(self, snapshot: Snapshot) -> tuple[str, int]:
+        """Makes a checkpoint of the files that all holders have written. Returns its folder, and its bytes.
 
         Raises:
             OSError: the disk is full or broken.
-            DataError: what is on the disk is not what the shards held.
+            DataError: the files differ from what the holders had in memory.
         """
         opened, options, storage = self._open.pop(snapshot.number), self._options, self._runtime.storage
         spec = self._membership.admission.model
         assert spec is not None
         num_chunks = -(-spec.elems // spec.chunk_elems)
-        pieces = options.pieces(spec, len(snapshot.shards))
+        pieces = options.pieces(spec, len(snapshot.holders))
         _check_reports(snapshot, num_chunks, [len(one) for one in pieces])
-        versions = _dealt(num_chunks, [snapshot.versions[shard] for shard in snapshot.shards])
+        versions = _dealt(num_chunks, [snapshot.versions[who] for who in snapshot.holders])
         sums = {
             place.vector: _in_order(
-                pieces, [_part(snapshot.sums[s], index, len(snapshot.places)) for s in snapshot.shards]
+                pieces, [_part(snapshot.sums[who], index, len(snapshot.places)) for who in snapshot.holders]
             )
             for index, place in enumerate(snapshot.places)
         }
-        steps = {who: self._base(who) + count for who, count in snapshot.stop_at.items()}
-        samples: dict[str, int] = {}
-        if options.open_ended:  # a loop that has run out takes part in rounds that are none of its own
+        if isinstance(self._membership.progress.ledger, OpenLedger):
+            # A loop that has run out still takes part in rounds, so it counts its steps itself.
             steps = {who: state.steps for who, state in opened.own.items()}
             samples = {who: state.samples for who, state in opened.own.items()}
+        else:
+            begin = {who: self._resume.step_of(who) if self._resume else 0 for who in snapshot.stop_at}
+            steps, samples = {who: begin[who] + count for who, count in snapshot.stop_at.items()}, {}
         manifest = replace(
             options.template,
             step=snapshot.step,
@@ -211,28 +243,18 @@ class CheckpointWriter:
             try:
                 prune(storage, options.policy, fresh=folder)
             except OSError:
-                pass  # tried again after the next one
+                pass  # tried again after the next checkpoint
             return folder
 
         elems = len(snapshot.places) * spec.elems
         return await self._runtime.beside(write, work=Work("commit", elems=elems)), opened.draft.size_bytes
 
-    async def discard(self, snapshot: Snapshot) -> None:
-        """Removes what was written of a snapshot."""
+    async def _discard(self, snapshot: Snapshot) -> None:
+        """Removes the files of a snapshot."""
         opened = self._open.pop(snapshot.number, None)
         self._left_over = True
         if opened is not None:
             await self._runtime.beside(opened.draft.discard, work=Work("write"))
-
-    async def _frozen(self, specs: Sequence[TensorSpec], workers: Sequence[str]) -> Buffers:
-        """Frozen parameters are the same in all workers: one is asked."""
-        if not specs:
-            return {}
-        silence_s = self._options.silence_s
-        return (await ask(self._endpoint, workers[0], specs, fixed=True, silence_s=silence_s)).buffers
-
-    def _base(self, worker: str) -> int:
-        return self._options.resume.step_of(worker) if self._options.resume else 0
 
 
 def _specs(tensors: Sequence[v1.TensorSpec]) -> list[TensorSpec]:
@@ -240,38 +262,38 @@ def _specs(tensors: Sequence[v1.TensorSpec]) -> list[TensorSpec]:
 
 
 def _check_reports(snapshot: Snapshot, num_chunks: int, num_pieces: Sequence[int]) -> None:
-    """Raises DataError where a holder has told of more or fewer chunks or pieces than it has."""
-    count = len(snapshot.shards)
-    for rank, (who, theirs) in enumerate(zip(snapshot.shards, num_pieces, strict=True)):
-        told = {"versions": len(snapshot.versions[who]), "checksums": len(snapshot.sums[who])}
+    """Raises DataError where a holder has reported more or fewer chunks or pieces than it has."""
+    count = len(snapshot.holders)
+    for rank, (who, its_pieces) in enumerate(zip(snapshot.holders, num_pieces, strict=True)):
+        got = {"versions": len(snapshot.versions[who]), "checksums": len(snapshot.sums[who])}
         expected = {
             "versions": len(range(rank, num_chunks, count)),
-            "checksums": theirs * len(snapshot.places),
+            "checksums": its_pieces * len(snapshot.places),
         }
-        if told != expected:
-            raise DataError(f"{who} has told of {told}; expected {expected}")
+        if got != expected:
+            raise DataError(f"{who} has reported {got}; expected {expected}")
 
 
-def _dealt(num_chunks: int, by_shard: Sequence[Sequence[int]]) -> list[int]:
-    """Numbers by chunk, from those of each shard: chunk c lives on shard c mod S."""
+def _dealt(num_chunks: int, by_holder: Sequence[Sequence[int]]) -> list[int]:
+    """Puts the numbers of all holders in the order of chunks: of S holders, chunk c is on holder c mod S."""
     out = [0] * num_chunks
-    for rank, numbers in enumerate(by_shard):
-        out[rank :: len(by_shard)] = numbers
+    for rank, numbers in enumerate(by_holder):
+        out[rank :: len(by_holder)] = numbers
     return out
 
 
 def _in_order(
     pieces: Sequence[Sequence[tuple[int, int]]], sums: Sequence[Sequence[int]]
 ) -> list[tuple[int, int, int]]:
-    """Every holder's pieces with their checksums, in the order of the vector."""
+    """Returns the pieces of all holders with their checksums, in the order of the vector."""
     return sorted(
         (start, stop, crc)
-        for theirs, numbers in zip(pieces, sums, strict=True)
-        for (start, stop), crc in zip(theirs, numbers, strict=True)
+        for its_pieces, numbers in zip(pieces, sums, strict=True)
+        for (start, stop), crc in zip(its_pieces, numbers, strict=True)
     )
 
 
 def _part(numbers: Sequence[int], index: int, count: int) -> Sequence[int]:
-    """The index-th of `count` equally long parts."""
+    """Returns the index-th of `count` parts of equal length."""
     length = len(numbers) // count
     return numbers[index * length : (index + 1) * length]

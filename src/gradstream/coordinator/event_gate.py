@@ -1,7 +1,8 @@
-"""What a member sends as events, held against what it may say: pure, but for the clock that it is told.
+"""`EventGate`: checks the events that a member sends. Pure, but for the time that callers pass.
 
-A member reports in its own name, records of known classes, and a bounded number of bytes. Everything else is
-dropped and counted. So no member can fill the run directory, speak for another, or end a reader of events.
+A member reports only in its own name, only records of known classes, and a bounded number of bytes. The gate
+drops and counts everything else. So no member can fill the run directory, speak for another, or break a
+reader of events.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ __all__ = ["Admitted", "EventGate", "in_beats"]
 
 
 class Admitted(NamedTuple):
-    """What is taken of a member's events.
+    """The admitted events of a beat.
 
     Args:
-        lines: to be kept, each with its newline.
-        events: the same, parsed.
-        num_refused: how many lines were dropped.
-        why: the latest of them was.
+        lines: the events as JSON lines.
+        events: the same events, parsed.
+        num_refused: number of lines that were dropped.
+        why: why the latest of them was dropped.
     """
 
     lines: bytes
@@ -32,11 +33,11 @@ class Admitted(NamedTuple):
 
 
 class EventGate:
-    """Looks at the events of one member.
+    """Checks the events of one member.
 
     Args:
-        member: its name.
-        at_s: now.
+        member: name of the member.
+        at_s: present time in seconds.
     """
 
     def __init__(self, member: str, at_s: float) -> None:
@@ -45,11 +46,11 @@ class EventGate:
         self._left_bytes = float(LIMITS.events_burst_bytes)
 
     def take(self, data: bytes, at_s: float) -> Admitted:
-        """Takes the events of one beat.
+        """Checks the events of one beat.
 
         Args:
-            data: lines, as the member has sent them.
-            at_s: now, on the clock of `at_s` above.
+            data: JSON lines from the member.
+            at_s: present time in seconds.
         """
         earned_bytes = (at_s - self._at_s) * LIMITS.events_bytes_s
         self._left_bytes = min(LIMITS.events_burst_bytes, self._left_bytes + earned_bytes)
@@ -61,22 +62,22 @@ class EventGate:
             why = f"more than {LIMITS.events_bytes_s:,} bytes of events a second"
             return Admitted(b"", [], max(1, data.count(b"\n")), why)
         self._left_bytes -= len(data)
-        kept: list[bytes] = []
+        admitted: list[bytes] = []
         events: list[dict[str, Any]] = []
-        refused, why = 0, ""
+        num_refused, why = 0, ""
         lines = data.split(b"\n")
         last = lines.pop()
         for line in [*lines, last] if last else lines:
             try:
                 events.append(parse_event(line, max_bytes=LIMITS.event_bytes, member=self._member))
-                kept.append(line + b"\n")
+                admitted.append(line + b"\n")
             except EventError as error:
-                refused, why = refused + 1, str(error)
-        return Admitted(b"".join(kept), events, refused, why)
+                num_refused, why = num_refused + 1, str(error)
+        return Admitted(b"".join(admitted), events, num_refused, why)
 
 
 def in_beats(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines in pieces that the gate takes as one beat each; at least one piece, which may be empty."""
+    """Divides lines into pieces that the gate accepts in one beat each; at least one, which may be empty."""
     piece: list[bytes] = []
     size_bytes = 0
     for line in lines:

@@ -1,4 +1,4 @@
-"""What the state machines of membership tell the coordinator to do."""
+"""Instructions of the state machines of membership to the coordinator."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Commit", "Discard", "Emit", "Instruction", "Notify", "Prepare", "Ref
 
 @dataclass(frozen=True, slots=True)
 class Notify:
-    """Everybody who is in gets the new notice."""
+    """Send the new notice to all members."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Who asked is told no."""
+    """Refuse the request."""
 
     code: v1.Code
     message: str
@@ -29,28 +29,28 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """The record goes into the run's events."""
+    """Add the record to the events of the run."""
 
     event: Event
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """All workers stand still: open a draft and ask them for their own state, then `prepared`."""
+    """All workers are paused: open a draft, ask them for their own state, then call `prepared`."""
 
     snapshot: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Everything is written: make it a checkpoint, then `committed`."""
+    """Everything is written: make it a checkpoint, then call `committed`."""
 
     snapshot: Snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Nothing will come of this snapshot: remove what was written of it."""
+    """The snapshot has failed: remove its files."""
 
     snapshot: Snapshot
 

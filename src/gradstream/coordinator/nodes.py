@@ -1,21 +1,24 @@
-"""The nodes that are in, the epoch under which they are, and who of them has finished."""
+"""`Nodes`: which nodes are in, under which membership epoch, and which workers have finished."""
 
 from __future__ import annotations
 
 from gradstream.wire import v1
 
-__all__ = ["Nodes"]
+__all__ = ["COORDINATOR", "Nodes"]
+
+COORDINATOR = "coordinator"
+"""The name of the coordinator, which every endpoint knows."""
 
 
 class Nodes:
-    """Who is in. A name is a role and a rank: "worker-0", "shard-1".
+    """The nodes of a run. A name is a role and a rank: "worker-0", "shard-1".
 
     Args:
-        num_workers: so many are expected, ranks from 0.
-        num_servers: so many shards are.
+        num_workers: number of expected workers; their ranks start at 0.
+        num_servers: number of expected shards.
 
     Attributes:
-        revoked: SHA-256 of the certificates of members that were lost: whoever shows one is not let in again.
+        revoked: SHA-256 of the certificates of lost members. A node that shows one is not admitted again.
         epoch: the membership epoch: 0 while gathering, 1 when training begins, one more after each loss.
     """
 
@@ -26,8 +29,8 @@ class Nodes:
         self.num_servers = num_servers
         self._shards = [f"shard-{rank}" for rank in range(num_servers)]
         self._expected = self._shards + [f"worker-{rank}" for rank in range(num_workers)]
-        self._nodes: dict[str, v1.Node] = {}  # in the order in which they came
-        self._in_order: list[v1.Node] | None = None  # made when it is asked for
+        self._nodes: dict[str, v1.Node] = {}  # in the order of joining
+        self._in_order: list[v1.Node] | None = None  # cache of `as_notice`
         self._finished: set[str] = set()
 
     @property
@@ -37,12 +40,12 @@ class Nodes:
 
     @property
     def incarnations(self) -> dict[str, int]:
-        """Those of all who are in, by name."""
+        """The incarnation of every member, by name."""
         return {name: node.incarnation for name, node in self._nodes.items()}
 
     @property
     def names(self) -> list[str]:
-        """Of all who are in, in the order in which they came."""
+        """Names of all members, in the order of joining."""
         return list(self._nodes)
 
     @property
@@ -52,50 +55,51 @@ class Nodes:
 
     @property
     def worker_names(self) -> list[str]:
-        """Their names."""
+        """Names of the workers that are in, by rank."""
         return [node.name for node in self.workers]
 
     @property
     def holders(self) -> list[str]:
-        """Who holds the vectors: the shards, or else the workers."""
+        """Names of the nodes that hold the vectors: the shards, or the workers where there are no shards."""
         return list(self._shards) or self.worker_names
 
     @property
     def unfinished(self) -> list[str]:
-        """Workers that are in and have something left to do."""
+        """Names of the workers that are in and have not finished."""
         return [name for name in self.worker_names if name not in self._finished]
 
     def get(self, name: str) -> v1.Node | None:
-        """The node, if it is in."""
+        """Returns the node of this name; None if it is not in."""
         return self._nodes.get(name)
 
     def as_notice(self) -> list[v1.Node]:
-        """As every node is told them: by role and rank."""
+        """Returns the members by role and rank, as notices list them."""
         if self._in_order is None:
             self._in_order = sorted(self._nodes.values(), key=lambda node: (node.role, node.rank))
         return self._in_order
 
     def add(self, node: v1.Node) -> None:
-        """It is in."""
+        """Adds a member."""
         self._nodes[node.name] = node
         self._in_order = None
 
     def finish(self, name: str, *, relies: bool) -> None:
-        """A worker has nothing left to do.
+        """Notes that a worker has finished.
 
         Args:
-            name: of the worker.
-            relies: on the worker of the lowest rank to keep the final parameters. If it is that worker by
-                now, it has not heard so yet: it says once more that it has finished when it has kept them.
+            name: name of the worker.
+            relies: it relies on the worker of the lowest rank to write the final parameters. If it has become
+                that worker without knowing it yet, it counts as unfinished until it has written them and
+                reports again.
         """
         if not (relies and name == self.worker_names[0]):
             self._finished.add(name)
 
     def remove(self, name: str) -> v1.Node | None:
-        """It is gone. Returns what it was, or None if it was not in.
+        """Removes a member and returns it; returns None if it was not in.
 
-        With a worker that had not finished, the duty to keep the final parameters may have gone to one that
-        had: that one says once more that it has finished when it has done this.
+        A lost worker may have been the one to write the final parameters. The duty then passes to the worker
+        of the lowest rank, which counts as unfinished until it reports that it has written them.
         """
         node = self._nodes.pop(name, None)
         self._in_order = None

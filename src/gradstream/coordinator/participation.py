@@ -1,11 +1,11 @@
-"""Who takes part in a run that its strategy drives, and who is held back: a pure state machine.
+"""Which workers take part in a run whose strategy decides it: a pure state machine.
 
-    held ──active──▶ in ──no longer active──▶ held, until it stands ──▶ held
+    paused, quiesced ──wanted──▶ active ──no longer wanted──▶ paused ──has pushed all──▶ paused, quiesced
 
-The strategy says how many workers are to take part: those of the lowest ranks that are there. So one that is
-lost is replaced by the first that is held back. A worker that is no longer to take part finishes the
-minibatch it is in, pushes everything, and says that it stands. Only then is it known which of the minibatches
-that it was handed it has not begun, and others get those.
+The strategy says how many workers take part: those of the lowest ranks that are in. So the first paused
+worker replaces a lost one. A worker that is to pause finishes its present minibatch, pushes everything, and
+reports that it is quiesced. Only then is it known which of its minibatches it has not begun; other workers
+get those.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["ParticipationSchedule"]
 
 @dataclass(slots=True)
 class _Interval:
-    """One worker's. Nobody has begun anything when a run begins: all are held back, and stand."""
+    """The present interval of a worker. When a run begins, all workers are paused and quiesced."""
 
     number: int = 1
     paused: bool = True
@@ -28,11 +28,15 @@ class _Interval:
 
 
 class ParticipationSchedule:
-    """Knows which workers take part.
+    """Decides which workers take part.
 
     Args:
-        ledger: gives others what a worker has in hand that is held back.
-        num_workers: W.
+        ledger: gives the minibatches of paused workers to others.
+        num_workers: number of workers.
+
+    Attributes:
+        phase: the strategy's word for its present phase.
+        wanted: how many workers are to take part.
     """
 
     def __init__(self, ledger: Ledger, num_workers: int) -> None:
@@ -45,26 +49,26 @@ class ParticipationSchedule:
 
     @property
     def paused(self) -> list[str]:
-        """Names of the workers that are held back, by rank."""
+        """Names of the paused workers, by rank."""
         return [name for name, interval in self._intervals.items() if interval.paused]
 
     @property
     def active(self) -> list[str]:
-        """Names of those that take part."""
+        """Names of the workers that take part, by rank."""
         return [name for name, interval in self._intervals.items() if not interval.paused]
 
     @property
     def awaited(self) -> list[str]:
-        """Who still finishes what it has begun before it stands."""
+        """Names of the workers that are paused and not quiesced yet."""
         return [name for name, interval in self._intervals.items() if not interval.quiesced]
 
     def set_active_workers(self, count: int, phase: str) -> None:
-        """So many workers are to take part from now on."""
+        """Lets `count` workers take part from now on."""
         self.wanted, self.phase = count, phase
         self._update()
 
     def quiesced(self, who: str, number: int) -> bool:
-        """A worker says that all it has begun is in the model. False if that was of another interval."""
+        """Notes that a worker has pushed all that it had begun. Returns False for another interval."""
         interval = self._intervals.get(who)
         if interval is None or interval.quiesced or number != interval.number:
             return False
@@ -74,26 +78,26 @@ class ParticipationSchedule:
         return True
 
     def lost(self, who: str) -> bool:
-        """A worker is gone; the ledger has heard of it. Returns whether another takes its place."""
+        """Removes a lost worker, after the ledger has. Returns whether another worker replaces it."""
         before = self.active
         self._intervals.pop(who, None)
         self._update()
         return any(name not in before for name in self.active)
 
     def dismiss(self) -> bool:
-        """Nothing is left to do: all may go and find that out. Returns whether anybody was held back."""
+        """Resumes all workers, so that they learn that nothing is left to do. Returns whether any was paused."""
         if not self.paused:
             return False
         self.set_active_workers(len(self._intervals), self.phase)
         return True
 
     def interval_of(self, who: str) -> v1.Interval:
-        """A worker's, as it is told it."""
+        """Returns the interval of a worker as notices contain it."""
         interval = self._intervals[who]
         return v1.Interval(number=interval.number, paused=interval.paused)
 
     def as_notice(self) -> v1.Participation:
-        """As every node is told it."""
+        """Returns the intervals of all workers as notices contain them."""
         return v1.Participation(
             intervals={name: self.interval_of(name) for name in self._intervals}, phase=self.phase
         )

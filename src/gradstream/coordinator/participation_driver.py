@@ -1,20 +1,19 @@
-"""The coordinator's hands in a drive: waits for progress, and hands what a strategy says to membership.
+"""`ParticipationDriver`: runs a strategy's `drive` on the coordinator.
 
-Nothing of a drive is kept in a checkpoint. It goes by what is in the model: in a resumed run, where it begins
-again, the waits that were over are over at once.
+A checkpoint contains nothing of the drive. The drive goes by what is in the model: in a resumed run it begins
+again, and all waits that were over return at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
-from gradstream.coordinator.instructions import Instruction
-from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.participation import ParticipationSchedule
+from gradstream.coordinator.context import CoordinatorContext
+from gradstream.coordinator.run_clock import RunClock
 from gradstream.data.ledger import Ledger
 from gradstream.errors import ConfigError, GradstreamError, UserCodeError
-from gradstream.runtime.base import Runtime
 from gradstream.runtime.wakeup import Wakeup
 
 __all__ = ["ParticipationDriver"]
@@ -24,51 +23,54 @@ class ParticipationDriver:
     """Implements `strategies.api.Participation`.
 
     Args:
-        runtime: time.
-        membership: of a run with participation.
-        carry_out: carries its instructions out.
-        time_s: seconds of training so far, those before the run was resumed included.
-        num_samples: of a data epoch; None where nobody counts.
-        look_s: how long nothing may have changed before it looks all the same.
+        context: see `CoordinatorContext`; the run has participation.
+        drive: the strategy's schedule.
+        clock: time of the run.
     """
 
     def __init__(
         self,
-        runtime: Runtime,
-        membership: Membership,
-        carry_out: Callable[[Sequence[Instruction]], None],
-        *,
-        time_s: Callable[[], float],
-        num_samples: int | None,
-        look_s: float,
+        context: CoordinatorContext,
+        drive: Callable[[ParticipationDriver], Awaitable[None]],
+        clock: RunClock,
     ) -> None:
-        assert membership.participation is not None
-        self._runtime = runtime
-        self._membership = membership
-        self._participation: ParticipationSchedule = membership.participation
-        self._carry_out = carry_out
-        self._time_s = time_s
-        self._num_samples = num_samples
-        self._look_s = look_s
-        self._news = Wakeup()
+        assert context.membership.participation is not None
+        self._context = context
+        self._membership = context.membership
+        self._participation = context.membership.participation
+        self._drive = drive
+        self._clock = clock
+        self._look_s = context.deadlines.notice_s
+        self._changed = Wakeup()
+        self._task: asyncio.Task[None] | None = None
 
-    async def run(self, drive: Callable[[ParticipationDriver], Awaitable[None]]) -> None:
-        """Carries a strategy's drive out to its end; what it raises ends the run."""
+    def start(self) -> None:
+        """Begins the drive."""
+        runtime = self._context.runtime
+        self._task = runtime.spawn(self._run(), name=f"{runtime.node}-drive")
+
+    def stop(self) -> None:
+        """Ends the drive."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def look(self) -> None:
+        """Lets the drive look whether what it waits for has come."""
+        self._changed.ring()
+
+    async def _run(self) -> None:
+        """Runs the drive to its end. An exception that it raises ends the run."""
         try:
-            await drive(self)
+            await self._drive(self)
             self._check_active("drive() is over")
         except Exception as error:
             text = "" if isinstance(error, ConfigError) else traceback.format_exc()
             name, message = type(error).__name__, str(error)
             if not isinstance(error, GradstreamError):
                 name, message = "UserCodeError", f"drive() of the strategy raised {name}: {message}"
-            self._carry_out(self._membership.participation_failed(name, message, text))
+            self._context.carry_out(self._membership.participation_failed(name, message, text))
 
-    def look(self) -> None:
-        """Something may have changed."""
-        self._news.ring()
-
-    # ---- what a strategy sees -----------------------------------------------------------
+    # ---- the strategy's view --------------------------------------------------------------
 
     @property
     def workers(self) -> list[str]:
@@ -78,7 +80,7 @@ class ParticipationDriver:
     @property
     def num_samples(self) -> int:
         """See `Participation`."""
-        return self._counted(self._num_samples)
+        return self._counted(self._membership.progress.samples_per_epoch)
 
     @property
     def total_samples(self) -> int:
@@ -94,31 +96,36 @@ class ParticipationDriver:
 
     async def set_active_workers(self, count: int, phase: str = "") -> None:
         """See `Participation`."""
-        self._carry_out(self._membership.set_active_workers(count, phase))
+        self._context.carry_out(self._membership.set_active_workers(count, phase))
         while self._participation.awaited:
-            await self._news.rung(self._runtime, self._look_s)
+            await self._changed.rung(self._context.runtime, self._look_s)
 
     async def until(self, *, samples: float | None = None, seconds: float | None = None) -> None:
         """See `Participation`."""
         while not self._passed(samples, seconds):
             self._check_active("drive() waits for progress")
-            left_s = self._look_s if seconds is None else min(self._look_s, seconds - self._time_s())
-            await self._news.rung(self._runtime, max(left_s, 1e-3))
+            left_s = self._look_s if seconds is None else min(self._look_s, seconds - self._clock.time_s())
+            await self._changed.rung(self._context.runtime, max(left_s, 1e-3))
 
     def _passed(self, samples: float | None, seconds: float | None) -> bool:
         if samples is not None and self.samples >= samples:
             return True
-        return (seconds is not None and self._time_s() >= seconds) or (samples is None and seconds is None)
+        if seconds is not None:
+            return self._clock.time_s() >= seconds
+        return samples is None
 
     def _check_active(self, when: str) -> None:
         if self._participation.wanted < 1:
-            raise UserCodeError(f"{when}, but no worker takes part: it must engage() at least one before", "")
+            raise UserCodeError(
+                f"{when}, but no worker takes part: it must call set_active_workers() with at least 1 before",
+                "",
+            )
 
     @staticmethod
     def _counted(samples: int | None) -> int:
         if samples is None:
             raise ConfigError(
-                "a drive goes by the number of samples in the model, and nobody counts those of a stream: "
+                "a drive goes by the number of samples in the model, and a stream does not count its samples: "
                 "leave out warm starts and waves, or wait for seconds"
             )
         return samples

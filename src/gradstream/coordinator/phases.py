@@ -1,14 +1,16 @@
-"""How the run stands, and what is concluded about its end, as a pure state machine.
+"""The phase of the run, and how the run ends, as a pure state machine.
 
     GATHERING ──begin──▶ TRAINING ──conclude──▶ FINISHED
         │                    │
         └──abort, stop───────┴──▶ ABORTED, STOPPED
 
-FINISHED when every batch has a receipt and every worker that is left has finished; ABORTED when that cannot
-be reached any more; STOPPED when somebody asked for it. From these three nothing leads on.
+The run is FINISHED when every minibatch has a receipt and every remaining worker has finished; ABORTED when
+it cannot get there any more; STOPPED on request. These three are final.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from gradstream.coordinator.instructions import Emit, Instruction, Notify
 from gradstream.coordinator.nodes import Nodes
@@ -19,7 +21,23 @@ from gradstream.errors import PeerLostError
 from gradstream.telemetry.events import FailedEvent, StartedEvent, StoppedEvent
 from gradstream.wire import v1
 
-__all__ = ["Phases"]
+__all__ = ["LossTolerance", "Phases"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTolerance:
+    """Which losses a run survives.
+
+    Args:
+        survives_worker_loss: the strategy continues without a lost worker, whose minibatches others take.
+        quorum: number of gradients that make an update; the run needs as many workers. Verdicts of the first
+            shard then tell which minibatches are in the model, and receipts do not. None: no quorum.
+        allow_lost: the run ends well although data of lost workers is missing from the model.
+    """
+
+    survives_worker_loss: bool
+    quorum: int | None = None
+    allow_lost: bool = False
 
 
 class Phases:
@@ -27,20 +45,17 @@ class Phases:
 
     Args:
         started: the run as planned.
-        nodes: who is in, and has finished.
-        progress: what is in the model.
-        snapshots: one may be what the run ends with.
-        participation: who is held back has to be let go in the end; None where nobody is.
-        survives_worker_loss: the strategy goes on without a lost worker.
-        quorum: so many workers are needed, and verdicts tell what is in the model; None leaves it to
-            `survives_worker_loss`.
-        allow_lost: the run ends well without data of lost workers that nobody could take over.
+        nodes: the members, and which workers have finished.
+        progress: the minibatches in the model.
+        snapshots: a run that ends early ends with a snapshot.
+        participation: has to resume paused workers at the end; None where no worker is ever paused.
+        losses: which losses the run survives.
 
     Attributes:
-        phase: the present one.
+        phase: the present phase.
         reason: why the run was aborted; "" if it was not.
-        culprit: the node that this is due to.
-        criterion: the criterion that was reached; "" as long as none is.
+        culprit: name of the node that caused it.
+        criterion: the stopping criterion that was reached; "" while none is.
     """
 
     def __init__(
@@ -50,10 +65,7 @@ class Phases:
         progress: SampleProgress,
         snapshots: SnapshotRounds,
         participation: ParticipationSchedule | None,
-        *,
-        survives_worker_loss: bool,
-        quorum: int | None,
-        allow_lost: bool = False,
+        losses: LossTolerance,
     ) -> None:
         self.phase: v1.Notice.Phase = v1.Notice.GATHERING
         self.reason = ""
@@ -64,9 +76,8 @@ class Phases:
         self._progress = progress
         self._snapshots = snapshots
         self._participation = participation
-        self._allow_lost = allow_lost
-        self._by_verdicts = quorum is not None
-        self._needed = quorum or (1 if survives_worker_loss else started.workers)
+        self._losses = losses
+        self._needed = losses.quorum or (1 if losses.survives_worker_loss else started.workers)
 
     @property
     def over(self) -> bool:
@@ -75,16 +86,16 @@ class Phases:
 
     @property
     def gathering(self) -> bool:
-        """Whether nodes are waited for."""
+        """Whether the run waits for nodes to join."""
         return self.phase == v1.Notice.GATHERING
 
     @property
     def training(self) -> bool:
-        """Whether all were there, and the run is not over."""
+        """Whether all nodes have joined, and the run is not over."""
         return self.phase == v1.Notice.TRAINING
 
     def begin(self) -> None:
-        """Everybody is there."""
+        """Begins the training: all nodes have joined."""
         self.phase = v1.Notice.TRAINING
 
     def stop(self) -> list[Instruction]:
@@ -93,13 +104,13 @@ class Phases:
         return [Emit(StoppedEvent(step=self._snapshots.step, folder=self._snapshots.kept)), Notify()]
 
     def abort(self, culprit: str, error: str, message: str, traceback: str = "") -> list[Instruction]:
-        """Ends the run, since it cannot go on.
+        """Ends a run that cannot continue.
 
         Args:
-            culprit: the node that this is due to.
+            culprit: name of the node that caused it.
             error: name of the exception that the launcher raises.
             message: what happened.
-            traceback: the user's, if the user's code failed.
+            traceback: the user's traceback, if the user's code failed.
         """
         self.phase, self.culprit = v1.Notice.ABORTED, culprit
         self.reason = f"{error}: {message}"
@@ -107,7 +118,7 @@ class Phases:
         return [*self._snapshots.drop(), Emit(failed), Notify()]
 
     def why_hopeless(self, gone: v1.Node) -> str:
-        """Why the run cannot go on without a node that is gone, or ""."""
+        """Says why the run cannot continue without a lost node; "" if it can."""
         if gone.role == "shard":
             return f"its ranges of the parameters are gone with it (shard rank {gone.rank})"
         left = len(self._nodes.workers)
@@ -119,7 +130,7 @@ class Phases:
         return f"strategy {self._started.strategy!r} needs {needs}"
 
     def conclude(self) -> list[Instruction]:
-        """Reports data epochs that are complete now, and ends the run if everything is done."""
+        """Reports data epochs that have become complete, and ends the run if everything is done."""
         if self.over:
             return []
         ledger = self._progress.ledger
@@ -130,40 +141,31 @@ class Phases:
             return out
         early = self._snapshots.ending and not ledger.finished
         if not ledger.finished and not early:
-            if self._by_verdicts:
-                return out  # the last ones are on their way
-            return out + self._abort_unaccounted()
-        out += [] if early else [*self._losses(), *map(Emit, self._progress.brief())]
+            if self._losses.quorum is not None:
+                return out  # the last verdicts are on their way
+            epoch, missing = self._progress.num_unaccounted
+            return out + self.abort(
+                self._nodes.worker_names[0],
+                "InternalError",
+                f"every worker has finished, but {missing} batches of data epoch "
+                f"{epoch} have no receipt: a strategy must push the gradient of each of its batches",
+            )
+        out += [] if early else [*self._report_losses(), *map(Emit, self._progress.brief())]
         self.phase = v1.Notice.FINISHED
         done = self._progress.finished(self.criterion if early else "")
         return [*out, *self._snapshots.drop(), Emit(done), Notify()]
 
-    def _losses(self) -> list[Instruction]:
-        """Says what became of lost workers' data. The run has finished, but not well, where some is missing.
+    def _report_losses(self) -> list[Instruction]:
+        """Reports what became of lost workers' data, and that the run failed if some of it is missing.
 
-        The scripts that are left go on to their end, and the model is kept.
+        Even then the remaining workers go on to their end, and the model is kept.
         """
-        told = self._progress.losses()
-        out: list[Instruction] = [Emit(one) for one in told]
-        missing = [one for one in told if one.missing != 0]
-        if missing and not self._allow_lost:
-            text = "; ".join(one.message for one in missing)
-            remedy = "The model is kept. allow_lost=True, --allow-lost, says that this is meant"
-            error = PeerLostError.__name__
-            out.append(
-                Emit(
-                    FailedEvent(
-                        culprit=missing[0].who, error=error, message=f"{text}. {remedy}", traceback=""
-                    )
-                )
-            )
+        losses = self._progress.losses()
+        out: list[Instruction] = [Emit(loss) for loss in losses]
+        missing = [loss for loss in losses if loss.missing != 0]
+        if missing and not self._losses.allow_lost:
+            text = "; ".join(loss.message for loss in missing)
+            message = f"{text}. The model is kept. allow_lost=True, --allow-lost, says that this is meant"
+            error, culprit = PeerLostError.__name__, missing[0].who
+            out.append(Emit(FailedEvent(culprit=culprit, error=error, message=message, traceback="")))
         return out
-
-    def _abort_unaccounted(self) -> list[Instruction]:
-        epoch, missing = self._progress.num_unaccounted
-        return self.abort(
-            self._nodes.worker_names[0],
-            "InternalError",
-            f"every worker has finished, but {missing} batches of data epoch "
-            f"{epoch} have no receipt: a strategy must push the gradient of each of its batches",
-        )

@@ -1,4 +1,4 @@
-"""What is in the model, counted: receipts and verdicts go in, figures of epochs and of the run come out."""
+"""`SampleProgress`: counts what is in the model, from receipts and verdicts."""
 
 from __future__ import annotations
 
@@ -17,45 +17,50 @@ __all__ = ["SampleProgress"]
 
 
 class SampleProgress:
-    """The ledger's figures together with those of before, where the run is resumed.
+    """The figures of the ledger, together with those of the run before it was resumed.
 
     Args:
-        ledger: which batches are in the model.
-        num_samples: of a data epoch; None in a stream, which does not count samples.
-        resume: where the run goes on, if it does not begin.
+        ledger: records which minibatches are in the model.
+        num_samples: samples in a data epoch; None in a stream, which does not count them.
+        resume: where a resumed run goes on; None for a new run.
+
+    Attributes:
+        samples_per_epoch: `num_samples`.
+        earlier_s: seconds of training before the run was resumed.
     """
 
     def __init__(self, ledger: Ledger | OpenLedger, num_samples: int | None, resume: Resume | None) -> None:
         self.ledger = ledger
-        self._num_samples = num_samples
-        self._resume = resume
+        self.samples_per_epoch = num_samples
+        self.earlier_s = resume.time_s if resume is not None else 0.0
+        self.resume = resume
         self._dropped_before = dict(resume.dropped) if resume is not None else {}
         self._first_round = resume.rounds if resume is not None else 0
         self._num_complete = ledger.num_complete
         self._began_s = 0.0
-        self._heard_s = 0.0  # when something came into the model last
+        self._heard_s = 0.0  # when the latest receipt or verdict came
 
-    # ---- what comes in ------------------------------------------------------------------
+    # ---- input --------------------------------------------------------------------------
 
     def begin(self, at_s: float) -> None:
-        """Training begins."""
+        """Begins the training time."""
         self._began_s = at_s
 
     def receipts(self, receipts: Iterable[v1.Receipt], rank: int, at_s: float) -> None:
-        """The worker of this rank says what of its own is in the model."""
+        """Records minibatches that the worker of this rank reports to be in the model."""
         for receipt in receipts:
             self.ledger.receipt(ref_of(receipt), rank)
             self._heard_s = at_s
 
     def begun(self, epochs: Iterable[v1.Begun], rank: int) -> None:
-        """The worker of this rank begins epochs of its own loop's loaders."""
+        """Records epochs that the loop of this rank begins."""
         for one in epochs:
             if isinstance(self.ledger, OpenLedger):
                 epoch = Epoch(one.loader, one.epoch)
                 self.ledger.reassignment.begun(rank, epoch, one.step, unclear=one.unclear)
 
     def verdict(self, round: int, ranks: Sequence[int], at_s: float) -> RoundEvent | None:  # noqa: A002  protocol's word
-        """The first shard says whose contributions make the update of a round."""
+        """Records the ranks whose gradients make the update of a round, as the first shard reports them."""
         self._heard_s = at_s
         if not isinstance(self.ledger, Ledger):
             return None
@@ -80,12 +85,12 @@ class SampleProgress:
 
     @property
     def num_samples_before(self) -> int:
-        """Samples that were in the model when a resumed run went on."""
+        """Samples that were in the model when the run was resumed."""
         return self._samples_before() - sum(self._dropped_before.values())
 
     @property
     def dropped(self) -> dict[str, int]:
-        """By data epoch, samples that updates were made without."""
+        """By data epoch, how many samples the updates were made without."""
         found = dict(self._dropped_before)
         if isinstance(self.ledger, Ledger):
             for epoch, count in self.ledger.dropped.items():
@@ -94,11 +99,11 @@ class SampleProgress:
 
     @property
     def num_unaccounted(self) -> tuple[int, int]:
-        """The first data epoch that is not complete, and how many of its batches have no receipt."""
+        """The first incomplete data epoch, and how many of its minibatches have no receipt."""
         return self._num_complete, self.ledger.missing(self._num_complete)
 
     def brief(self) -> list[LeftOverEvent]:
-        """What may be missing because some loops of the user's own have ended long before others."""
+        """Returns a warning for each loop of the user's that has ended long before the others."""
         if not isinstance(self.ledger, OpenLedger):
             return []
         return [
@@ -113,14 +118,14 @@ class SampleProgress:
         ]
 
     def losses(self) -> list[LeftOverEvent]:
-        """What became of the data of lost workers, where workers bring their own."""
-        return [_told(loss) for loss in self.ledger.losses()] if isinstance(self.ledger, OpenLedger) else []
+        """Returns what became of the data of lost workers, in a run of the user's own loops."""
+        return [_loss(loss) for loss in self.ledger.losses()] if isinstance(self.ledger, OpenLedger) else []
 
     # ---- records ------------------------------------------------------------------------
 
     def resumed(self) -> ResumedEvent | None:
-        """From where the run goes on; None if it begins."""
-        resume = self._resume
+        """Returns where a resumed run goes on; None for a new run."""
+        resume = self.resume
         if resume is None:
             return None
         return ResumedEvent(
@@ -131,7 +136,7 @@ class SampleProgress:
         )
 
     def completed(self) -> list[LedgerEvent]:
-        """Data epochs that are complete now and were not when this was asked last."""
+        """Returns the data epochs that have become complete since the last call."""
         out = []
         while self._num_complete < self.ledger.num_epochs and self.ledger.complete(self._num_complete):
             out.append(self._epoch(self._num_complete))
@@ -139,15 +144,14 @@ class SampleProgress:
         return out
 
     def finished(self, reason: str) -> FinishedEvent:
-        """The whole run.
+        """Returns the figures of the whole run.
 
         Args:
-            reason: what ended it before its last data epoch; "" if nothing did.
+            reason: why the run ended before its last data epoch; "" if it did not.
         """
-        before_s = self._resume.time_s if self._resume is not None else 0.0
         return FinishedEvent(
             samples=self.num_samples,
-            train_s=max(0.0, self._heard_s - self._began_s + before_s),
+            train_s=max(0.0, self._heard_s - self._began_s + self.earlier_s),
             reason=reason,
             dropped=sum(self.dropped.values()),
         )
@@ -163,15 +167,15 @@ class SampleProgress:
         )
 
     def _samples_before(self, epoch: int | None = None) -> int:
-        """Samples that were accounted for when a resumed run went on: of all epochs, or of one."""
+        """Samples accounted for when the run was resumed: of all epochs, or of one."""
         if isinstance(self.ledger, OpenLedger):
-            return 0 if self._resume is None else sum(self._resume.samples.values())
-        if self._num_samples is None:
+            return 0 if self.resume is None else sum(self.resume.samples.values())
+        if self.samples_per_epoch is None:
             return 0
-        return self.ledger.plan.progress.count(self._num_samples, epoch)
+        return self.ledger.plan.progress.count(self.samples_per_epoch, epoch)
 
 
-def _told(loss: LostSamples) -> LeftOverEvent:
+def _loss(loss: LostSamples) -> LeftOverEvent:
     who = f"worker-{loss.rank}"
     lost = f"{who} was lost when {loss.steps:,} of its steps were in the model"
     if loss.missing == 0:

@@ -1,4 +1,4 @@
-"""Receipts, as they go over the wire, and the batches that they name."""
+"""Receipts on the wire, and the minibatches that they name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["receipt_of", "ref_of"]
 
 
 def ref_of(receipt: v1.Receipt) -> BatchRef:
-    """The batch that a receipt names."""
+    """Returns the minibatch that a receipt names."""
     return BatchRef(receipt.epoch, receipt.partition, receipt.batch, receipt.more + 1)
 
 
 def receipt_of(ref: BatchRef) -> v1.Receipt:
-    """The receipt that names a batch."""
+    """Returns the receipt for a minibatch."""
     return v1.Receipt(epoch=ref.epoch, partition=ref.partition, batch=ref.batch, more=ref.count - 1)

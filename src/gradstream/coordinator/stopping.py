@@ -1,4 +1,4 @@
-"""When a run has done enough, before its data is through: a pure state machine of events and counts."""
+"""Criteria that end a run before its last data epoch: a pure state machine of events and counts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from gradstream.errors import ConfigError
 __all__ = ["StoppingCriterion", "Until", "until"]
 
 MEMORY = 0.95
+"""Weight of the earlier losses in the moving mean, for each minibatch."""
+
 FEWEST = 20
-"""The training loss is judged from so many minibatches on: one lucky minibatch is no progress."""
+"""Minibatches before the training loss counts: one low loss is no progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Until:
-    """What ends a run, whichever comes first. Made by `until`.
+    """The criteria that end a run; the first that is reached does. Made by `until`.
 
     Args:
-        accuracy: on held-out samples, at least; in (0, 1]. Needs `evaluate_every`.
-        loss: of training, at most: the moving mean over about 20 minibatches of all workers.
-        seconds: of training.
-        samples: with a receipt, at least: they are in the model.
+        accuracy: smallest accuracy on held-out samples, in (0, 1]. Needs `evaluate_every`.
+        loss: largest training loss, as the moving mean over about 20 minibatches of all workers.
+        seconds: training time.
+        samples: number of samples in the model.
 
     Raises:
         ConfigError: no criterion, or one out of its range.
@@ -56,7 +58,7 @@ def until(
     seconds: float | None = None,
     samples: int | None = None,
 ) -> Until:
-    """What ends a run before its epochs or steps do, whichever comes first: see `Until`.
+    """Ends a run before its epochs or steps do, with the first criterion that is reached: see `Until`.
 
     Example:
         >>> until(accuracy=0.9, seconds=3600)
@@ -66,9 +68,12 @@ def until(
 
 
 class StoppingCriterion:
-    """Follows a run, and says why it has done enough.
+    """Follows a run, and says when a criterion is reached.
 
-    Each method returns the reason, or "" while there is none.
+    Each method returns the criterion that was reached, or "".
+
+    Args:
+        until: the criteria.
     """
 
     def __init__(self, until: Until) -> None:
@@ -78,11 +83,11 @@ class StoppingCriterion:
 
     @property
     def needs_events(self) -> bool:
-        """Whether `event` has to be called."""
+        """Whether `event` must be called with all events."""
         return self.until.accuracy is not None or self.until.loss is not None
 
     def event(self, event: Mapping[str, Any]) -> str:
-        """An event of any node, as `events.jsonl` holds it."""
+        """Takes an event of any node, as it is in `events.jsonl`."""
         match event["event"]:
             case "step" if event["loss"] is not None and event["samples"]:
                 return self._stepped(event["loss"])
@@ -106,10 +111,10 @@ class StoppingCriterion:
         return f"accuracy {accuracy:.4g} >= {wanted:g} after step {event['step']}"
 
     def counted(self, samples: int | None) -> str:
-        """So many samples have a receipt; None where nobody counts them."""
+        """Takes the number of samples in the model; None in a stream that does not count them."""
         wanted = self.until.samples
         return f"{samples:,} samples >= {wanted:,}" if samples and wanted and samples >= wanted else ""
 
     def timed(self) -> str:
-        """`until.seconds` have passed."""
+        """Returns the reason for the end after `until.seconds`."""
         return f"{self.until.seconds:g} s of training"

@@ -6,11 +6,14 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from gradstream.coordinator.client.member import Assigned, Member
+from gradstream.coordinator.client.member import Member
+from gradstream.coordinator.client.reporter import Reporter
+from gradstream.coordinator.client.requests import Assigned, WorkerRequests
 from gradstream.data.base import BatchRef
 from gradstream.data.shares import WorkerSpeed
 from gradstream.recording import Entry, Handed, Stood, Turned
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import Event
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
@@ -40,6 +43,23 @@ class ReplayedMembers:
         return self.notice
 
 
+class _ReplayedRequests(WorkerRequests):
+    """Gives a worker the coordinator's recorded answers again, and waits forever when there are no more."""
+
+    def __init__(
+        self, runtime: Runtime, endpoint: Endpoint, reporter: Reporter, assignments: deque[Handed]
+    ) -> None:
+        super().__init__(runtime, endpoint, Deadlines(), reporter)
+        self._assignments = assignments
+
+    async def assign(self, wait: bool, in_hand: int, measured: WorkerSpeed) -> Assigned:
+        """See `WorkerRequests.assign`."""
+        if not self._assignments:
+            await asyncio.get_running_loop().create_future()
+        answer = self._assignments.popleft()
+        return Assigned(answer.refs, answer.complete, answer.interval)
+
+
 class ReplayedMember(Member):
     """A `Member` whose coordinator is the recording.
 
@@ -62,7 +82,8 @@ class ReplayedMember(Member):
         super().__init__(runtime, endpoint, node, software="")
         self._members = members
         self._first = v1.Notice()
-        self._assignments = deque(entry for entry in entries if isinstance(entry, Handed))
+        assignments = deque(entry for entry in entries if isinstance(entry, Handed))
+        self.requests = _ReplayedRequests(runtime, endpoint, self, assignments)
         self._pauses = deque(entry for entry in entries if isinstance(entry, Stood | Turned))
         self._participation = v1.Participation()
         self._on_failed = on_failed
@@ -141,13 +162,6 @@ class ReplayedMember(Member):
     async def failed(self, error: BaseException, traceback_text: str) -> None:
         """See `Member`."""
         self._on_failed(self.node.name, error)
-
-    async def assign(self, wait: bool, in_hand: int, measured: WorkerSpeed) -> Assigned:
-        """Repeats the coordinator's next recorded answer; without one it waits for ever."""
-        if not self._assignments:
-            await asyncio.get_running_loop().create_future()
-        answer = self._assignments.popleft()
-        return Assigned(answer.refs, answer.complete, answer.interval)
 
     def _publish(self) -> None:
         """Sends listeners the present notice, with the next recorded pause of this worker as a snapshot."""

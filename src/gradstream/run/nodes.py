@@ -18,12 +18,13 @@ from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.factory import form_group
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.balance import ShareBalance
+from gradstream.coordinator.batch_distribution import BatchDistribution
 from gradstream.coordinator.checkpoint_writer import CheckpointOptions
 from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.coordinator import Coordinator
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.participation import ParticipationSchedule
-from gradstream.coordinator.snapshot import SnapshotLimits
+from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.stopping import StoppingCriterion
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
@@ -66,10 +67,8 @@ def build_coordinator(
         on_events=on_events,
         deadlines=deadlines,
         checkpoints=None if plan.policy is None else _checkpoint_options(plan, started, plan.policy),
-        earlier_s=_earlier_s(plan),
         criterion=None if plan.job.until is None else StoppingCriterion(plan.job.until),
         drive=served.drive if served is not None and served.drives() else None,
-        num_samples=plan.job.data.num_samples,
     )
 
 
@@ -93,7 +92,7 @@ def _started(plan: RunPlan, ledger: Ledger | OpenLedger) -> StartedEvent:
 
 
 def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEvent) -> Membership:
-    strategy, deadlines = plan.strategy, plan.job.deadlines
+    deadlines = plan.job.deadlines
     balance = assignment = participation = None
     if isinstance(ledger, Ledger):
         if started.in_rounds and plan.balanced:
@@ -104,18 +103,16 @@ def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEven
             participation = ParticipationSchedule(ledger, plan.workers)
     return Membership(
         started,
-        ledger,
-        survives_worker_loss=strategy.survives_worker_loss,
+        BatchDistribution(ledger=ledger, balance=balance, assignment=assignment, participation=participation),
+        LossTolerance(
+            survives_worker_loss=plan.strategy.survives_worker_loss,
+            quorum=None if plan.served is None else plan.served.quorum(plan.workers),
+            allow_lost=plan.job.allow_lost,
+        ),
         software=__version__,
         policy=plan.policy,
-        together=started.in_rounds,
+        deadlines=deadlines,
         resume=plan.resume,
-        limits=SnapshotLimits(hold_s=deadlines.cut_s),
-        quorum=None if plan.served is None else plan.served.quorum(plan.workers),
-        balance=balance,
-        assignment=assignment,
-        participation=participation,
-        allow_lost=plan.job.allow_lost,
     )
 
 
@@ -138,12 +135,9 @@ def _checkpoint_options(plan: RunPlan, started: StartedEvent, policy: Policy) ->
     return CheckpointOptions(
         template=template,
         states=partial(_states, plan),
-        open_ended=plan.open_ended,
         policy=policy,
-        resume=plan.resume,
-        silence_s=plan.job.deadlines.silence_s,
         pieces=partial(_pieces, plan),
-        joint=plan.joint,
+        gradients_only=plan.joint,
     )
 
 

@@ -11,6 +11,7 @@ from typing import cast
 
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy, parse_every
+from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.data.base import BatchPlan, Partitioning, PartitionSpec
 from gradstream.data.feed import plan_of
 from gradstream.data.joined import JoinedPlan
@@ -36,8 +37,6 @@ from gradstream.worker.evaluation import EvaluationPlan, Metric
 from gradstream.worker.replica.loop import OwnData
 
 __all__ = ["COORDINATOR", "RunPlan", "metrics_of", "num_servers", "plan_run", "shard_name", "worker_name"]
-
-COORDINATOR = "coordinator"
 
 
 def shard_name(rank: int) -> str:

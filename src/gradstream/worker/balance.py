@@ -14,7 +14,7 @@ __all__ = ["ShareReporter", "ShareSource"]
 
 
 class ShareSource(Protocol):
-    """Whoever decides the shares: the coordinator, through `Member`."""
+    """Whoever decides the shares: the coordinator, through `WorkerRequests`."""
 
     async def shares(self, ref: BatchRef, stretch: WorkerSpeed) -> Sequence[int]:
         """How many samples of a round each worker takes from `ref`'s round on."""

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from gradstream.coordinator.client.member import Assigned
+from gradstream.coordinator.client.requests import Assigned
 from gradstream.data.base import BatchRef
 from gradstream.data.shares import WorkerSpeed
 from gradstream.runtime.base import Runtime, awaited_later
@@ -27,10 +27,10 @@ __all__ = ["BatchQueue", "BatchSource"]
 
 
 class BatchSource(Protocol):
-    """Whoever hands out minibatches: the coordinator, through `Member`."""
+    """Whoever hands out minibatches: the coordinator, through `WorkerRequests`."""
 
     async def assign(self, wait: bool, in_hand: int, stretch: WorkerSpeed) -> Assigned:
-        """See `Member.assign`."""
+        """See `WorkerRequests.assign`."""
         ...
 
 

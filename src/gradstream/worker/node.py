@@ -42,7 +42,7 @@ class WorkerNode:
         self._member = member
         self._config = config
         self._exchange: Exchange | None = None  # once the run has begun
-        self._recorder = WorkerRecorder(member, config.log)
+        self._recorder = WorkerRecorder(member.requests, config.log)
         self._batch_gate = BatchGate(
             runtime.node, member.report, member.quiesced, self._recorder.stood, self._recorder.turned
         )
@@ -57,7 +57,7 @@ class WorkerNode:
         self._balance: ShareReporter | None = None
         if config.balanced and config.num_workers > 1 and config.strategy.partitioning == "rounds":
             assert isinstance(config.plan, RoundPlan | JoinedPlan)
-            self._balance = ShareReporter(config.plan, member)
+            self._balance = ShareReporter(config.plan, member.requests)
         self._queue: BatchQueue | None = None
         if config.loop is None and config.strategy.partitioning != "rounds" and config.num_workers > 1:
             self._queue = BatchQueue(self._recorder, runtime)
@@ -71,7 +71,7 @@ class WorkerNode:
     def _make_schedule(self) -> Schedule | OpenSchedule:
         config = self._config
         if config.loop is not None:
-            return OpenSchedule(config.loop, config.rank, self._member)
+            return OpenSchedule(config.loop, config.rank, self._member.requests)
         assert config.plan is not None
         return Schedule(
             config.plan,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradstream.coordinator.client.member import Assigned
+from gradstream.coordinator.client.requests import Assigned
 from gradstream.data.shares import WorkerSpeed
 from gradstream.recording import Handed, Log, Stood, Turned
 from gradstream.wire import v1
@@ -26,7 +26,7 @@ class WorkerRecorder:
         self._log = log
 
     async def assign(self, wait: bool, in_hand: int, stretch: WorkerSpeed) -> Assigned:
-        """See `Member.assign`."""
+        """See `WorkerRequests.assign`."""
         answer = await self._source.assign(wait, in_hand, stretch)
         if self._log is not None:
             self._log.add(Handed(tuple(answer.refs), answer.complete, answer.interval))

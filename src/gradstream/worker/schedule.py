@@ -142,7 +142,7 @@ class _Line:
 
 
 class EndingSource(Protocol):
-    """Whoever knows when a run whose length nobody has planned is over: the coordinator, through `Member`."""
+    """Knows when a run of unplanned length is over: the coordinator, through `WorkerRequests`."""
 
     async def ending(self, batches: int, samples: int, next_round: int) -> bool:
         """Whether the run is over for a worker that has run out; else it takes part in `next_round`."""

@@ -1,34 +1,32 @@
-"""A node's side of membership: it joins, beats, hears notices, and learns how the run ended.
+"""`Member`: a node's side of membership. It joins, beats, hears notices, and learns how the run ended.
 
-Shards and workers use the same `Member`. What it reports goes out in beats, in order and each
-once; it is with the coordinator at the latest when `leave` has returned.
+Shards and workers use the same `Member`. All its reports have reached the coordinator when `leave` returns.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
 
 from gradstream.coordinator.client.lifeline import EvictedError, Lifeline
 from gradstream.coordinator.client.presence import Presence
-from gradstream.coordinator.event_gate import in_beats
-from gradstream.coordinator.receipts import receipt_of, ref_of
-from gradstream.data.base import BatchRef
-from gradstream.data.reassignment import Block, Epoch
-from gradstream.data.shares import WorkerSpeed
+from gradstream.coordinator.client.reporter import Reporter
+from gradstream.coordinator.client.requests import WorkerRequests
+from gradstream.coordinator.nodes import COORDINATOR
+from gradstream.coordinator.run_clock import RunClock
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
-from gradstream.runtime.wakeup import Wakeup
-from gradstream.telemetry.events import CarriersEvent, Event, encode
+from gradstream.telemetry.events import CarriersEvent
 from gradstream.transport.base import Endpoint, Priority
 from gradstream.transport.stream import EXPIRED
 from gradstream.wire import v1
 from gradstream.wire.dtypes import itemsize_bytes
 
-__all__ = ["Assigned", "Member", "RunAbortedError", "RunStoppedError", "names_of"]
+__all__ = ["Member", "RunAbortedError", "RunStoppedError", "names_of"]
+
+GATHER_S = 0.25
+"""How long reports wait for others that go out in the same beat, where the deadlines allow it."""
 
 
 class RunAbortedError(GradstreamError):
@@ -46,35 +44,23 @@ class RunAbortedError(GradstreamError):
 
 
 class RunStoppedError(GradstreamError):
-    """Somebody has asked the run to stop, and it did; it can be resumed."""
+    """The run was stopped on request; it can be resumed."""
 
 
-class Assigned(NamedTuple):
-    """What a worker is told that has asked for minibatches.
-
-    Args:
-        refs: minibatches to go through. None: there is nothing for it now.
-        complete: there will be none any more.
-        interval: of the worker, where it may be held back: then they are its own no longer.
-    """
-
-    refs: Sequence[BatchRef]
-    complete: bool
-    interval: int = 0
-
-
-class Member:
+class Member(Reporter):
     """One node as a member of the run.
 
     Args:
         runtime: time and tasks.
-        endpoint: started; its epoch, fingerprint and addresses follow the notices.
-        node: who this is.
+        endpoint: the node's endpoint, started; its epoch, fingerprint and addresses follow the notices.
+        node: name, role, rank and address of the node.
         software: version of gradstream.
-        coordinator: name under which the endpoint knows the coordinator.
         deadlines: bound the silence of either side.
-        beat_s: how long reports are gathered before they are sent.
-        earlier_s: of the run's time before it was resumed.
+        earlier_s: seconds of training before the run was resumed.
+
+    Attributes:
+        notice: the coordinator's latest notice.
+        requests: the requests of a worker.
     """
 
     def __init__(
@@ -84,32 +70,24 @@ class Member:
         node: v1.Node,
         *,
         software: str,
-        coordinator: str = "coordinator",
         deadlines: Deadlines | None = None,
-        beat_s: float = 0.25,
         earlier_s: float = 0.0,
     ) -> None:
+        super().__init__(node.name, RunClock(runtime, earlier_s))
         self.node = node
         self.notice = v1.Notice()
         self._runtime = runtime
         self._endpoint = endpoint
         self._software = software
-        self._coordinator = coordinator
         self._deadlines = deadlines or Deadlines()
-        self._beat_s = min(beat_s, self._deadlines.beat_s)
-        self._earlier_s = earlier_s
+        self.requests = WorkerRequests(runtime, endpoint, self._deadlines, self)
         self._listeners: list[Callable[[v1.Notice], None]] = []
-        self._training_ns: int | None = None
-        self._events: list[bytes] = []
-        self._beat = v1.Beat()
-        self._urgent = Wakeup()
         self._error: GradstreamError | None = None
         self._waiters: list[asyncio.Future[None]] = []
         self._presence: Presence | None = None
         self._attending: asyncio.Task[None] | None = None
-        self._num_asks = 0
 
-    # ---- joining ------------------------------------------------------------------------
+    # ---- joining and leaving --------------------------------------------------------------
 
     async def join(
         self,
@@ -121,19 +99,25 @@ class Member:
         """Joins, and returns the coordinator's first notice.
 
         Args:
-            model: what this worker has built; shards join without.
-            tensors, buffers, fixed: the model's, for checkpoints.
+            model: the model that this worker has built; shards join without one.
+            tensors: the trained parameters of the model, for checkpoints.
+            buffers: its buffers, for checkpoints.
+            fixed: its frozen parameters, for checkpoints.
 
         Raises:
-            RefusedError: the coordinator does not want this node, and says why.
+            RefusedError: the coordinator does not admit this node, and says why.
             PeerLostError, DeadlineError: the coordinator cannot be reached.
         """
-        request = v1.Join(node=self.node, model=model, software=self._software)
-        request.tensors.extend(tensors)
-        request.buffers.extend(buffers)
-        request.fixed.extend(fixed)
-        stream = await self._endpoint.open(self._coordinator, "join", request, priority=Priority.CONTROL)
-        self._presence = Presence(self._runtime, self._endpoint, self._coordinator, stream, self._deadlines)
+        request = v1.Join(
+            node=self.node,
+            model=model,
+            software=self._software,
+            tensors=tensors,
+            buffers=buffers,
+            fixed=fixed,
+        )
+        stream = await self._endpoint.open(COORDINATOR, "join", request, priority=Priority.CONTROL)
+        self._presence = Presence(self._runtime, self._endpoint, stream, self._deadlines)
         await self._hear(self._presence)
         self._attending = self._runtime.spawn(
             self._be_present(self._presence), name=f"{self.node.name}/presence"
@@ -141,37 +125,44 @@ class Member:
         return self.notice
 
     async def training(self) -> v1.Notice:
-        """Waits until everybody is in, and returns a notice with the roster and the model.
+        """Waits until all nodes have joined, and returns a notice with the members and the model.
 
         Raises:
-            RunAbortedError: it never came to it.
+            RunAbortedError: the run ended before.
             PeerLostError: the coordinator was lost.
         """
-        await self._until(lambda: self.notice.phase in (v1.Notice.TRAINING, v1.Notice.FINISHED))
+        await self.heard(lambda: self.notice.phase in (v1.Notice.TRAINING, v1.Notice.FINISHED))
         return self.notice
 
     async def over(self) -> v1.Notice:
         """Waits for the end of the run, and returns the FINISHED notice.
 
         Raises:
-            RunAbortedError: names who is to blame, and why.
+            RunAbortedError: the run was aborted. The error names the node at fault, and the reason.
             PeerLostError: the coordinator was lost.
         """
-        await self._until(lambda: self.notice.phase == v1.Notice.FINISHED)
+        await self.heard(lambda: self.notice.phase == v1.Notice.FINISHED)
         return self.notice
 
     async def heard(self, reached: Callable[[], bool]) -> None:
-        """Waits until something holds that a notice decides. Raises as `over` does."""
-        await self._until(reached)
+        """Waits until `reached()` holds; it is called again after each new notice. Raises as `over` does."""
+        while not reached():
+            if self._error is not None:
+                raise self._error
+            if self._presence is None:
+                raise ClosedError(f"{self.node.name} has not joined")
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
 
     def listen(self, listener: Callable[[v1.Notice], None]) -> None:
-        """Calls with each notice that brings news, as it comes."""
+        """Calls `listener` with each notice that differs from the one before."""
         self._listeners.append(listener)
 
     async def leave(self) -> None:
-        """Says what is left to say and goodbye, and waits until it was heard: as long as for the coordinator.
+        """Sends the last reports, says goodbye, and waits until the coordinator has heard it.
 
-        Never raises. Before the end of the run, leaving counts as being lost.
+        Never raises. A node that leaves before the end of the run counts as lost.
         """
         if self._presence is None or self._attending is None:
             return
@@ -182,7 +173,7 @@ class Member:
                 self._deadlines.patience_s, self._say_goodbye(self._presence, self._attending)
             )
         except (GradstreamError, TimeoutError):
-            pass  # the coordinator is gone, nobody is left to tell
+            pass  # the coordinator is gone
 
     async def _say_goodbye(self, presence: Presence, attending: asyncio.Task[None]) -> None:
         try:
@@ -190,74 +181,29 @@ class Member:
         except asyncio.CancelledError:
             if not attending.cancelled():
                 raise
-        await self._send_beat(presence)
+        await self._send_beats(presence)
         await presence.end()
 
-    # ---- reporting ----------------------------------------------------------------------
-
-    def emit(self, event: Event) -> None:
-        """Puts a record into the run's events: in the next beat."""
-        time_s = self._earlier_s
-        if self._training_ns is not None:
-            time_s += (self._runtime.now() - self._training_ns) / 1e9
-        self._events.append(encode(event, node=self.node.name, time_s=time_s))
-
-    def hurry(self) -> None:
-        """What has been reported so far goes out at once."""
-        self._urgent.ring()
-
-    def receipt(self, refs: Iterable[BatchRef]) -> None:
-        """These batches are in the model: their pushes were acknowledged by all shards."""
-        self._beat.receipts.extend(receipt_of(ref) for ref in refs)
-
-    def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
-        """This worker's own loop begins an epoch of a loader: see `Reassignment.begun`."""
-        self._beat.begun.append(v1.Begun(loader=epoch.loader, epoch=epoch.number, step=step, unclear=unclear))
-
-    def report(self, report: v1.SnapshotReport) -> None:
-        """Says how far this node is with a snapshot: at once, behind the receipts of before."""
-        self._beat.snapshots.append(report)
-        self._urgent.ring()
-
-    def quiesced(self, number: int) -> None:
-        """This worker is held back by the turn of this number, and all that it has begun is in the model."""
-        self._beat.quiesced = number
-        self._urgent.ring()
-
-    def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
-        """These workers' contributions make the update of a round: what they had of it is in the model."""
-        self._beat.verdicts.append(v1.Verdict(round=round, ranks=ranks))
-
-    def finished(self, *, relies: bool = False) -> None:
-        """This worker's strategy is done with all of its batches.
-
-        Args:
-            relies: on another worker to keep the final parameters; otherwise they are kept.
-        """
-        self._beat.finished, self._beat.relies = True, relies
-        self._urgent.ring()
-
     async def failed(self, error: BaseException, traceback_text: str) -> None:
-        """This node cannot go on: the run is aborted, naming it. Never raises.
+        """Reports that this node cannot go on: the coordinator aborts the run and names it. Never raises.
 
-        A lost peer is left to the coordinator to judge first: it knows who was lost, and whether
-        the run ends because of it. Only if it is there, and finds no fault with anybody for a lease, is this
-        node's word taken.
+        A lost peer is left to the coordinator first, which knows who was lost, and whether the run ends
+        because of it. This node reports it only if the coordinator is there and finds no fault for a lease.
         """
         if self._presence is None or isinstance(error, RunAbortedError | RunStoppedError):
             return
         if isinstance(error, PeerLostError | DeadlineError) and await self._judged():
             return
-        self._beat.failure.CopyFrom(
+        self.beat.failure.CopyFrom(
             v1.Failure(error=type(error).__name__, message=str(error), traceback=traceback_text)
         )
         try:
-            await self._send_beat(self._presence)
+            await self._send_beats(self._presence)
         except GradstreamError:
             pass  # the coordinator is gone: `over` says so
 
     async def _judged(self) -> bool:
-        """Whether the end of the run is heard of within the time in which a loss is noticed."""
+        """Waits as long as a loss takes to be noticed, and returns whether the run has ended."""
         assert self._presence is not None
         while True:
             try:
@@ -265,123 +211,18 @@ class Member:
             except TimeoutError:
                 if self._runtime.left_s(self._presence.heard_ns, 2 * self._deadlines.notice_s) > 0:
                     return False
-                continue  # it is silent: it judges when it is there again
+                continue  # the coordinator is silent: it decides when it is there again
             except GradstreamError:
                 pass
             return True
 
-    async def assign(self, wait: bool, in_hand: int, measured: WorkerSpeed) -> Assigned:
-        """Asks for minibatches to go through.
-
-        Args:
-            wait: there is nothing left to do: for minibatches, or until the run has none any more.
-            in_hand: how many are not in the model yet.
-            measured: what was computed since this was asked before.
-
-        Raises:
-            PeerLostError, DeadlineError: the coordinator was lost.
-        """
-        self._urgent.ring()  # own receipts first: others may wait for them
-        self._num_asks += 1
-        request = v1.Ask(
-            number=self._num_asks,
-            wait=wait,
-            in_hand=in_hand,
-            rounds=measured.rounds,
-            samples=measured.samples,
-            seconds=measured.seconds,
-            squares=measured.squares,
-        )
-        answer = await self._ask(request)
-        return Assigned([ref_of(receipt) for receipt in answer.batches], answer.complete, answer.interval)
-
-    async def _ask(self, request: v1.Ask) -> v1.Assigned:
-        """Asks again where no answer comes, over a new connection, as long as for the coordinator."""
-        lease_s, silent_s = self._deadlines.lease_s, 0.0
-        while True:
-            begun_ns = self._runtime.now()
-            try:
-                return await self._endpoint.call(
-                    self._coordinator,
-                    "assign",
-                    request,
-                    v1.Assigned,
-                    silence_s=lease_s,
-                    new_connection=silent_s > 0.0,
-                )
-            except DeadlineError:
-                took_s = (self._runtime.now() - begun_ns) / 1e9
-                silent_s = silent_s + took_s if took_s < lease_s + self._deadlines.notice_s else took_s
-                if silent_s >= self._deadlines.patience_s:
-                    raise
-
-    async def ending(self, batches: int, samples: int, next_round: int) -> bool:
-        """Says that this worker has no minibatches left, and returns whether the run is over for it.
-
-        False asks for its part, without samples, in `next_round`. Waits for the others where it must.
-
-        Raises:
-            PeerLostError, DeadlineError: the coordinator was lost.
-        """
-        self._urgent.ring()  # own receipts first: others may wait for them
-        answer = await self._endpoint.call(
-            self._coordinator,
-            "ending",
-            v1.Ending(batches=batches, samples=samples, round=next_round),
-            v1.Ended,
-            silence_s=self._deadlines.patience_s,
-        )
-        return answer.over
-
-    async def take_over(
-        self, epoch: Epoch, begin: int, step: int, parts: Sequence[int], per_step: int, oldest: int
-    ) -> Block | None:
-        """Asks for minibatches that lost workers have left: see `Reassignment.take`.
-
-        Raises:
-            PeerLostError, DeadlineError: the coordinator was lost.
-        """
-        answer = await self._endpoint.call(
-            self._coordinator,
-            "take_over",
-            v1.TakeOver(
-                epoch=v1.Begun(loader=epoch.loader, epoch=epoch.number, step=begin),
-                oldest=oldest,
-                parts=parts,
-                per_step=per_step,
-                step=step,
-            ),
-            v1.TakenOver,
-            silence_s=self._deadlines.patience_s,
-        )
-        block = Block(Epoch(epoch.loader, answer.epoch), answer.rank, answer.first, answer.count)
-        return block if answer.count else None
-
-    async def shares(self, ref: BatchRef, measured: WorkerSpeed) -> list[int]:
-        """How many samples of a round each worker takes from `ref`'s round on. Waits for all of them to ask.
-
-        Args:
-            measured: what this worker's gradients took since this was asked before.
-
-        Raises:
-            PeerLostError, DeadlineError: the coordinator was lost.
-        """
-        answer = await self._endpoint.call(
-            self._coordinator,
-            "shares",
-            v1.Took(epoch=ref.epoch, batch=ref.batch, **dataclasses.asdict(measured)),
-            v1.Shares,
-            silence_s=self._deadlines.patience_s,
-        )
-        return list(answer.samples)
-
     # ---- presence -----------------------------------------------------------------------
 
     async def _be_present(self, presence: Presence) -> None:
+        """Beats and hears notices until the run is over, or the coordinator is lost."""
         lifeline = Lifeline(
             self._runtime,
             self._endpoint,
-            self._coordinator,
             presence,
             self._deadlines,
             lambda error: self._lose(presence, error),
@@ -390,24 +231,22 @@ class Member:
         try:
             await self._runtime.gather(self._keep_hearing(presence), self._keep_beating(presence))
         except (RunAbortedError, RunStoppedError):
-            pass  # noted where it was heard
+            pass  # `_hear` has kept it
         except ClosedError as error:
-            evicted = EXPIRED in str(error)
-            self._fail(
-                EvictedError(self.node.name, str(error).partition(EXPIRED)[2])
-                if evicted
-                else PeerLostError(self._coordinator, str(error))
-            )
+            if EXPIRED in str(error):
+                self._fail(EvictedError(self.node.name, str(error).partition(EXPIRED)[2]))
+            else:
+                self._fail(PeerLostError(COORDINATOR, str(error)))
         except GradstreamError as error:
             lost = isinstance(error, PeerLostError)
-            self._fail(error if lost else PeerLostError(self._coordinator, str(error)))
+            self._fail(error if lost else PeerLostError(COORDINATOR, str(error)))
         except Exception as error:
             self._fail(InternalError(f"membership of {self.node.name}: {error!r}"))
         finally:
             watching.cancel()
 
     def _lose(self, presence: Presence, error: GradstreamError) -> None:
-        """There is no presence to keep up any more."""
+        """Ends the presence, which nobody hears any more."""
         self._fail(error)
         presence.cancel("this node was evicted, or takes the coordinator for dead")
 
@@ -420,7 +259,7 @@ class Member:
             pass
 
     async def _hear(self, presence: Presence) -> bool:
-        """Takes one notice; False when it was the last."""
+        """Takes one notice, and returns False if it was the last. Raises if it ends the run early."""
         notice = await presence.hear()
         self._follow(notice)
         changed, self.notice = notice != self.notice, notice
@@ -435,12 +274,12 @@ class Member:
         if self._error is not None:
             raise self._error
         if notice.phase == v1.Notice.FINISHED:
-            self._urgent.ring()  # lets go of the beat that waits
+            self._urgent.ring()  # so that `_keep_beating` ends
             return False
         return True
 
     def _follow(self, notice: v1.Notice) -> None:
-        """What a notice means for this node's endpoint, and for its clock."""
+        """Tells the endpoint who is in and which model is trained, and starts the clock with the training."""
         for node in notice.nodes:
             if node.name != self.node.name:
                 self._endpoint.know(node.name, node.address)
@@ -451,51 +290,25 @@ class Member:
             identity.chunk_bytes = notice.model.chunk_elems * itemsize_bytes(notice.model.dtype)
         members = {node.name: node.incarnation for node in notice.nodes}
         self._endpoint.members_changed(members, notice.revoked)
-        if self._training_ns is None and notice.phase == v1.Notice.TRAINING:
-            self._training_ns = self._runtime.now()
-            if self._endpoint.routes:
-                self.emit(CarriersEvent(by_peer=dict(self._endpoint.routes)))
+        if notice.phase == v1.Notice.TRAINING and self._clock.begin() and self._endpoint.routes:
+            self.emit(CarriersEvent(by_peer=dict(self._endpoint.routes)))
 
     async def _keep_beating(self, presence: Presence) -> None:
-        """A beat when there is something to say, and otherwise as a sign of life."""
-        silent_s = 0.0
+        """Sends a beat when there are reports, and otherwise as a sign of life."""
+        gather_s, silent_s = min(GATHER_S, self._deadlines.beat_s), 0.0
         while self.notice.phase != v1.Notice.FINISHED:
-            if await self._urgent.rung(self._runtime, self._beat_s) or self._has_news:
+            urgent = await self._urgent.rung(self._runtime, gather_s)
+            silent_s += gather_s
+            if urgent or self._has_news or silent_s >= self._deadlines.beat_s:
                 silent_s = 0.0
-                await self._send_beat(presence)
-                continue
-            silent_s += self._beat_s
-            if silent_s >= self._deadlines.beat_s:
-                silent_s = 0.0
-                await self._send_beat(presence)
+                await self._send_beats(presence)
 
-    @property
-    def _has_news(self) -> bool:
-        beat = self._beat
-        return bool(
-            self._events or beat.receipts or beat.verdicts or beat.finished or beat.snapshots or beat.quiesced
-        )
-
-    async def _send_beat(self, presence: Presence) -> None:
-        beat, self._beat = self._beat, v1.Beat()
-        *earlier, beat.events = in_beats(self._events)
-        self._events = []
-        for one in [*(v1.Beat(events=events) for events in earlier), beat]:
-            await presence.say(one)
-
-    # ---- waiting ------------------------------------------------------------------------
-
-    async def _until(self, reached: Callable[[], bool]) -> None:
-        while not reached():
-            if self._error is not None:
-                raise self._error
-            if self._presence is None:
-                raise ClosedError(f"{self.node.name} has not joined")
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+    async def _send_beats(self, presence: Presence) -> None:
+        for beat in self._take_beats():
+            await presence.say(beat)
 
     def _wake(self) -> None:
+        """Lets `heard` look again."""
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():

@@ -1,9 +1,9 @@
-"""The presence of a node at the coordinator: beats go there, and notices come back.
+"""`Presence`: one stream on which beats of a node go to the coordinator, and notices come back.
 
-A connection may die without a word: something between two machines drops what it carries, and neither
-system says so. So beats are numbered, and kept until a notice says that they were heard. Where the first
-connection stays silent and a new one works (see `Lifeline`), the node goes on over the new one: it says
-again what was not heard, in order, and the coordinator takes each beat once.
+A connection may die silently, when something between two machines drops its packets. So beats are numbered,
+and kept until a notice acknowledges them. Where the first connection stays silent and a new one works (see
+`Lifeline`), the node goes on over the new one: it sends the unacknowledged beats again, in order, and the
+coordinator takes each beat once.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.errors import GradstreamError, PeerLostError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
@@ -22,39 +23,35 @@ __all__ = ["Presence"]
 
 
 class Presence:
-    """The member's side.
+    """The presence of a node, on the node's side.
 
     Args:
         runtime: time.
-        endpoint: of this node.
-        coordinator: its name.
-        stream: the first one, which "join" has opened.
-        deadlines: see `Deadlines`.
+        endpoint: endpoint of this node.
+        stream: the first stream, opened by "join".
+        deadlines: bound the silence of the coordinator.
     """
 
-    def __init__(
-        self, runtime: Runtime, endpoint: Endpoint, coordinator: str, stream: Stream, deadlines: Deadlines
-    ) -> None:
+    def __init__(self, runtime: Runtime, endpoint: Endpoint, stream: Stream, deadlines: Deadlines) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
-        self._coordinator = coordinator
         self._stream = stream
         self._deadlines = deadlines
-        self._said = 0
+        self._said = 0  # number of the latest beat
         self._unheard: deque[v1.Beat] = deque()
         self._saying = asyncio.Lock()
-        self._answer: v1.Notice | None = None  # of a resumption, not heard yet
+        self._answer: v1.Notice | None = None  # first notice of a resumed presence, not returned yet
         self._attempt = 0
         self._resuming = False
-        self._resumed = Wakeup()  # rings when an attempt is over
+        self._resumed = Wakeup()  # rings when an attempt has ended
 
     @property
     def heard_ns(self) -> int:
-        """When the coordinator was last heard, on the runtime's clock."""
+        """When the coordinator was last heard, in nanoseconds on the runtime's clock."""
         return self._stream.heard_ns
 
     async def say(self, beat: v1.Beat) -> None:
-        """Sends a beat. It is taken once, however often the presence is resumed.
+        """Sends a beat. The coordinator takes it once, however often the presence is resumed.
 
         Raises:
             GradstreamError: the stream is over.
@@ -67,11 +64,11 @@ class Presence:
             try:
                 await _send(stream, beat)
             except GradstreamError:
-                if not self._resuming:  # otherwise it is said again over the new stream
+                if not self._resuming:  # otherwise `resume` sends it again over the new stream
                     raise
 
     async def hear(self) -> v1.Notice:
-        """The next notice.
+        """Returns the next notice.
 
         Raises:
             GradstreamError: the coordinator is silent for `Deadlines.patience_s`, or the stream is over.
@@ -91,7 +88,7 @@ class Presence:
     async def _recv(self, stream: Stream, silence_s: float) -> v1.Notice:
         received = await stream.recv(silence_s)
         if received is None:
-            raise PeerLostError(self._coordinator, "ended the presence of this node before the run was over")
+            raise PeerLostError(COORDINATOR, "ended the presence of this node before the run was over")
         notice = v1.Notice.FromString(received.frame.body.data)
         while self._unheard and self._unheard[0].number <= notice.heard:
             self._unheard.popleft()
@@ -99,11 +96,11 @@ class Presence:
         return notice
 
     async def resume(self) -> None:
-        """Goes on over a new connection. Does nothing where that is being tried, or while none works.
+        """Goes on over a new connection. Does nothing while another attempt is under way.
 
         Raises:
             RefusedError: the coordinator has counted this node as lost.
-            PeerLostError: no process listens at its address.
+            PeerLostError: no process listens at the coordinator's address.
         """
         if self._resuming:
             return
@@ -111,7 +108,7 @@ class Presence:
         self._attempt += 1
         try:
             stream = await self._endpoint.open(
-                self._coordinator,
+                COORDINATOR,
                 "resume",
                 v1.Resume(attempt=self._attempt),
                 priority=Priority.CONTROL,
@@ -128,20 +125,20 @@ class Presence:
         except BaseException:
             stream.cancel("it was not answered in time")
             raise
-        self._stream.cancel("resumed over another connection")  # whoever waits in `say` gives way
+        self._stream.cancel("resumed over another connection")  # so that a waiting `say` releases the lock
         async with self._saying:
             self._stream, self._answer = stream, answer
             for beat in list(self._unheard):
                 await _send(stream, beat)
 
     async def end(self) -> None:
-        """Says goodbye, and waits until it was heard. Raises as `hear` does."""
+        """Says goodbye, and waits until the coordinator has heard it. Raises as `hear` does."""
         await self._stream.end()
         while await self._stream.recv(self._deadlines.patience_s) is not None:
             pass
 
     def cancel(self, reason: str) -> None:
-        """There is no presence to keep up any more."""
+        """Cancels the stream."""
         self._stream.cancel(reason)
 
 

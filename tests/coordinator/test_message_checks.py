@@ -10,9 +10,11 @@ import pytest
 
 from gradstream.coordinator import Member
 from gradstream.coordinator.balance import ShareBalance
-from gradstream.coordinator.claims import Claims
+from gradstream.coordinator.batch_distribution import BatchDistribution
 from gradstream.coordinator.instructions import Emit, Refuse
 from gradstream.coordinator.membership import Membership
+from gradstream.coordinator.message_checks import MessageChecks
+from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.snapshot import Snapshot
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
@@ -40,13 +42,15 @@ def join(name: str, **changes: Any) -> v1.Join:
 def membership(names: Sequence[str] = ("worker-0", "worker-1", "shard-0")) -> Membership:
     started = StartedEvent(
         job="j", workers=2, servers=1, strategy="synchronous", optimizer="sgd", num_parameters=0,
-        num_samples=32, total_steps=8,
+        num_samples=32, total_steps=8, in_rounds=True,
     )  # fmt: skip
     plan = RoundPlan(32, 4, 2, shares="measured")
     made = Membership(
-        started, Ledger(plan, epochs=2), survives_worker_loss=True, software="1", together=True, quorum=1,
-        balance=ShareBalance(plan),
-    )  # fmt: skip
+        started,
+        BatchDistribution(ledger=Ledger(plan, epochs=2), balance=ShareBalance(plan)),
+        LossTolerance(survives_worker_loss=True, quorum=1),
+        software="1",
+    )
     for name in names:
         assert not any(isinstance(one, Refuse) for one in made.join(join(name), 0.0))
     return made
@@ -78,7 +82,7 @@ BEATS = {
 @pytest.mark.parametrize(("who", "beat"), BEATS.values(), ids=BEATS)
 def test_a_beat_that_cannot_be_is_refused_as_a_whole(who: str, beat: v1.Beat) -> None:
     state = membership()
-    with pytest.raises(RefusedError, match=f"{who} says what cannot be"):
+    with pytest.raises(RefusedError, match=f"{who} sent an impossible message"):
         state.check(who, beat)
     assert state.progress.ledger.num_receipts == 0
 
@@ -92,16 +96,16 @@ def test_beats_that_can_be_pass() -> None:
 
 
 def test_receipts_of_an_open_ended_run_are_ones_own_and_not_far_ahead() -> None:
-    claims = Claims(OpenLedger(2, rounds=False), 2)
+    checks = MessageChecks(OpenLedger(2, rounds=False), 2)
     node = v1.Node(name="worker-1", role="worker", rank=1)
-    claims.check_beat(node, v1.Beat(receipts=[v1.Receipt(partition=1, batch=5)]))
+    checks.beat(node, v1.Beat(receipts=[v1.Receipt(partition=1, batch=5)]))
     for receipt in (
         v1.Receipt(partition=0),
         v1.Receipt(partition=1, batch=HUGE),
         v1.Receipt(partition=1, epoch=1),
     ):
         with pytest.raises(RefusedError):
-            claims.check_beat(node, v1.Beat(receipts=[receipt]))
+            checks.beat(node, v1.Beat(receipts=[receipt]))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +161,7 @@ def test_a_model_that_cannot_be_does_not_get_in(changes: dict[str, Any]) -> None
 
 
 def test_reports_of_a_cut_out_of_turn_change_nothing() -> None:
-    cut = Snapshot(1, ["worker-0"], ["shard-0"], together=True, last=False, began_s=0.0)
+    cut = Snapshot(1, ["worker-0"], ["shard-0"], in_rounds=True, last=False, began_s=0.0)
     cut.take("worker-0", v1.SnapshotReport(kind=v1.SnapshotReport.REACHED))
     cut.take("shard-0", v1.SnapshotReport(kind=v1.SnapshotReport.HELD, versions=[1]))
     cut.take("shard-0", v1.SnapshotReport(kind=v1.SnapshotReport.WRITTEN, sums=[1]))
@@ -180,9 +184,9 @@ def test_what_a_node_says_of_its_failure_is_escaped_and_bounded() -> None:
 async def lies(cluster: Cluster, member: Member) -> None:
     """Has a receipt for a batch that the run does not have."""
     await member.training()
-    member._beat.receipts.append(v1.Receipt(epoch=HUGE, batch=HUGE))
+    member.beat.receipts.append(v1.Receipt(epoch=HUGE, batch=HUGE))
     member.hurry()
-    with pytest.raises(GradstreamError, match="says what cannot be"):
+    with pytest.raises(GradstreamError, match="sent an impossible message"):
         await member.over()
 
 

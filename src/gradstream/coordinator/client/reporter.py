@@ -1,0 +1,84 @@
+"""`Reporter`: gathers the reports of a node until they go to the coordinator in a beat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from gradstream.coordinator.event_gate import in_beats
+from gradstream.coordinator.receipts import receipt_of
+from gradstream.coordinator.run_clock import RunClock
+from gradstream.data.base import BatchRef
+from gradstream.runtime.wakeup import Wakeup
+from gradstream.telemetry.events import Event, encode
+from gradstream.wire import v1
+
+__all__ = ["Reporter"]
+
+
+class Reporter:
+    """Takes the reports of one node. They go out in the next beat, in order and each once.
+
+    Args:
+        name: name of the node.
+        clock: time of its events.
+
+    Attributes:
+        beat: the next beat, without its events.
+    """
+
+    def __init__(self, name: str, clock: RunClock) -> None:
+        self.beat = v1.Beat()
+        self._name = name
+        self._clock = clock
+        self._events: list[bytes] = []
+        self._urgent = Wakeup()
+
+    def emit(self, event: Event) -> None:
+        """Adds a record to the events of the run."""
+        self._events.append(encode(event, node=self._name, time_s=self._clock.time_s()))
+
+    def hurry(self) -> None:
+        """Sends the next beat at once."""
+        self._urgent.ring()
+
+    def receipt(self, refs: Iterable[BatchRef]) -> None:
+        """Reports minibatches that are in the model: all shards have acknowledged their pushes."""
+        self.beat.receipts.extend(receipt_of(ref) for ref in refs)
+
+    def report(self, report: v1.SnapshotReport) -> None:
+        """Reports at once how far this node is with a snapshot. Earlier receipts go out in the same beat."""
+        self.beat.snapshots.append(report)
+        self._urgent.ring()
+
+    def quiesced(self, number: int) -> None:
+        """Reports that this worker, paused in interval `number`, has pushed all that it had begun."""
+        self.beat.quiesced = number
+        self._urgent.ring()
+
+    def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
+        """Reports that the update of a round was made of the gradients of these ranks."""
+        self.beat.verdicts.append(v1.Verdict(round=round, ranks=ranks))
+
+    def finished(self, *, relies: bool = False) -> None:
+        """Reports that the strategy of this worker is done with all its minibatches.
+
+        Args:
+            relies: this worker relies on another one to write the final parameters.
+        """
+        self.beat.finished, self.beat.relies = True, relies
+        self._urgent.ring()
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether the next beat should not wait until the coordinator needs a sign of life."""
+        beat = self.beat
+        return bool(
+            self._events or beat.receipts or beat.verdicts or beat.finished or beat.snapshots or beat.quiesced
+        )
+
+    def _take_beats(self) -> list[v1.Beat]:
+        """Returns what was gathered, as beats of the size that the coordinator accepts."""
+        beat, self.beat = self.beat, v1.Beat()
+        *earlier, beat.events = in_beats(self._events)
+        self._events = []
+        return [*(v1.Beat(events=events) for events in earlier), beat]

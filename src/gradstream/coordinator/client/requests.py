@@ -1,0 +1,151 @@
+"""`WorkerRequests`: what a worker asks the coordinator during the run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+from google.protobuf.message import Message
+
+from gradstream.coordinator.client.reporter import Reporter
+from gradstream.coordinator.nodes import COORDINATOR
+from gradstream.coordinator.receipts import ref_of
+from gradstream.data.base import BatchRef
+from gradstream.data.reassignment import Block, Epoch
+from gradstream.data.shares import WorkerSpeed
+from gradstream.errors import DeadlineError
+from gradstream.runtime.base import Runtime
+from gradstream.runtime.deadlines import Deadlines
+from gradstream.transport.base import Endpoint
+from gradstream.wire import v1
+
+__all__ = ["Assigned", "WorkerRequests"]
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+class Assigned(NamedTuple):
+    """The coordinator's answer to a worker that has asked for minibatches.
+
+    Args:
+        refs: minibatches to go through; none where the coordinator has none for this worker now.
+        complete: the run has no further minibatches.
+        interval: number of the interval in which the worker may go through them, in a run whose strategy
+            pauses workers. Once the worker is paused, the minibatches belong to others.
+    """
+
+    refs: Sequence[BatchRef]
+    complete: bool
+    interval: int = 0
+
+
+class WorkerRequests:
+    """Asks the coordinator for one worker.
+
+    All methods raise PeerLostError or DeadlineError if the coordinator is lost.
+
+    Args:
+        runtime: supplies the time.
+        endpoint: endpoint of the worker.
+        deadlines: bound the coordinator's silence.
+        reporter: reports of the worker. They go out before a request: other workers may wait for them.
+    """
+
+    def __init__(
+        self, runtime: Runtime, endpoint: Endpoint, deadlines: Deadlines, reporter: Reporter
+    ) -> None:
+        self._runtime = runtime
+        self._endpoint = endpoint
+        self._deadlines = deadlines
+        self._reporter = reporter
+        self._num_asks = 0
+
+    async def assign(self, wait: bool, in_hand: int, measured: WorkerSpeed) -> Assigned:
+        """Asks for minibatches.
+
+        The worker asks again over a new connection where no answer comes, until the coordinator counts as
+        lost.
+
+        Args:
+            wait: the worker has nothing left to do: the answer waits until there are minibatches, or until
+                the run has none any more.
+            in_hand: number of this worker's minibatches that are not in the model yet.
+            measured: what this worker has computed since it asked last.
+        """
+        self._reporter.hurry()
+        self._num_asks += 1
+        request = v1.Ask(number=self._num_asks, wait=wait, in_hand=in_hand, **dataclasses.asdict(measured))
+        lease_s, silent_s = self._deadlines.lease_s, 0.0
+        while True:
+            begun_ns = self._runtime.now()
+            try:
+                answer = await self._endpoint.call(
+                    COORDINATOR,
+                    "assign",
+                    request,
+                    v1.Assigned,
+                    silence_s=lease_s,
+                    new_connection=silent_s > 0.0,
+                )
+            except DeadlineError:
+                took_s = (self._runtime.now() - begun_ns) / 1e9
+                silent_s = silent_s + took_s if took_s < lease_s + self._deadlines.notice_s else took_s
+                if silent_s >= self._deadlines.patience_s:
+                    raise
+            else:
+                refs = [ref_of(receipt) for receipt in answer.batches]
+                return Assigned(refs, answer.complete, answer.interval)
+
+    async def shares(self, ref: BatchRef, measured: WorkerSpeed) -> list[int]:
+        """Asks how many samples each worker takes of each round, from the round of `ref` on.
+
+        The answer waits until all workers have asked.
+
+        Args:
+            ref: first minibatch of the round.
+            measured: what this worker has computed since it asked last.
+        """
+        request = v1.Took(epoch=ref.epoch, batch=ref.batch, **dataclasses.asdict(measured))
+        return list((await self._call("shares", request, v1.Shares)).samples)
+
+    # ---- loops of the user's own ----------------------------------------------------------
+
+    def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
+        """Reports that the loop begins an epoch of one of its loaders: see `Reassignment.begun`."""
+        begun = v1.Begun(loader=epoch.loader, epoch=epoch.number, step=step, unclear=unclear)
+        self._reporter.beat.begun.append(begun)
+
+    async def ending(self, batches: int, samples: int, next_round: int) -> bool:
+        """Says that this worker has no minibatches left, and returns whether the run is over for it.
+
+        If it returns False, the worker takes part in `next_round` without samples. The answer waits for the
+        other workers where it depends on them.
+
+        Args:
+            batches: number of minibatches that the worker has gone through.
+            samples: number of samples in them.
+            next_round: number of the next round.
+        """
+        self._reporter.hurry()
+        request = v1.Ending(batches=batches, samples=samples, round=next_round)
+        return (await self._call("ending", request, v1.Ended)).over
+
+    async def take_over(
+        self, epoch: Epoch, begin: int, step: int, parts: Sequence[int], per_step: int, oldest: int
+    ) -> Block | None:
+        """Asks for minibatches that lost workers have left: see `Reassignment.take`."""
+        request = v1.TakeOver(
+            epoch=v1.Begun(loader=epoch.loader, epoch=epoch.number, step=begin),
+            oldest=oldest,
+            parts=parts,
+            per_step=per_step,
+            step=step,
+        )
+        answer = await self._call("take_over", request, v1.TakenOver)
+        block = Block(Epoch(epoch.loader, answer.epoch), answer.rank, answer.first, answer.count)
+        return block if answer.count else None
+
+    async def _call(self, method: str, request: Message, answer: type[Answer]) -> Answer:
+        silence_s = self._deadlines.patience_s
+        return await self._endpoint.call(COORDINATOR, method, request, answer, silence_s=silence_s)

@@ -1,0 +1,36 @@
+"""`CoordinatorContext`: what all parts of the coordinator share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gradstream.coordinator.instructions import Instruction
+from gradstream.coordinator.membership import Membership
+from gradstream.runtime.base import Runtime
+from gradstream.runtime.deadlines import Deadlines
+from gradstream.transport.base import Endpoint
+
+__all__ = ["CoordinatorContext"]
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorContext:
+    """What all parts of the coordinator share.
+
+    Args:
+        runtime: time and tasks; its storage is the run directory.
+        endpoint: endpoint of the coordinator.
+        membership: the state machine.
+        deadlines: bound the silence of nodes.
+        carry_out: carries out instructions of the state machine.
+        age_s: time of the state machine, in seconds. It does not pass while the coordinator is suspended, so
+            no node is late because of that.
+    """
+
+    runtime: Runtime
+    endpoint: Endpoint
+    membership: Membership
+    deadlines: Deadlines
+    carry_out: Callable[[Sequence[Instruction]], None]
+    age_s: Callable[[], float]

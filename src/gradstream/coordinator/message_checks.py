@@ -1,0 +1,123 @@
+"""Checks the messages of members before anything in them is believed. Pure.
+
+A message that parses may still be impossible: a minibatch that the run does not have, receipts of a shard, a
+rank that does not exist, seconds that are not a number. Such a message is refused as a whole and changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+from gradstream.coordinator.receipts import ref_of
+from gradstream.data.ledger import Ledger
+from gradstream.data.open_ledger import OpenLedger
+from gradstream.errors import RefusedError
+from gradstream.wire import v1
+
+__all__ = ["MessageChecks"]
+
+MAX_COUNT = 1 << 53
+"""The largest count that is accepted."""
+
+MOST_EPOCHS_BACK = 1 << 10
+"""For so many epochs a worker still knows all minibatches."""
+
+MOST_PER_S = 1e12
+"""Samples per second: no worker is faster."""
+
+
+class MessageChecks:
+    """Compares messages with the plan of the run. All methods raise RefusedError for an impossible message.
+
+    Args:
+        ledger: the minibatches of the run.
+        num_workers: number of workers; ranks are smaller.
+        first_round: number of the run's first round; not 0 in a resumed run.
+        quorum: whether the run has a quorum, so that the first shard sends verdicts.
+    """
+
+    def __init__(
+        self, ledger: Ledger | OpenLedger, num_workers: int, *, first_round: int = 0, quorum: bool = False
+    ) -> None:
+        self._ledger = ledger
+        self._num_workers = num_workers
+        self._first_round = first_round
+        self._quorum = quorum
+
+    def beat(self, node: v1.Node, beat: v1.Beat) -> None:
+        """Checks a beat of a member."""
+        is_worker = node.role == "worker"
+        if not is_worker and (beat.receipts or beat.finished or beat.quiesced or beat.begun):
+            raise _impossible(node.name, "only workers have receipts, finish, are paused, or begin epochs")
+        for one in beat.begun:
+            _check_begun(node.name, one)
+        for receipt in beat.receipts:
+            ref = ref_of(receipt)
+            if not self._ledger.knows(ref, node.rank):
+                raise _impossible(node.name, f"a receipt for {ref}, which is no minibatch of this run")
+        if beat.verdicts and (not self._quorum or node.name != "shard-0"):
+            raise _impossible(
+                node.name, "a verdict; expected them from shard-0 alone, where there is a quorum"
+            )
+        for verdict in beat.verdicts:
+            self._check_verdict(node.name, verdict)
+        for report in beat.snapshots:
+            if report.kind not in v1.SnapshotReport.Kind.values():
+                raise _impossible(node.name, f"a report of unknown kind {report.kind}")
+            if report.count > self._ledger.most_begun:
+                raise _impossible(
+                    node.name, f"{report.count} minibatches begun, of {self._ledger.most_begun}"
+                )
+
+    def _check_verdict(self, who: str, verdict: v1.Verdict) -> None:
+        ranks = list(verdict.ranks)
+        if not ranks or len(set(ranks)) < len(ranks) or max(ranks) >= self._num_workers:
+            raise _impossible(
+                who, f"a verdict of ranks {ranks[:8]}; expected each once, of {self._num_workers}"
+            )
+        round_ = verdict.round - self._first_round
+        if isinstance(self._ledger, Ledger) and not self._ledger.has_round(round_):
+            raise _impossible(who, f"a verdict on round {verdict.round}, which this run does not have")
+
+    def ending(self, who: str, request: v1.Ending) -> None:
+        """Checks the counts of a worker that has no minibatches left."""
+        if max(request.batches, request.samples, request.round) > MAX_COUNT:
+            raise _impossible(who, f"an end after {request.batches} minibatches of {request.samples} samples")
+
+    def take_over(self, who: str, request: v1.TakeOver) -> None:
+        """Checks how a worker says that an epoch is divided among the workers, and how far it has come."""
+        parts = list(request.parts)
+        _check_begun(who, request.epoch)
+        if (parts or request.per_step) and (len(parts) != self._num_workers or max(parts) > MAX_COUNT):
+            raise _impossible(who, f"parts of {parts[:8]} minibatches; expected one of each worker")
+        if not request.epoch.step <= request.step <= MAX_COUNT:
+            raise _impossible(who, f"an epoch from step {request.epoch.step} to {request.step}")
+        if request.oldest > request.epoch.epoch or request.epoch.epoch - request.oldest > MOST_EPOCHS_BACK:
+            raise _impossible(who, f"knowledge of epochs {request.oldest} to {request.epoch.epoch}")
+
+    def took(self, who: str, rank: int, request: v1.Took) -> None:
+        """Checks a request for the shares of a round."""
+        self.measured(who, request)
+        ledger = self._ledger
+        if not isinstance(ledger, Ledger) or not (
+            request.epoch < ledger.num_epochs and request.batch < ledger.plan.batches_in(rank, request.epoch)
+        ):
+            raise _impossible(who, f"shares of round {request.batch} of epoch {request.epoch}: not planned")
+
+    def measured(self, who: str, request: v1.Took | v1.Ask) -> None:
+        """Checks the measured speed in a request."""
+        measured = (request.rounds, request.samples, request.seconds, request.squares)
+        if not all(math.isfinite(value) and 0 <= value <= MAX_COUNT for value in measured):
+            raise _impossible(who, f"a measurement of {measured}; expected finite numbers from 0 on")
+        if 0 < request.samples < 1 or request.samples > MOST_PER_S * request.seconds:
+            raise _impossible(who, f"{request.samples:g} samples in {request.seconds:g} s")
+
+
+def _check_begun(who: str, begun: v1.Begun) -> None:
+    if abs(begun.step) > MAX_COUNT:
+        raise _impossible(who, f"an epoch from step {begun.step}")
+
+
+def _impossible(who: str, message: str) -> RefusedError:
+    return RefusedError("coordinator", "BAD_REQUEST", f"{who} sent an impossible message: {message}")

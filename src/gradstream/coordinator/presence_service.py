@@ -1,0 +1,206 @@
+"""`PresenceService`: hears the nodes of a run, and sends them notices. The nodes' side is `client.presence`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradstream.coordinator.context import CoordinatorContext
+from gradstream.coordinator.event_gate import Admitted, EventGate
+from gradstream.coordinator.instructions import Refuse
+from gradstream.errors import PeerLostError, RefusedError
+from gradstream.runtime.throttle import Throttle
+from gradstream.runtime.wakeup import Wakeup
+from gradstream.telemetry.events import Event, RefusedEventsEvent
+from gradstream.transport.base import Stream
+from gradstream.untrusted import escaped
+from gradstream.wire import v1
+
+__all__ = ["PresenceService"]
+
+WHY_BYTES = 100
+"""The most bytes of the reason in a `refused_events` event, which has at most 256 bytes in all."""
+
+REASON_BYTES = 512
+"""The most bytes of the reason why a stream has ended."""
+
+
+class _Attendance:
+    """The presence of one node.
+
+    Args:
+        stream: the stream of "join", or of the latest "resume".
+        gate: checks the node's events.
+        refusals: reports refused events.
+    """
+
+    def __init__(self, stream: Stream, gate: EventGate, refusals: Throttle[str]) -> None:
+        self.stream = stream
+        self.gate = gate
+        self.refusals = refusals
+        self.incarnation = stream.opened.incarnation
+        self.wakeup = Wakeup()  # rings when there is a new notice
+        self.heard = 0  # number of the latest beat
+        self.attempt = 0  # number of the latest "resume"
+
+
+class PresenceService:
+    """Serves "join", "alive" and "resume".
+
+    Args:
+        context: see `CoordinatorContext`.
+        emit: adds a record to the events of the run.
+        on_events: takes the admitted events of a beat, before the beat.
+        on_beat: called after the state machine has taken a beat.
+        on_lost: called after the state machine has removed a member.
+    """
+
+    def __init__(
+        self,
+        context: CoordinatorContext,
+        emit: Callable[[Event], None],
+        on_events: Callable[[Admitted], None],
+        on_beat: Callable[[v1.Beat], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._membership = context.membership
+        self._emit = emit
+        self._on_events = on_events
+        self._on_beat = on_beat
+        self._on_lost = on_lost
+        self._attending: dict[str, _Attendance] = {}
+        self._reasons: dict[str, str] = {}  # why nodes were lost
+        context.endpoint.serve("join", self._serve_join, model=False)
+        context.endpoint.serve("alive", self._serve_alive, model=False)
+        context.endpoint.serve("resume", self._serve_resume, model=False)
+
+    @property
+    def any_left(self) -> bool:
+        """Whether a node is present."""
+        return bool(self._attending)
+
+    def notify(self) -> None:
+        """Sends the new notice to all members."""
+        for attendance in self._attending.values():
+            attendance.wakeup.ring()
+
+    async def _serve_join(self, stream: Stream) -> None:
+        request, context = v1.Join.FromString(stream.opened.body), self._context
+        who = request.node.name
+        if who != stream.opened.sender:
+            stream.refuse(v1.BAD_REQUEST, f"{stream.opened.sender} asks to join as {who}")
+            return
+        instructions = self._membership.join(request, context.age_s())
+        for instruction in instructions:
+            if isinstance(instruction, Refuse):
+                stream.refuse(instruction.code, instruction.message)
+                return
+        context.endpoint.know(who, request.node.address)
+        refusals: Throttle[str] = Throttle(
+            context.runtime, lambda why, more: self._emit(_refused_events(who, more + 1, why))
+        )
+        attendance = self._attending[who] = _Attendance(stream, EventGate(who, context.age_s()), refusals)
+        context.carry_out(instructions)
+        await self._attend(attendance, stream, who)
+
+    async def _attend(self, attendance: _Attendance, stream: Stream, who: str) -> None:
+        """Serves a member over one stream, until the member leaves, is lost, or has another stream."""
+        reason = ""
+        try:
+            listening, telling = self._listen(attendance, stream, who), self._tell(attendance, stream)
+            await self._context.runtime.gather(listening, telling)
+        except Exception as error:  # the stream is broken, or a message on it makes no sense
+            reason = escaped(str(error).removeprefix(f"{who}: "), REASON_BYTES)
+            if isinstance(error, RefusedError):
+                stream.refuse(v1.BAD_REQUEST, error.reason)
+        resumed = reason and attendance.stream is not stream
+        if resumed or self._attending.get(who) is not attendance:
+            return
+        # Not in a `finally`: a coordinator that is itself being stopped has lost no member.
+        del self._attending[who]
+        attendance.refusals.close()
+        self._reasons[who] = reason or "it left"
+        context = self._context
+        context.carry_out(self._membership.lost(who, reason, context.age_s(), stream.certificate))
+        self._on_lost()
+
+    async def _listen(self, attendance: _Attendance, stream: Stream, who: str) -> None:
+        """Takes beats until the member leaves. Raises if it leaves too early, or is gone."""
+        context = self._context
+        while True:
+            received = await stream.recv(context.deadlines.lease_s)
+            if received is None:
+                if not self._membership.phases.over:
+                    raise PeerLostError(who, "left before the run was over")
+                return
+            attendance.stream.heard()
+            beat = v1.Beat.FromString(received.frame.body.data)
+            if beat.number <= attendance.heard:
+                continue  # repeated over another stream
+            if beat.number != attendance.heard + 1:
+                raise RefusedError(who, "BAD_REQUEST", f"beat {beat.number} follows {attendance.heard}")
+            self._membership.check(who, beat)
+            attendance.heard = beat.number
+            if beat.events:
+                admitted = attendance.gate.take(beat.events, context.age_s())
+                if admitted.num_refused:
+                    attendance.refusals.tell(admitted.why, admitted.num_refused)
+                if admitted.lines:
+                    self._on_events(admitted)
+            context.carry_out(self._membership.beat(who, beat, context.age_s()))
+            self._on_beat(beat)
+
+    async def _tell(self, attendance: _Attendance, stream: Stream) -> None:
+        """Sends the notice at each change, and repeatedly as a sign of life, until the last one is sent.
+
+        A member that the coordinator does not hear gets no sign of life. So a member whose messages are lost
+        notices it, and says over a new connection that it is alive.
+
+        The coordinator does not end the stream before the member has ended its side: so the member knows that
+        its last beat was heard.
+        """
+        runtime, deadlines = self._context.runtime, self._context.deadlines
+        while True:
+            notice, heard = self._membership.notice, v1.Notice(heard=attendance.heard)
+            # Two serialized messages, one behind the other, are one message with the fields of both.
+            data = notice.SerializeToString() + heard.SerializeToString()
+            await stream.send(v1.Frame(body=v1.Body(data=data)))
+            if notice.phase >= v1.Notice.FINISHED:
+                return
+            while not await attendance.wakeup.rung(runtime, deadlines.notice_s):
+                if runtime.left_s(stream.heard_ns, 3 * deadlines.beat_s) > 0:
+                    break
+
+    async def _serve_alive(self, stream: Stream) -> None:
+        """Answers a member that has not heard the coordinator for some time, over another connection."""
+        attendance = self._present(stream)
+        if attendance is not None:
+            attendance.stream.heard()
+            await stream.send(v1.Frame(body=v1.Body()))
+
+    async def _serve_resume(self, stream: Stream) -> None:
+        """Moves the presence of a member, whose connection is silent, to another connection.
+
+        The old stream is left to end by itself: the member may use it until it hears the answer.
+        """
+        attendance, attempt = self._present(stream), v1.Resume.FromString(stream.opened.body).attempt
+        if attendance is None:
+            return
+        if attempt <= attendance.attempt:
+            stream.refuse(v1.BAD_REQUEST, f"attempt {attempt} comes after attempt {attendance.attempt}")
+            return
+        attendance.stream, attendance.attempt = stream, attempt
+        await self._attend(attendance, stream, stream.peer)
+
+    def _present(self, stream: Stream) -> _Attendance | None:
+        """Returns the presence of the caller; refuses a caller that is not in the run."""
+        attendance = self._attending.get(stream.peer)
+        if attendance is not None and attendance.incarnation == stream.opened.incarnation:
+            return attendance
+        not_in = f"it is not in this run; in are {', '.join(self._attending)}"
+        stream.refuse(v1.NOT_MEMBER, self._reasons.get(stream.peer, not_in))
+        return None
+
+
+def _refused_events(who: str, count: int, why: str) -> RefusedEventsEvent:
+    return RefusedEventsEvent(who=who, count=count, why=escaped(ascii(why)[1:-1], WHY_BYTES))
