@@ -48,7 +48,7 @@ from gradstream.transport.grpc.options import (
     SHARED_CONNECTION_OPTIONS,
     patience_options,
 )
-from gradstream.transport.grpc.sessions import BAD_SECRET, Sessions
+from gradstream.transport.grpc.sessions import Sessions
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.security import Shown, Tls
 from gradstream.wire import v1
@@ -235,7 +235,7 @@ class GrpcEndpoint(EndpointCore):
         if session is None:
             self.on_stranger(context.peer())
             await self._delay_refusal()
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, BAD_SECRET)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, proof.BAD_SECRET)
         try:
             opened = await self._first(context)
         except GradstreamError as error:
@@ -245,7 +245,7 @@ class GrpcEndpoint(EndpointCore):
         if opened is None:
             return
         if session.number not in self._ends:  # ended while the Open was on its way
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, BAD_SECRET)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, proof.BAD_SECRET)
         carrier = GrpcCarrier(None if opened.urgent else self._gate)
         stream = carrier.stream = self._incoming(
             opened,
