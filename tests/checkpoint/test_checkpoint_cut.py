@@ -15,7 +15,7 @@ from gradstream._simulate import simulate
 from gradstream.checkpoint import Manifest, newest, snapshot, verify
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.snapshot import SnapshotRounds
+from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data import Ledger, PartitionPlan
 from gradstream.errors import Interrupted
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig

@@ -158,7 +158,7 @@ def test_goes_on_where_it_was_cut_off(site: Site, tmp_path: Path) -> None:
 
 def test_goes_on_in_another_process(site: Site, tmp_path: Path) -> None:
     site.faults.cut_after = [2000, 0, 0, 0, 0]
-    with pytest.raises(DataError, match=r"after 2,000 of 700,000 bytes \(5 tries\).*2,000 .* are kept"):
+    with pytest.raises(DataError, match=r"after 2,000 of 700,000 bytes \(5 attempts\).*2,000 .* are kept"):
         site.get(tmp_path / "file")
     assert left(tmp_path) == ["file.part", "file.part.json"]
     site.get(tmp_path / "file")

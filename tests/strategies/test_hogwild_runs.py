@@ -19,7 +19,7 @@ from gradstream._train import launch
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.instructions import Discard, Emit
 from gradstream.coordinator.nodes import Nodes
-from gradstream.coordinator.snapshot import SnapshotRounds
+from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan, epoch_order
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError

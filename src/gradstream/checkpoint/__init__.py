@@ -2,7 +2,7 @@
 
 `format.py`: safetensors headers. `manifest.py`: the contents of `state.json`. `policy.py`: when checkpoints
 are made, and which are kept. `draft.py` writes checkpoints; `folder.py` finds and reads them. `own_state.py`:
-the state that each worker has of its own. `coordinator/snapshot.py` decides when a snapshot is made.
+the state that each worker has of its own. `coordinator/snapshot_rounds.py` decides when a snapshot is made.
 """
 
 from gradstream.checkpoint.draft import DraftSnapshot, VectorPlace

@@ -11,7 +11,7 @@ from gradstream.coordinator.message_checks import MessageChecks
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.phases import Phases
 from gradstream.coordinator.receipts import receipt_of
-from gradstream.coordinator.snapshot import SnapshotRounds
+from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.reassignment import Epoch
 from gradstream.data.shares import WorkerSpeed

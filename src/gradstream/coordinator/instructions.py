@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from gradstream.coordinator.snapshot import Snapshot
 from gradstream.telemetry.events import Event
 from gradstream.wire import v1
-
-if TYPE_CHECKING:
-    from gradstream.coordinator.snapshot import Snapshot
 
 __all__ = ["Commit", "Discard", "Emit", "Instruction", "Notify", "Prepare", "Refuse"]
 

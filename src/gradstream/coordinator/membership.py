@@ -28,7 +28,8 @@ from gradstream.coordinator.message_checks import MessageChecks
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.phases import LossTolerance, Phases
 from gradstream.coordinator.progress import SampleProgress
-from gradstream.coordinator.snapshot import Snapshot, SnapshotRounds
+from gradstream.coordinator.snapshot import Snapshot
+from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import JoinedEvent, LeftEvent, ParticipationEvent, StartedEvent
 from gradstream.untrusted import escaped

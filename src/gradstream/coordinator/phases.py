@@ -16,7 +16,7 @@ from gradstream.coordinator.instructions import Emit, Instruction, Notify
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.progress import SampleProgress
-from gradstream.coordinator.snapshot import SnapshotRounds
+from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.errors import PeerLostError
 from gradstream.telemetry.events import FailedEvent, StartedEvent, StoppedEvent
 from gradstream.wire import v1

@@ -81,10 +81,7 @@ class ImageDataset:
     def _batch(self, rows: Ids, ids: Ids) -> Batch:
         inputs = _scaled(self._images, rows)
         return Batch(
-            inputs.reshape(len(rows), -1) if self._flat else inputs,
-            self._labels[rows],
-            len(rows),
-            ids,
+            inputs.reshape(len(rows), -1) if self._flat else inputs, self._labels[rows], len(rows), ids
         )
 
     def __repr__(self) -> str:

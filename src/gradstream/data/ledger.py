@@ -64,15 +64,16 @@ class Ledger:
 
     Raises:
         ConfigError: there is no limit, or one is below 1.
+
+    Attributes:
+        num_epochs: number of data epochs of the run; with a limit on steps the last ones may be incomplete.
+        num_complete: number of data epochs, from the first one on, that have all their receipts.
+        num_receipts: number of minibatches with a receipt.
+        num_samples: number of their samples; None if unknown.
     """
 
     def __init__(
-        self,
-        plan: BatchPlan,
-        *,
-        epochs: int | None = None,
-        steps: int | None = None,
-        helping: bool = True,
+        self, plan: BatchPlan, *, epochs: int | None = None, steps: int | None = None, helping: bool = True
     ) -> None:
         for what, limit in (("epochs", epochs), ("steps", steps)):
             if limit is not None and limit < 1:
@@ -89,8 +90,8 @@ class Ledger:
             self._sequences.append(AssignableBatches(total=min(limits)))
         totals = [sequence.total for sequence in self._sequences]
         lasts = [plan.nth(number, total - 1).epoch for number, total in enumerate(totals) if total]
-        self._num_epochs = max(lasts, default=-1) + 1
-        self._num_complete = min(plan.progress.epochs, self._num_epochs)
+        self.num_epochs = max(lasts, default=-1) + 1
+        self.num_complete = min(plan.progress.epochs, self.num_epochs)
         self._counted = (-1, 0)  # an epoch, and the number of its minibatches
         self._counts: defaultdict[int, _EpochCounts] = defaultdict(_EpochCounts)  # by epoch
         self._hands: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)
@@ -99,7 +100,7 @@ class Ledger:
         self._lost: set[int] = set()
         self._paused: set[int] = set()
         self.num_receipts = 0
-        self.num_samples: int | None = 0  # in minibatches with a receipt; None if unknown
+        self.num_samples: int | None = 0
 
     @property
     def num_rounds(self) -> int:
@@ -107,19 +108,9 @@ class Ledger:
         return self.num_receipts // self.plan.num_workers
 
     @property
-    def num_complete(self) -> int:
-        """The number of data epochs, from the first one on, that have all their receipts."""
-        return self._num_complete
-
-    @property
-    def num_epochs(self) -> int:
-        """The number of data epochs of the run; with a limit on steps the last ones may be incomplete."""
-        return self._num_epochs
-
-    @property
     def finished(self) -> bool:
         """Whether every minibatch of the run has a receipt."""
-        return self._num_complete == self._num_epochs
+        return self.num_complete == self.num_epochs
 
     def receipt(self, ref: BatchRef, worker: int) -> bool:
         """Notes that a minibatch of a worker is in the model.
@@ -147,14 +138,14 @@ class Ledger:
         if (ref.partition, first) in self._again:
             self._again.remove((ref.partition, first))
             counts.reassigned += 1
-        while not self.finished and self.missing(self._num_complete) == 0:
-            self._num_complete += 1
+        while not self.finished and self.missing(self.num_complete) == 0:
+            self.num_complete += 1
         return True
 
     def knows(self, ref: BatchRef, worker: int) -> bool:
         """Whether the run has such a minibatch. Any worker may compute it."""
         del worker
-        inside = 0 <= ref.partition < len(self._sequences) and 0 <= ref.epoch < self._num_epochs
+        inside = 0 <= ref.partition < len(self._sequences) and 0 <= ref.epoch < self.num_epochs
         return inside and 0 <= ref.batch < ref.stop <= self._span(ref.partition, ref.epoch)
 
     def has_round(self, k: int) -> bool:
@@ -297,7 +288,7 @@ class Ledger:
                 continue
             epoch, free = self.plan.nth(number, k).epoch, sequence.num_free()
             if not (self.plan.seekable or number == taker or number in self._lost | self._paused):
-                epoch = self._num_epochs  # after everything else
+                epoch = self.num_epochs  # after everything else
             rank = epoch, int(number != taker), -free
             if found is None or rank < found[0]:
                 found = rank, number
@@ -358,12 +349,12 @@ class Ledger:
         last = max((epoch for epoch, counts in self._counts.items() if counts.received), default=-1)
         refs = (
             BatchRef(epoch, partition, batch)
-            for epoch in range(self._num_complete, last + 1)
+            for epoch in range(self.num_complete, last + 1)
             for partition, sequence in enumerate(self._sequences)
             for batch in range(self._span(partition, epoch))
             if sequence.received(self.plan.batches_before(partition, epoch) + batch)
         )
-        return self.plan.done_with(self._num_complete, refs)
+        return self.plan.done_with(self.num_complete, refs)
 
     def num_batches(self, epoch: int) -> int:
         """The number of minibatches of a data epoch with a receipt."""
@@ -375,7 +366,7 @@ class Ledger:
 
     def complete(self, epoch: int) -> bool:
         """Whether every minibatch of data epochs 0 … `epoch` has a receipt."""
-        return self._num_complete >= min(epoch + 1, self._num_epochs)
+        return self.num_complete >= min(epoch + 1, self.num_epochs)
 
     def reassigned(self, epoch: int) -> int:
         """The number of minibatches of a data epoch that were assigned again, for example after a loss."""

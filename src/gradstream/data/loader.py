@@ -44,11 +44,7 @@ Loader = DataLoader[Any]
 
 
 def from_loader(
-    loader: Loader,
-    test: Any = None,
-    *,
-    targets: str | None = None,
-    name: str | None = None,
+    loader: Loader, test: Any = None, *, targets: str | None = None, name: str | None = None
 ) -> MapDataset | StreamDataset:
     """A data set from a torch `DataLoader`.
 

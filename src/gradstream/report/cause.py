@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
+from gradstream.report.figures import RunFigures
 from gradstream.report.worker_figures import WorkerFigures
 
-__all__ = ["BUSY", "FULL", "NOTABLE", "SLOWER", "Reason", "share_for", "waited_for"]
+__all__ = ["BUSY", "FULL", "NOTABLE", "SLOWER", "Kind", "Reason", "SlowRun", "share_for", "waited_for"]
 
 NOTABLE = 0.15
 """A smaller share of the workers' time is not mentioned."""
@@ -18,6 +20,27 @@ FULL = 0.85
 """A machine, or a process of one core, counts as full from this share of its cores' time."""
 SLOWER = 1.2
 """Computing times whose ratio is smaller count as equal."""
+
+
+Kind: TypeAlias = Literal[
+    "nothing",
+    "evaluation",
+    "paused",
+    "checkpoints",
+    "slow worker",
+    "late worker",
+    "busy host",
+    "blocked",
+    "reading",
+    "varying steps",
+    "machine",
+    "chunks",
+    "server",
+    "memory",
+    "loopback",
+    "network",
+    "compute",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,28 +54,37 @@ class Reason:
         culprit: the node that causes it; "" for none.
     """
 
-    kind: Literal[
-        "nothing",
-        "evaluation",
-        "paused",
-        "checkpoints",
-        "slow worker",
-        "late worker",
-        "busy host",
-        "blocked",
-        "reading",
-        "varying steps",
-        "machine",
-        "chunks",
-        "server",
-        "memory",
-        "loopback",
-        "network",
-        "compute",
-    ]
+    kind: Kind
     text: str
     remedy: str = ""
     culprit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRun:
+    """A run whose slowness is to be explained.
+
+    Args:
+        figures: figures of the run.
+        workers: its workers with steps.
+        cores: number of cores of the machine that all nodes shared; None if there were several, or none.
+        processes: whether each node was a process, so that it has CPU seconds of its own.
+    """
+
+    figures: RunFigures
+    workers: Sequence[WorkerFigures]
+    cores: int | None
+    processes: bool
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all nodes shared one machine."""
+        return len(self.figures.hosts) <= 1
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all steps of all workers."""
+        return math.fsum(worker.total_s for worker in self.workers)
 
 
 def waited_for(worker: WorkerFigures, names: Collection[str]) -> float:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 
-from gradstream.report.cause import BUSY, FULL, NOTABLE, Reason, share_for, waited_for
+from gradstream.report.cause import BUSY, FULL, NOTABLE, Reason, SlowRun, share_for, waited_for
 from gradstream.report.figures import RunFigures, ShardFigures
-from gradstream.report.worker_figures import WorkerFigures
 
 __all__ = ["for_exchange", "for_network_of_one"]
 
@@ -24,17 +22,16 @@ ITEMSIZE_BYTES = 4
 LONGER = "a longer period between exchanges (push_every, fetch_every)"
 
 
-def for_network_of_one(
-    figures: RunFigures, workers: Sequence[WorkerFigures], shards: set[str]
-) -> Reason | None:
+def for_network_of_one(run: SlowRun, shards: set[str]) -> Reason | None:
     """The reason is one worker whose contributions come so much later than all others' as the others wait for it.
 
     If all workers share a link, the last one comes later by no more than its own transfer.
     """
+    workers = run.workers
     caused = {one.name: share_for(one, workers) for one in workers}
     worst = max(workers, key=lambda one: caused[one.name])
     waited_s = [waited_for(worker, {worst.name}) for worker in workers if worker is not worst]
-    late_s = figures.late_s.get(worst.name, 0.0)
+    late_s = run.figures.late_s.get(worst.name, 0.0)
     if caused[worst.name] < NOTABLE or late_s < ALONE * statistics.mean(waited_s):
         return None
     return Reason(
@@ -47,29 +44,26 @@ def for_network_of_one(
     )
 
 
-def for_exchange(
-    figures: RunFigures, workers: Sequence[WorkerFigures], share: float, cores: int | None, *, processes: bool
-) -> Reason:
+def for_exchange(run: SlowRun, share: float) -> Reason:
     """The reason why workers wait for the exchange, and not for the computing of others.
 
     Args:
-        figures: figures of the run.
-        workers: the workers with steps.
+        run: the run.
         share: share of the workers' time for which they wait, 0 to 1.
-        cores, processes: see `gradstream.report.reason.reason_of`.
     """
-    busy = {shard.name: _busy(shard, figures.seconds, processes) for shard in figures.shards}
+    figures = run.figures
+    busy = {shard.name: _busy(shard, figures.seconds, run.processes) for shard in figures.shards}
     busiest = max(busy, key=lambda name: busy[name], default="")
-    cpu_s = math.fsum(node.cpu_s for node in figures.nodes) if processes else 0.0
-    if cores and figures.seconds and cpu_s >= FULL * cores * figures.seconds:
+    cpu_s = math.fsum(node.cpu_s for node in figures.nodes) if run.processes else 0.0
+    if run.cores and figures.seconds and cpu_s >= FULL * run.cores * figures.seconds:
         return Reason(
             "machine",
-            f"The machine is full: its {cores} cores are busy all the time, and computing shares them with "
+            f"The machine is full: its {run.cores} cores are busy all the time, and computing shares them with "
             f"the exchange, for which the workers waited {share:.0%} of their time.",
             f"Fewer workers on this machine, {LONGER}, or another machine.",
         )
     moved_bytes = _moved_bytes(figures)
-    tiny = _for_chunks(figures, share * math.fsum(one.total_s for one in workers), share, moved_bytes)
+    tiny = _for_chunks(figures, share * run.total_s, share, moved_bytes)
     if tiny is not None:
         return tiny
     if busy.get(busiest, 0.0) >= BUSY:
@@ -80,7 +74,7 @@ def for_exchange(
             f"More shards (servers={len(figures.shards) + 1}), or {LONGER}.",
             busiest,
         )
-    steps = sum(worker.steps for worker in workers)
+    steps = sum(worker.steps for worker in run.workers)
     beside = f", while the busiest shard computed only {busy[busiest]:.0%} of the time" if busy else ""
     waited = f"the workers waited {share:.0%} of their time for the exchange"
     return _for_carrier(figures, f"{waited}, {moved_bytes / steps / 1e6:,.3g} MB a step{beside}.")

@@ -15,11 +15,11 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from gradstream.report.cause import FULL, Reason
+from gradstream.report.cause import FULL, Kind, Reason, SlowRun
 from gradstream.report.figures import RunFigures
 from gradstream.report.worker_figures import WorkerFigures
 
-__all__ = ["for_cores", "for_reading", "lost_share", "why_slow"]
+__all__ = ["for_cores", "for_reading", "for_slow_worker", "lost_share"]
 
 MOST = 0.5
 """A cause has to explain this share of the lost time."""
@@ -32,28 +32,20 @@ def lost_share(workers: Sequence[WorkerFigures]) -> float:
     return statistics.median(one.lost_s / one.compute_s if one.compute_s else 0.0 for one in workers)
 
 
-def why_slow(
-    figures: RunFigures,
-    one: WorkerFigures,
-    slowness: float,
-    about: str,
-    *,
-    processes: bool,
-    cores: int | None,
-) -> Reason | None:
+def for_slow_worker(run: SlowRun, one: WorkerFigures, slowness: float, about: str) -> Reason | None:
     """The reason why its machine makes a worker slower; None if the machine is not the cause.
 
     Args:
-        figures, processes, cores: see `for_cores`.
+        run: the run.
         one: the worker.
         slowness: how many times slower the worker is than the median, > 1.
         about: a clause that says how slow the worker is.
     """
     excess_s = one.compute_s * (1 - 1 / slowness)
     if one.lost_s >= MOST * excess_s:
-        return for_cores(figures, [one], processes=processes, cores=cores, about=about)
+        return for_cores(run, [one], about)
     if one.read_s >= MOST * excess_s:
-        return for_reading([one], about=about)
+        return for_reading([one], about)
     return None
 
 
@@ -76,58 +68,41 @@ def for_reading(workers: Sequence[WorkerFigures], about: str = "") -> Reason:
     )
 
 
-def for_cores(
-    figures: RunFigures,
-    workers: Sequence[WorkerFigures],
-    *,
-    processes: bool,
-    cores: int | None,
-    about: str = "",
-) -> Reason:
+def for_cores(run: SlowRun, workers: Sequence[WorkerFigures], about: str = "") -> Reason:
     """The reason why gradients take much longer than their CPU time.
 
     Args:
-        figures: figures of the run.
+        run: the run.
         workers: the workers with such gradients.
-        processes: whether each node is a process.
-        cores: number of cores that the nodes of the run may use, if all are on one machine; None takes all cores of
-            the first worker's machine.
         about: see `for_reading`.
     """
     compute_s = math.fsum(one.compute_s for one in workers)
     cpu_s = math.fsum(one.cpu_s or 0.0 for one in workers)
     had = f"gradients took {compute_s:,.1f} s, and computed for {cpu_s:,.1f} s of them"
-    culprit = workers[0].name if about else ""
-    if not processes:
-        return Reason(
+    used, cores = _used(run.figures, workers), run.cores or workers[0].cores
+    kind: Kind
+    if not run.processes:
+        kind, text = (
             "machine",
-            _sentence(about, f"the nodes are threads of one process, and compute one after the other: {had}"),
-            "A job file: its nodes are processes (`gradstream new` writes one).",
-            culprit,
+            f"the nodes are threads of one process, and compute one after the other: {had}",
         )
-    used, cores = _used(figures, workers), cores or workers[0].cores
-    if cores and used is not None and used >= FULL * cores:
-        return Reason(
-            "machine",
-            _sentence(about, f"the machine is full: this run keeps its {cores} cores busy; {had}"),
-            "Fewer workers on this machine, or another machine.",
-            culprit,
-        )
-    if not _waited_for_cores(workers):
-        return Reason(
-            "blocked",
-            _sentence(about, f"gradients wait, and not for a core: {had}{_load(workers, used)}"),
+        remedy = "A job file: its nodes are processes (`gradstream new` writes one)."
+    elif cores and used is not None and used >= FULL * cores:
+        kind, text = "machine", f"the machine is full: this run keeps its {cores} cores busy; {had}"
+        remedy = "Fewer workers on this machine, or another machine."
+    elif not _waited_for_cores(workers):
+        kind, text = "blocked", f"gradients wait, and not for a core: {had}{_load(workers, used)}"
+        remedy = (
             "Look in the model and the data set for a call that blocks: a device, a lock, a sleep; or memory that "
-            "is full, so that pages are read back from the disk.",
-            culprit,
+            "is full, so that pages are read back from the disk."
         )
-    return Reason(
-        "busy host",
-        _sentence(about, f"other processes hold the cores: {had}{_load(workers, used)}"),
-        "End the other processes (`top` shows them), or run where there are none; in a container, raise its "
-        "share of the processor.",
-        culprit,
-    )
+    else:
+        kind, text = "busy host", f"other processes hold the cores: {had}{_load(workers, used)}"
+        remedy = (
+            "End the other processes (`top` shows them), or run where there are none; in a container, raise its "
+            "share of the processor."
+        )
+    return Reason(kind, _sentence(about, text), remedy, workers[0].name if about else "")
 
 
 def _waited_for_cores(workers: Sequence[WorkerFigures]) -> bool:

@@ -22,12 +22,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from gradstream.report.cause import NOTABLE, SLOWER, Reason, share_for, waited_for
+from gradstream.report.cause import NOTABLE, SLOWER, Reason, SlowRun, share_for, waited_for
 from gradstream.report.exchanging import for_exchange, for_network_of_one
 from gradstream.report.figures import RunFigures
-from gradstream.report.host import for_cores, for_reading, lost_share, why_slow
+from gradstream.report.host import for_cores, for_reading, for_slow_worker, lost_share
 from gradstream.report.worker_figures import WorkerFigures
 
 __all__ = ["Reason", "reason_of"]
@@ -47,78 +46,45 @@ def reason_of(figures: RunFigures, cores: int | None = None, *, processes: bool 
     workers = [worker for worker in figures.workers if worker.total_s > 0]
     if not workers:
         return Reason("nothing", "No step was finished, so there is nothing to say about speed.")
-    total_s = math.fsum(worker.total_s for worker in workers)
+    run = SlowRun(figures, workers, cores, processes)
+    total_s = run.total_s
     names = {worker.name for worker in workers}
     for_workers = math.fsum(waited_for(worker, names - {worker.name}) for worker in workers) / total_s
     shards = {name for worker in workers for name in worker.waited_for} - names
     for_shards = math.fsum(waited_for(worker, shards) for worker in workers) / total_s
     unequal = min(for_workers, figures.imbalance_s / total_s)
     exchange = for_workers + for_shards - unequal
-    paused = _paused(figures, workers, max(unequal, exchange))
+    paused = _for_pauses(run, max(unequal, exchange))
     if paused is not None:
         return paused
-    machine = _Machine(figures, workers, processes, cores)
-    slow = _for_computing(machine, for_workers) if unequal >= max(NOTABLE, exchange) else None
-    if slow is not None and slow.culprit and not (slow.kind in OF_CORES and machine.lost >= NOTABLE):
+    lost = lost_share(workers)
+    slow = _for_computing(run, for_workers) if unequal >= max(NOTABLE, exchange) else None
+    if slow is not None and slow.culprit and not (slow.kind in OF_CORES and lost >= NOTABLE):
         return slow  # only this worker: the others have their cores
-    held_up = machine.held_up(unequal + exchange)
-    rest = max(unequal, exchange) * (1 - machine.lost if machine.is_one else 1.0)
-    if held_up >= NOTABLE and held_up >= rest:
-        return for_cores(figures, workers, processes=processes, cores=cores)
+    # On one machine, waiting becomes slower in the same proportion as computing.
+    waiting = unequal + exchange if run.is_on_one_machine else 0.0
+    without_cores = lost * (math.fsum(worker.compute_s for worker in workers) / total_s + waiting)
+    rest = max(unequal, exchange) * (1 - lost if run.is_on_one_machine else 1.0)
+    if without_cores >= NOTABLE and without_cores >= rest:
+        return for_cores(run, workers)
     if slow is not None:
         return slow
     reading = math.fsum(worker.read_s for worker in workers) / total_s
     if reading >= NOTABLE and reading >= exchange:
         return for_reading(workers)
     if exchange >= NOTABLE:
-        late = for_network_of_one(figures, workers, shards)
-        return late or for_exchange(figures, workers, exchange, cores, processes=processes)
-    return _computing(machine, total_s)
+        return for_network_of_one(run, shards) or for_exchange(run, exchange)
+    return _computing(run)
 
 
-@dataclass(frozen=True, slots=True)
-class _Machine:
-    """The machines of the workers. See `reason_of` for the arguments."""
-
-    figures: RunFigures
-    workers: Sequence[WorkerFigures]
-    processes: bool
-    cores: int | None
-
-    @property
-    def is_one(self) -> bool:
-        """Whether all nodes shared one machine."""
-        return len(self.figures.hosts) <= 1
-
-    @property
-    def lost(self) -> float:
-        """See `lost_share`."""
-        return lost_share(self.workers)
-
-    def held_up(self, waiting: float) -> float:
-        """The share of the workers' time that is lost because other processes use their cores.
-
-        Args:
-            waiting: share of their time for which they wait, 0 to 1. On one machine they lose the same part of it.
-        """
-        computing = math.fsum(one.compute_s for one in self.workers) / math.fsum(
-            one.total_s for one in self.workers
-        )
-        return self.lost * (computing + (waiting if self.is_one else 0.0))
-
-    def why(self, one: WorkerFigures, slowness: float, about: str) -> Reason | None:
-        """See `why_slow`."""
-        return why_slow(self.figures, one, slowness, about, processes=self.processes, cores=self.cores)
-
-
-def _paused(figures: RunFigures, workers: Sequence[WorkerFigures], waiting: float) -> Reason | None:
+def _for_pauses(run: SlowRun, waiting: float) -> Reason | None:
     """The reason why workers do not train, if that takes longest. `waiting` is a share of the steps."""
-    seconds = figures.seconds
+    figures, workers, seconds = run.figures, run.workers, run.figures.seconds
     if not seconds:
         return None
     evaluator = max(workers, key=lambda one: one.evaluate_s)
     if len(workers) > 1 and evaluator.evaluate_s >= NOTABLE * seconds:
-        return _for_evaluation(figures, workers, evaluator)
+        return _for_evaluation(run, evaluator)
     scheduled = statistics.mean(worker.paused_s for worker in workers) / seconds
     checkpoints = figures.checkpoint_pause_s / seconds
     if scheduled >= max(NOTABLE, checkpoints, (1 - scheduled) * waiting):
@@ -146,15 +112,14 @@ def _slowness(one: WorkerFigures, workers: Sequence[WorkerFigures]) -> float | N
     return one.compute_s_per_sample / statistics.median(known)
 
 
-def _for_evaluation(figures: RunFigures, workers: Sequence[WorkerFigures], one: WorkerFigures) -> Reason:
-    share = one.evaluate_s / figures.seconds
-    held_up = max(
-        share_for(one, workers), statistics.median(_idle(figures, w) for w in workers if w is not one)
-    )
+def _for_evaluation(run: SlowRun, one: WorkerFigures) -> Reason:
+    share = one.evaluate_s / run.figures.seconds
+    idle = statistics.median(_idle(run.figures, other) for other in run.workers if other is not one)
+    idle = max(share_for(one, run.workers), idle)
     return Reason(
         "evaluation",
         f"{one.name} evaluates on held-out samples {share:.0%} of the time; the others waited for it, or "
-        f"had nothing left to do, {held_up:.0%} of theirs.",
+        f"had nothing left to do, {idle:.0%} of theirs.",
         "A larger evaluate_every, or fewer held-out samples.",
         one.name,
     )
@@ -163,8 +128,8 @@ def _for_evaluation(figures: RunFigures, workers: Sequence[WorkerFigures], one: 
 # ---- others compute longer --------------------------------------------------------------
 
 
-def _for_computing(machine: _Machine, share: float) -> Reason:
-    workers = machine.workers
+def _for_computing(run: SlowRun, share: float) -> Reason:
+    workers = run.workers
     caused = {one.name: share_for(one, workers) for one in workers}
     worst = max(workers, key=lambda one: caused[one.name])
     waited = caused[worst.name]
@@ -181,7 +146,7 @@ def _for_computing(machine: _Machine, share: float) -> Reason:
         f"{worst.name} computes {slowness:.1f} times slower than the median; "
         f"the others waited {waited:.0%} of their time for it"
     )
-    return machine.why(worst, slowness, slower) or Reason(
+    return for_slow_worker(run, worst, slowness, slower) or Reason(
         "slow worker",
         f"{slower}.",
         f'Give {worst.name} a smaller share (shares="measured" finds it, batch_size by rank sets it) or a '
@@ -193,16 +158,16 @@ def _for_computing(machine: _Machine, share: float) -> Reason:
 # ---- computing --------------------------------------------------------------------------
 
 
-def _computing(machine: _Machine, total_s: float) -> Reason:
-    workers, figures = machine.workers, machine.figures
-    share = math.fsum(worker.compute_s + worker.own_s for worker in workers) / total_s
+def _computing(run: SlowRun) -> Reason:
+    workers, figures = run.workers, run.figures
+    share = math.fsum(worker.compute_s + worker.own_s for worker in workers) / run.total_s
     worst = max(workers, key=lambda one: _slowness(one, workers) or 1.0)
     slowness = _slowness(worst, workers) or 1.0
     if slowness < SLOWER:
         text = f"Computing: the workers spend {share:.0%} of their time in it, and next to none waiting."
         return Reason("compute", text, "Only faster workers, or more of them.")
     slower = f"{worst.name} computes {slowness:.1f} times slower than the median"
-    why = machine.why(worst, slowness, slower)
+    why = for_slow_worker(run, worst, slowness, slower)
     if why is not None:
         return why
     idle = statistics.median(_idle(figures, one) for one in workers if one is not worst)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -28,18 +29,7 @@ __all__ = ["replay"]
 @click.option("--watch", is_flag=True, help="A line for each update on the way.")
 @click.option("--anyway", is_flag=True, help="Though packages or the processor are others than they were.")
 @json_option
-def replay(
-    run: Path,
-    until_update: int | None,
-    worker: int | None,
-    step: int | None,
-    version: int | None,
-    chunk: int | None,
-    find: str | None,
-    watch: bool,
-    anyway: bool,
-    as_json: bool,
-) -> None:
+def replay(run: Path, watch: bool, anyway: bool, as_json: bool, **place: Any) -> None:
     """Repeats a recorded run bit for bit, and stops at any update.
 
     RUN is a run directory made with --record. All nodes run in this process, in the order that was
@@ -56,5 +46,4 @@ def replay(
     """
     from gradstream.cli.replaying import ReplayQuery, show_replay
 
-    asked = ReplayQuery(until_update, worker, step, version, chunk, find)
-    show_replay(run, asked, watch=watch, anyway=anyway, as_json=as_json)
+    show_replay(run, ReplayQuery(**place), watch=watch, anyway=anyway, as_json=as_json)

@@ -1,0 +1,273 @@
+"""A consistent snapshot, as a pure state machine: reports of nodes go in, phases come out.
+
+    PAUSE ─all begun─▶ STOP ─all reached─▶ (Prepare) ─▶ SNAPSHOT ─all held─▶ WRITE ─all written─▶ (Commit)
+
+In a run of rounds, all workers stop after the last round that any of them has begun; otherwise each stops
+after its present minibatch. So the model holds whole minibatches, the ledger says which, and no worker waits
+for one that has stopped: a worker that is behind may go on, and a worker that is ahead has begun nothing that
+the others do not reach.
+
+A run that ends early ends with such a snapshot. ENDED then follows STOP: everything that was begun is in the
+model, and only the final parameters are written.
+
+Workers are paused from PAUSE to SNAPSHOT. If a node is lost then, or a deadline passes, the snapshot ends and
+the run continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradstream.checkpoint.draft import VectorPlace
+from gradstream.checkpoint.manifest import Evaluated, Resume
+from gradstream.checkpoint.policy import Policy
+from gradstream.coordinator.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare
+from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.snapshot import Snapshot
+from gradstream.data.ledger import Ledger
+from gradstream.data.open_ledger import OpenLedger
+from gradstream.runtime.deadlines import Deadlines
+from gradstream.telemetry.events import CheckpointEvent, CheckpointFailedEvent
+from gradstream.untrusted import escaped
+from gradstream.wire import v1
+
+__all__ = ["SnapshotRounds"]
+
+WRITE_S = 1800.0
+"""How long the nodes may take to write a snapshot, after the workers have resumed."""
+
+ERROR_BYTES = 1024
+"""The most bytes of a node's error message that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """How far the run was when its latest snapshot began."""
+
+    step: int
+    epochs: int
+
+
+class SnapshotRounds:
+    """Begins snapshots when they are due, leads one at a time to its end, and reports the outcome.
+
+    Args:
+        ledger: which minibatches are in the model.
+        nodes: the members.
+        policy: when a checkpoint is due; None makes no checkpoints: the run just stops.
+        in_rounds: workers go through rounds, and stop after the same one.
+        resume: where a resumed run goes on.
+        deadlines: `cut_s` limits the pause of the workers.
+        verdicts: the ledger learns of a round from the first shard's verdict, and not from workers that
+            report to have reached it. The verdict may come later.
+
+    Attributes:
+        current: the snapshot under way.
+        kept: folder of the newest checkpoint; "" before the first.
+        evaluated: the latest evaluation.
+        stopping: the run was asked to stop.
+        finishing: the run has reached its stopping criterion.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger | OpenLedger,
+        nodes: Nodes,
+        policy: Policy | None,
+        *,
+        in_rounds: bool,
+        resume: Resume | None = None,
+        deadlines: Deadlines | None = None,
+        verdicts: bool = False,
+    ) -> None:
+        self.current: Snapshot | None = None
+        self.kept = resume.folder if resume is not None else ""
+        self.evaluated: Evaluated | None = None
+        self.stopping = False
+        self.finishing = False
+        self._ledger = ledger
+        self._nodes = nodes
+        self._policy = policy
+        self._in_rounds = in_rounds
+        self._pause_s = (deadlines or Deadlines()).cut_s
+        self._verdicts = verdicts
+        self._first_step = resume.step if resume is not None else 0
+        self._count = 0
+        self._latest = _Begun(self._first_step, ledger.num_complete)
+        self._since_s: float | None = None  # since when no snapshot was tried
+
+    @property
+    def step(self) -> int:
+        """Rounds in the model, in a run of rounds; otherwise minibatches of all workers."""
+        ledger = self._ledger
+        return self._first_step + (ledger.num_rounds if self._in_rounds else ledger.num_receipts)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run was asked to stop, and no snapshot is under way."""
+        return self.stopping and self.current is None
+
+    @property
+    def ending(self) -> bool:
+        """Whether workers know after which minibatch the run ends."""
+        return self.current is not None and self.current.ends and self.current.phase != v1.Snapshot.PAUSE
+
+    def tick(self, at_s: float) -> list[Instruction]:
+        """Begins a snapshot that is due, and ends one that takes too long."""
+        if self._since_s is None:
+            self._since_s = at_s
+        if self.current is not None:
+            return self._check_time(self.current, at_s)
+        if self._policy is None or self._ledger.finished:
+            return []
+        due = self._policy.due(
+            steps=self.step - self._latest.step,
+            epochs=self._ledger.num_complete - self._latest.epochs,
+            seconds=at_s - self._since_s,
+        )
+        return self.begin(at_s) if due else []
+
+    def _check_time(self, snapshot: Snapshot, at_s: float) -> list[Instruction]:
+        if self._verdicts and snapshot.phase == v1.Snapshot.STOP and (out := self._advance(snapshot, at_s)):
+            return out
+        if self.ending:
+            return []  # nothing limits the time of minibatches that were begun
+        limit_s, since_s = WRITE_S, snapshot.resumed_s
+        if snapshot.pauses_workers:
+            limit_s, since_s = self._pause_s, snapshot.began_s
+        if at_s - since_s <= limit_s:
+            return []
+        names = ", ".join(snapshot.awaited) or "the coordinator"
+        return self.fail(names, f"nothing came from {names} within {limit_s:g} s", at_s)
+
+    def stop(self, at_s: float) -> list[Instruction]:
+        """Lets the run stop with a snapshot: with the one under way, if workers are still paused for it."""
+        self.stopping = True
+        if self._policy is None or self.finishing:
+            return []
+        if self.current is None:
+            return self.begin(at_s)
+        if self.current.pauses_workers:
+            self.current.last = True
+        return [Notify()]
+
+    def finish(self, at_s: float) -> list[Instruction]:
+        """Lets the run finish early, with another snapshot after the one under way."""
+        self.finishing = True
+        return [] if self.current is not None else self.begin(at_s)
+
+    def begin(self, at_s: float) -> list[Instruction]:
+        """Begins a snapshot."""
+        self._count += 1
+        self._latest, self._since_s = _Begun(self.step, self._ledger.num_complete), at_s
+        self.current = Snapshot(
+            number=self._count,
+            workers=self._nodes.worker_names,
+            holders=self._nodes.holders,
+            in_rounds=self._in_rounds,
+            last=self.stopping,
+            began_s=at_s,
+            ends=self.finishing,
+        )
+        return [Notify()]
+
+    def report(self, who: str, report: v1.SnapshotReport, at_s: float) -> list[Instruction]:
+        """Takes a report of a node about its part in the snapshot."""
+        snapshot = self.current
+        if snapshot is None or report.number != snapshot.number:
+            return []
+        if report.kind == v1.SnapshotReport.FAILED:
+            return self.fail(who, escaped(report.error, ERROR_BYTES), at_s)
+        snapshot.take(who, report)
+        return self._advance(snapshot, at_s)
+
+    def prepared(self, snapshot: Snapshot, places: Sequence[VectorPlace], at_s: float) -> list[Instruction]:
+        """Goes on to SNAPSHOT: the draft is open, and the workers have sent their own state."""
+        if snapshot is not self.current:
+            return [Discard(snapshot)]
+        snapshot.places, snapshot.phase = tuple(places), v1.Snapshot.SNAPSHOT
+        return [Notify(), *self._advance(snapshot, at_s)]
+
+    def committed(self, snapshot: Snapshot, folder: str, size_bytes: int, at_s: float) -> list[Instruction]:
+        """Ends a snapshot that has become the checkpoint `folder`."""
+        self.kept = folder
+        event = CheckpointEvent(
+            step=snapshot.step,
+            folder=folder,
+            size_bytes=size_bytes,
+            paused_s=snapshot.resumed_s - snapshot.began_s,
+            total_s=at_s - snapshot.began_s,
+        )
+        if snapshot is not self.current:
+            return [Emit(event)]
+        self.current = None
+        again = self.finishing or (self.stopping and not snapshot.last)
+        return [Emit(event), *(self.begin(at_s) if again else [Notify()])]
+
+    def lost(self, who: str, at_s: float) -> list[Instruction]:
+        """Ends the snapshot if it needs a node that was lost. In WRITE it needs only the holders."""
+        snapshot = self.current
+        if (
+            snapshot is None
+            or who not in snapshot.workers
+            or not (snapshot.pauses_workers or who in snapshot.holders)
+        ):
+            return []
+        if self.ending:  # the other workers still reach the minibatch where they stop
+            snapshot.workers = [worker for worker in snapshot.workers if worker != who]
+            return self._advance(snapshot, at_s)
+        failed = self.fail(who, f"{who} was lost while the snapshot was made", at_s)
+        return [*failed, *(self.begin(at_s) if self.stopping or self.finishing else [])]
+
+    def fail(self, who: str, why: str, at_s: float) -> list[Instruction]:
+        """Ends the snapshot without a checkpoint. The run continues, and the checkpoint before it is kept."""
+        snapshot, self.current = self.current, None
+        if snapshot is None:
+            return []
+        self._since_s = at_s
+        if snapshot.ends:
+            return []
+        event = CheckpointFailedEvent(step=self.step, who=who, message=why, kept=self.kept)
+        return [Discard(snapshot), Emit(event), Notify()]
+
+    def drop(self) -> list[Instruction]:
+        """Ends the snapshot under way: the run is over."""
+        snapshot, self.current = self.current, None
+        return [] if snapshot is None or snapshot.ends else [Discard(snapshot)]
+
+    def _advance(self, snapshot: Snapshot, at_s: float) -> list[Instruction]:
+        """Enters the next phase if all reports of the present one are there."""
+        if snapshot.awaited or (snapshot.phase == v1.Snapshot.STOP and self._verdict_missing(snapshot)):
+            return []
+        match snapshot.phase:
+            case v1.Snapshot.PAUSE:
+                snapshot.stop()
+                return [Notify(), *self._advance(snapshot, at_s)]
+            case v1.Snapshot.STOP if snapshot.ends:
+                snapshot.phase = v1.Snapshot.ENDED
+                return [Notify()]
+            case v1.Snapshot.STOP:
+                snapshot.progress, snapshot.step = self._ledger.progress(), self.step
+                return self._order(snapshot, Prepare(snapshot))
+            case v1.Snapshot.SNAPSHOT:
+                if any(version < 0 for versions in snapshot.versions.values() for version in versions):
+                    return self.fail("coordinator", "there are no parameters yet", at_s)
+                snapshot.phase, snapshot.resumed_s = v1.Snapshot.WRITE, at_s
+                return [Notify(), *self._advance(snapshot, at_s)]
+            case v1.Snapshot.ENDED:
+                return []
+            case _:
+                return self._order(snapshot, Commit(snapshot))
+
+    def _verdict_missing(self, snapshot: Snapshot) -> bool:
+        """Whether the verdict on a round that workers have gone through has not come yet."""
+        return self._verdicts and self._ledger.num_rounds < max(snapshot.stop_at.values(), default=0)
+
+    @staticmethod
+    def _order(snapshot: Snapshot, instruction: Instruction) -> list[Instruction]:
+        """Gives the instruction once in a phase: nodes may repeat their reports."""
+        if snapshot.ordered == snapshot.phase:
+            return []
+        snapshot.ordered = snapshot.phase
+        return [instruction]
