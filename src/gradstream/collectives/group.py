@@ -19,7 +19,7 @@ import torch
 from gradstream.errors import ConfigError
 from gradstream.memory import Span, Vector
 
-__all__ = ["Group", "GroupMembers", "slice_of"]
+__all__ = ["Group", "GroupMembers", "own_slice", "slice_of"]
 
 
 def slice_of(elems: int, rank: int, size: int) -> tuple[int, int]:
@@ -31,6 +31,12 @@ def slice_of(elems: int, rank: int, size: int) -> tuple[int, int]:
     blocks = -(-elems // 64)
     start, stop = blocks * rank // size * 64, blocks * (rank + 1) // size * 64
     return min(start, elems), min(stop, elems)
+
+
+def own_slice(span: Span, rank: int, size: int) -> Span:
+    """The `slice_of` a span that `rank` of `size` owns."""
+    start, stop = slice_of(len(span), rank, size)
+    return Span(span.vector, span.start + start, span.start + stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gradstream.collectives.communicator import Communicator
-from gradstream.collectives.group import GroupMembers, slice_of
+from gradstream.collectives.group import GroupMembers, own_slice
 from gradstream.collectives.torch_backend.engine import (
     Backend,
     Done,
@@ -148,8 +148,7 @@ class TorchGroup:
     async def reduce_scatter(self, span: Span, *, weight: float = 1.0) -> Span:
         """See `Group.reduce_scatter`: in place. gloo's costs as much as its allreduce."""
         await self._run("reduce_scatter", span, weight=weight)
-        start, stop = slice_of(len(span), self.rank, self.size)
-        return Span(span.vector, span.start + start, span.start + stop)
+        return own_slice(span, self.rank, self.size)
 
     async def all_gather(self, span: Span) -> None:
         """See `Group.all_gather`."""
