@@ -341,7 +341,9 @@ def test_an_iterable_data_set_is_gone_through_by_all_and_kept_in_turn() -> None:
     data = gs.from_loader(DataLoader(SizedRange(10, 10), batch_size=2))
     epochs = numbers(read_all(data, spec_of(), epochs=2))
     assert Counter(flat(epochs)) == dict.fromkeys(range(10), 2)
-    with pytest.raises(ConfigError, match="epochs=2: nobody knows how many batches an epoch of 'Range' has"):
+    with pytest.raises(
+        ConfigError, match="epochs=2: the number of batches in an epoch of 'Range' is unknown"
+    ):
         plan_of(gs.from_loader(DataLoader(Range(10))), spec_of())
 
 

@@ -13,18 +13,18 @@ from gradstream.data.base import BatchRef
 from gradstream.errors import DataError
 from gradstream.recording import (
     FOLDER,
+    BatchesAssigned,
     Changed,
     Closed,
     Decided,
     FetchAsked,
-    Handed,
+    IntervalBegun,
     Log,
     LogPart,
     Pushed,
     Read,
-    Stood,
+    SnapshotReached,
     Summed,
-    Turned,
     read_log,
 )
 from gradstream.recording.entries import Entry, decode, encode
@@ -45,10 +45,10 @@ ENTRIES: list[Entry] = [
     Changed("enter", (2,), 17, 20, ((0, 4), (2, 5))),
     Decided(300, (0, 2), ((1, 5), (3, 400))),
     Summed(7, 65, 0xFFFFFFFF),
-    Handed((BatchRef(1, 2, 3), BatchRef(0, 200, 0, 16)), complete=False, interval=3),
-    Handed((), complete=True),
-    Stood(129, ends=True),
-    Turned(12, 3, "together"),
+    BatchesAssigned((BatchRef(1, 2, 3), BatchRef(0, 200, 0, 16)), complete=False, interval=3),
+    BatchesAssigned((), complete=True),
+    SnapshotReached(129, ends=True),
+    IntervalBegun(12, 3, "together"),
     Closed(),
 ]
 

@@ -38,11 +38,11 @@ class _EpochCounts:
 
 @dataclass(frozen=True, slots=True)
 class Unassigned:
-    """Numbers of minibatches that can be assigned to a worker; numbers of units if sizes differ.
+    """The minibatches that can be assigned to a worker, or units if sizes differ.
 
     Args:
-        epoch: of the oldest epoch that has some.
-        run: up to the end of the run.
+        epoch: number of minibatches of the oldest epoch that has some.
+        run: number of minibatches up to the end of the run.
     """
 
     epoch: int

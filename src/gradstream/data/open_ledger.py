@@ -5,8 +5,8 @@ a lost worker had left (see `Reassignment`), others take them over; otherwise th
 
 In rounds, all workers must stop before the same round, although they run out of data at different times, and a worker
 that takes part in a round cannot stop before its end. So a worker without data asks before each further round, in which
-it takes part without samples. All workers take part in a round if one of them was told to. When all workers are without
-data, the run ends before the first round to which none was told.
+it takes part without samples. If the coordinator tells one worker to take part in a round, all workers do. When all
+workers are without data, the run ends before the first round in which none was told to take part.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class StreamDataset:
             )
         if self._batches is None and spec.steps is None:
             raise ConfigError(
-                f"epochs={spec.epochs}: nobody knows how many batches an epoch of {self.name!r} has; "
+                f"epochs={spec.epochs}: the number of batches in an epoch of {self.name!r} is unknown; "
                 "give steps= instead, or say it: from_stream(f, batches=...), __len__ of an IterableDataset"
             )
         counts = self._counts(spec)

@@ -1,17 +1,17 @@
 """The recording of a run: the order in which its shards handled events, from which a replay repeats the run."""
 
 from gradstream.recording.entries import (
+    BatchesAssigned,
     Changed,
     Closed,
     Decided,
     Entry,
     FetchAsked,
-    Handed,
+    IntervalBegun,
     Pushed,
     Read,
-    Stood,
+    SnapshotReached,
     Summed,
-    Turned,
 )
 from gradstream.recording.log import FOLDER, JOB_FILE, Log, LogPart, LogReader, read_log
 from gradstream.recording.origin import differences, origin_of
@@ -19,20 +19,20 @@ from gradstream.recording.origin import differences, origin_of
 __all__ = [
     "FOLDER",
     "JOB_FILE",
+    "BatchesAssigned",
     "Changed",
     "Closed",
     "Decided",
     "Entry",
     "FetchAsked",
-    "Handed",
+    "IntervalBegun",
     "Log",
     "LogPart",
     "LogReader",
     "Pushed",
     "Read",
-    "Stood",
+    "SnapshotReached",
     "Summed",
-    "Turned",
     "differences",
     "origin_of",
     "read_log",

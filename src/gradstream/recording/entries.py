@@ -18,17 +18,17 @@ from gradstream.data.base import BatchRef
 from gradstream.errors import DataError
 
 __all__ = [
+    "BatchesAssigned",
     "Changed",
     "Closed",
     "Decided",
     "Entry",
     "FetchAsked",
-    "Handed",
+    "IntervalBegun",
     "Pushed",
     "Read",
-    "Stood",
+    "SnapshotReached",
     "Summed",
-    "Turned",
     "decode",
     "encode",
 ]
@@ -96,14 +96,14 @@ class Changed:
     """Workers began or ceased to take part (written by a shard).
 
     Args:
-        kind, ranks, clock, told: see `server.shard.event_schedule.ParticipationChange`.
+        kind, ranks, clock, new_clock: see `server.shard.event_schedule.ParticipationChange`.
         chunk_times: pairs (chunk, chunk time), of all chunks of the shard.
     """
 
     kind: Literal["leave", "enter", "keep"]
     ranks: tuple[int, ...]
     clock: int
-    told: int
+    new_clock: int
     chunk_times: tuple[tuple[int, int], ...]
 
 
@@ -117,7 +117,7 @@ class Summed:
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class BatchesAssigned:
     """The coordinator's answer to a worker that asked for minibatches (written by the worker)."""
 
     refs: tuple[BatchRef, ...]
@@ -126,7 +126,7 @@ class Handed:
 
 
 @dataclass(frozen=True, slots=True)
-class Stood:
+class SnapshotReached:
     """A snapshot paused a worker; everything that it had computed was in the model (written by the worker).
 
     Args:
@@ -139,7 +139,7 @@ class Stood:
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
+class IntervalBegun:
     """A participation schedule let a worker in, or moved it to another phase (written by the worker).
 
     Args:
@@ -170,9 +170,20 @@ class Closed:
     """The run was over: no entry of this shard is missing."""
 
 
-Entry: TypeAlias = Pushed | FetchAsked | Read | Summed | Handed | Stood | Closed | Changed | Turned | Decided
+Entry: TypeAlias = (
+    Pushed
+    | FetchAsked
+    | Read
+    | Summed
+    | BatchesAssigned
+    | SnapshotReached
+    | Closed
+    | Changed
+    | IntervalBegun
+    | Decided
+)
 
-PUSHED, ASKED, READ, SUMMED, HANDED, STOOD, CLOSED, CHANGED, TURNED, DECIDED = range(1, 11)
+PUSHED, ASKED, READ, SUMMED, ASSIGNED, REACHED, CLOSED, CHANGED, BEGUN, DECIDED = range(1, 11)
 KINDS: tuple[Literal["leave", "enter", "keep"], ...] = ("leave", "enter", "keep")
 MAX_SHIFT = 63
 FLAG = 0x10
@@ -201,25 +212,25 @@ def encode(entry: Entry) -> bytes:
             return _bytes(READ, (*head, entry.clock))
         case Summed():
             return _bytes(SUMMED, (entry.chunk, entry.done, entry.crc))
-        case Handed():
+        case BatchesAssigned():
             flat: list[int] = []
             for ref in entry.refs:
                 flat += (ref.epoch, ref.partition, ref.batch, ref.count)
-            return _bytes(HANDED | FLAG * entry.complete, (entry.interval, len(entry.refs), *flat))
-        case Stood():
-            return _bytes(STOOD | FLAG * entry.ends, (entry.begun,))
+            return _bytes(ASSIGNED | FLAG * entry.complete, (entry.interval, len(entry.refs), *flat))
+        case SnapshotReached():
+            return _bytes(REACHED | FLAG * entry.ends, (entry.begun,))
         case Closed():
             return _bytes(CLOSED, ())
         case Changed():
             pairs = [number for pair in entry.chunk_times for number in pair]
-            head = (KINDS.index(entry.kind), entry.clock, entry.told, len(entry.ranks), len(pairs))
+            head = (KINDS.index(entry.kind), entry.clock, entry.new_clock, len(entry.ranks), len(pairs))
             return _bytes(CHANGED, (*head, *entry.ranks, *pairs))
         case Decided():
             pairs = [number for pair in entry.chunk_times for number in pair]
             return _bytes(DECIDED, (entry.round, len(entry.ranks), len(pairs), *entry.ranks, *pairs))
-        case Turned():
+        case IntervalBegun():
             phase = entry.phase.encode()
-            return _bytes(TURNED, (entry.begun, entry.number, len(phase))) + phase
+            return _bytes(BEGUN, (entry.begun, entry.number, len(phase))) + phase
 
 
 def decode(data: bytes) -> Iterator[Entry]:
@@ -255,18 +266,18 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
             (interval, count), at = _numbers(data, at, 2)
             flat, at = _numbers(data, at, 4 * count)
             refs = tuple(BatchRef(*flat[4 * i : 4 * i + 4]) for i in range(count))
-            return Handed(refs, first, interval), at
+            return BatchesAssigned(refs, first, interval), at
         case 6:
             (begun,), at = _numbers(data, at, 1)
-            return Stood(begun, first), at
+            return SnapshotReached(begun, first), at
         case 7:
             return Closed(), at
         case 8:
-            (which, clock, told, num_ranks, num_pairs), at = _numbers(data, at, 5)
+            (which, clock, new_clock, num_ranks, num_pairs), at = _numbers(data, at, 5)
             ranks, at = _numbers(data, at, num_ranks)
             flat, at = _numbers(data, at, num_pairs)
             pairs = tuple(zip(flat[::2], flat[1::2], strict=True))
-            return Changed(KINDS[which], tuple(ranks), clock, told, pairs), at
+            return Changed(KINDS[which], tuple(ranks), clock, new_clock, pairs), at
         case 10:
             (round_, num_ranks, num_pairs), at = _numbers(data, at, 3)
             ranks, at = _numbers(data, at, num_ranks)
@@ -276,7 +287,7 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
             (begun, number, size), at = _numbers(data, at, 3)
             if at + size > len(data):
                 raise IndexError("it ends inside a phase")
-            return Turned(begun, number, data[at : at + size].decode()), at + size
+            return IntervalBegun(begun, number, data[at : at + size].decode()), at + size
         case other:
             raise DataError(f"a recording has an entry of kind {other}, which this gradstream does not know")
 

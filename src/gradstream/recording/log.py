@@ -3,7 +3,7 @@
     block 0                     header of the node: JSON
     blocks 1, 2, ...            entries, compressed
 
-    block = length (4 bytes, little endian) · CRC-32 of what follows (4 bytes) · zlib of the content
+    block = length (4 bytes, little endian) · CRC-32 of the rest (4 bytes) · zlib of the content
 
 A node that is killed leaves at most one incomplete block, at the end. The reader drops it.
 """
@@ -140,7 +140,7 @@ class LogReader:
                 return
             packed = data[at + HEAD_BYTES : stop]
             if zlib.crc32(packed) != int.from_bytes(data[at + 4 : at + HEAD_BYTES], "little"):
-                if stop == len(data):  # a power cut may leave the length and not all of what it counts
+                if stop == len(data):  # after a power cut the end of the last block may be missing
                     self.torn_bytes = stop - at
                     return
                 raise DataError(

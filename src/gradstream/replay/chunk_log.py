@@ -84,7 +84,7 @@ def chunk_logs_of(part: LogPart) -> tuple[defaultdict[int, ChunkLog], defaultdic
             case Changed(kind, ranks, clock):
                 add_to_all(ParticipationChange(kind, ranks, clock), entry)
                 if kind == "enter":
-                    clocks[ranks[0]].append(entry.told)
+                    clocks[ranks[0]].append(entry.new_clock)
             case Summed():
                 logs[entry.chunk].sums[entry.done] = entry.crc
     _sort_reads(logs, part.entries)

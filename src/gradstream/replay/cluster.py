@@ -220,7 +220,7 @@ class ReplayCluster:
 
 
 class _Overlay(MemoryStorage):
-    """Reads files of another storage, and keeps what is written in memory.
+    """Reads files of another storage, and writes files to memory.
 
     Args:
         under: the other storage, which is never written; None for none.

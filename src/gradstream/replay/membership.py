@@ -1,4 +1,4 @@
-"""The membership of a node in a replay: nobody joins or leaves, and the coordinator's recorded answers are repeated."""
+"""The membership of a node in a replay, where all members are there and the recording repeats the coordinator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradstream.coordinator.client.reporter import Reporter
 from gradstream.coordinator.client.requests import Assigned, WorkerRequests
 from gradstream.data.base import BatchRef
 from gradstream.data.shares import WorkerSpeed
-from gradstream.recording import Entry, Handed, Stood, Turned
+from gradstream.recording import BatchesAssigned, Entry, IntervalBegun, SnapshotReached
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import Event
@@ -47,7 +47,7 @@ class _ReplayedRequests(WorkerRequests):
     """Gives a worker the coordinator's recorded answers again, and waits forever when there are no more."""
 
     def __init__(
-        self, runtime: Runtime, endpoint: Endpoint, reporter: Reporter, assignments: deque[Handed]
+        self, runtime: Runtime, endpoint: Endpoint, reporter: Reporter, assignments: deque[BatchesAssigned]
     ) -> None:
         super().__init__(runtime, endpoint, Deadlines(), reporter)
         self._assignments = assignments
@@ -82,9 +82,9 @@ class ReplayedMember(Member):
         super().__init__(runtime, endpoint, node, software="")
         self._members = members
         self._first = v1.Notice()
-        assignments = deque(entry for entry in entries if isinstance(entry, Handed))
+        assignments = deque(entry for entry in entries if isinstance(entry, BatchesAssigned))
         self.requests = _ReplayedRequests(runtime, endpoint, self, assignments)
-        self._pauses = deque(entry for entry in entries if isinstance(entry, Stood | Turned))
+        self._pauses = deque(entry for entry in entries if isinstance(entry, SnapshotReached | IntervalBegun))
         self._participation = v1.Participation()
         self._on_failed = on_failed
         self._ended = False
@@ -135,10 +135,10 @@ class ReplayedMember(Member):
         if report.kind != v1.SnapshotReport.REACHED or self._ended:
             return
         pause = self._pauses[0]
-        self._ended = isinstance(pause, Stood) and pause.ends
+        self._ended = isinstance(pause, SnapshotReached) and pause.ends
         if not self._ended:
             self._pauses.popleft()
-        if isinstance(pause, Turned):
+        if isinstance(pause, IntervalBegun):
             interval = v1.Interval(number=pause.number)
             self._participation = v1.Participation(intervals={self.node.name: interval}, phase=pause.phase)
         self._publish()
@@ -172,7 +172,9 @@ class ReplayedMember(Member):
             pause = self._pauses[0]
             number = self.notice.snapshot.number + 1
             phase = v1.Snapshot.ENDED if self._ended else v1.Snapshot.STOP
-            snapshot = v1.Snapshot(number=number, phase=phase, ends=isinstance(pause, Stood) and pause.ends)
+            snapshot = v1.Snapshot(
+                number=number, phase=phase, ends=isinstance(pause, SnapshotReached) and pause.ends
+            )
             snapshot.stop_at[self.node.name] = pause.begun
             notice.snapshot.CopyFrom(snapshot)
         self.notice = notice

@@ -36,7 +36,7 @@ __all__ = ["ReplayListener", "ReplaySchedule"]
 
 
 class ReplayListener(Protocol):
-    """Is told what happens on a shard of a replay."""
+    """Is notified of the events on a shard of a replay."""
 
     def event_happened(self) -> None:
         """A recorded event has happened."""
@@ -60,7 +60,7 @@ class ReplaySchedule:
 
     Args:
         part: recording of the shard.
-        listener: is told what happens.
+        listener: is notified of the events.
     """
 
     def __init__(self, part: LogPart, listener: ReplayListener) -> None:
@@ -107,7 +107,7 @@ class ReplaySchedule:
                 return self._read(event)
             case ParticipationChange():  # the recording has the time of the change, and the worker's new clock
                 clocks = self._clocks[event.ranks[0]] if event.kind == "enter" else None
-                event.told = clocks.popleft() if clocks else event.clock
+                event.new_clock = clocks.popleft() if clocks else event.clock
             case UpdateDue(due):
                 self._logs[due.chunk].due = event
                 return self._admit_due(due.chunk)

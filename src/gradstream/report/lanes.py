@@ -60,8 +60,8 @@ def keys(figures: RunFigures, styles: Styles) -> str:
         last = workers[NUM_COLOURS - 1] if len(workers) == NUM_COLOURS else "other workers"
         entries.append((f"wait{NUM_COLOURS - 1}", f"waiting for {last}"))
     if any(styles.get(name) == "shard" for name in seen):
-        whom = "the exchange with the other workers" if GROUP in seen else "the parameter server"
-        entries.append(("shard", f"waiting for {whom}"))
+        node = "the exchange with the other workers" if GROUP in seen else "the parameter server"
+        entries.append(("shard", f"waiting for {node}"))
     entries.append(("rest", "waiting, nobody named"))
     if any(worker.evaluate_s for worker in figures.workers):
         entries.append(("evaluate", "evaluating"))

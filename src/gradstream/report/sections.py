@@ -170,7 +170,7 @@ def uneven(events: Sequence[EventDict]) -> str:
     about = "Samples of a round by worker, as set by measured speed."
     head, rows = shares_table(events)
     found = section("Shares", _table(head, rows, about) if rows else "")
-    about = "Gradients that came behind their round's update are late; a worker that is late skips rounds."
+    about = "Gradients that came after the update of their round are late; a late worker skips rounds."
     head, rows = quorums(events)
     return found + section("Backup workers", _table(head, rows, about) if rows else "")
 

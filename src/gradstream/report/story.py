@@ -1,4 +1,4 @@
-"""The events of a run that a reader wants to know besides steps, and the status of the run."""
+"""The story of a run, i.e. its notable events besides steps, and its status."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class SparseModel:
             rate: η.
             update: one of `sparse.updates.UPDATES`.
             looks: looks at a lock before the sweep stops (`SweepState.blocked`).
-            at: where the sweep is; it moves on.
+            at: state of the sweep, which is updated.
 
         Returns:
             The sum of the losses of these samples, each before its own update.
@@ -153,7 +153,9 @@ class SparseModel:
     def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
         """(b,) numbers, or (b, 2) scores of a classifier, where class 0 has 0. See `Model.outputs`."""
         if self._scores is None:
-            raise ConfigError("this sparse model has no `scores`: give from_samples what evaluates it")
+            raise ConfigError(
+                "this sparse model has no `scores`: pass from_samples a function that evaluates it"
+            )
         found = np.asarray(self._scores(parameters.numpy(), inputs))
         return torch.as_tensor(np.stack([np.zeros_like(found), found], axis=-1) if self._classes else found)
 

@@ -33,11 +33,11 @@ def synthetic(
     Args:
         num_samples, num_features: n and d.
         touched: Ω, number of features of each sample. A feature that is drawn twice moves to the next free one.
-        num_test_samples: number of held-out samples besides.
+        num_test_samples: number of held-out samples.
         task: "classes", 1 if w*·x > 0 and 0 otherwise; or "numbers".
         skew: 0 draws all features alike. Otherwise the probability of feature v falls as (v+1)^(-skew); words
             of a language have about 1. Frequent features are spread over the vector.
-        noise: share of classes that are inverted; or standard deviation of what is added to numbers.
+        noise: share of classes that are inverted; or standard deviation of the noise that is added to numbers.
         seed: seed of all random numbers.
 
     Raises:
@@ -122,7 +122,7 @@ def synthetic_ratings(
     Args:
         shape: rows and columns of the matrix.
         num_entries: number of known entries.
-        rank: rank of the matrix. Its entries have a variance of 1, and noise besides.
+        rank: rank of the matrix. Its entries have variance 1 plus that of the noise.
         noise: standard deviation of the noise.
         num_test_entries: number of held-out entries.
         seed: seed of all random numbers.

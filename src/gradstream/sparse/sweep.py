@@ -121,7 +121,7 @@ def _compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
 def adder_of(update: str) -> Callable[..., None]:
     """Machine code of w ← w - rate·gradient: (w, gradient, rate, access, state) → None.
 
-    It does not write elements whose gradient is 0, so that a cache line of which nothing changes stays where it
+    It does not write elements whose gradient is 0, so that an unchanged cache line stays where it
     is. It holds the lock of the whole and the turn from the first element to the last, and locks of components
     one at a time.
     """

@@ -4,7 +4,7 @@
                                         if that rank takes no part, pass its turn on
     when it has written:            pass the turn on
 
-The turn is a word: the rank that writes next. A rank takes part while it holds a lock of its own, from the
+The turn is a word: the rank that writes next. A rank takes part while it holds its own lock, from the
 beginning of a sweep to its end. So this lock is freed like any other when its owner has died.
 
 The turn only sets the order: the rank that has it also takes the lock of the whole vector to write. For a rank may

@@ -78,7 +78,7 @@ def _give_each(locks: Any, where: Any, count: int, me: Any) -> None:
 
 @compiled
 def _take_turn(locks: Any, where: Any, count: int, me: Any, looks: int) -> int:
-    """Waits for the turn and takes the lock, which prevents writes at the same time whatever becomes of the turn."""
+    """Waits for the turn, and takes the lock, which prevents concurrent writes even if the turn is passed on."""
     awaited = await_turn(locks, me, looks)
     if awaited != GOT:
         return awaited

@@ -1,4 +1,4 @@
-"""What workers and shards report: steps, traffic, evaluations, and the state of their processes."""
+"""Events of workers and shards: steps, traffic, evaluations, and the state of their processes."""
 
 from __future__ import annotations
 

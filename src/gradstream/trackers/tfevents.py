@@ -44,7 +44,7 @@ class EventFile:
         replace: whether to overwrite a file of the same name, instead of writing another one beside it.
 
     Raises:
-        OSError: the file cannot be made or written. What was written before stays readable.
+        OSError: the file cannot be made or written. The part written before stays readable.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ MAX_INT = 1 << 64
 """Documents of gradstream hold no larger numbers."""
 
 Check = Callable[[Any], str | None]
-"""Returns what was expected where a value does not fit; None where it does."""
+"""Returns the expected type if a value does not fit; None if it does."""
 
 
 class MismatchError(ValueError):
@@ -171,7 +171,7 @@ def _none(value: Any) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    """A value as text for a message; only its type where the value may be long."""
+    """A value as text for a message; only its type if the value may be long."""
     if value is None or isinstance(value, bool | float):
         return repr(value)
     if isinstance(value, str):

@@ -16,7 +16,7 @@ ELLIPSIS = "…"
 
 
 def escaped(text: str, limit_bytes: int, *, newlines: bool = False) -> str:
-    r"""Returns the text without anything that acts on a terminal or hides what is shown.
+    r"""Returns the text without characters that act on a terminal or hide other text.
 
     Control characters, terminal escapes, marks that change the direction of writing, invisible characters
     and lone surrogates become backslash escapes such as `\x1b` and `\u202e`. Printable text of any

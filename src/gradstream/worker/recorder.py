@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradstream.coordinator.client.requests import Assigned
 from gradstream.data.shares import WorkerSpeed
-from gradstream.recording import Handed, Log, Stood, Turned
+from gradstream.recording import BatchesAssigned, IntervalBegun, Log, SnapshotReached
 from gradstream.wire import v1
 from gradstream.worker.batch_queue import BatchSource
 
@@ -29,18 +29,18 @@ class WorkerRecorder:
         """See `WorkerRequests.assign`."""
         answer = await self._source.assign(wait, in_hand, stretch)
         if self._log is not None:
-            self._log.add(Handed(tuple(answer.refs), answer.complete, answer.interval))
+            self._log.add(BatchesAssigned(tuple(answer.refs), answer.complete, answer.interval))
             self._log.flush()
         return answer
 
     def stood(self, begun: int, ends: bool) -> None:
         """See `BatchGate`."""
         if self._log is not None:
-            self._log.add(Stood(begun, ends))
+            self._log.add(SnapshotReached(begun, ends))
             self._log.flush()
 
     def turned(self, begun: int, turn: v1.Interval, phase: str) -> None:
         """See `BatchGate`."""
         if self._log is not None:
-            self._log.add(Turned(begun, turn.number, phase))
+            self._log.add(IntervalBegun(begun, turn.number, phase))
             self._log.flush()

@@ -105,7 +105,7 @@ class VectorCommands:
                 "enter" if enters else "leave", (rank_of(sender),), command.clock if enters else 0
             )
             self._executor.handle(change)
-            return v1.CommandResult(clock=change.told)
+            return v1.CommandResult(clock=change.new_clock)
         return v1.CommandResult(scalar=await self._do_on_vectors(command))
 
     async def _do_on_vectors(self, command: v1.Command) -> float:

@@ -90,13 +90,13 @@ class ParticipationChange:
             workers but these are left.
         ranks: ranks of the workers.
         clock: own clock of a worker that enters.
-        told: clock that it has from now on; whoever handles the event fills it in.
+        new_clock: clock that it has from now on; the executor, or a replay, fills it in.
     """
 
     kind: Literal["leave", "enter", "keep"]
     ranks: tuple[int, ...]
     clock: int = 0
-    told: int = 0
+    new_clock: int = 0
 
 
 @dataclass(frozen=True, slots=True)

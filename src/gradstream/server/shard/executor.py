@@ -124,7 +124,7 @@ class ShardExecutor:
         clocks = self._state.clocks
         match change.kind:
             case "enter":
-                change.told = clocks.resume(change.ranks[0], change.clock)
+                change.new_clock = clocks.resume(change.ranks[0], change.clock)
             case "leave":
                 clocks.pause(change.ranks[0])
             case "keep":

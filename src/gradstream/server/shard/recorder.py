@@ -61,7 +61,7 @@ class ShardRecorder:
             case ParticipationChange():
                 chunk_times = self._chunk_times()
                 yield event
-                self.log.add(Changed(event.kind, event.ranks, event.clock, event.told, chunk_times))
+                self.log.add(Changed(event.kind, event.ranks, event.clock, event.new_clock, chunk_times))
                 return
             case QuorumDecision(round_, ranks):
                 self.log.add(Decided(round_, ranks, self._chunk_times()))
