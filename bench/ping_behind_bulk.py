@@ -26,8 +26,10 @@ import torch
 
 import server_bulk
 from gradstream.run.local.machine import describe_machine, git_commit, node_environment
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.real import RealRuntime
 from gradstream.server.client.client import ServerClient
+from gradstream.server.client.links import ShardLinks
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
 from gradstream.wire import v1
@@ -47,7 +49,8 @@ async def measure(address: str, carrier: Any) -> dict[str, dict[str, float]]:
     spare, update = (runtime.memory.allocate(ELEMS, torch.float32, name) for name in ("spare", "update"))
     update.tensor.uniform_()
     chunks = ChunkMap(ELEMS, CHUNK_ELEMS, 1)
-    client = ServerClient(runtime, endpoint, ["shard-0"], chunks, spare, silence_s=60, retry_s=60)
+    deadlines = Deadlines(silence_s=60, retry_s=60)
+    client = ServerClient(ShardLinks(runtime, endpoint, ["shard-0"], chunks, deadlines), spare)
     await client.assign(update)
 
     async def ping_until(stop: asyncio.Event) -> list[float]:

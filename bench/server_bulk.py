@@ -41,10 +41,12 @@ import torch
 from gradstream.memory import Vector
 from gradstream.optim import SGD
 from gradstream.run.local.machine import describe_machine, git_commit, node_environment
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.process_metrics import own_bytes
 from gradstream.runtime.real import RealRuntime
 from gradstream.server.aggregation import EveryPush
 from gradstream.server.client.client import ServerClient
+from gradstream.server.client.links import ShardLinks
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
 from gradstream.server.update import Update
@@ -157,7 +159,8 @@ async def measure(
     chunks = ChunkMap(given.elems, given.chunk, 1)
     spare = runtime.memory.allocate(given.elems, torch.float32, "spare", exchanged=True)
     update = runtime.memory.allocate(given.elems, torch.float32, "update", exchanged=True)
-    client = ServerClient(runtime, endpoint, ["shard-0"], chunks, spare, silence_s=60, retry_s=60)
+    deadlines = Deadlines(silence_s=60, retry_s=60)
+    client = ServerClient(ShardLinks(runtime, endpoint, ["shard-0"], chunks, deadlines), spare)
     update.tensor.uniform_()
     await client.assign(update)
     channel = grpc.aio.insecure_channel(bare, options=OPTIONS)

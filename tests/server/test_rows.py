@@ -1,4 +1,4 @@
-"""Rows of chunks: whatever the edges, they cut the vector into pieces that are each in one place once."""
+"""Rows of chunks: with any edges, the rows cover the vector once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradstream.wire.chunks import ChunkMap
 
 @st.composite
 def row_maps(draw: st.DrawFn) -> RowMap:
-    """Some tables with anything between them, cut into chunks of 64 or 128 elements."""
+    """Some tables with any gaps between them, divided into chunks of 64 or 128 elements."""
     tables, at = [], draw(st.integers(0, 100))
     for _ in range(draw(st.integers(0, 3))):
         table = RowTable(at, draw(st.integers(1, 60)), draw(st.integers(1, 40)))
@@ -39,7 +39,7 @@ def test_all_rows_of_a_chunk_are_the_chunk(rows: RowMap) -> None:
 @settings(max_examples=30)
 @given(row_maps(), st.integers(0, 2**32))
 def test_rows_of_tables_arrive_where_they_belong(rows: RowMap, seed: int) -> None:
-    """Every payload packed, unpacked and put into its chunk is the dense gradient, cut at the same edges."""
+    """The payloads, packed and unpacked and written into their chunks, give the dense gradient."""
     generator = torch.Generator().manual_seed(seed)
     dense, touched = torch.zeros(rows.chunks.elems), []
     for table in rows.tables:
@@ -74,7 +74,7 @@ def test_the_map_on_paper() -> None:
     assert [run.row for run in rows.runs(2)] == [
         23,
         10,
-    ]  # behind the table the rest goes on at its element 10
+    ]  # after the table, the elements without a table continue at number 10
     layout = Layout.of([("bias", (10,)), ("table", (30, 5)), ("more", (40,))], torch.float32, {"table"})
     assert RowMap.of(rows.chunks, row_spec_of(layout, 16)).runs(2) == rows.runs(2)
 

@@ -1,4 +1,4 @@
-"""Commands on a shard's vectors: in turn with fetches and updates, each once on each chunk."""
+"""Commands on a shard's vectors: each runs once on each chunk, in turn with fetches and updates."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from gradstream.errors import RefusedError
 from gradstream.memory import Vector
 from gradstream.memory.segments import SharedMemory, supported
 from gradstream.optim import SGD
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.real import RealRuntime
 from gradstream.server.aggregation import AggregationRule, EveryPush
 from gradstream.server.client.client import ServerClient
+from gradstream.server.client.links import ShardLinks
 from gradstream.server.shard.chunk_leases import ChunkLeases
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
@@ -37,7 +39,7 @@ pytestmark = pytest.mark.skipif(not supported(), reason="this system has no memo
 
 
 class There:
-    """A shard, a client of it, and a reader that looks at chunks where they lie."""
+    """A shard, a client of it, and a reader that reads chunks in shared memory."""
 
     def __init__(
         self, service: ShardService, client: ServerClient, reader: ShmEndpoint, ones: Vector
@@ -53,12 +55,12 @@ class There:
         return self.service.store.parameters.tensor
 
     async def read(self) -> list[tuple[int, float]]:
-        """(version, value) of each chunk; all of its elements are the same, or the test fails."""
+        """(version, value) of each chunk; the test fails where its elements differ."""
         stream, found = await self.reader.open("shard-0", "fetch", v1.Fetch()), []
         await stream.end()
         while (received := await stream.recv(20)) is not None:
             assert received.payload is not None
-            lent = self.service.leases._lent.get(received.frame.chunk.index, ())
+            lent = self.service.executor.leases._lent.get(received.frame.chunk.index, ())
             self.num_by_reference += any(not one.returned for one in lent)
             low, high = await asyncio.to_thread(partial(torch.aminmax, received.payload))
             assert low == high, f"chunk {received.frame.chunk.index} is from {low} to {high}"
@@ -93,7 +95,8 @@ async def there(rule: AggregationRule) -> AsyncIterator[There]:
         )
         ones.tensor.fill_(1)
         chunks = ChunkMap(ELEMS, CHUNK_ELEMS, 1)
-        client = ServerClient(worker.runtime, worker, ["shard-0"], chunks, spare, silence_s=20, retry_s=20)
+        links = ShardLinks(worker.runtime, worker, ["shard-0"], chunks, Deadlines(silence_s=20, retry_s=20))
+        client = ServerClient(links, spare)
         await client.assign(ones)
         yield There(service, client, reader, ones)
     finally:
@@ -103,7 +106,7 @@ async def there(rule: AggregationRule) -> AsyncIterator[There]:
 
 @pytest.mark.limit_s(300)
 def test_a_thousand_commands_during_fetches() -> None:
-    """No memory is written that a fetch has lent, each chunk is of one command, and the result is right."""
+    """No command writes memory that a fetch has lent, each chunk is from one command, and the result is right."""
     asyncio.run(_a_thousand())
 
 
@@ -148,7 +151,7 @@ async def _a_thousand() -> None:
 
 
 def test_commands_and_pushes_take_turns() -> None:
-    """Each is in the parameters once: they commute here, so any order gives the same sum."""
+    """The parameters include each of them once: these commute, so any order gives the same sum."""
 
     async def both() -> None:
         async with there(EveryPush()) as here:
@@ -185,7 +188,7 @@ def test_where_versions_are_rounds_a_command_makes_none() -> None:
 
 
 def test_a_vector_that_is_zeroed_while_it_is_read() -> None:
-    """CREATE of one that exists takes its turn, too."""
+    """CREATE of an existing vector waits for its turn, too."""
 
     async def run() -> None:
         async with there(EveryPush()) as here:
@@ -211,7 +214,7 @@ def test_a_vector_that_is_zeroed_while_it_is_read() -> None:
 def test_a_cut_finds_no_command_half_carried_out() -> None:
     async def run() -> None:
         async with there(EveryPush()) as here:
-            holder, seen = ShardSnapshot(here.service, 0), set[float]()
+            holder, seen = ShardSnapshot(here.service), set[float]()
 
             async def command() -> None:
                 for _ in range(40):
@@ -231,7 +234,7 @@ def test_a_cut_finds_no_command_half_carried_out() -> None:
 
 
 def test_the_checker_of_turns_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that does not wait for who reads a chunk writes lent memory."""
+    """A command that does not wait for the readers of a chunk writes lent memory."""
 
     async def at_once(self: ChunkLeases, chunk: int) -> None:
         del self, chunk

@@ -1,4 +1,4 @@
-"""What a shard keeps of senders that have left is freed, and nothing of theirs is taken from then on."""
+"""A shard frees the state of senders that have left, and accepts nothing from them afterwards."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def test_of_a_live_sender_a_second_copy_stays_a_duplicate() -> None:
     assert outcomes_of(state.push(0, Parked(contribution(7), "b"))) == {"b": "duplicate"}
 
 
-def test_what_a_sender_has_brought_before_it_left_is_used_and_a_copy_of_it_is_not() -> None:
-    """Its window stays until then: a retry that came while the chunk was busy must not count as new."""
+def test_a_push_that_came_before_its_sender_left_is_used_and_a_copy_of_it_is_not() -> None:
+    """The window stays until then: a retry that came while the chunk was busy must not count as new."""
     state = ShardState([0], EveryPush())
     state.push(0, Parked(contribution(1, sender="worker-1"), "first", assign=True))
     state.applied(0)
     state.push(0, Parked(contribution(7, 1), "a"))  # being applied
-    state.push(0, Parked(contribution(7, 1), "a again"))  # came meanwhile: a retry
+    state.push(0, Parked(contribution(7, 1), "a again"))  # a retry, while the chunk is busy
     state.push(0, Parked(contribution(7, 2), "b"))
     state.keep_senders({("worker-1", 1)})
     assert state.lingering == {"worker-0"}
@@ -95,7 +95,7 @@ def test_what_a_sender_has_brought_before_it_left_is_used_and_a_copy_of_it_is_no
     assert state.version(0) == 2
 
 
-def test_what_a_correction_keeps_is_freed() -> None:
+def test_the_state_of_a_correction_is_freed() -> None:
     memory, chunks = Memory(), ChunkMap(2 * CHUNK, CHUNK, 1)
     states = SenderStates(memory, chunks, 2 * CHUNK, torch.float32, AdaptiveCompensation(0.1, 0.9, 1e-7))
     most_bytes = 0
@@ -129,7 +129,7 @@ def test_numbers_of_transfers_are_freed() -> None:
 
 
 class Callee:
-    """An endpoint of which only the serving is there."""
+    """An endpoint that only notes its handlers."""
 
     def __init__(self) -> None:
         self.identity = Identity("job", "shard-0", 1, epoch=1)
@@ -140,7 +140,7 @@ class Callee:
 
 
 class Streamed:
-    """A stream whose frames a test hands over one by one."""
+    """A stream whose frames a test adds one by one."""
 
     def __init__(self, method: str, body: bytes, *, incarnation: int, epoch: int = 1) -> None:
         self.peer = "worker-0"
@@ -217,7 +217,7 @@ def test_a_late_push_of_a_sender_that_left_is_refused_and_not_applied() -> None:
                 await served.serve(served.push(7, 2, epoch=epoch), 0, 1)
             assert refused.value.code == "NOT_MEMBER"
         assert served.parameters == before
-        served.hear(3, 8)  # it comes back as another
+        served.hear(3, 8)  # a new process of the same node
         assert await served.serve(served.push(8, 2, epoch=3), 0, 1) == {"APPLIED": 2}
 
     asyncio.run(run())
@@ -265,7 +265,7 @@ def test_fetches_and_commands_of_a_sender_that_left_are_refused() -> None:
     asyncio.run(run())
 
 
-def test_who_has_joined_before_this_shard_has_heard_of_it_is_let_in() -> None:
+def test_a_sender_that_joined_before_this_shard_was_told_is_accepted() -> None:
     async def run() -> None:
         served = Served()
         served.hear(1)

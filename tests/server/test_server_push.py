@@ -1,4 +1,4 @@
-"""A shard's side of a push whose chunks are all there at once."""
+"""A push on the shard's side, where all chunks arrive at the same time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNK_ELEMS, NUM_CHUNKS = 64, 3
 
 
 class Noting(ArrivalOrder):
-    """Notes what happens to chunks, in its order."""
+    """Notes the events of chunks, in order."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -38,7 +38,7 @@ class Noting(ArrivalOrder):
 
 
 class Callee:
-    """An endpoint of which only the serving is there."""
+    """An endpoint that only notes its handlers."""
 
     def __init__(self) -> None:
         self.identity = Identity("job", "shard-0", 1)
@@ -49,7 +49,7 @@ class Callee:
 
 
 class Pushed:
-    """A push of these chunks, which never waits for the network."""
+    """A push of these chunks, without a network."""
 
     def __init__(self, chunks: Iterable[int]) -> None:
         request = v1.Push(command=v1.Push.ASSIGN, sequence=1)
@@ -67,7 +67,7 @@ class Pushed:
 
 
 async def serve(pushed: Pushed, order: Noting) -> None:
-    """As a shard does, of a model that has these chunks."""
+    """Serves a push as a shard of a model with these chunks does."""
     runtime, endpoint = RealRuntime("shard-0"), Callee()
     callee: Any = endpoint
     service = ShardService(runtime, callee, ShardConfig(0, 1, EveryPush(), SGD(lr=1.0), schedule=order))
@@ -80,7 +80,7 @@ async def serve(pushed: Pushed, order: Noting) -> None:
 
 
 def test_a_chunk_is_updated_before_the_next_one_is_looked_at() -> None:
-    """Its elements, just read, are in the cache then."""
+    """The chunk's elements were just read, so they are in the cache."""
     order, pushed = Noting(), Pushed(range(NUM_CHUNKS))
     asyncio.run(serve(pushed, order))
     assert order.seen == ["came 0", "updated 0", "came 1", "updated 1", "came 2", "updated 2"]
@@ -89,7 +89,7 @@ def test_a_chunk_is_updated_before_the_next_one_is_looked_at() -> None:
 
 
 def test_a_chunk_that_comes_twice_is_refused() -> None:
-    """The second one would take the elements of the first away, which wait to be used."""
+    """The second copy would replace the elements of the first, which wait for their update."""
     order = Noting()
     with pytest.raises(RefusedError, match="chunk 1 comes twice in one push") as refused:
         asyncio.run(serve(Pushed([0, 1, 1, 2]), order))

@@ -1,4 +1,4 @@
-"""The shard's decisions, by hand: no I/O, no time, no arithmetic."""
+"""The state machine of a shard: events by hand, without I/O, time or arithmetic."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_fetch_waits_for_initial_parameters_and_for_own_push() -> None:
     assert state.fetch(0, FetchTerms("worker-1", 2, after_sequence=1), "another life") == []
 
 
-def test_staleness_counts_updates_since_the_basis() -> None:
+def test_staleness_counts_updates_since_the_base_version() -> None:
     state = initialised(ShardState([0], EveryPush()))
     for sequence in range(2, 5):
         state.push(0, Parked(contribution(0, sequence), sequence))

@@ -1,5 +1,5 @@
-"""A shard serves members of the run alone: whoever is none changes nothing, and members that it has not heard
-of yet are held until it has. On the virtual network, where waiting costs no time."""
+"""A shard serves only members of the run. Other nodes change nothing; a member that the shard does not know yet
+waits until it does. On the virtual network, where waiting costs no time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MEMBERS = {"shard-0": 1, "worker-0": 10, "worker-1": 11}
 
 
 class Run:
-    """A shard with parameters of ten, and whoever comes to it."""
+    """A shard whose parameters are all 10, and the nodes that call it."""
 
     def __init__(self, virtual: VirtualCluster) -> None:
         self.virtual = virtual
@@ -43,14 +43,14 @@ class Run:
         return MemoryEndpoint(identity, self.virtual.runtime(name), self.network)
 
     async def node(self, name: str, incarnation: int, epoch: int = EPOCH) -> MemoryEndpoint:
-        """One that calls the shard."""
+        """A node that calls the shard."""
         made = self._endpoint(name, incarnation, epoch)
         await made.start()
         made.know("shard-0", self.shard.address)
         return made
 
     async def begin(self) -> None:
-        """A member has brought the parameters."""
+        """Has a member push the parameters."""
         await self.shard.start()
         self.shard.members_changed(MEMBERS)
         first = await self.node("worker-0", 10)
@@ -60,13 +60,13 @@ class Run:
 
     @property
     def parameters(self) -> list[float]:
-        """As the shard has them."""
+        """The parameters on the shard."""
         stored: list[float] = self.service.store.parameters.tensor[:ELEMS].tolist()
         return stored
 
     @property
     def now_s(self) -> float:
-        """Virtual time."""
+        """Virtual time, in seconds."""
         return self.virtual.clock.now_ns / 1e9
 
 
@@ -111,7 +111,7 @@ async def command(node: EndpointCore) -> None:
 
 
 async def said(stream: Stream) -> list[v1.Frame]:
-    """All that comes back."""
+    """All frames of the answer."""
     frames = []
     while (received := await stream.recv(60)) is not None:
         frames.append(received.frame)
@@ -126,24 +126,24 @@ ASKS = [lambda node: push(node, 7, 1.0), fetch, command]
     ("name", "incarnation", "code"),
     [
         ("worker-9", 1, "NOT_MEMBER"),
-        ("worker-0", 11, "NOT_MEMBER"),  # that of another member, or of an earlier start of the process
+        ("worker-0", 11, "NOT_MEMBER"),  # the incarnation of another member, or of an earlier process
         ("shard-1", 1, "FORBIDDEN"),
         ("coordinator", 1, "FORBIDDEN"),
         ("launcher", 1, "FORBIDDEN"),
         ("", 1, "FORBIDDEN"),
     ],
 )
-def test_who_is_no_member_changes_nothing(
+def test_a_node_that_is_no_member_changes_nothing(
     ask: Callable[[EndpointCore], Awaitable[None]], name: str, incarnation: int, code: str
 ) -> None:
     async def script(run: Run) -> None:
         stranger = await run.node(name, incarnation)
-        counters = dict(run.service.counters)
+        counters = dict(run.service.executor.counters)
         with pytest.raises(RefusedError) as refused:
             await ask(stranger)
         assert refused.value.code == code
         assert run.parameters == [10.0] * ELEMS
-        assert dict(run.service.counters) == counters
+        assert dict(run.service.executor.counters) == counters
         await stranger.close()
 
     played(script)
@@ -151,7 +151,7 @@ def test_who_is_no_member_changes_nothing(
 
 @pytest.mark.parametrize("ask", ASKS, ids=["push", "fetch", "command"])
 def test_members_are_served(ask: Callable[[EndpointCore], Awaitable[None]]) -> None:
-    """What the others are refused is a request that works."""
+    """The request that other nodes are refused works for a member."""
 
     async def script(run: Run) -> None:
         member = await run.node("worker-1", 11)
@@ -169,8 +169,10 @@ def test_a_member_that_the_shard_has_not_heard_of_is_held_and_then_served() -> N
         pushing = runtime.spawn(push(member, 1, 1.0), name="pushing")
         await runtime.sleep(3.0)
         assert not pushing.done()
-        assert run.parameters == [10.0] * ELEMS  # all of it is here, and nothing of it is applied
-        run.shard.members_changed({**MEMBERS, "worker-3": 13})  # news, but not about it
+        assert (
+            run.parameters == [10.0] * ELEMS
+        )  # the push has arrived, and the shard has applied nothing of it
+        run.shard.members_changed({**MEMBERS, "worker-3": 13})  # a change of members that does not concern it
         await runtime.sleep(3.0)
         assert not pushing.done() and run.parameters == [10.0] * ELEMS
         run.shard.identity.epoch = EPOCH + 1
@@ -183,7 +185,7 @@ def test_a_member_that_the_shard_has_not_heard_of_is_held_and_then_served() -> N
 
 
 @pytest.mark.parametrize("other_news", [False, True])
-def test_who_only_says_that_it_is_a_member_is_refused_in_time(other_news: bool) -> None:
+def test_a_node_that_falsely_claims_to_be_a_member_is_refused_in_time(other_news: bool) -> None:
     async def script(run: Run) -> None:
         runtime = run.shard.runtime
 
@@ -206,7 +208,7 @@ def test_who_only_says_that_it_is_a_member_is_refused_in_time(other_news: bool) 
     played(script)
 
 
-def test_who_turns_out_to_be_no_member_is_refused_at_once() -> None:
+def test_a_node_that_proves_to_be_no_member_is_refused_at_once() -> None:
     async def script(run: Run) -> None:
         runtime = run.shard.runtime
         late = await run.node("worker-9", 1, epoch=EPOCH + 1)
@@ -223,7 +225,7 @@ def test_who_turns_out_to_be_no_member_is_refused_at_once() -> None:
     played(script)
 
 
-def test_who_gives_up_while_it_is_held_leaves_nothing() -> None:
+def test_a_waiting_node_that_gives_up_leaves_no_state() -> None:
     async def script(run: Run) -> None:
         runtime = run.shard.runtime
         late = await run.node("worker-9", 1, epoch=EPOCH + 1)
@@ -249,7 +251,7 @@ def test_a_member_that_was_lost_is_one_no_longer() -> None:
         run.shard.members_changed({"shard-0": 1, "worker-0": 10})
         with pytest.raises(RefusedError, match="STALE_EPOCH"):
             await push(member, 2, 1.0)
-        member.identity.epoch = EPOCH + 1  # it has heard that much
+        member.identity.epoch = EPOCH + 1  # it knows of that change
         with pytest.raises(RefusedError, match="NOT_MEMBER"):
             await push(member, 2, 1.0)
         assert run.parameters == [9.0] * ELEMS
@@ -259,7 +261,7 @@ def test_a_member_that_was_lost_is_one_no_longer() -> None:
 
 
 def test_a_missing_check_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above fail for a shard that serves everybody."""
+    """The tests above fail for a shard that serves every node."""
     monkeypatch.setattr(AccessControl, "is_member", lambda access, opened: True)
     with pytest.raises(pytest.fail.Exception):
-        test_who_is_no_member_changes_nothing(ASKS[0], "worker-9", 1, "NOT_MEMBER")
+        test_a_node_that_is_no_member_changes_nothing(ASKS[0], "worker-9", 1, "NOT_MEMBER")

@@ -1,4 +1,4 @@
-"""A shard driven by generated gRPC stubs alone: what any other language would do."""
+"""Generated gRPC stubs alone drive a shard, as a program in another language would."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_assign_push_fetch_and_retry() -> None:
         ({"method": "kill"}, v1.UNKNOWN_METHOD),
     ],
 )
-def test_who_does_not_belong_is_refused(changes: dict[str, Any], code: v1.Code) -> None:
+def test_a_node_of_another_run_is_refused(changes: dict[str, Any], code: v1.Code) -> None:
     async def script(stub: Stub) -> None:
         answers = await exchange(stub, opening("fetch", v1.Fetch(), **changes))
         assert [frame.WhichOneof("kind") for frame in answers] == ["refuse"]
@@ -65,7 +65,7 @@ def test_chunk_that_does_not_fit_is_refused_and_changes_nothing(values: list[flo
     with_shard(script)
 
 
-def test_who_must_wait_is_told_for_whom() -> None:
+def test_a_waiting_reader_is_told_which_nodes_it_waits_for() -> None:
     async def script(stub: Stub) -> None:
         call = stub.Stream()
         await call.write(opening("fetch", v1.Fetch()))

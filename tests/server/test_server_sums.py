@@ -1,4 +1,4 @@
-"""Contributions that are summed on a shard: in the model once, whatever ends the sum; and corrections."""
+"""Sums of contributions on a shard: each is in the model once, whatever ends the sum. And corrections."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def initialised(rule: AggregationRule, window: type[SequenceWindow] = SequenceWi
 
 
 def pushed(state: ShardState, sequence: int, **fields: Any) -> tuple[Apply, list[Instruction]]:
-    """One contribution, carried through."""
+    """Pushes one contribution and carries its update out."""
     (due,) = state.push(0, Parked(contribution(sequence, **fields), sequence))
     assert isinstance(due, Apply)
     return due, state.applied(0)
@@ -127,7 +127,7 @@ def test_nothing_joins_no_sum() -> None:
 
 
 class Interpreter:
-    """Carries instructions out on lists of sequence numbers: the sum, and what is in the parameters."""
+    """Carries instructions out on two lists of sequence numbers, for the sum and for the parameters."""
 
     def __init__(self, state: ShardState) -> None:
         self.state = state
@@ -146,7 +146,7 @@ class Interpreter:
                 self.released.add(one.token)
 
     def finish(self) -> None:
-        """The arithmetic that is under way is done."""
+        """Ends the arithmetic that is under way."""
         if self.doing is None:
             return
         due, self.doing = self.doing, None
@@ -166,7 +166,7 @@ EVENTS = st.lists(st.one_of(st.integers(2, 12), st.sampled_from(["done", "flush"
 
 @given(EVENTS, st.integers(1, 5))
 def test_whatever_comes_when_each_contribution_is_in_once(events: list[int | str], count: int) -> None:
-    """Pushes and retries of them in any order, while sums grow or are applied, and flushes at any time."""
+    """Pushes and their retries in any order, while sums grow or are applied, and flushes at any time."""
     check_once(events, count, SequenceWindow)
 
 
@@ -187,7 +187,7 @@ def check_once(events: list[int | str], count: int, window: type[SequenceWindow]
         else:
             assert isinstance(event, int)
             there.carry_out(there.state.push(0, Parked(contribution(event), index)))
-    there.finish_all()  # what is not acknowledged yet, no flush waits for
+    there.finish_all()  # no flush waits for pushes that are not acknowledged yet
     there.carry_out(there.state.fetch(0, FetchTerms("reader", 1, flush=True), "last"))
     there.finish_all()
     assert sorted(there.parameters) == sorted({event for event in events if isinstance(event, int)})
@@ -231,7 +231,7 @@ def test_a_sum_takes_memory_only_where_there_is_one() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Summing(gs.AsySG):
-    """AsySG whose sums seldom come out even."""
+    """AsySG whose sums rarely end with the last gradient."""
 
     gradients: int = 5
 
@@ -264,7 +264,7 @@ def test_what_is_left_in_the_sum_is_in_the_model_at_the_end(gradients: int) -> N
 
 
 def test_a_final_fetch_that_does_not_flush_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: the end of the run takes the parameters as they are."""
+    """The planted fault: the final fetch does not flush."""
     pull = ServerReplica.pull
     monkeypatch.setattr(ServerReplica, "pull", lambda self, own=True, flush=False: pull(self, own=own))
     with pytest.raises(AssertionError, match=r"was applied [01] times"):
@@ -298,7 +298,7 @@ def test_what_is_left_in_the_sum_at_a_cut_is_in_the_checkpoint() -> None:
 
 
 def test_a_cut_that_does_not_flush_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: shards hold their ranges as they are."""
+    """The planted fault: shards do not flush before a snapshot."""
 
     async def nothing(self: ShardExecutor) -> None: ...
 
@@ -325,13 +325,14 @@ def test_a_worker_that_is_killed_leaves_its_part_of_the_sum() -> None:
 
 
 class HighestAlone(SequenceWindow):
-    """Planted: a number is a duplicate if it is the highest that was applied."""
+    """The planted fault: a number is a duplicate only if it is the highest that was applied."""
 
     def __contains__(self, number: int) -> bool:
         return number == self.low
 
-    def add(self, number: int) -> None:
-        self.low = max(self.low, number)
+    def add(self, number: int) -> bool:
+        self.low, before = max(self.low, number), self.low
+        return number != before
 
 
 @pytest.mark.parametrize("window", [SequenceWindow, HighestAlone])
@@ -362,7 +363,7 @@ def test_a_shape_only_world_sums_nothing_and_comes_to_its_end() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drift:
-    """Adds how far the parameters have gone since the sender has read them."""
+    """Adds the change of the parameters since the sender read them."""
 
     state_names: Sequence[str] = ("seen",)
 
@@ -378,7 +379,7 @@ class Drift:
 
 
 def copy(states: SenderStates, sender: str, version: int, value: float) -> bool:
-    """Whether a copy was made of what a sender is given."""
+    """Whether the shard made a copy of the parameters that a sender reads."""
     place = states.place(sender, 0, version)
     if place is not None:
         place.tensor.fill_(value)
@@ -386,7 +387,7 @@ def copy(states: SenderStates, sender: str, version: int, value: float) -> bool:
 
 
 def test_a_correction_sees_what_the_gradient_was_computed_on() -> None:
-    """Also where its sender was given something else since, and the same thing twice."""
+    """Also where the sender has read a later version since, or the same version twice."""
     memory = Memory()
     states = SenderStates(memory, ChunkMap(100, 64, 1), 100, torch.float32, Drift())
     assert copy(states, "worker-0", 3, 2.0)
@@ -413,7 +414,7 @@ def test_copies_take_memory_as_they_are_needed_at_once() -> None:
         spans.add(place.tensor.data_ptr())
         states.used(contribution(1, base_version=version), 0)
     assert len(spans) == 1
-    for version in range(20, 20 + 2 * MOST_COPIES):  # of fetches that nobody adopts
+    for version in range(20, 20 + 2 * MOST_COPIES):  # fetches that the sender does not swap in
         place = states.place("worker-0", 0, version)
         assert place is not None
         spans.add(place.tensor.data_ptr())
@@ -423,7 +424,7 @@ def test_copies_take_memory_as_they_are_needed_at_once() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Drifting(gs.AsySG):
-    """AsySG with such a correction."""
+    """AsySG with this correction."""
 
     def correction(self) -> Correction:
         return Drift()
@@ -431,7 +432,7 @@ class Drifting(gs.AsySG):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lazy(Drifting):
-    """Planted: pushes two gradients of the same parameters."""
+    """The planted fault: pushes two gradients of the same parameters."""
 
     async def train(self, worker: ServerWorker) -> None:
         async for batch in worker.batches():
@@ -459,14 +460,14 @@ def test_a_correction_changes_what_was_overtaken_and_nothing_else() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Looking(Drifting):
-    """Looks at the newest parameters while it has a gradient of older ones: to evaluate them, say."""
+    """Reads the newest parameters, as for an evaluation, while it has a gradient of older ones."""
 
     async def train(self, worker: ServerWorker) -> None:
         assert isinstance(worker, ServerReplica)
         async for batch in worker.batches():
             await worker.pull()
             await worker.accumulate(await worker.gradient(batch))
-            for _ in range(5 * MOST_COPIES if worker.rank == 0 else 0):  # others go on meanwhile
+            for _ in range(5 * MOST_COPIES if worker.rank == 0 else 0):  # other workers continue meanwhile
                 await worker.newest()
             await worker.server.push_soon(worker.take_accumulated())
 
@@ -479,7 +480,7 @@ def test_an_evaluation_is_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def terms_of_a_reader(*args: Any, beside: bool = False, **fields: Any) -> FetchTerms:
-    """Planted: every fetch counts as a read."""
+    """The planted fault: every fetch counts as a read."""
     return FetchTerms(*args, **fields)
 
 
@@ -489,7 +490,7 @@ def test_a_strategy_that_pushes_twice_for_one_fetch_is_told() -> None:
 
 
 def test_a_fetch_may_overtake_own_pushes() -> None:
-    """On a slow way up, a fetch with own=False does not wait for the push before it."""
+    """On a slow link to the shard, a fetch with own=False does not wait for the previous push."""
     slow = Network(links={("worker-0", "shard-0"): Link(latency_s=0.05, jitter_s=0.05)})
 
     @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Requests to a shard that parse and cannot be: refused with a word, and nothing has changed."""
+"""Requests to a shard that parse and have impossible values: the shard refuses them and changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Only what has changed is exchanged: the same bits as whole chunks, over seeds, networks and stops."""
+"""The exchange of changed rows has the bits of whole chunks, over seeds, networks and interruptions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VOCABULARY, WIDTH = 700, 5
 
 @dataclass(frozen=True)
 class Whole(gs.Downpour):
-    """Downpour that exchanges whole chunks, whatever the model."""
+    """Downpour that exchanges whole chunks of every model."""
 
     def rows(self, tables: bool) -> RowExchange | None:
         """Never."""
@@ -48,7 +48,7 @@ class Whole(gs.Downpour):
 
 
 def model() -> Any:
-    """Two tables, of rows that fit no chunk's edge, and layers before, between and behind them."""
+    """Two tables whose rows meet no edge of a chunk, with layers before, between and after them."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -114,13 +114,13 @@ def test_one_worker_has_the_bits_of_whole_chunks(options: dict[str, Any], optimi
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Whenever a replica adopts, each of its chunks must have the shard's bits at that version.
+    """Checks at each swap that every chunk of the replica has the shard's bits of that version.
 
-    Returns what grows with each adoption: how many of its chunks came whole.
+    Returns a list that gets, at each swap, the number of chunks that came whole.
     """
     kept: dict[tuple[int, int], torch.Tensor] = {}
     applied, swap_in = ShardExecutor._applied, RowReplica.swap_in
-    adopted: list[int] = []
+    swapped: list[int] = []
 
     def noting(self: ShardExecutor, update: UpdateDue) -> Any:
         kept[update.due.chunk, update.due.step] = update.parameters.clone()
@@ -131,11 +131,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         for chunk, version in enumerate(arrival.versions):
             start, stop = self.server.chunks.bounds(chunk)
             assert torch.equal(self.parameters.tensor[start:stop], kept[chunk, version]), (chunk, version)
-        adopted.append(sum(isinstance(change, torch.Tensor) for change in arrival._changed.values()))
+        swapped.append(sum(isinstance(change, torch.Tensor) for change in arrival._changed.values()))
 
     monkeypatch.setattr(ShardExecutor, "_applied", noting)
     monkeypatch.setattr(RowReplica, "swap_in", checking)
-    return adopted
+    return swapped
 
 
 STRATEGIES: list[gs.Strategy] = [
@@ -149,9 +149,9 @@ STRATEGIES: list[gs.Strategy] = [
 
 
 @pytest.mark.parametrize("seed", range(len(STRATEGIES)))
-def test_what_is_adopted_is_what_the_server_has(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Of several workers, on a network that loses, doubles and delays frames."""
-    adopted = watched(monkeypatch)
+def test_a_swapped_in_replica_has_the_bits_of_the_server(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """With several workers, on a network that loses, duplicates and delays frames."""
+    swapped = watched(monkeypatch)
     run = run_of(
         STRATEGIES[seed],
         seed=seed,
@@ -161,7 +161,7 @@ def test_what_is_adopted_is_what_the_server_has(monkeypatch: pytest.MonkeyPatch,
     )
     assert run.summary["samples_accounted"] + run.summary["samples_dropped"] == 96
     assert run.summary["retries"] > 0
-    assert sum(whole == 0 for whole in adopted) > len(adopted) / 3
+    assert sum(whole == 0 for whole in swapped) > len(swapped) / 3
 
 
 @pytest.mark.parametrize("fault", ["steps are kept", "changes are overlooked", "rows are mixed up"])
@@ -186,7 +186,7 @@ def test_a_fault_in_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch, fault: 
 
 
 def test_stopped_and_resumed_and_one_dies(monkeypatch: pytest.MonkeyPatch) -> None:
-    adopted = watched(monkeypatch)
+    swapped = watched(monkeypatch)
     options: dict[str, Any] = {"workers": 3, "servers": 2, "batch_size": 4, "epochs": 2, "chunk_elems": 256}
     outcome = trial(gs.Downpour(significance=0.05), model(), data(), stop=0.02, seed=1, **options)
     assert outcome.run is not None
@@ -195,11 +195,11 @@ def test_stopped_and_resumed_and_one_dies(monkeypatch: pytest.MonkeyPatch) -> No
     outcome = trial(gs.Downpour(), model(), data(), kill=("worker-1", 0.02), seed=1, **options)
     assert outcome.run is not None
     assert outcome.lost == ["worker-1"]
-    assert adopted
+    assert swapped
 
 
 def test_what_is_sent_and_what_is_left_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every sample adds 1 to elements of its own; only what has come to 3 is sent, the rest at the end."""
+    """Each sample adds 1 to its own elements. A worker sends an element once it has reached 3, or at the end."""
     strategy = gs.Downpour(significance=2.5, significance_of="absolute", block_elems=1)
     job: dict[str, Any] = {
         "servers": 2,
@@ -210,7 +210,7 @@ def test_what_is_sent_and_what_is_left_add_up(monkeypatch: pytest.MonkeyPatch) -
     }
     run = gs.simulate(Tokens(4), numbered(32), strategy=strategy, workers=1, **job)
     check_exactly_once(run, 32, 5)
-    # Of 5 ones, 3 are sent together and 2 at the end, each time with its number. At first, all.
+    # Of 5 ones, 3 are sent together and 2 at the end, each time with the row number. The first push sends all.
     assert run.summary["pushed_bytes"] == 4 * 64 * 4 + 2 * 4 * 32 * (4 + 4)
     assert run.summary["whole_pushed_bytes"] == 4 * 64 * 4 * run.summary["pushes"]
     for seed in range(2):
@@ -234,7 +234,7 @@ def test_what_is_sent_and_what_is_left_add_up(monkeypatch: pytest.MonkeyPatch) -
         ({"strategy_options": {"local_momentum": 0.5}}, "local momentum of 0.5"),
     ],
 )
-def test_what_moves_every_parameter_is_refused(options: dict[str, Any], says: str) -> None:
+def test_an_optimizer_that_moves_every_parameter_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(gs.errors.GradstreamError, match=says):
         run_of("downpour", **options)  # type: ignore[arg-type]  # by name: it has options
 
@@ -269,7 +269,7 @@ def test_hostile_pushes_are_refused(monkeypatch: pytest.MonkeyPatch, change: Any
 @pytest.mark.parametrize("optimizer", [gs.optim.SGD(lr=0.3), gs.optim.Adagrad(lr=0.1)])
 @pytest.mark.parametrize("options", [{}, {"overlap": False}], ids=str)
 def test_synchronous_rounds_have_the_bits_of_whole_chunks(optimizer: Any, options: dict[str, Any]) -> None:
-    """Sums over workers included: of rows that several of them have, and of those that one has."""
+    """Also of sums over workers, for rows that several workers have and rows that one worker has."""
     runs = [
         run_of(gs.Synchronous(sparse=sparse, **options), optimizer=optimizer, epochs=1, seed=2)
         for sparse in (True, False)
@@ -279,7 +279,7 @@ def test_synchronous_rounds_have_the_bits_of_whole_chunks(optimizer: Any, option
 
 
 def test_a_strategy_that_cannot_send_rows_makes_them_whole() -> None:
-    """Synchronous SGD with Adam: the same model, exchanged in whole chunks."""
+    """Synchronous SGD with Adam trains this model by exchanging whole chunks."""
     run = run_of(gs.Synchronous(), optimizer=gs.optim.Adam(lr=0.01), epochs=1)
     assert run.summary["pushed_bytes"] == run.summary["whole_pushed_bytes"] > 0
 
@@ -321,7 +321,7 @@ def test_a_shape_only_run_shows_what_memory_it_takes() -> None:
 
 
 def patch_of() -> SparseDelta:
-    """Of two chunks, of the first of which version 3 is known."""
+    """A fetch of two chunks; the reader knows version 3 of the first."""
     rows = RowMap(ChunkMap(100, 64, 1), [RowTable(0, 20, 5)], 16)
     return SparseDelta(rows, [3, -1], torch.float32, Vector("nothing", torch.empty(0)))
 
@@ -351,7 +351,7 @@ def test_hostile_answers_are_refused(
 
 
 def test_a_step_moves_what_its_rows_weigh() -> None:
-    """100 rows of 16 elements a step: within 10 % of them up, and of those of both workers down."""
+    """100 rows of 16 elements a step: pushes have their bytes, fetches those of both workers, within 10 %."""
     numbers = np.random.default_rng(0).integers(0, 20_000, (800, 5))
     table = gs.from_torch(
         lambda: nn.Sequential(nn.Embedding(20_000, 16, sparse=True), nn.Flatten(), nn.Linear(80, 1)),
@@ -360,7 +360,7 @@ def test_a_step_moves_what_its_rows_weigh() -> None:
     samples = gs.from_arrays(numbers, np.ones((800, 1), "float32"))
     job: dict[str, Any] = {"strategy": "downpour", "optimizer": gs.optim.SGD(lr=0.1), "batch_size": 20}
     moved = []
-    for steps in (5, 20):  # what a run does once is in both
+    for steps in (5, 20):  # both have the costs of the start and the end of a run
         run = gs.simulate(table, samples, steps=steps, chunk_elems=1 << 20, **job)
         moved.append([run.summary["pushed_bytes"], run.summary["fetched_bytes"]])
     up, down = (np.array(moved[1]) - moved[0]) / (2 * 15)

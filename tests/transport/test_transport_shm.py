@@ -24,8 +24,10 @@ from gradstream.memory import Vector
 from gradstream.memory.segments import SHARED_BYTES, Segment, SharedMemory
 from gradstream.optim import SGD
 from gradstream.runtime import RealRuntime
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.server.aggregation import AggregationRule, EveryN, EveryPush
 from gradstream.server.client.client import ServerClient
+from gradstream.server.client.links import ShardLinks
 from gradstream.server.shard import chunk_leases
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
@@ -346,11 +348,11 @@ class Served:
 
     async def kept(self) -> tuple[Stream, Received]:
         """The first chunk, lent to the other worker, who keeps it."""
-        await self.service.leases.gone(0)
+        await self.service.executor.leases.gone(0)
         for _ in range(100):  # until it is lent what it reads
             stream = await self.idler.open("shard-0", "fetch", v1.Fetch(), window=1)
             kept = await take_chunk(stream)
-            if any(not one.returned for one in self.service.leases._lent.get(0, ())):
+            if any(not one.returned for one in self.service.executor.leases._lent.get(0, ())):
                 break
         return stream, kept
 
@@ -382,15 +384,8 @@ async def served(rule: AggregationRule) -> AsyncIterator[Served]:
             memory.allocate(PUSHED_ELEMS, torch.float32, name, exchanged=True) for name in ("spare", "ones")
         )
         ones.tensor.fill_(1)
-        client = ServerClient(
-            worker.runtime,
-            worker,
-            ["shard-0"],
-            ChunkMap(PUSHED_ELEMS, PUSHED_CHUNK, 1),
-            spare,
-            silence_s=20,
-            retry_s=20,
-        )
+        chunks, deadlines = ChunkMap(PUSHED_ELEMS, PUSHED_CHUNK, 1), Deadlines(silence_s=20, retry_s=20)
+        client = ServerClient(ShardLinks(worker.runtime, worker, ["shard-0"], chunks, deadlines), spare)
         await client.assign(ones)
         yield Served(service, client, idler, ones)
     finally:

@@ -31,12 +31,16 @@ from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.errors import GradstreamError
+from gradstream.memory import Memory
+from gradstream.optim import SGD
 from gradstream.run.remote.members import MachineMembers
 from gradstream.server.aggregation import FetchTerms, PushHeader
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.state import Acknowledge, Apply, Parked, ShardState
+from gradstream.server.shard.store import ShardStore
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.telemetry.events import MachineEvent, StartedEvent, encode
+from gradstream.transport.base import Identity
 from gradstream.transport.limits import LIMITS
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
@@ -231,9 +235,8 @@ def _keep(data: bytes) -> None:
 def _shard() -> tuple[Inspection, ShardState, SynchronousRound]:
     chunks, rule = ChunkMap(100, 64, 1), SynchronousRound(1, "mean")
     state = ShardState(chunks.chunks_of(0), rule, workers=WORKERS)
-    inspection = Inspection(
-        "shard-0", chunks, state.chunks, torch.float32, None, Counter(), workers=WORKERS, states=("momentum",)
-    )
+    store = ShardStore(Memory(), chunks, 0, torch.float32, SGD(lr=1.0, momentum=0.9))
+    inspection = Inspection(Identity("job", "shard-0", 1), store, Counter(), WORKERS)
     return inspection, state, rule
 
 
@@ -241,9 +244,9 @@ def _push(data: bytes) -> None:
     """What `PushHandler` does, but for the arithmetic: contributions go up to their acknowledgement."""
     inspection, state, rule = _shard()
     who, request = _who(data), v1.Push.FromString(data[1:])
-    inspection.push(who, request)
+    inspection.check_push(who, request)
     for chunk in state.chunks:
-        inspection.base_version(who, chunk, request.base_version, state.version(chunk))
+        inspection.check_base_version(who, chunk, request.base_version, state.version(chunk))
         one = PushHeader(
             who,
             inspection.rank(who),
@@ -275,7 +278,7 @@ def _push(data: bytes) -> None:
 def _fetch(data: bytes) -> None:
     inspection, state, _ = _shard()
     who, request = _who(data), v1.Fetch.FromString(data[1:])
-    inspection.fetch(who, request, set(state.chunks))
+    inspection.check_fetch(who, request)
     terms = FetchTerms(
         who, 1, request.min_version, request.after_sequence, flush=request.flush, min_clock=request.min_clock
     )
@@ -287,7 +290,7 @@ def _fetch(data: bytes) -> None:
 def _command(data: bytes) -> None:
     inspection, state, _ = _shard()
     who, request = _who(data), v1.Command.FromString(data[1:])
-    inspection.command(who, request)
+    inspection.check_command(who, request)
     if request.kind == v1.Command.ENTER:
         v1.CommandResult(clock=state.clocks.resume(inspection.rank(who), request.clock))
         assert state.clocks.present <= frozenset(range(WORKERS))

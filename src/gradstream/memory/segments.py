@@ -1,8 +1,8 @@
 """Shared memory: segments that processes of one host map at the same time.
 
-A segment is a memfd. It has no name, so nothing is left of it once the last process that holds it has ended, in
-whatever way. Another process gets its descriptor over a Unix socket. Its size is sealed: no process can shrink it
-while others read it, which would end them with a bus error.
+A segment is a memfd. It has no name, so the system frees it when the last process that maps it ends, even by a
+crash. Another process gets its descriptor over a Unix socket. Its size is sealed: if a process could shrink it while
+others read it, they would end with a bus error.
 
 `SharedMemory` puts each of a node's exchanged vectors into a segment, so that peers read it in place.
 """
@@ -26,10 +26,9 @@ from gradstream.memory.vectors import Memory, Vector
 __all__ = ["SHARED_BYTES", "Segment", "SharedMemory", "supported"]
 
 SHARED_BYTES = 1 << 16
-"""Vectors from this size on get a segment of their own. To copy a smaller one is faster than to lend it."""
+"""Vectors of at least this size get a segment each. A smaller vector is faster to copy than to lend."""
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW if sys.platform == "linux" else 0
-
 
 _NUMBERS = itertools.count(1)
 
@@ -53,13 +52,13 @@ class Segment:
     Args:
         fd: descriptor of a memfd; this object closes it.
         size_bytes: number of bytes that are mapped.
-        writable: False maps it for reading; to write it then ends the process.
+        writable: False maps it for reading; a write then ends the process.
     """
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
         self.fd = fd
         self.size_bytes = size_bytes
-        self.number = next(_NUMBERS)  # names it within this process
+        self.number = next(_NUMBERS)  # identifies the segment within this process
         self._map = mmap.mmap(fd, size_bytes, access=mmap.ACCESS_DEFAULT if writable else mmap.ACCESS_READ)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # the system may have no huge pages for shared memory
@@ -70,11 +69,11 @@ class Segment:
         """Creates a segment of zeros. The system provides a page when it is first written.
 
         Args:
-            size_bytes: its size, at least 1.
-            name: the system shows it among a process's maps. It need not be unique.
+            size_bytes: size of the segment, at least 1.
+            name: name that the system shows in the memory map of a process. It need not be unique.
 
         Raises:
-            ConfigError: the system has no such memory.
+            ConfigError: the system has no nameless shared memory.
         """
         if not supported():
             raise ConfigError(f"shared memory {name!r}: needs Linux (memfd_create); use the carrier 'tcp'")
@@ -89,12 +88,12 @@ class Segment:
 
     @classmethod
     def attach(cls, fd: int, size_bytes: int | None = None, *, writable: bool = True) -> Segment:
-        """Maps the segment of a peer, whose descriptor has come over a socket.
+        """Maps the segment of a peer.
 
         Args:
-            fd: the descriptor; this object closes it, also if it refuses the segment.
-            size_bytes: the least size, which this process must know by itself and not from the peer. None
-                maps the whole segment.
+            fd: the descriptor, received over a socket. This object closes it, also if it refuses the segment.
+            size_bytes: smallest size that is accepted, which must not come from the peer. None maps the whole
+                segment.
             writable: False maps it for reading.
 
         Raises:
@@ -114,11 +113,11 @@ class Segment:
             raise
 
     def vector(self, offset_bytes: int, elems: int, dtype: torch.dtype, name: str) -> Vector:
-        """A part of the segment as a flat vector; `offset_bytes` is a multiple of the size of an element."""
+        """A part of the segment as a flat vector; `offset_bytes` must be a multiple of the size of an element."""
         return Vector(name, self.tensor(offset_bytes, elems, dtype), self, offset_bytes)
 
     def tensor(self, offset_bytes: int, elems: int, dtype: torch.dtype) -> torch.Tensor:
-        """A part of the segment as a tensor (elems,), which keeps the memory mapped for as long as it lives."""
+        """A part of the segment as a tensor (elems,). The tensor keeps the memory mapped."""
         assert offset_bytes % dtype.itemsize == 0
         if elems == 0:
             return torch.empty(0, dtype=dtype)
@@ -126,11 +125,11 @@ class Segment:
 
     @property
     def bytes(self) -> memoryview:
-        """All bytes of the segment, as they are mapped. The view keeps the memory mapped for as long as it lives."""
+        """All bytes of the segment. The view keeps the memory mapped."""
         return memoryview(self._map)
 
     def close(self) -> None:
-        """Closes the descriptor. The memory goes with the last tensor on it. Idempotent."""
+        """Closes the descriptor. The memory stays mapped until the last tensor on it is gone. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -153,10 +152,10 @@ class Segment:
 
 @dataclass(slots=True)
 class SharedMemory(Memory):
-    """Memory in which each exchanged vector lies in a segment of its own, which goes with the vector.
+    """Allocates each exchanged vector in a separate segment, which is freed with the vector.
 
     Raises:
-        ConfigError: on allocation, if the system has no such memory.
+        ConfigError: on allocation, if the system has no nameless shared memory.
     """
 
     def _allocate(

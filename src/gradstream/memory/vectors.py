@@ -1,10 +1,10 @@
 """Allocation and ownership of flat vectors.
 
-A `Vector` is one contiguous run of elements; a `Span` is a range of it. Code that needs memory to stay as it is
-*borrows* the span for reading; code that fills it borrows it for writing. Two loans conflict when they overlap and
-at least one of them writes: the second borrower gets a `LentMemoryError` at once, which names both. Compute holds
-its loans for as long as it runs (on virtual time: for the whole charged interval), a carrier until its call
-returns. So a fetch into parameters that are being differentiated is an error, and not a wrong gradient.
+A `Vector` is one contiguous run of elements; a `Span` is a range of it. Code that reads a span *borrows* it for
+reading, and code that fills a span borrows it for writing. Two loans conflict when they overlap and at least one of
+them writes: the second borrower gets a `LentMemoryError` at once, which names both. A computation holds its loans
+while it runs (on virtual time: for the whole charged interval), a carrier holds them until its call returns. So a
+fetch into parameters that are being differentiated raises an error, and does not make a wrong gradient.
 
 Shape-only memory has sizes and no elements (torch's meta device). With it the simulator moves 64 replicas of a
 large model through the same code without holding any of them.
@@ -42,7 +42,7 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(slots=True, eq=False)
 class Loan:
-    """A borrowed range of a vector. It can shrink from below as the borrower finishes."""
+    """A borrowed range of a vector. The borrower can give the lower part back early."""
 
     start: int
     stop: int
@@ -52,7 +52,7 @@ class Loan:
 
 
 class Home(Protocol):
-    """Memory that other processes can also map (`segments.Segment`)."""
+    """Memory that other processes can map, too (`segments.Segment`)."""
 
     fd: int
     size_bytes: int
@@ -62,10 +62,10 @@ class Vector:
     """One contiguous flat vector, and the loans of its ranges.
 
     Args:
-        name: name for messages, as "parameters".
-        tensor: its elements, one-dimensional and contiguous.
-        home: the shared memory in which it lies; None if it lies in memory of this process alone.
-        offset_bytes: byte of `home` at which it begins.
+        name: name for messages, such as "parameters".
+        tensor: the elements, one-dimensional and contiguous.
+        home: shared memory that contains the vector; None for a vector in memory of this process alone.
+        offset_bytes: byte of `home` at which the vector begins.
     """
 
     __slots__ = ("_loans", "home", "name", "offset_bytes", "tensor")
@@ -95,7 +95,7 @@ class Vector:
 
     @property
     def lent(self) -> bool:
-        """Whether any part of it is borrowed."""
+        """Whether a part of the vector is borrowed."""
         return bool(self._loans)
 
     def borrow(self, start: int, stop: int, *, write: bool, to: str, queue: object = None) -> Loan:
@@ -105,7 +105,7 @@ class Vector:
             start, stop: the range.
             write: whether the borrower writes.
             to: name of the borrower, for messages.
-            queue: loans with the same queue do not conflict, since their borrowers take turns.
+            queue: loans with the same queue do not conflict: their borrowers use the memory one after the other.
 
         Raises:
             LentMemoryError: an overlapping loan exists and one of the two writes.
@@ -145,7 +145,7 @@ class Span:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """A view of the elements, for the borrower of the span. To write it writes the vector."""
+        """A view of the elements, for the borrower of the span. A write to it changes the vector."""
         return self.vector.tensor[self.start : self.stop]
 
     @contextmanager
@@ -173,13 +173,13 @@ class Loans(ExitStack):
             self._writes.append(loan)
 
     def release_below(self, elems: int) -> None:
-        """Gives back the written spans below this element of their vectors, which is final."""
+        """Gives back the written spans up to this element of their vectors: everything below is final."""
         for loan in self._writes:
             loan.start = min(max(loan.start, elems), loan.stop)
 
 
 def borrow_all(reads: Iterable[Span], writes: Iterable[Span], *, to: str, queue: object = None) -> Loans:
-    """Borrows all of these spans, or none of them. The result is a context manager that gives them back."""
+    """Borrows all of these spans, or none of them. The result is a context manager, which gives them back."""
     loans = Loans()
     try:
         for span in reads:
@@ -194,11 +194,11 @@ def borrow_all(reads: Iterable[Span], writes: Iterable[Span], *, to: str, queue:
 
 @dataclass(slots=True)
 class Memory:
-    """Allocates vectors, in memory that a carrier may share or pin, and counts their bytes.
+    """Allocates vectors, and counts their bytes.
 
     Args:
         shape_only: whether to allocate sizes without elements.
-        allocated_bytes: bytes of the vectors so far, by name.
+        allocated_bytes: bytes of the allocated vectors, by name.
     """
 
     shape_only: bool = False
@@ -207,7 +207,7 @@ class Memory:
     def allocate(
         self, elems: int, dtype: torch.dtype, name: str, *, exchanged: bool = False, lead_bytes: int = 0
     ) -> Vector:
-        """Allocates a vector of zeros, aligned to 64 bytes (shape_only: without storage).
+        """Allocates a vector of zeros, aligned to 64 bytes; without storage if `shape_only`.
 
         The system provides a page when it is first written.
 
@@ -215,16 +215,16 @@ class Memory:
             elems: length of the vector.
             dtype: type of its elements.
             name: name of the vector, for messages.
-            exchanged: whether its contents are sent to peers. If this memory can, it puts the vector where
-                peers read it in place (`segments.SharedMemory`).
-            lead_bytes: distance of its first element from a multiple of 64 bytes; see `Layout.lead_bytes`.
+            exchanged: whether peers get the elements. If this memory can, it puts the vector where peers can read it
+                in place (`segments.SharedMemory`).
+            lead_bytes: distance of the first element from a multiple of 64 bytes; see `Layout.lead_bytes`.
         """
         used_bytes = self.allocated_bytes.get(name, 0)
         self.allocated_bytes[name] = used_bytes + elems * dtype.itemsize
         return self._allocate(elems, dtype, name, exchanged=exchanged, lead_bytes=lead_bytes)
 
     def free(self, vector: Vector) -> None:
-        """Subtracts a vector that its holder is about to drop from `allocated_bytes`."""
+        """Subtracts a vector from `allocated_bytes`. The caller drops the vector, which frees the memory."""
         left_bytes = self.allocated_bytes.get(vector.name, 0) - vector.tensor.nbytes
         self.allocated_bytes[vector.name] = left_bytes
         if left_bytes <= 0:
@@ -246,8 +246,8 @@ class Memory:
 def trim() -> None:
     """Returns freed pages to the system, if the C library can (glibc).
 
-    Nodes run with an allocator that keeps pages, since each step takes the same ones again. Pages that were
-    needed only once, as the initial parameters of a model, should not be kept.
+    Nodes run with an allocator that keeps pages, since each step needs them again. It should not keep pages that
+    were needed only once, such as those of a model's initial parameters.
     """
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if malloc_trim is not None:

@@ -1,12 +1,12 @@
-"""The `AggregationRule`: what a shard does with pushes, and when a fetch may be answered.
+"""The `AggregationRule`: it decides which pushes make an update of a chunk, and with which weights.
 
-A rule is the server half of a strategy, and it is pure: it looks at a chunk's version and at the pushes that wait
-for it, and decides which of them form the next update, in which order and with which weights. Arithmetic, waiting
-and messages are the shard's.
+A rule is the server half of a strategy, and it is pure: from a chunk's version and the pushes that wait for the
+chunk it chooses those of the next update, their order and their weights. The shard does the arithmetic, the waiting
+and the messages.
 
-By default an update is applied as soon as it is due. A rule that overrides `completes` has pushes summed on the
-shard as they come. Each push is acknowledged once it is in the sum, so its sender need not keep it; the chunk's
-version goes up when the sum is applied.
+By default the shard applies an update as soon as it is due. Under a rule that overrides `completes`, the shard adds
+pushes to a sum as they come. It acknowledges each push once it is in the sum, so the sender need not keep it; the
+chunk's version increases when the shard applies the sum.
 
 A rule that waits for every worker overrides `among`: the shard knows which workers take part.
 """
@@ -36,15 +36,15 @@ class PushHeader:
         rank: rank of the worker.
         incarnation: incarnation of the worker.
         sequence: number of the push; each incarnation of a worker counts from 1.
-        samples: number of training samples behind it.
-        num_gradients: number of minibatch gradients summed in it.
-        lr: learning rate to apply it with.
+        samples: number of training samples that the gradients were computed on.
+        num_gradients: number of minibatch gradients that the push sums.
+        lr: learning rate to apply the push with.
         round: version that the push is meant for; only synchronous strategies set it.
         base_version: version of the chunk that the gradient was computed on.
-        empty: the push has no elements for this chunk; the worker contributes nothing this time.
+        empty: whether the push has no elements for this chunk: the worker contributes nothing this time.
         clock: clock of the worker once this push is applied; 0 where workers have none (see `clocks.py`).
         loss: mean loss over the samples; NaN where unknown.
-        vector: vector that is pushed to: "" for the parameters, else a state vector of the update rule.
+        vector: vector that the push changes: "" for the parameters, else a state vector of the update rule.
     """
 
     sender: str
@@ -63,7 +63,7 @@ class PushHeader:
 
 
 def rank_of(sender: str) -> int:
-    """The rank in a node's name, which is a role and a rank: 3 of "worker-3".
+    """The rank in a node's name, which consists of a role and a rank: 3 for "worker-3".
 
     Raises:
         ConfigError: the name has another form.
@@ -85,8 +85,8 @@ class FetchTerms:
         incarnation: incarnation of the reader.
         min_version: the chunk must have this version or a later one.
         after_sequence: the reader's push of this number must be applied, or be in the chunk's sum; 0 for none.
-        flush: the chunk's sum must be empty: the shard applies it now, though no update is due.
-        beside: the reader computes no gradient on what it gets.
+        flush: whether the chunk's sum must be empty: the shard applies it now, though no update is due.
+        beside: whether the reader computes no gradient on these parameters.
         min_clock: every worker that takes part must have reached this clock.
     """
 
@@ -106,9 +106,9 @@ class AggregationRule(ABC):
 
     @property
     def lockstep(self) -> bool:
-        """Whether an update is the sum of one clock's pushes.
+        """Whether an update is the sum of the pushes of one clock.
 
-        The shard applies it once every worker that takes part has pushed its own: see `clocks.py`.
+        The shard applies the sum once every worker that takes part has pushed for that clock: see `clocks.py`.
         """
         return False
 
@@ -116,33 +116,34 @@ class AggregationRule(ABC):
     def by_round(self) -> bool:
         """Whether a chunk's version is the number of its round.
 
-        A command that changes parameters leaves the version as it is then; else it counts as an update.
+        Then a command that changes parameters does not change the version. Else it counts as an update.
         """
         return False
 
     def drops(self, version: int, new: PushHeader) -> bool:
-        """Whether a push comes too late to be used, which is an expected outcome and not an error."""
+        """Whether a push comes too late for its update. That is an expected outcome and no error."""
         return False
 
     @abstractmethod
     def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
-        """The pushes that form the next update now, in the order of summation; empty while none is due."""
+        """The pushes of the next update, in the order of summation; none while no update is due."""
 
     @abstractmethod
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
-        """The factor of each push in the sum Σ weight·elements that the optimizer is given.
+        """The weight of each push in the sum Σ weight·elements, which the optimizer gets.
 
         Args:
-            version: version of the chunk before this update; minus a push's base_version, its staleness.
+            version: version of the chunk before this update. The staleness of a push is this minus its
+                `base_version`.
             update: the pushes that `due` chose.
         """
 
     def completes(self, version: int, summed: int, update: Sequence[PushHeader]) -> bool:
-        """Whether the chunk's sum is applied once these pushes are added; else it goes on growing.
+        """Whether the shard applies the chunk's sum once these pushes are in it; else it waits for more pushes.
 
         Args:
             version: version of the chunk, as for `weights`.
-            summed: number of pushes in the sum before; a push without elements joins no sum.
+            summed: number of pushes in the sum so far; a push without elements joins no sum.
             update: the pushes that `due` chose.
         """
         return True
@@ -152,13 +153,13 @@ class AggregationRule(ABC):
         return ()
 
     def among(self, present: frozenset[int]) -> AggregationRule:
-        """The same rule, waiting for workers of these ranks only: the others are lost, or have nothing to do."""
+        """The same rule for workers of these ranks: the others are lost, or have nothing to do."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class EveryPush(AggregationRule):
-    """Every push is an update of its own, applied as it comes: asynchronous SGD."""
+    """Makes every push an update, which the shard applies at once: asynchronous SGD."""
 
     def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
         """The oldest push."""
@@ -171,14 +172,14 @@ class EveryPush(AggregationRule):
 
 @dataclass(frozen=True, slots=True)
 class EveryN(EveryPush):
-    """Pushes are summed as they come, and every `count` of them are an update.
+    """Sums pushes as they come, and makes every `count` of them an update.
 
     Args:
-        count: pushes to an update, at least 1, which is `EveryPush` itself.
+        count: number of pushes to an update, at least 1; 1 is `EveryPush`.
     """
 
     count: int
 
     def completes(self, version: int, summed: int, update: Sequence[PushHeader]) -> bool:
-        """Whether there are `count`."""
+        """Whether the sum has `count` pushes."""
         return summed + len(update) >= self.count

@@ -1,13 +1,13 @@
-"""Corrects a gradient before it is used, with what the shard keeps of its sender.
+"""Corrects a gradient before a shard uses it, with vectors that the shard keeps for each sender.
 
-A strategy asks for it by `Strategy.correction()`; the shard does it, chunk by chunk, on its arithmetic thread.
-Delay compensation is a correction: it moves a gradient from the parameters that it was computed on to those that it
-will be applied to, so the shard needs a copy of the former.
+A strategy asks for a correction by `Strategy.correction()`. The shard computes it, chunk by chunk, on its arithmetic
+thread. Delay compensation is one: a gradient was computed on older parameters than it will be applied to, and the
+correction estimates the gradient at the present ones. So the shard needs a copy of the older parameters.
 
-The base version of a push says which copy that is. The copy that the sender was given last can be another one: the
-sender fetches while it computes, asks again for an answer that was lost, or the network delivers a fetch twice. So
-the shard keeps a copy of each version until as many gradients of it have come as the sender was given copies of it,
-or a gradient of a later version has come.
+The base version of a push names that copy. The sender may have read a later version since: it fetches while it
+computes, or asks again for a lost answer, or the network delivers a fetch twice. So the shard keeps a copy of each
+version until it has received as many gradients of that version as the sender has read copies of it, or a gradient
+of a later version.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from gradstream.wire.chunks import ChunkMap
 __all__ = ["MOST_COPIES", "Correction", "SenderStates"]
 
 State = Mapping[str, torch.Tensor]
-"""Vectors that the shard keeps of one sender, by name: (n,) for a chunk of n elements, zeros at first."""
+"""Vectors that the shard keeps for one sender, by name: (n,) for a chunk of n elements, zeros at first."""
 
 MOST_COPIES = 4
-"""Copies of a chunk for one sender: one that it computes on, and those that it may swap in. The oldest goes first."""
+"""Copies of a chunk for one sender: of the version that it computes on, and of those that it may swap in next.
+
+The shard drops the oldest copy to make room for another."""
 
 
 class Correction(Protocol):
@@ -37,7 +39,7 @@ class Correction(Protocol):
 
     @property
     def state_names(self) -> Sequence[str]:
-        """Names of the vectors kept of each sender, each as long as the parameters: ("mean_square",), or none."""
+        """Names of the vectors for each sender, each as long as the parameters: ("mean_square",), or none."""
         ...
 
     def correct(
@@ -46,24 +48,24 @@ class Correction(Protocol):
         """The corrected gradient.
 
         Args:
-            gradient: (n,) as it was pushed; read only: it may lie in memory that cannot be written.
-            parameters: (n,) as they are now; read only.
-            base: (n,) the parameters that the gradient was computed on; not needed afterwards, so the result may
-                be written there.
-            state: vectors of the sender; read and written.
+            gradient: (n,) as the sender pushed it. Do not write it: it may lie in read-only memory.
+            parameters: (n,) present parameters. Do not write them.
+            base: (n,) the parameters that the gradient was computed on. The shard does not need them afterwards, so
+                the result may be written there.
+            state: vectors of the sender, to be read and written.
 
         Returns:
-            (n,) of the same type; `gradient` itself where there is nothing to correct.
+            (n,) of the same type; `gradient` itself where no correction is needed.
         """
         ...
 
 
 class SenderStates:
-    """The vectors that a shard keeps of each sender. They are allocated when the sender first reads or pushes.
+    """The vectors that a shard keeps for each sender, from the sender's first fetch or push on.
 
     Args:
-        memory: allocates the vectors: for each sender one of each name, and as many copies as it needs at once,
-            each as long as the shard's parameters.
+        memory: allocates the vectors: for each sender one of each name, and as many copies of the parameters as it
+            needs at the same time.
         chunks: the chunk map.
         elems: length of this shard's vectors.
         dtype: element type of all vectors.
@@ -80,11 +82,13 @@ class SenderStates:
         self._correction = correction
         self._states: dict[str, dict[str, Vector]] = {}  # by sender and name
         self._copies: dict[str, list[Vector]] = {}  # by sender
-        self._places: dict[tuple[str, int], dict[int, int]] = {}  # by sender, chunk, version: which of these
-        self._given: Counter[tuple[str, int, int]] = Counter()  # by sender, chunk, version: gradients to come
+        self._places: dict[
+            tuple[str, int], dict[int, int]
+        ] = {}  # by sender and chunk: by version, the number of the copy
+        self._given: Counter[tuple[str, int, int]] = Counter()  # gradients to come, by sender, chunk, version
 
     def place(self, sender: str, chunk: int, version: int) -> Span | None:
-        """Memory for the copy of a chunk that a sender reads; None where there is one of this version."""
+        """Memory for a copy of a chunk that a sender reads; None where the shard has a copy of this version."""
         places = self._places.setdefault((sender, chunk), {})
         self._given[sender, chunk, version] += 1
         if version in places:
@@ -109,7 +113,7 @@ class SenderStates:
             raise UserCodeError(
                 f"chunk {chunk} of {one.sender}: its gradient was computed on version {one.base_version}, of which "
                 "the shard has no copy any more for the correction; a strategy with a correction pushes one "
-                f"gradient for each fetch that it adopts, and has at most {MOST_COPIES} fetches behind that"
+                f"gradient for each fetch that it swaps in, and has at most {MOST_COPIES} fetches after that"
             )
         if one.sender not in self._states:
             self._states[one.sender] = {
@@ -130,14 +134,14 @@ class SenderStates:
         return self._correction.correct(gradient, parameters, base, named)
 
     def used(self, one: PushHeader, chunk: int) -> None:
-        """Frees the copies that no gradient needs after this push: those of older versions, too."""
+        """Frees the copies that no gradient needs after this push, which includes all older versions."""
         self._given[one.sender, chunk, one.base_version] -= 1
         for version in list(self._places[one.sender, chunk]):
             if version < one.base_version or not self._given[one.sender, chunk, version]:
                 self._forget(one.sender, chunk, version)
 
     def keep_senders(self, names: Collection[str]) -> None:
-        """Frees the vectors of all other senders: they have left, and no push of theirs is left to correct."""
+        """Frees the vectors of all other senders: they have left, and all their pushes are corrected."""
         for sender in [one for one in {**self._states, **self._copies} if one not in names]:
             for vector in (*self._states.pop(sender, {}).values(), *self._copies.pop(sender, ())):
                 self._memory.free(vector)

@@ -1,14 +1,14 @@
 """A quorum: the first N pushes of a round that have arrived whole make its update, on every chunk.
 
-Chunk by chunk, "the first N" would be other workers on every chunk, and the push of a worker that dies halfway
-would be in some chunks and not in others. So a push counts once every shard holds every chunk of it, and one
-shard, the first, decides for all:
+If each chunk chose its own first N pushes, they would come from other workers on every chunk; and if a worker died
+halfway, some chunks would have its push and others not. So a push counts once every shard has every chunk of it,
+and the first shard decides for all:
 
     each shard     chunk parked ─▶ all chunks of (round, rank) there? ─▶ "whole" to the first shard
     first shard    whole on all shards, N ranks? ─▶ decision (round, ranks) to all shards, once
 
-Before the decision nothing of a round is applied, and after it everything that is needed is on the shards, so a
-worker may die at any instant. A push that the decision leaves out is late, whenever it comes.
+Before the decision the shards apply nothing of a round; at the decision they have all that they need, so a worker
+may die at any instant. A push that the decision leaves out is late, whenever it comes.
 
 Reference: Chen, Pan, Monga, Bengio, Józefowicz, "Revisiting Distributed Synchronous SGD", 2016 (backup
 workers). Pure: no I/O, no clock.
@@ -24,14 +24,14 @@ __all__ = ["QuorumDecision", "QuorumLeader", "QuorumVotes"]
 
 @dataclass(frozen=True, slots=True)
 class QuorumDecision:
-    """The pushes of the workers of these ranks make the update of this round, and no others."""
+    """The pushes of the workers of these ranks, and no others, make the update of this round."""
 
     round: int
     ranks: tuple[int, ...]
 
 
 class QuorumVotes:
-    """Which pushes one shard holds whole.
+    """The pushes of which one shard has every chunk.
 
     Args:
         num_chunks: number of chunks on this shard.
@@ -43,7 +43,7 @@ class QuorumVotes:
         self._decided = -1
 
     def came(self, round: int, rank: int, chunk: int) -> bool:  # noqa: A002  the word of the protocol
-        """Counts a chunk that has arrived, once. Returns whether it makes its push whole."""
+        """Counts a chunk that has arrived, once. Returns whether its push is whole now, and was not before."""
         if round <= self._decided:
             return False
         chunks = self._came[round, rank]
@@ -52,7 +52,7 @@ class QuorumVotes:
         return before < len(chunks) == self._num_chunks
 
     def decided(self, decision: QuorumDecision) -> None:
-        """Forgets all rounds up to the one that is decided."""
+        """Forgets the decided round and all rounds before it."""
         self._decided = max(self._decided, decision.round)
         for key in [key for key in self._came if key[0] <= self._decided]:
             del self._came[key]
@@ -82,7 +82,7 @@ class QuorumLeader:
         self.last: QuorumDecision | None = None
 
     def whole(self, shard: int, round: int, rank: int) -> QuorumDecision | None:  # noqa: A002
-        """Counts that a shard holds a push whole, once. Returns the decision if this brings one about."""
+        """Counts that a shard has a push whole, once. Returns the decision if this was the last vote that it needed."""
         if self.last is not None and round <= self.last.round:
             return None
         shards = self._shards[round, rank]

@@ -1,16 +1,16 @@
-"""Rows: the parts of a chunk that can be sent without the rest of it.
+"""Rows: parts of a chunk that can be sent without the rest of the chunk.
 
-Every chunk is cut into rows, numbered from 0: where it lies in a table (a row-sparse tensor) those of the
-table, elsewhere blocks of some elements. Edges of chunks need not meet edges of rows: a row that lies in two
-chunks is two rows, a part in each. So chunks stay what they are, the unit of version, order and
-de-duplication, and a model's tables need no place of their own::
+Every chunk is divided into rows, numbered from 0. Inside a table (a row-sparse tensor) they are the rows of the
+table; elsewhere they are blocks of a fixed number of elements. A row of a table may lie in two chunks: then each
+chunk has one row for its part. So chunks remain the unit of version, order and de-duplication, and a model's tables
+need no special place in the vector::
 
     flat vector   |  bias, weight   |  table: rows of 5 elements        |
     chunks        [        0        |        1        |        2        ]
     rows of 1                       0 1    2    3    4 5  (0, 5: parts)
 
-A chunk travels whole, or as some of its rows: their numbers (int32, growing), filled up to whole elements,
-and then their elements, in one payload. What is made of a payload is checked against this map.
+A chunk is sent whole, or as some of its rows. The payload has the numbers of the rows (int32, increasing), padded to
+whole elements, and then the elements of the rows. The receiver checks a payload against this map.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ __all__ = [
 ]
 
 NUMBER = torch.int32
-"""A chunk has at most 2²² elements, so as many rows."""
+"""Type of row numbers in a payload: a chunk has at most 2²² elements, so at most 2²² rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """A row-sparse tensor: `num_rows` rows of `row_elems` elements, from `start` of the flat vector on."""
+    """A row-sparse tensor: `num_rows` rows of `row_elems` elements, which begin at `start` of the flat vector."""
 
     start: int
     num_rows: int
@@ -53,23 +53,23 @@ class RowTable:
 
     @property
     def stop(self) -> int:
-        """Its end in the flat vector."""
+        """The end of the table in the flat vector."""
         return self.start + self.num_rows * self.row_elems
 
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """Rows of one kind that follow one another in a chunk.
+    """Consecutive rows of one table, or of no table, in a chunk.
 
     Args:
-        first: number in the chunk of its first row.
-        num_rows: how many.
-        start, stop: its elements in the chunk.
-        origin: where its first row begins: before `start` where that row begins in the chunk before.
+        first: number of the first row in the chunk.
+        num_rows: number of rows.
+        start, stop: bounds of the rows in the chunk, in elements.
+        origin: element at which the first row begins; before `start` where it begins in the previous chunk.
         row_elems: elements of a whole row.
-        table: which table; -1 for none.
-        row: number in the table of its first row; without a table, where the run begins in the rest: in
-            the flat vector without the tables.
+        table: number of the table; -1 for none.
+        row: number of the first row in its table. Without a table: the position of `start` in the flat vector
+            without its tables, in elements.
     """
 
     first: int
@@ -87,8 +87,8 @@ class RowPart:
     """Some rows of a chunk.
 
     Args:
-        numbers: (n,) int64, growing.
-        values: their elements, one row after the other.
+        numbers: (n,) int64, increasing.
+        values: elements of the rows, one row after the other.
     """
 
     numbers: torch.Tensor
@@ -100,8 +100,8 @@ class RowMap:
 
     Args:
         chunks: the chunk map.
-        tables: in the order of the vector; they do not overlap.
-        block_elems: rows of what belongs to no table; a block ends where its chunk or a table begins.
+        tables: the tables, in the order of the vector; they do not overlap.
+        block_elems: elements of a row outside tables. Such a row ends early at the end of its chunk or at a table.
     """
 
     def __init__(self, chunks: ChunkMap, tables: Sequence[RowTable], block_elems: int) -> None:
@@ -113,7 +113,7 @@ class RowMap:
 
     @classmethod
     def of(cls, chunks: ChunkMap, spec: v1.RowSpec) -> RowMap:
-        """As the registered model says. Raises ConfigError where tables do not fit the vector."""
+        """The row map of the registered model. Raises ConfigError where its tables do not fit the vector."""
         tables = [RowTable(table.start, table.rows, table.row_elems) for table in spec.tables]
         edges = [edge for table in tables for edge in (table.start, table.stop)]
         if edges != sorted(edges) or any(edge > chunks.elems for edge in edges) or not spec.block_elems:
@@ -124,19 +124,20 @@ class RowMap:
         return cls(chunks, tables, spec.block_elems)
 
     def runs(self, chunk: int) -> tuple[RowRange, ...]:
-        """What a chunk consists of, in order."""
+        """The row ranges of a chunk, in order."""
         return self._runs[chunk]
 
     def num_rows(self, chunk: int) -> int:
-        """Rows of a chunk."""
+        """Number of rows of a chunk."""
         last = self._runs[chunk][-1]
         return last.first + last.num_rows
 
     def elements(self, chunk: int, numbers: torch.Tensor) -> torch.Tensor:
-        """Which elements of a chunk these rows are, one row after the other: (sum of their lengths,) int64.
+        """Positions of the elements of some rows in their chunk, one row after the other: (sum of lengths,) int64.
 
         Args:
-            numbers: (n,) int64, growing, each a row of the chunk.
+            chunk: number of the chunk.
+            numbers: (n,) int64, increasing: rows of the chunk.
         """
         starts, lengths = self._bounds(chunk, numbers)
         if not len(numbers):
@@ -150,11 +151,11 @@ class RowMap:
         return torch.repeat_interleave(starts - before, lengths) + torch.arange(int(lengths.sum()))
 
     def num_elems(self, chunk: int, numbers: torch.Tensor) -> int:
-        """How many elements these rows have."""
+        """Number of elements of some rows."""
         return int(self._bounds(chunk, numbers)[1].sum())
 
     def _bounds(self, chunk: int, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n,) where each row starts in the chunk, and (n,) its length."""
+        """The start of each row in the chunk, (n,), and its length, (n,)."""
         first, start, stop, origin, row_elems = self._columns[chunk]
         if len(first) > 1:
             at = torch.searchsorted(first, numbers, right=True) - 1
@@ -191,10 +192,11 @@ def _column(run: RowRange) -> list[int]:
 
 
 def clipped(run: RowRange, numbers: torch.Tensor, values: torch.Tensor) -> RowPart:
-    """Those rows of a run's table that lie in it, without what lies in another chunk. Copies nothing.
+    """The rows of a table that lie in a row range of a chunk, without elements of other chunks. Copies nothing.
 
     Args:
-        numbers, values: (n,) and (n, row_elems) of the table, as `TableRows`.
+        run: the row range.
+        numbers, values: (n,) and (n, row_elems): rows of the whole table, as in `TableRows`.
     """
     edges = torch.tensor([run.row, run.row + run.num_rows])
     low, high = torch.searchsorted(numbers, edges).tolist()
@@ -209,14 +211,14 @@ def clipped(run: RowRange, numbers: torch.Tensor, values: torch.Tensor) -> RowPa
 
 
 def joined(parts: Sequence[RowPart]) -> RowPart:
-    """Rows of a chunk one after the other, given in the order of their numbers."""
+    """Joins parts of a chunk, given in the order of their row numbers."""
     if len(parts) == 1:
         return parts[0]
     return RowPart(torch.cat([part.numbers for part in parts]), torch.cat([part.values for part in parts]))
 
 
 def row_spec_of(layout: Layout, block_elems: int) -> v1.RowSpec:
-    """What the registered model says of a layout's rows."""
+    """The description of a layout's rows in the registered model."""
     tables = [
         v1.RowSpec.Table(start=slot.start, rows=slot.shape[0], row_elems=slot.row_elems)
         for slot in layout.tables
@@ -225,17 +227,17 @@ def row_spec_of(layout: Layout, block_elems: int) -> v1.RowSpec:
 
 
 def _number_elems(num_rows: int, dtype: torch.dtype) -> int:
-    """How many elements the numbers of so many rows take up."""
+    """Elements that row numbers take up in a payload."""
     return -(-num_rows * NUMBER.itemsize // dtype.itemsize)
 
 
 def packed_elems(num_rows: int, num_values: int, dtype: torch.dtype) -> int:
-    """Length of the payload of so many rows with so many values."""
+    """Length of the payload of this number of rows and values, in elements."""
     return _number_elems(num_rows, dtype) + num_values
 
 
 def pack(part: RowPart) -> torch.Tensor:
-    """The payload of some rows: numbers, then values. Copies both once."""
+    """Makes the payload of some rows: numbers, then values. Copies both once."""
     head = _number_elems(len(part.numbers), part.values.dtype)
     payload = part.values.new_empty(head + len(part.values))
     numbers = payload[:head].view(NUMBER)
@@ -246,14 +248,17 @@ def pack(part: RowPart) -> torch.Tensor:
 
 
 def unpack(rows: RowMap, chunk: int, num_rows: int, payload: torch.Tensor) -> RowPart:
-    """The rows of a chunk in a payload that a peer has sent. Values are a view of it.
+    """Reads the rows of a chunk from a peer's payload. The values are a view of the payload.
 
     Args:
-        num_rows: as its header says.
+        rows: the row map.
+        chunk: number of the chunk.
+        num_rows: number of rows by the header.
+        payload: the payload.
 
     Raises:
-        ValueError: says what is wrong: too many rows, one that the chunk has not, numbers that do not grow,
-            or a payload of another length.
+        ValueError: too many rows, a row that the chunk does not have, numbers that do not increase, or a payload
+            of another length. The message says which.
     """
     if not 0 < num_rows <= rows.num_rows(chunk):
         raise ValueError(f"{num_rows} rows; expected 1 to {rows.num_rows(chunk)}")

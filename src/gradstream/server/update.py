@@ -15,11 +15,11 @@ __all__ = ["Update", "UpdatePiece"]
 
 @dataclass(frozen=True, slots=True)
 class UpdatePiece:
-    """The part of a chunk that is pushed, where not all of every chunk is.
+    """The part of a chunk that a push contains, where it does not contain whole chunks.
 
     Args:
         num_rows: number of rows; 0 for the whole chunk.
-        payload: rows as `rows.pack` makes them, or all of the chunk's elements.
+        payload: the rows as `rows.pack` makes them, or all elements of the chunk.
     """
 
     num_rows: int
@@ -31,25 +31,25 @@ class Update:
     """One push of a worker, to all shards.
 
     Args:
-        vector: the elements; nobody may write them until the push is done. None pushes nothing, which the
-            server of a synchronous round still has to be told.
-        samples: number of training samples behind it. This, `lr` and `vector` may be filled in
-            until anything is `ready`.
-        lr: learning rate to apply it with.
+        vector: the elements; nobody may write them until the push is done. None pushes no elements: the server of
+            a synchronous round must be told of that.
+        samples: number of training samples that the gradients were computed on. This, `lr` and `vector` may be set
+            until the first elements are `ready`.
+        lr: learning rate to apply the update with.
         base_version: by chunk, the version that the gradient was computed on.
-        num_gradients: number of minibatch gradients summed in it.
-        round: version that it is meant for; only synchronous strategies set it.
-        ready: number of elements that are final so far; chunks leave as it grows.
+        num_gradients: number of minibatch gradients that are summed in the vector.
+        round: version that the update is meant for; only synchronous strategies set it.
+        ready: number of elements that are final so far; chunks leave as it grows. None: all elements are final.
         on_done: called once all shards have acknowledged the push.
-        assign: it brings initial parameters.
-        late: a shard has dropped it, since it came after the update it was meant for; not an error.
+        assign: whether the vector has initial parameters.
+        late: whether a shard has dropped the push, since it came after the update it was meant for; no error.
         loss: mean loss over the samples, for rules that weigh by it; NaN where unknown.
-        target: vector that is pushed to: "" for the parameters, else a state vector of the update rule.
+        target: vector that the shards change: "" for the parameters, else a state vector of the update rule.
         sequence: number of the push, once it has begun.
-        refs: minibatches whose gradients are in it.
-        clock: clock of this worker once it is applied; 0 where workers have none. `push_soon` sets it.
-        pieces: makes the parts to push, by chunk; chunks left out push nothing. None pushes all of `vector`.
-        prompt: `pieces` depends on the parameters as they are now, so it runs before the worker goes on.
+        refs: minibatches that the gradients were computed on.
+        clock: clock of this worker once the update is applied; 0 where workers have none. `push_soon` sets it.
+        pieces: makes the parts to push, by chunk; a chunk left out is not pushed. None pushes all of `vector`.
+        prompt: whether `pieces` depends on the present parameters, and so must run before the worker continues.
     """
 
     vector: Vector | None

@@ -1,8 +1,8 @@
-"""The chunk map: where the flat vector is divided, and which shard holds which chunk.
+"""The chunk map: it divides the flat vector into chunks, and assigns them to shards.
 
-A chunk is the unit of flow control, update, version and de-duplication. Its edges lie at multiples
-of 64 elements, because fused update kernels round differently at unaligned edges. Chunks go to the
-shards in turn, so that a backprop, which fills the gradient from one end, keeps all shards busy.
+A chunk is the unit of flow control, update, version and de-duplication. Its edges lie at multiples of 64 elements,
+because fused update kernels round differently at unaligned edges. Shards get chunks in turn, so that a backprop,
+which fills the gradient from one end, keeps all shards busy.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ CHUNK_ELEMS = 1 << 18
 """Default length of a chunk: 1 MiB of float32."""
 
 MAX_CHUNK_ELEMS = MAX_PAYLOAD_BYTES // 8
-"""Largest length of a chunk: so many float64 fill a frame."""
+"""Largest length of a chunk: this number of float64 elements fills a frame."""
 
 SHARED_CHUNK_BYTES = 16 << 20
 SHARED_CHUNKS = 16
 
 
 def shared_chunk_elems(elems: int, itemsize_bytes: int, num_shards: int) -> int:
-    """The length of a chunk where all nodes exchange through shared memory: n = 2^k, from 2^18 elements on.
+    """The length of a chunk where all nodes exchange through shared memory: n = 2^k, at least 2^18 elements.
 
-    No byte is copied on its way there, so a chunk costs the same work on both sides, whatever its length. n is the
-    largest power of two with n · 16 · S <= `elems`, so that each shard has 16 chunks to overlap updates with a
-    backprop, and of 16 MiB at most.
+    Shared memory copies nothing, so a chunk costs the same work on both sides, whatever its length. n is the largest
+    power of two with n · 16 · S <= `elems`, so that each shard has 16 chunks and can overlap updates with a
+    backprop; and with at most 16 MiB.
 
     Args:
         elems: length of the flat vector.

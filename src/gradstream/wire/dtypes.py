@@ -32,11 +32,11 @@ def to_wire(dtype: torch.dtype) -> v1.DType:
 
 
 def from_wire(wire: int) -> torch.dtype | None:
-    """The torch dtype of a wire value; None where this side does not know it."""
+    """The torch dtype of a wire value; None for an unknown value."""
     return _FROM_WIRE.get(wire)
 
 
 def itemsize_bytes(wire: int) -> int:
-    """Bytes per element of a wire dtype; 0 where this side does not know it."""
+    """Bytes per element of a wire dtype; 0 for an unknown value."""
     dtype = _FROM_WIRE.get(wire)
     return dtype.itemsize if dtype is not None else 0

@@ -5,8 +5,8 @@ A frame is a `v1.Frame`; its payload is field 15, the highest number, so it come
     [ kind field: tag, length, message ] [ 0x7a, varint length, payload bytes ]
 
 Every protobuf library writes and parses this layout. `encode` appends the payload to the serialised header by
-a single join; `decode` walks the outermost tags and returns the payload as a slice of the received message.
-It parses messages of any other layout in full.
+a single join. `decode` walks the outermost tags and returns the payload as a slice of the received message; it
+leaves a message of any other layout to the protobuf parser.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROTOCOL = 1
 """The version of the protocol that this code speaks."""
 
 ABSENT = 1
-"""Bit of `Chunk.flags`: this sender contributes nothing, and no payload follows."""
+"""Bit of `Chunk.flags`: the sender contributes nothing to this chunk, and no payload follows."""
 
 MAX_PAYLOAD_BYTES = 32 << 20
 """The most bytes of elements in one chunk, over any carrier: 4 Mi elements of float64.
@@ -45,7 +45,7 @@ MAX_PAYLOAD_BYTES = 32 << 20
 The chunk map of a run defines the length of its chunks."""
 
 MAX_HEADER_BYTES = 5 << 20
-"""The most bytes of one frame beside its payload."""
+"""The most bytes of one frame apart from its payload."""
 
 MAX_FRAME_BYTES = MAX_PAYLOAD_BYTES + (64 << 10)
 """The most bytes of one frame: a full payload and its header."""
@@ -54,13 +54,13 @@ _PAYLOAD_TAG = 15 << 3 | 2
 _LAST_KIND_TAG = 9 << 3 | 2
 
 with warnings.catch_warnings():
-    # A received payload is read-only on purpose; torch warns of this once in each process.
+    # Received payloads are read-only on purpose. Torch warns of the first such tensor of a process: this one.
     warnings.simplefilter("ignore")
     torch.frombuffer(bytes(4), dtype=torch.float32)
 
 
 class FrameError(GradstreamError, ValueError):
-    """Bytes or a chunk header that break protocol 1. The receiver ends the stream."""
+    """Bytes or a chunk header violate protocol 1. The receiver ends the stream."""
 
 
 def _varint(value: int) -> bytes:
@@ -89,7 +89,7 @@ def encode(frame: v1.Frame, payload: bytes | memoryview | None = None) -> bytes:
 
 
 def decode(data: bytes) -> tuple[v1.Frame, memoryview | None]:
-    """Parses a frame into its header and its payload, which is not copied where it comes last.
+    """Parses a frame into its header and its payload. Copies the payload only where it does not come last.
 
     Returns:
         The frame with an empty `payload` field, and the payload as a read-only view that keeps
@@ -114,7 +114,7 @@ def decode(data: bytes) -> tuple[v1.Frame, memoryview | None]:
         raise FrameError(f"a frame of {len(data)} bytes without a kind: expected one of open ... end")
     if start < len(data):
         return frame, memoryview(data)[start:]
-    if frame.payload:  # not last, or given twice: the parser has resolved it, with a copy
+    if frame.payload:  # not last, or sent twice: the parser has copied it
         view = memoryview(frame.payload)
         frame.ClearField("payload")
         return frame, view
@@ -176,12 +176,14 @@ def check_chunk(chunk: v1.Chunk, payload_bytes: int) -> None:
 
 
 def payload_tensor(chunk: v1.Chunk, payload: memoryview | None) -> torch.Tensor | None:
-    """A checked chunk's elements as a read-only tensor on the payload's memory; None if absent.
+    """Checks a chunk, and returns its elements as a read-only tensor on the payload's memory.
 
-    None also where the chunk refers to shared memory: the receiver checks the payload when it finds it.
+    Returns:
+        The tensor; None where the chunk is flagged absent, or refers to shared memory. In shared memory, the receiver
+        checks the payload when it finds it.
 
     Raises:
-        FrameError: as `check_chunk`.
+        FrameError: see `check_chunk`.
     """
     if chunk.HasField("reference") and payload is None:
         return None

@@ -1,4 +1,4 @@
-"""The result of a fetch: all of the parameters, or the rows that have changed."""
+"""The result of a fetch: all parameters, or the rows that have changed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,31 @@ __all__ = ["Arrival", "SparseDelta"]
 
 
 class Arrival:
-    """A fetch under way into `vector`, which is lent for writing until the fetch is done."""
+    """A fetch under way.
+
+    Args:
+        vector: the chunks land in it. It is lent for writing until the fetch is done.
+        num_chunks: number of chunks of the vector.
+
+    Attributes:
+        versions: version of each chunk; -1 for a chunk that has not landed.
+        clocks: clock of each chunk.
+        num_landed: number of chunks that have landed.
+        size_bytes: bytes of payloads so far.
+        task: the task of the fetch.
+    """
 
     def __init__(self, vector: Vector, num_chunks: int) -> None:
         self.vector = vector
         self.versions = [-1] * num_chunks
         self.clocks = [0] * num_chunks
         self.num_landed = ComputeProgress()
-        self.size_bytes = 0  # of payloads so far
+        self.size_bytes = 0
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self.task: asyncio.Task[None] | None = None
 
     async def done(self) -> None:
-        """Returns once everything has landed. Raises the error of the fetch if it failed."""
+        """Returns once all chunks have landed. Raises the error of the fetch if it failed."""
         assert self.task is not None
         await asyncio.shield(self.task)
 
@@ -39,11 +51,11 @@ class Arrival:
         return self.vector.all.borrowed(write=True, to=to)
 
     def known(self, chunk: int) -> int | None:
-        """The version of a chunk that the reader has, -1 for none; None asks for the whole chunk."""
+        """The version of a chunk that this worker has, -1 for none; None asks for the whole chunk."""
         return None
 
     def place(self, header: v1.Chunk, start: int, stop: int) -> torch.Tensor | None:
-        """Memory for the payload of a chunk that is about to arrive; None leaves it to the carrier."""
+        """Memory for the payload of a chunk that is about to arrive; None has the carrier allocate it."""
         return self.vector.tensor[start:stop]
 
     def take(
@@ -55,11 +67,11 @@ class Arrival:
             peer: node name of the shard.
             header: header of the chunk.
             start, stop: bounds of the chunk in the vector.
-            payload: payload as it came; None for none.
-            landed: the payload is already in the memory that `place` gave.
+            payload: the payload; None where the chunk has none.
+            landed: whether the payload is already in the memory that `place` gave.
 
         Raises:
-            RefusedError: the chunk was not asked for, or does not fit. Nothing was changed.
+            RefusedError: the client did not ask for the chunk, or it does not fit. Nothing was changed.
         """
         target = self.vector.tensor[start:stop]
         if payload is None or not landed:
@@ -71,23 +83,23 @@ class Arrival:
 
     @property
     def clock(self) -> int:
-        """Number of updates of every worker that takes part, which the parameters include at least."""
+        """The parameters include at least this number of updates of every worker that takes part."""
         return min(self.clocks, default=0)
 
     def land(self, chunk: int, version: int, clock: int = 0) -> None:
-        """Notes that a chunk's elements have landed."""
+        """Notes that a chunk has landed."""
         self.versions[chunk], self.clocks[chunk] = version, clock
         self.num_landed.advance(self.num_landed.value + 1)
         self.release(chunk)
 
     def release(self, chunk: int) -> None:
-        """Wakes every task that waits for this chunk."""
+        """Wakes every task that waits for a chunk."""
         for future in self._waiters.pop(chunk, ()):
             if not future.done():
                 future.set_result(None)
 
     async def landed(self, chunk: int) -> None:
-        """Returns once the chunk has landed, or never will."""
+        """Returns once a chunk has landed, or the fetch is over."""
         if self.versions[chunk] < 0 and self.task is not None and not self.task.done():
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.setdefault(chunk, []).append(future)
@@ -95,13 +107,13 @@ class Arrival:
 
 
 class SparseDelta(Arrival):
-    """A fetch of changed rows, which are kept apart until `apply_to` writes them.
+    """A fetch of changed rows. It holds them until `apply_to` writes them.
 
     Args:
         rows: the rows of every chunk.
-        known: by chunk, the version that the reader has; -1 for none.
+        known: by chunk, the version that this worker has; -1 for none.
         dtype: element type of the parameters.
-        vector: a placeholder; nothing lands in it.
+        vector: a placeholder, into which nothing is written.
     """
 
     def __init__(self, rows: RowMap, known: Sequence[int], dtype: torch.dtype, vector: Vector) -> None:
@@ -124,7 +136,7 @@ class SparseDelta(Arrival):
     ) -> None:
         """See `Arrival.take`."""
         if payload is not None and not landed:
-            payload = payload.clone()  # the peer may want its memory back
+            payload = payload.clone()  # the payload may lie in memory that the peer has lent
         if not header.rows:
             like = torch.empty(stop - start, dtype=self._dtype, device="meta")
             self._changed[header.index] = _check(peer, header, payload, like)
@@ -140,7 +152,7 @@ class SparseDelta(Arrival):
         self.land(header.index, header.version, header.clock)
 
     def unchanged(self, peer: str, chunk: int, version: int) -> None:
-        """Notes that no row of a chunk has changed. Raises RefusedError where the reader has no version of it."""
+        """Notes that no row of a chunk has changed. Raises RefusedError if this worker has no version of the chunk."""
         if self._known[chunk] < 0:
             raise RefusedError(
                 peer, "BAD_REQUEST", f"says that chunk {chunk} is unchanged, which is not here"
@@ -148,7 +160,7 @@ class SparseDelta(Arrival):
         self.land(chunk, version)
 
     def apply_to(self, parameters: torch.Tensor) -> None:
-        """Writes the changed rows into parameters (E,) of the versions `known`."""
+        """Writes the changed rows into parameters (E,), whose chunks have the versions `known`."""
         for chunk, change in self._changed.items():
             start, stop = self._rows.chunks.bounds(chunk)
             if isinstance(change, RowPart):
@@ -163,7 +175,7 @@ class SparseDelta(Arrival):
 
 
 def _check(peer: str, header: v1.Chunk, payload: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """The payload, after a check that it is a whole chunk."""
+    """Returns the payload. Raises RefusedError if it is no whole chunk."""
     if payload is None or (len(payload), payload.dtype) != (len(like), like.dtype) or header.rows:
         got = "nothing" if payload is None else f"{len(payload)} elements of {payload.dtype}"
         raise _bad(peer, header, f"{got}, expected {len(like)} of {like.dtype}")

@@ -1,34 +1,30 @@
 """The worker's side of the parameter server.
 
-Operations of a worker on one chunk take effect in the order of their calls: a fetch sees the worker's
-own pushes before it, and a push of a chunk waits until the fetch before it has landed. Different chunks
-and different shards are independent, so both directions of the network are busy at once.
+Operations of a worker on one chunk take effect in the order of the calls: a fetch sees the worker's earlier pushes,
+and a push of a chunk waits until the previous fetch has landed. Different chunks and different shards are
+independent, so both directions of the network are busy at once.
 
-Every exchange is retried until `retry_s` have passed without progress. A push keeps its sequence
-number, so that it is applied once, whatever happened to the first try.
+The client retries every exchange until `Deadlines.retry_s` have passed without progress. A push keeps its sequence
+number, so each shard applies it once, however many attempts arrive.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from gradstream.errors import InternalError
 from gradstream.memory import Vector
-from gradstream.runtime.base import Runtime, awaited_later
+from gradstream.runtime.base import awaited_later
 from gradstream.server.client.arrival import Arrival, SparseDelta
 from gradstream.server.client.fetch import PendingFetchRequest
 from gradstream.server.client.links import ShardLinks
 from gradstream.server.client.push import PendingPushRequest
 from gradstream.server.rows import RowMap
-from gradstream.server.update import Update, UpdatePiece
-from gradstream.telemetry.traffic import Transfer
-from gradstream.transport.base import Endpoint
+from gradstream.server.update import Update
 from gradstream.wire import v1
-from gradstream.wire.chunks import ChunkMap
 
 __all__ = ["ServerClient"]
 
@@ -37,70 +33,45 @@ class ServerClient:
     """All shards, as one server.
 
     Args:
-        runtime: runtime of this worker's node.
-        endpoint: endpoint of this worker's node.
-        shards: node names of the shards, in the order of the chunk map.
-        chunks: the chunk map.
+        links: links to the shards.
         back_buffer: vector that the first fetch lands in.
-        silence_s: seconds that a shard may be silent; one that waits for others says so.
-        retry_s: seconds that an exchange is retried without any progress.
-        on_transfer: called with each push and fetch that is done.
-        rows: the rows of every chunk, where only changed rows are exchanged; None exchanges whole chunks.
+        rows: the rows of every chunk, where workers exchange changed rows; None where they exchange whole chunks.
 
     Attributes:
         known: by chunk, the version of the replica's parameters; -1 for none. With `rows`, a fetch is a
             `SparseDelta` against these.
-        back_buffer: vector that the next fetch lands in; None until the last one was swapped in.
+        back_buffer: vector that the next fetch lands in; None until the last fetch was swapped in.
         clock: clock of this worker.
+        traffic, claims: see `ShardLinks`.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        endpoint: Endpoint,
-        shards: Sequence[str],
-        chunks: ChunkMap,
-        back_buffer: Vector,
-        *,
-        silence_s: float,
-        retry_s: float,
-        on_transfer: Callable[[Transfer], None] | None = None,
-        rows: RowMap | None = None,
-    ) -> None:
-        self.chunks = chunks
+    def __init__(self, links: ShardLinks, back_buffer: Vector, rows: RowMap | None = None) -> None:
+        self.chunks = links.chunks
         self.rows = rows
-        self.known: Sequence[int] = [-1] * chunks.num_chunks
+        self.known: Sequence[int] = [-1] * links.chunks.num_chunks
         self.back_buffer: Vector | None = back_buffer
         self.clock = 0
-        self._runtime = runtime
-        self._links = ShardLinks(
-            runtime,
-            endpoint,
-            shards,
-            chunks,
-            silence_s=silence_s,
-            retry_s=retry_s,
-            on_transfer=on_transfer,
-        )
-        self.traffic, self.claims = self._links.traffic, self._links.claims
-        self._sequence = 0  # of the push or command issued last
-        self._last_push = 0  # of the push issued last
+        self.traffic, self.claims = links.traffic, links.claims
+        self._runtime = links.runtime
+        self._links = links
+        self._sequence = 0  # number of the last push or command
+        self._last_push = 0  # number of the last push
         self._pushing: asyncio.Task[None] | None = None
-        self._pushed: Vector | None = None  # by the push started last
+        self._pushed: Vector | None = None  # vector of the last push
         self._last_fetch: Arrival | None = None
         self._num_fetches = 0
 
     # ---- operations ---------------------------------------------------------------------
 
     async def push_soon(self, update: Update, *, advance_clock: bool = False) -> None:
-        """Starts a push, once the one before it is done.
+        """Starts a push, once the previous push is done.
 
         Args:
-            update: the update; a push of no gradients is done at once.
+            update: the update; an update of no gradients is done at once, and nothing is sent.
             advance_clock: whether the push advances this worker's clock by one.
 
         Raises:
-            GradstreamError: the error of the push before, which may have been applied to some chunks.
+            GradstreamError: the error of the previous push; some shards may have applied their chunks of it.
         """
         await self.flush()
         if update.vector is None and update.num_gradients == 0:  # nothing was accumulated
@@ -110,17 +81,14 @@ class ServerClient:
         if advance_clock:
             self.clock += 1
             update.clock = self.clock
-        if update.prompt and update.pieces is not None:
-            made = await update.pieces()
-            update.pieces = partial(_at_once, made)
+        pieces = await update.pieces() if update.prompt and update.pieces is not None else None
         self._sequence += 1
-        update.sequence = self._sequence
-        # Initial parameters cannot wait for a fetch, which may be waiting for them.
-        sequence, before = self._sequence, None if update.assign else self._last_fetch
+        self._last_push = update.sequence = self._sequence
+        # Initial parameters cannot wait for a fetch: the fetch may be waiting for them.
+        before = None if update.assign else self._last_fetch
         self._pushed = update.vector
-        self._last_push = sequence
-        name = f"{self._runtime.node}-push-{sequence}"
-        push = PendingPushRequest(self._links, update, sequence, before)
+        name = f"{self._runtime.node}-push-{self._sequence}"
+        push = PendingPushRequest(self._links, update, self._sequence, before, pieces)
         self._pushing = awaited_later(self._runtime.spawn(push.run(), name=name))
 
     def flush(self) -> Coroutine[Any, Any, None]:
@@ -129,6 +97,7 @@ class ServerClient:
         Raises:
             GradstreamError: the error of that push.
         """
+        # The task of this call, and not of the time when the caller awaits the result.
         return self._settled(self._pushing)
 
     @staticmethod
@@ -145,21 +114,21 @@ class ServerClient:
         min_clock: int = 0,
         vector: str = "",
     ) -> Arrival:
-        """Starts a fetch of all parameters into the back buffer; a swap leaves the caller's old vector there.
+        """Starts a fetch of all parameters into the back buffer. The caller swaps the result with its parameters.
 
-        Each chunk is of one version, at least `min_version`. If the back buffer holds the last push, the fetch
-        waits for that push first.
+        Each chunk is of one version, at least `min_version`. If the back buffer is the vector of the last push, the
+        fetch waits for that push first.
 
         Args:
             min_version: smallest version that the shards may send.
-            own: whether all own pushes before it must be applied, or be in the server's sum; else the fetch may
-                overtake them.
+            own: whether all earlier pushes of this worker must be applied, or be in the server's sum; else the
+                fetch may overtake them.
             flush: whether the server applies its sums first, though no update is due.
-            min_clock: number of updates of every worker that must be in it.
+            min_clock: the parameters must include this number of updates of every worker.
             vector: name of a state vector of the update rule to fetch; "" for the parameters.
 
         Raises:
-            InternalError: the fetch before was not swapped in yet, so there is no back buffer.
+            InternalError: the previous fetch was not swapped in yet, so there is no back buffer.
         """
         if self.back_buffer is None:
             raise InternalError("a second fetch before the first was swapped in: there is one back buffer")
@@ -188,13 +157,12 @@ class ServerClient:
     async def fetch_into(self, vector: Vector) -> None:
         """Fetches all parameters as they are now, in no order with the operations above.
 
-        Compute no gradients on them to push: a shard whose correction needs a copy of what a worker has read keeps
-        none of this fetch.
+        Push no gradients that were computed on them: a shard with a correction keeps no copy for this fetch.
         """
         await PendingFetchRequest(self._links, Arrival(vector, self.chunks.num_chunks), v1.Fetch()).run()
 
     async def reclaim_back_buffer(self) -> None:
-        """Waits for a fetch that nobody has swapped in, and discards its result."""
+        """Waits for a fetch that was not swapped in, and discards its result."""
         if self.back_buffer is None and self._last_fetch is not None:
             await self._last_fetch.done()
             self.back_buffer = self._last_fetch.vector
@@ -202,8 +170,8 @@ class ServerClient:
     async def command(self, command: v1.Command) -> v1.CommandResult:
         """Sends a command to all shards, and adds up the scalars of their results.
 
-        Each shard carries it out exactly once, in the order of this client's commands. If it raises, some shards
-        may have carried it out.
+        Each shard carries it out exactly once, in the order of this client's commands. If this call raises, some
+        shards may have carried the command out.
         """
         self._sequence += 1
         command.sequence = self._sequence
@@ -229,13 +197,13 @@ class ServerClient:
         )
 
     async def pause(self) -> None:
-        """Has the shards cease to wait for this worker's clock: it has nothing to do. Call `flush` before."""
+        """Stops the shards from waiting for this worker's clock: the worker has nothing to do. Call `flush` before."""
         await self.command(v1.Command(kind=v1.Command.LEAVE))
 
     async def resume(self) -> None:
-        """Takes part again, at this worker's clock or at that of the slowest worker if that is later."""
+        """Lets the worker take part again, at its own clock or at the slowest worker's clock if that is later."""
         clock = -1
-        while clock != self.clock:  # the second time, all shards are told the latest of their clocks
+        while clock != self.clock:  # again, so that all shards know the latest of their clocks
             clock = self.clock
             result = await self.command(v1.Command(kind=v1.Command.ENTER, clock=clock))
             self.clock = max(clock, result.clock)
@@ -243,10 +211,5 @@ class ServerClient:
     async def assign(self, vector: Vector) -> None:
         """Pushes initial parameters, version 0 of every chunk that has none yet; other chunks keep theirs."""
         zero = [0] * self.chunks.num_chunks
-        update = Update(vector, samples=0, lr=0.0, base_version=zero, assign=True)
-        await self.push_soon(update)
+        await self.push_soon(Update(vector, samples=0, lr=0.0, base_version=zero, assign=True))
         await self.flush()
-
-
-async def _at_once(made: Mapping[int, UpdatePiece]) -> Mapping[int, UpdatePiece]:
-    return made

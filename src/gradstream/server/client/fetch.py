@@ -1,4 +1,4 @@
-"""A fetch under way: chunks land as they come, and those that are left are asked for again."""
+"""A fetch under way: chunks land as they come; the client asks again for the chunks that are missing."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class PendingFetchRequest:
     """One fetch from all shards.
 
     Args:
-        links: to them.
-        arrival: where it lands.
-        terms: of the fetch; which chunks, and what is known of them, is filled in for each shard.
+        links: links to the shards.
+        arrival: takes the chunks.
+        terms: terms of the fetch. The request to each shard also has that shard's chunks and their known versions.
     """
 
     def __init__(self, links: ShardLinks, arrival: Arrival, terms: v1.Fetch) -> None:
@@ -31,13 +31,13 @@ class PendingFetchRequest:
         self.terms = terms
 
     async def run(self, free: Awaitable[None] | None = None) -> None:
-        """Returns once everything has landed; in any case, who waits for a chunk of it may go on then.
+        """Returns once every chunk has landed. In any case, tasks that wait for a chunk of it continue then.
 
         Args:
-            free: the arrival's memory can be written once this is done; None for at once.
+            free: returns once the arrival's memory may be written; None if it may be written at once.
 
         Raises:
-            What `ShardLinks.retrying` or `free` raises: what has landed stays, the rest is undefined.
+            The error of `ShardLinks.retrying` or `free`: chunks that have landed stay, the others are undefined.
         """
         links, arrival, begun_ns = self.links, self.arrival, self.links.runtime.now()
         try:
@@ -53,11 +53,12 @@ class PendingFetchRequest:
 
 
 class _FromShard:
-    """A fetch from one shard.
+    """The part of a fetch that concerns one shard.
 
     Args:
-        fetch: of which this is a part.
-        rank, name: of the shard.
+        fetch: the fetch.
+        rank: rank of the shard.
+        name: node name of the shard.
     """
 
     def __init__(self, fetch: PendingFetchRequest, rank: int, name: str) -> None:
@@ -66,7 +67,7 @@ class _FromShard:
         self._terms = fetch.terms
         self._name = name
         self._traffic = fetch.links.traffic.links[name]
-        self._left = dict.fromkeys(fetch.links.chunks.chunks_of(rank))  # not there yet
+        self._left = dict.fromkeys(fetch.links.chunks.chunks_of(rank))  # chunks that are missing
         self._tries = itertools.count()
 
     async def run(self) -> None:
@@ -89,7 +90,7 @@ class _FromShard:
             stream.cancel("done")
 
     def _request(self) -> v1.Fetch:
-        """For what is left."""
+        """The request for the missing chunks."""
         known = (self._arrival.known(chunk) for chunk in self._left)
         request = v1.Fetch()
         request.CopyFrom(self._terms)
@@ -99,13 +100,13 @@ class _FromShard:
         return request
 
     def _place(self, header: v1.Chunk) -> torch.Tensor | None:
-        """Where a chunk belongs that is about to come, if it was asked for."""
+        """Memory for a chunk that is about to come; None for a chunk that is not missing."""
         if header.index not in self._left:
             return None
         return self._arrival.place(header, *self._links.chunks.bounds(header.index))
 
     def _take(self, received: Received, opened_ns: int) -> None:
-        """A chunk has come, or the word that some have not changed."""
+        """Takes in a chunk, or the list of chunks that have not changed."""
         arrival, traffic = self._arrival, self._traffic
         if received.frame.HasField("body") and isinstance(arrival, SparseDelta):
             unchanged = v1.Unchanged.FromString(received.frame.body.data)
@@ -123,12 +124,12 @@ class _FromShard:
         self._links.claim(header, opened_ns)
 
     def _expected(self, chunk: int) -> None:
-        """An answer of this chunk has come: it was asked for, and is not any more."""
+        """Notes that a chunk was answered. Raises RefusedError if it was not missing."""
         if chunk not in self._left:
             raise RefusedError(self._name, "BAD_REQUEST", f"sent chunk {chunk}, not asked for")
         del self._left[chunk]
 
     def _whole_bytes(self, chunk: int) -> int:
-        """All of a chunk."""
+        """Size of the whole chunk, in bytes."""
         start, stop = self._links.chunks.bounds(chunk)
         return (stop - start) * self._arrival.vector.tensor.element_size()

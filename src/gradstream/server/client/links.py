@@ -1,4 +1,4 @@
-"""A client's links to all shards: what its pushes, fetches and commands have in common."""
+"""A client's links to all shards: what pushes, fetches and commands have in common."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal, TypeVar
 
 from gradstream.errors import ClosedError, DeadlineError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.traffic import LinkTraffic, Traffic, Transfer
 from gradstream.telemetry.wait_attribution import Kind, WaitAttribution
 from gradstream.transport.base import Endpoint
@@ -21,20 +22,20 @@ T = TypeVar("T")
 
 
 class ShardLinks:
-    """All shards that have chunks, and how they are reached.
+    """Reaches all shards that have chunks, retries exchanges with them, and counts the traffic.
 
     Args:
-        runtime: of the client's node.
-        endpoint: of the client's node.
-        shards: their node names, in the order of the chunk map.
+        runtime: runtime of the client's node.
+        endpoint: endpoint of the client's node.
+        shards: node names of the shards, in the order of the chunk map.
         chunks: the chunk map.
-        silence_s: how long a shard may be silent. One that waits for others is not silent.
-        retry_s: how long an exchange is retried without any progress.
-        on_transfer: told of each push and fetch that is done.
+        deadlines: the longest silence of a shard (a shard that waits for others is not silent), and how long an
+            exchange is retried without any progress.
+        on_transfer: called with each push and fetch that is done.
 
     Attributes:
-        traffic: what has passed so far.
-        claims: who kept this worker waiting.
+        traffic: the exchanges so far.
+        claims: time that this worker waited, by the node that it waited for.
     """
 
     def __init__(
@@ -43,39 +44,37 @@ class ShardLinks:
         endpoint: Endpoint,
         shards: Sequence[str],
         chunks: ChunkMap,
-        *,
-        silence_s: float,
-        retry_s: float,
-        on_transfer: Callable[[Transfer], None] | None,
+        deadlines: Deadlines,
+        on_transfer: Callable[[Transfer], None] | None = None,
     ) -> None:
         self.runtime = runtime
         self.endpoint = endpoint
         self.chunks = chunks
-        self.silence_s = silence_s
+        self.silence_s = deadlines.silence_s
         self.claims = WaitAttribution()
         self._shards = [(rank, name) for rank, name in enumerate(shards) if chunks.chunks_of(rank)]
         self.traffic = Traffic({name: LinkTraffic() for _, name in self._shards})
-        self._retry_s = retry_s
+        self._retry_s = deadlines.retry_s
         self._on_transfer = on_transfer
         self._jitter = runtime.random("retry")
 
     async def with_each(self, exchange: Callable[[int, str], Awaitable[T]]) -> list[T]:
-        """The same with every shard, at once: its rank and its name go in. Results in the order of ranks.
+        """Calls `exchange` with the rank and the name of every shard, all at once. Returns results by rank.
 
         Raises:
-            What the first one failed with; the others are cancelled then.
+            The first error of any; the other exchanges are cancelled then.
         """
         return await self.runtime.gather(*(exchange(rank, name) for rank, name in self._shards))
 
     async def retrying(self, attempt: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
-        """Tries until it works, or `retry_s` have passed since anything last did.
+        """Tries until an attempt succeeds, or until `retry_s` have passed since the last progress.
 
         Args:
-            attempt: one try; calls what it is given whenever anything has come.
+            attempt: makes one attempt. It gets a function, which it calls at each progress.
 
         Raises:
-            PeerLostError, DeadlineError, ClosedError: what the last try failed with.
-            RefusedError: likewise, or at once where another try would be refused too.
+            PeerLostError, DeadlineError, ClosedError: the last attempt failed with it.
+            RefusedError: the last attempt failed with it; raised at once where the shard would refuse again.
         """
         last_ns, pause_s = self.runtime.now(), 0.02
 
@@ -101,16 +100,16 @@ class ShardLinks:
     # ---- accounts -----------------------------------------------------------------------
 
     def heard(self, peer: str, opened_ns: int) -> None:
-        """A shard, asked at `opened_ns`, has answered now."""
+        """Notes that a shard has answered now a stream that was opened at `opened_ns`."""
         self.claims.note(Kind.SHARD, peer, opened_ns, self.runtime.now())
 
     def claim(self, answer: v1.Chunk | v1.PushResult, opened_ns: int) -> None:
-        """Notes for which worker an answer had to wait, if for any."""
+        """Notes which worker an answer had to wait for, if any."""
         if answer.HasField("waited"):
             end_ns = opened_ns + 1000 * answer.waited.until_us
             self.claims.note(Kind.WORKER, answer.waited.on, opened_ns, end_ns)
 
     def report(self, kind: Literal["push", "fetch"], begun_ns: int, size_bytes: int) -> None:
-        """A push or a fetch, begun at `begun_ns`, is done."""
+        """Reports that a push or a fetch, begun at `begun_ns`, is done."""
         if self._on_transfer is not None:
             self._on_transfer(Transfer(kind, (self.runtime.now() - begun_ns) / 1e9, size_bytes))

@@ -1,4 +1,4 @@
-"""A push under way: chunks leave as they are ready, and are sent again until their shard has answered."""
+"""A push under way: chunks leave as soon as they are ready; the client sends a chunk again until its shard answers."""
 
 from __future__ import annotations
 
@@ -23,31 +23,38 @@ class PendingPushRequest:
     """One push to all shards.
 
     Args:
-        links: to them.
-        update: what is pushed.
+        links: links to the shards.
+        update: the update to push.
         sequence: number of the push.
-        before: a fetch that each chunk waits for until it has landed; None for none.
+        before: each chunk leaves after it has landed in this fetch; None for no such fetch.
+        pieces: by chunk, the parts to push, where they were made already; else `update.pieces` makes them.
     """
 
-    def __init__(self, links: ShardLinks, update: Update, sequence: int, before: Arrival | None) -> None:
+    def __init__(
+        self,
+        links: ShardLinks,
+        update: Update,
+        sequence: int,
+        before: Arrival | None,
+        pieces: Mapping[int, UpdatePiece] | None = None,
+    ) -> None:
         self.links = links
         self.update = update
         self.sequence = sequence
         self.before = before
-        self.pieces: Mapping[int, UpdatePiece] | None = (
-            None  # by chunk, where not all of every chunk is pushed
-        )
+        self.pieces = pieces
 
     async def run(self) -> None:
-        """Returns once every shard has answered for every chunk, and what was pushed is read no more.
+        """Returns once every shard has answered for every chunk, and no carrier reads the vector any more.
 
         Raises:
-            What `ShardLinks.retrying` raises: it may have been applied to some chunks.
+            The error of `ShardLinks.retrying`: some shards may have applied their chunks.
         """
         links, update = self.links, self.update
         vector, begun_ns = update.vector, links.runtime.now()
-        self.pieces = None if update.pieces is None else await update.pieces()
-        # What is still being computed is lent chunk by chunk, as it is sent.
+        if self.pieces is None and update.pieces is not None:
+            self.pieces = await update.pieces()
+        # A vector that is still being computed is lent chunk by chunk, as the chunks leave.
         whole = update.ready is None and vector is not None
         to = f"{links.runtime.node}: push {self.sequence}"
         with vector.all.borrowed(write=False, to=to) if whole and vector else nullcontext():
@@ -58,7 +65,7 @@ class PendingPushRequest:
             update.on_done()
 
     def request(self) -> v1.Push:
-        """As it is said to a shard. What the update is made of may be filled in until anything is ready."""
+        """The request, which goes to every shard. The update's header may change until its first chunk is ready."""
         update, partial = self.update, self.pieces is not None
         return v1.Push(
             command=v1.Push.ASSIGN if update.assign else v1.Push.APPLY,
@@ -81,11 +88,12 @@ class PendingPushRequest:
 
 
 class _ToShard:
-    """A push to one shard.
+    """The part of a push that concerns one shard.
 
     Args:
-        push: of which this is a part.
-        rank, name: of the shard.
+        push: the push.
+        rank: rank of the shard.
+        name: node name of the shard.
     """
 
     def __init__(self, push: PendingPushRequest, rank: int, name: str) -> None:
@@ -93,19 +101,21 @@ class _ToShard:
         self._links = push.links
         self._name = name
         self._traffic = push.links.traffic.links[name]
-        self._left = dict.fromkeys(push.links.chunks.chunks_of(rank))  # not answered for
+        self._left = dict.fromkeys(push.links.chunks.chunks_of(rank))  # chunks without a result
         self._lent: list[Lent] = []
 
     async def run(self) -> None:
         await self._links.retrying(self._attempt)
-        for one in self._lent:  # what was answered is read no more; all but the word of it is here
+        for one in (
+            self._lent
+        ):  # the shard has read these chunks, but the message that returns them may be on its way
             await one.back(self._links.silence_s)
 
     async def _attempt(self, progressed: Callable[[], None]) -> None:
         if not self._left:
-            return  # answered in full just before the stream broke
+            return  # the last result came just before the stream broke
         await self._push.ready(next(iter(self._left)))
-        # Not earlier: a loop of the user's says how many samples it took when the gradient is there.
+        # Made only now: a user's own loop tells the number of samples when the gradient is there.
         request = self._push.request()
         opened_ns = self._links.runtime.now()
         stream = await self._links.endpoint.open(self._name, "push", request)
@@ -129,7 +139,7 @@ class _ToShard:
         sent.advance(len(chunks))
 
     async def _send(self, stream: Stream, chunk: int) -> bool:
-        """Sends a chunk, or that it is absent. False where nothing is sent, which says the same."""
+        """Sends a chunk, or a header that says it is absent. Returns False where it sends nothing: absent, too."""
         update, pieces = self._push.update, self._push.pieces
         start, stop = self._links.chunks.bounds(chunk)
         header = v1.Chunk(
@@ -140,7 +150,9 @@ class _ToShard:
         )
         if update.vector is None:
             header.flags = ABSENT
-            await stream.send(v1.Frame(chunk=header), None, self._links.silence_s)  # its Open may be lost
+            await stream.send(
+                v1.Frame(chunk=header), None, self._links.silence_s
+            )  # the stream's Open may be lost
             return True
         itemsize_bytes = update.vector.tensor.element_size()
         self._traffic.whole_pushed_bytes += (stop - start) * itemsize_bytes
@@ -160,7 +172,7 @@ class _ToShard:
         taken, update, left = 0, self._push.update, self._left
         is_gradient = update.vector is not None and not update.assign
         while left:
-            await sent.reached(taken + 1)  # silence counts only while an answer is due
+            await sent.reached(taken + 1)  # the shard's silence counts only while it owes an answer
             received = await stream.recv(self._links.silence_s)
             if received is None:
                 raise PeerLostError(stream.peer, f"ended a push with {len(left)} chunks unanswered")

@@ -1,12 +1,12 @@
-"""Clocks: how many of each worker's updates each chunk of a shard includes.
+"""Clocks: the number of updates of each worker that each chunk of a shard includes.
 
-A worker's clock is the number of its updates, and every push carries it. A chunk's clock of a worker is that of the
-worker's newest push in the chunk. So a chunk at clock c, the smallest of its workers' clocks, includes the first c
-updates of every worker.
+A worker's clock is the number of its updates, and every push has the clock of its worker. A chunk keeps, for each
+worker, the clock of the worker's newest push in it. If c is the smallest of these clocks, the chunk includes the
+first c updates of every worker.
 
-A worker that has nothing to do takes no part, and nobody waits for it. When it comes back, its clock is that of the
-slowest worker, or its own if that is later. A worker that is lost does not come back, whatever of it is still under
-way. Pure: no I/O.
+A worker that has nothing to do takes no part, and nobody waits for it. When it resumes, its clock becomes the clock
+of the slowest worker, unless its own is later. A lost worker does not resume, even if a message of it still
+arrives. Pure: no I/O.
 
 Reference: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", 2013.
 """
@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable
 __all__ = ["NOBODY", "Clocks"]
 
 NOBODY = 1 << 62
-"""The smallest clock of no workers: nobody is waited for."""
+"""The smallest clock where no worker takes part: nobody waits."""
 
 
 class Clocks:
@@ -32,7 +32,7 @@ class Clocks:
     def __init__(self, chunks: Iterable[int], num_workers: int) -> None:
         self._in = dict.fromkeys(range(num_workers))
         self._lost: set[int] = set()
-        self._at: dict[int, dict[int, int]] = {chunk: {} for chunk in chunks}
+        self._at: dict[int, dict[int, int]] = {chunk: {} for chunk in chunks}  # by chunk and rank
 
     @property
     def present(self) -> frozenset[int]:
@@ -40,7 +40,7 @@ class Clocks:
         return frozenset(self._in)
 
     def advance(self, chunk: int, rank: int, clock: int) -> None:
-        """Notes that a worker's first `clock` updates are in a chunk. Clocks never go back."""
+        """Notes that a chunk includes a worker's first `clock` updates. Clocks never go back."""
         at = self._at[chunk]
         at[rank] = max(clock, at.get(rank, 0))
 
@@ -57,11 +57,11 @@ class Clocks:
         return [rank for rank in sorted(self._in) if at.get(rank, 0) < clock]
 
     def pause(self, rank: int) -> None:
-        """Leaves a worker out: it has nothing to do for now."""
+        """Stops waiting for a worker: it has nothing to do for now."""
         self._in.pop(rank, None)
 
     def resume(self, rank: int, clock: int) -> int:
-        """Takes a worker in at this clock, or at that of the slowest worker if it took no part and that is later.
+        """Lets a worker take part from this clock on, a paused worker from the slowest worker's clock if that is later.
 
         Returns:
             The worker's clock from now on, on all chunks of this shard.
@@ -76,7 +76,7 @@ class Clocks:
         return clock
 
     def keep(self, ranks: Collection[int]) -> None:
-        """Leaves all other workers out for good: they are lost."""
+        """Stops waiting for all other workers for good: they are lost."""
         for rank in [rank for rank in self._in if rank not in ranks]:
             self.pause(rank)
             self._lost.add(rank)

@@ -1,17 +1,17 @@
 """Commands on a shard's named vectors, for strategies that need more of a server than push and fetch.
 
-A worker sends the same command to all shards; each carries it out on its own ranges. A command is
-exactly-once per (sender, incarnation, sequence): a retry gets the first result again.
+A worker sends the same command to all shards, and each shard carries it out on its own ranges, exactly once per
+(sender, incarnation, sequence): a retry gets the first result again.
 
 A command on vectors goes from chunk to chunk, and takes its turn at each as an update does. Fetches and updates of
-the other chunks go on, and a fetch gets a chunk either before the command or after it. Commands are carried out
-one after the other.
+the other chunks go on meanwhile. A fetch gets each chunk either before the command or after it. The shard carries
+out one command at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 import torch
@@ -20,17 +20,14 @@ from gradstream.errors import ConfigError
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.aggregation import rank_of
-from gradstream.server.shard.chunk_leases import ChunkLeases
 from gradstream.server.shard.event_schedule import ParticipationChange
 from gradstream.server.shard.executor import ShardExecutor
-from gradstream.server.shard.state import Sender, ShardState
-from gradstream.server.shard.store import ShardStore
+from gradstream.server.shard.state import Sender
 from gradstream.server.shard.updates import BRIEF_ELEMS
 from gradstream.wire import v1
 
 __all__ = ["VectorCommands"]
 
-MAX_NAMED = 64  # vectors, each as long as the shard's parameters
 KEPT_RESULTS = 64  # per sender; a client has a few commands in flight
 
 
@@ -39,51 +36,36 @@ class VectorCommands:
 
     Args:
         runtime: runtime of the shard's node.
-        executor: is told which chunks a command has changed, and which workers take part.
-        state: versions of the chunks.
-        store: the vectors.
-        leases: a command waits for the readers of a chunk.
+        executor: has the vectors, and is told which chunks a command has changed, and which workers take part.
 
     Attributes:
-        turn: held while a command is carried out; whoever holds it finds no command half done.
+        turn: lock that each command on vectors holds; no command is half done while another task holds it.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        executor: ShardExecutor,
-        state: ShardState,
-        store: ShardStore,
-        leases: ChunkLeases,
-    ) -> None:
+    def __init__(self, runtime: Runtime, executor: ShardExecutor) -> None:
         self._runtime = runtime
         self._executor = executor
-        self._state = state
-        self._store = store
-        self._leases = leases
+        self._store = executor.store
         self.turn = asyncio.Lock()
         self._results: dict[Sender, OrderedDict[int, asyncio.Task[v1.CommandResult]]] = {}
 
-    async def carry_out(
-        self, sender: str, incarnation: int, command: v1.Command, counters: Counter[str]
-    ) -> v1.CommandResult:
-        """The result of a command, which is carried out unless it was before.
+    async def carry_out(self, sender: str, incarnation: int, command: v1.Command) -> v1.CommandResult:
+        """Carries a command out unless that was done before, and returns its result.
 
         Args:
             sender: node name of the worker.
             incarnation: incarnation of the worker.
             command: the command.
-            counters: outcomes of pushes so far; the result of STATUS has them.
 
         Raises:
             ConfigError: the command names a vector that does not exist.
         """
         if command.kind == v1.Command.STATUS:
-            versions = self._state.versions()
+            versions = self._executor.state.versions()
             return v1.CommandResult(
                 min_version=max(0, min(versions, default=0)),
                 max_version=max(0, *versions, 0),
-                counters=counters,
+                counters=self._executor.counters,
             )
         results = self._results.setdefault((sender, incarnation), OrderedDict())
         if command.sequence not in results:
@@ -94,7 +76,7 @@ class VectorCommands:
         return await asyncio.shield(results[command.sequence])
 
     def keep_senders(self, members: Collection[Sender]) -> None:
-        """Frees the results of all other senders, which have left and never ask for them again."""
+        """Frees the results of all other senders: they have left and never ask again."""
         self._results = {sender: kept for sender, kept in self._results.items() if sender in members}
 
     async def _do(self, sender: str, command: v1.Command) -> v1.CommandResult:
@@ -116,15 +98,11 @@ class VectorCommands:
             if command.kind == kind.DROP:
                 store.drop(command.out)
                 return 0.0
-            if command.kind == kind.CREATE and store.num_named >= MAX_NAMED and not store.has(command.out):
-                raise ConfigError(
-                    f"{command.out[:64]!r} would be the {MAX_NAMED + 1}th named vector: DROP one"
-                )
             if command.kind == kind.CREATE and store.create(command.out):
                 return 0.0
             reads = [store.vector(name) for name in _reads(command)]
             out = None if command.kind == kind.DOT else store.vector(command.out)
-            return sum([await self._do_on_chunk(command, reads, out, chunk) for chunk in self._state.chunks])
+            return sum([await self._do_on_chunk(command, reads, out, chunk) for chunk in store.here])
 
     async def _do_on_chunk(
         self, command: v1.Command, reads: Sequence[Vector], out: Vector | None, chunk: int
@@ -133,8 +111,8 @@ class VectorCommands:
 
         Args:
             command: the command.
-            reads: vectors that it reads.
-            out: vector that it changes; None for none.
+            reads: vectors that the command reads.
+            out: vector that the command changes; None where it changes none.
             chunk: number of the chunk.
 
         Returns:
@@ -145,9 +123,9 @@ class VectorCommands:
         written = [] if out is None else [store.span(out, chunk)]
         inputs = [store.span(vector, chunk).tensor for vector in reads]
         elems = len((spans + written)[0])
-        async with self._leases.turn(chunk):
+        async with self._executor.leases.turn(chunk):
             if out is not None:
-                await self._leases.gone(chunk)
+                await self._executor.leases.gone(chunk)
             result = await self._runtime.compute(
                 lambda _: _carry_out(command, inputs, written[0].tensor if written else None),
                 work=Work("apply", elems=elems, brief=elems <= BRIEF_ELEMS),
@@ -169,7 +147,7 @@ def _reads(command: v1.Command) -> list[str]:
 
 
 def _carry_out(command: v1.Command, inputs: Sequence[torch.Tensor], out: torch.Tensor | None) -> float:
-    """The arithmetic of a command on one chunk; returns its part of the result."""
+    """Does the arithmetic of a command on one chunk, and returns the chunk's part of the result."""
     if out is None:
         return _dot(*inputs)
     match command.kind:
@@ -185,7 +163,7 @@ def _carry_out(command: v1.Command, inputs: Sequence[torch.Tensor], out: torch.T
 
 
 def _dot(x: torch.Tensor, y: torch.Tensor) -> float:
-    """x·y, accumulated in float64 block by block, so that no second vector is made."""
+    """x·y, accumulated in float64 block by block: a float64 copy of a whole vector would take too much memory."""
     block = 1 << 18
     return sum(
         float(torch.dot(x[i : i + block].double(), y[i : i + block].double()))

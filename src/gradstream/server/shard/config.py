@@ -14,7 +14,7 @@ from gradstream.server.shard.event_schedule import ArrivalOrder, EventSchedule
 __all__ = ["FindOptimizer", "ShardConfig"]
 
 FindOptimizer = Callable[[str], tuple[Optimizer, GroupedRule | None]]
-"""Makes the update rule that a registered model describes."""
+"""Makes the update rule that a registered model names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +26,17 @@ class ShardConfig:
         num_shards: number of shards.
         rule: the strategy's server half.
         optimizer: update rule.
-        silence_s: seconds that a reader may take nothing of what it asked for. A peer that must wait
-            is told so four times in as long.
+        silence_s: the longest time in which a reader may take no chunk that it asked for, in seconds. In that time
+            the shard tells a peer four times that it must wait.
         grouped: the update rule, where some parameters have settings of their own.
-        find_optimizer: makes the update rule that the registered model describes, if it describes one.
-        resume_from: folder of the checkpoint that the run goes on from; "" for a new run.
-        quorum: number of pushes to an update, the same ones on every chunk; None leaves it to the rule, chunk by
+        find_optimizer: makes the update rule that the registered model names, if it names one.
+        resume_from: folder of the checkpoint from which the run continues; "" for a new run.
+        quorum: number of pushes to an update, the same pushes on every chunk; None lets the rule decide for each
             chunk.
-        schedule: says when the shard's events happen: as they come, or as they were recorded.
-        correction: changes a push before it is used; None for no change.
-        workers: number of workers, whose clocks are kept.
-        decayed: gradients have their weight decay already; see `Strategy.decays_gradients`.
+        schedule: decides when the shard's events happen: as they come, or as they were recorded.
+        correction: changes a push before the shard uses it; None for no change.
+        workers: number of workers, whose clocks the shard keeps.
+        decayed: whether gradients contain their weight decay already; see `Strategy.decays_gradients`.
     """
 
     rank: int

@@ -1,8 +1,8 @@
-"""The events of a shard, and the `EventSchedule` that says when each of them happens.
+"""The events of a shard, and the `EventSchedule` that decides when each of them happens.
 
-A shard is a pure state machine for each chunk, so the order of its events is its history. The `ShardExecutor` gives
-every event to its schedule and handles those that it gets back: in a run the event itself, at once; in a replay
-the events whose turn it is.
+A shard is a pure state machine for each chunk, so the order of its events determines its history. The
+`ShardExecutor` passes every event to its schedule, and handles the events that it gets back: in a run the event
+itself, at once; in a replay the events that come next in the recording.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FetchArrived:
 
 @dataclass(frozen=True, slots=True)
 class ChunkReleased:
-    """A fetch may have a chunk: its terms hold."""
+    """The terms of a fetch hold for a chunk."""
 
     chunk: int
     fetch: PendingFetch
@@ -61,12 +61,12 @@ class ChunkReleased:
 
 @dataclass(slots=True)
 class ChunkRead:
-    """A fetch gets a chunk as it is now.
+    """A fetch reads a chunk.
 
     Args:
         chunk: number of the chunk.
         fetch: the fetch.
-        clock: clock that the reader is told; whoever handles the event fills it in.
+        clock: clock of the chunk, for the reader; the handler of the event sets it.
     """
 
     chunk: int
@@ -76,21 +76,21 @@ class ChunkRead:
 
 @dataclass(frozen=True, slots=True)
 class SumFlush:
-    """The shard applies what a chunk's sum holds, on its own behalf."""
+    """The shard applies a chunk's sum, without a fetch of a worker."""
 
     chunk: int
 
 
 @dataclass(slots=True)
 class ParticipationChange:
-    """Workers begin or cease to take part, on all chunks at once.
+    """Workers begin or stop to take part, on all chunks at once.
 
     Args:
-        kind: "leave": the worker has nothing to do for now; "enter": it takes part from `clock` on; "keep": no
-            workers but these are left.
+        kind: "leave": the worker has nothing to do for now; "enter": it takes part from `clock` on; "keep": all
+            other workers are lost.
         ranks: ranks of the workers.
         clock: own clock of a worker that enters.
-        new_clock: clock that it has from now on; the executor, or a replay, fills it in.
+        new_clock: the worker's clock from now on; the executor, or a replay, sets it.
     """
 
     kind: Literal["leave", "enter", "keep"]
@@ -105,8 +105,8 @@ class UpdateDue:
 
     Args:
         due: the update, as the state machine asked for it.
-        parts: what each of its pushes holds; empty pushes are left out.
-        parameters: of the chunk, in the store's own memory: the update changes them.
+        parts: content of each of its pushes, without the empty ones.
+        parameters: parameters of the chunk, in the store's own memory, which the update changes.
     """
 
     due: Apply
@@ -116,7 +116,7 @@ class UpdateDue:
 
 @dataclass(frozen=True, slots=True)
 class UpdateApplied:
-    """The arithmetic of an update is done, and the state machine knows."""
+    """The arithmetic of an update is done, and the state machine has been told."""
 
     update: UpdateDue
 
@@ -135,14 +135,14 @@ Event: TypeAlias = (
 
 
 class EventSchedule(Protocol):
-    """Says when a shard's events happen. Its methods are called on the event loop, and never block."""
+    """Decides when a shard's events happen. The executor calls its methods on the event loop; they never block."""
 
     def begin(self, state: ShardState) -> None:
-        """Called once, when the model is registered."""
+        """Takes the state machine. Called once, when the model is registered."""
         ...
 
     def admit(self, event: Event) -> Iterable[Event]:
-        """The events that happen now that this one has come, in order; the event itself may be held back.
+        """The events that happen now, in order. The new event is among them, or is delayed.
 
         The shard handles each event before it takes the next one.
         """
@@ -150,7 +150,7 @@ class EventSchedule(Protocol):
 
 
 class ArrivalOrder:
-    """Every event happens as it comes."""
+    """Lets every event happen as it comes."""
 
     def begin(self, state: ShardState) -> None:
         """See `EventSchedule`."""

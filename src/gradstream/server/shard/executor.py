@@ -1,11 +1,11 @@
-"""Carries out a shard's events: they pass the schedule and the state machine, whose instructions are obeyed.
+"""Carries out a shard's events: the schedule orders them, the state machine answers them with instructions.
 
-    push, fetch, quorum, who takes part ─▶ EventSchedule ─▶ ShardState ─▶ Apply        to Updates
-                                                                       ─▶ Acknowledge  to the PendingPush
-                                                                       ─▶ Release      to the PendingFetch
+    push, fetch, quorum, participation ─▶ EventSchedule ─▶ ShardState ─▶ Apply        to Updates
+                                                                      ─▶ Acknowledge  to the PendingPush
+                                                                      ─▶ Release      to the PendingFetch
 
 An update that is due and a fetch that is released are events too, so the schedule decides when they happen.
-Nothing in here reads from a stream or sends.
+This module reads from no stream and sends nothing.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class ShardExecutor:
 
     Args:
         runtime: runtime of the shard's node.
-        schedule: says when each event happens.
+        schedule: decides when each event happens.
         state: the state machine.
         store: memory of the chunks.
         updates: arithmetic on that memory.
-        leases: updates of a chunk wait for its readers.
-        counters: counts the chunks that were pushed, by outcome.
 
     Attributes:
-        stragglers: which workers made others wait.
+        leases: the chunks that are being read; an update of a chunk waits for its readers.
+        counters: number of chunks that were pushed, by outcome.
+        stragglers: the workers that made others wait.
         failure: fails with the error of an update that could not be computed; the parameters are undefined
             then, and the node must end.
     """
@@ -74,18 +74,17 @@ class ShardExecutor:
         state: ShardState,
         store: ShardStore,
         updates: Updates,
-        leases: ChunkLeases,
-        counters: Counter[str],
     ) -> None:
         self._runtime = runtime
         self._schedule = schedule
-        self._state = state
-        self._store = store
-        self._updates = updates
-        self._leases = leases
-        self._counters = counters
+        self.state = state
+        self.store = store
+        self.updates = updates
+        self.leases = ChunkLeases()
+        self.counters = Counter[str]()
         self._members: frozenset[Sender] = frozenset()
-        self._lingers = False  # a sender is gone whose pushes are not all applied
+        self._lingers = False  # whether a push of a sender that has left is not applied yet
+        self._flush_terms = FetchTerms(runtime.node, 0, flush=True)
         self.stragglers = StragglerTracker()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         schedule.begin(state)
@@ -93,12 +92,12 @@ class ShardExecutor:
     # ---- events -------------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
-        """Gives an event to the schedule, and carries out whatever happens now."""
+        """Passes an event to the schedule, and carries out the events that happen now."""
         for admitted in self._schedule.admit(event):
             self._obey(self._transition(admitted))
 
     def _transition(self, event: Event) -> Iterable[Instruction]:
-        state = self._state
+        state = self.state
         match event:
             case PushArrived(chunk, parked):
                 self.stragglers.came(parked.token, chunk, self._runtime.now())
@@ -112,7 +111,7 @@ class ShardExecutor:
             case FetchArrived(chunk, fetch, terms):
                 return () if fetch.over else state.fetch(chunk, terms, fetch)
             case SumFlush(chunk):
-                return state.fetch(chunk, self._flushing, self._own_fetch([chunk]))
+                return state.fetch(chunk, self._flush_terms, self._own_fetch([chunk]))
             case ParticipationChange():
                 self._participate(event)
                 return state.clocks_changed()
@@ -121,7 +120,7 @@ class ShardExecutor:
         return ()
 
     def _participate(self, change: ParticipationChange) -> None:
-        clocks = self._state.clocks
+        clocks = self.state.clocks
         match change.kind:
             case "enter":
                 change.new_clock = clocks.resume(change.ranks[0], change.clock)
@@ -137,7 +136,7 @@ class ShardExecutor:
                     if update:
                         self.stragglers.completed(instruction)
                     parts = [_push(one.token).parts[chunk] for one in update if not one.header.empty]
-                    self.handle(UpdateDue(instruction, parts, self._store.parameters_of(chunk)))
+                    self.handle(UpdateDue(instruction, parts, self.store.parameters_of(chunk)))
                 case Acknowledge():
                     self._acknowledge(instruction)
                 case Release(token, chunk):
@@ -148,7 +147,7 @@ class ShardExecutor:
                     _push(token).supersede(chunk)
 
     def _acknowledge(self, done: Acknowledge) -> None:
-        self._counters[done.outcome] += 1
+        self.counters[done.outcome] += 1
         self.stragglers.gone(done.token, done.chunk)
         push = _push(done.token)
         applied = done.outcome == "applied"
@@ -159,18 +158,18 @@ class ShardExecutor:
 
     def _begin(self, update: UpdateDue) -> Iterable[Instruction]:
         due = update.due
-        if self._updates.changes_nothing(due) and not self._leases.turn(due.chunk).locked():
+        if self.updates.changes_nothing(due) and not self.leases.turn(due.chunk).locked():
             return self._applied(update)
         self._runtime.spawn(self._apply(update), name=f"apply-{due.chunk}")
         return ()
 
     async def _apply(self, update: UpdateDue) -> None:
         due = update.due
-        async with self._leases.turn(due.chunk):
+        async with self.leases.turn(due.chunk):
             if due.completes:
-                await self._leases.gone(due.chunk)
+                await self.leases.gone(due.chunk)
             try:
-                await self._updates.compute(due, update.parts)
+                await self.updates.compute(due, update.parts)
             except Exception as error:
                 if not self.failure.done():
                     self.failure.set_exception(error)
@@ -183,7 +182,7 @@ class ShardExecutor:
             self._obey(following)
 
     def _applied(self, update: UpdateDue) -> list[Instruction]:
-        instructions = self._state.applied(update.due.chunk)
+        instructions = self.state.applied(update.due.chunk)
         if self._lingers:
             self._free_states()
         self.handle(UpdateApplied(update))
@@ -191,50 +190,54 @@ class ShardExecutor:
 
     def commanded(self, chunk: int) -> None:
         """Takes note that a command has changed a chunk's parameters."""
-        self._obey(self._state.commanded(chunk))
+        self._obey(self.state.commanded(chunk))
 
     # ---- fetches ------------------------------------------------------------------------
 
     def forget(self, fetch: PendingFetch) -> None:
-        """Ends a fetch: nothing is released to it any more."""
+        """Ends a fetch: the executor releases no more chunks to it."""
         fetch.over = True
-        self._state.forget(fetch)
+        self.state.forget(fetch)
 
     async def flush(self) -> None:
-        """Applies all sums; returns once everything that was acknowledged is in the parameters."""
-        chunks = [chunk for chunk, state in self._state.chunks.items() if state.unapplied]
+        """Applies all sums. Returns once every push that was acknowledged is in the parameters."""
+        chunks = [chunk for chunk, state in self.state.chunks.items() if state.unapplied]
         fetch = self._own_fetch(chunks)
         try:
             for chunk in chunks:
-                self.handle(FetchArrived(chunk, fetch, self._flushing))
+                self.handle(FetchArrived(chunk, fetch, self._flush_terms))
             await fetch.emptied()
         finally:
             self.forget(fetch)
 
     def _own_fetch(self, chunks: Iterable[int]) -> PendingFetch:
-        return PendingFetch(self._runtime.node, 0, 0, True, self._runtime.now(), set(chunks))
-
-    @property
-    def _flushing(self) -> FetchTerms:
-        return FetchTerms(self._runtime.node, 0, flush=True)
+        """A fetch that the shard makes itself, to have sums applied."""
+        return PendingFetch(
+            self._runtime.node,
+            number=0,
+            attempt=0,
+            flushes=True,
+            opened_ns=self._runtime.now(),
+            waiting=set(chunks),
+        )
 
     # ---- members ------------------------------------------------------------------------
 
     def keep_workers(self, ranks: Collection[int]) -> None:
-        """Ceases to wait for the clocks of all other workers: they have left the run."""
-        if self._state.clocks.present - set(ranks):
+        """Stops waiting for the clocks of all other workers: they have left the run."""
+        if self.state.clocks.present - set(ranks):
             self.handle(ParticipationChange("keep", tuple(sorted(ranks))))
 
     def keep_senders(self, members: Collection[Sender]) -> None:
-        """Frees what the shard keeps of all other senders, once their pushes are applied."""
+        """Frees the state of all other senders, once their pushes are applied."""
         self._members = frozenset(members)
-        self._state.keep_senders(self._members)
+        self.state.keep_senders(self._members)
         self._free_states()
 
     def _free_states(self) -> None:
-        lingering = self._state.lingering
+        lingering = self.state.lingering
         self._lingers = bool(lingering)
-        self._updates.keep_senders({name for name, _ in self._members} | lingering)
+        self.updates.keep_senders({name for name, _ in self._members} | lingering)
 
 
 def _push(token: Token) -> PendingPush:

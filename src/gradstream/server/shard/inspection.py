@@ -1,65 +1,84 @@
-"""What is pushed is looked at before it is used: sizes, types, rows, and whether every element is finite."""
+"""Checks each request before the shard uses it: the sender, then sizes, types, rows, and that every number is finite.
+
+Each check raises a RefusedError, which goes to the sender, and changes nothing.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Collection
 
 import torch
 
 from gradstream.errors import ConfigError, RefusedError
 from gradstream.server.aggregation import rank_of
 from gradstream.server.rows import RowPart, unpack
-from gradstream.server.shard.row_store import ChangedRows, Part, elements_of
-from gradstream.transport.base import Received
+from gradstream.server.shard.row_store import Part, elements_of
+from gradstream.server.shard.state import Sender
+from gradstream.server.shard.store import ShardStore
+from gradstream.transport.base import Identity, Received
 from gradstream.wire import v1
-from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.frames import ABSENT
 
 __all__ = ["Inspection"]
 
 MAX_COUNT = 1 << 53
-"""No run counts further."""
+"""Largest number of a push, a version or a clock: no run counts further."""
 
 
 class Inspection:
-    """The registered model's sizes, against which every push is held.
+    """Compares requests with the registered model and the members of the run.
 
     Args:
-        shard: node name of the shard.
-        chunks: the chunk map.
-        here: the chunks of this shard.
-        dtype: of the elements.
-        changed: which rows there are; None where whole chunks are exchanged.
-        counters: counts what is "refused".
-        workers: how many there are; 0 where nobody has said.
-        states: names of the update rule's state vectors.
+        identity: identity of the shard, with the model's fingerprint and the membership epoch.
+        store: vectors of the shard, which have the sizes of the registered model.
+        counters: counts the requests that do not fit, as "refused".
+        workers: number of workers; 0 where unknown.
     """
 
     def __init__(
-        self,
-        shard: str,
-        chunks: ChunkMap,
-        here: Container[int],
-        dtype: torch.dtype,
-        changed: ChangedRows | None,
-        counters: Counter[str],
-        *,
-        workers: int = 0,
-        states: Container[str] = (),
+        self, identity: Identity, store: ShardStore, counters: Counter[str], workers: int = 0
     ) -> None:
-        self._shard = shard
+        self._identity = identity
+        self._store = store
         self._counters = counters
-        self._chunks = chunks
-        self._here = here
-        self._dtype = dtype
-        self._changed = changed
         self._workers = workers
-        self._states = states
+        self._members: frozenset[Sender] | None = None
+
+    # ---- senders ------------------------------------------------------------------------
+
+    def keep_senders(self, members: Collection[Sender]) -> None:
+        """Sets the members of the run. Until then, every node is one."""
+        self._members = frozenset(members)
+
+    def check_model(self, opened: v1.Open) -> None:
+        """Refuses a sender that has another model."""
+        mine = self._identity
+        if opened.fingerprint != mine.fingerprint:
+            raise RefusedError(
+                mine.name,
+                "BAD_FINGERPRINT",
+                f"{opened.sender} has model {opened.fingerprint:016x}, this shard holds "
+                f"{mine.fingerprint:016x}; every node must run the same job file",
+            )
+
+    def check_member(self, opened: v1.Open) -> None:
+        """Refuses a sender that has left the run.
+
+        The shard has freed the sender's sequence numbers, so a retry would count as new. Therefore the shard checks
+        again whenever it takes something from an open stream. A sender of a later epoch is accepted: it may have
+        joined before this shard was told.
+        """
+        mine, sender = self._identity, (opened.sender, opened.incarnation)
+        if self._members is None or sender in self._members or opened.epoch > mine.epoch:
+            return
+        name = f"{opened.sender} (incarnation {opened.incarnation:x})"
+        text = f"{name} has left the run: its {opened.method} is not taken at epoch {mine.epoch}; join again"
+        raise RefusedError(mine.name, "NOT_MEMBER", text)
 
     def rank(self, sender: str) -> int:
-        """The rank of a sender, who must be a worker of this run. Raises RefusedError."""
+        """The rank of a sender. Refuses a sender that is no worker of this run."""
         try:
             rank = rank_of(sender)
         except ConfigError as error:
@@ -68,12 +87,14 @@ class Inspection:
             raise self.bad(sender, f"there are {self._workers} workers, of ranks from 0")
         return rank
 
-    def push(self, sender: str, request: v1.Push) -> None:
-        """Raises RefusedError for a push whose header says what cannot be."""
+    # ---- requests -----------------------------------------------------------------------
+
+    def check_push(self, sender: str, request: v1.Push) -> None:
+        """Refuses a push whose header has impossible values."""
         self.rank(sender)
         if request.command not in (v1.Push.APPLY, v1.Push.ASSIGN):
             raise self.bad(sender, f"push command {request.command}; expected APPLY or ASSIGN")
-        if request.vector and request.vector not in self._states:
+        if request.vector and request.vector not in self._store.state:
             raise self.bad(
                 sender, f"a push to {request.vector[:64]!r}, which is no vector of the update rule"
             )
@@ -88,26 +109,26 @@ class Inspection:
                 "finite numbers",
             )
 
-    def base_version(self, sender: str, chunk: int, base_version: int, version: int) -> None:
-        """Raises RefusedError where a push was computed on a version that the chunk does not have yet."""
+    def check_base_version(self, sender: str, chunk: int, base_version: int, version: int) -> None:
+        """Refuses a gradient that was computed on a version which the chunk has not reached."""
         if base_version > max(version, 0):
             raise self.bad(sender, f"chunk {chunk}: computed on version {base_version}, it is at {version}")
 
-    def fetch(self, sender: str, request: v1.Fetch, here: Container[int]) -> None:
-        """Raises RefusedError for a fetch of what is not here."""
+    def check_fetch(self, sender: str, request: v1.Fetch) -> None:
+        """Refuses a fetch of chunks that are not on this shard."""
         self.rank(sender)
         chunks = list(request.chunks)
-        if not all(chunk in here for chunk in chunks):
+        if not all(chunk in self._store.here for chunk in chunks):
             raise self.bad(sender, f"asks for chunks {chunks[:8]}... that live elsewhere")
         if len(set(chunks)) < len(chunks):
             raise self.bad(sender, f"asks for a chunk twice, among {chunks[:8]}...")
-        if request.known and self._changed is None:
-            raise self.bad(sender, "asks for what has changed, where whole chunks are exchanged")
+        if request.known and self._store.changed is None:
+            raise self.bad(sender, "asks for changed rows, where whole chunks are exchanged")
         if len(request.known) not in (0, len(chunks)) or max(request.known, default=0) > MAX_COUNT:
             raise self.bad(sender, f"knows versions of {len(request.known)} of {len(chunks)} chunks")
 
-    def command(self, sender: str, request: v1.Command) -> None:
-        """Raises RefusedError for a command that there is not."""
+    def check_command(self, sender: str, request: v1.Command) -> None:
+        """Refuses an unknown command, and one with impossible values."""
         if request.kind not in v1.Command.Kind.values():
             raise self.bad(sender, f"command {request.kind}, which is unknown")
         if not math.isfinite(request.alpha):
@@ -118,29 +139,27 @@ class Inspection:
             self.rank(sender)
 
     def part(self, sender: str, received: Received) -> Part | None:
-        """What was pushed of a chunk; None where it is absent.
+        """The content of a chunk of a push; None where the chunk is flagged absent.
 
         Raises:
-            RefusedError: BAD_REQUEST where it does not fit the model, NON_FINITE where it holds a NaN or an
+            RefusedError: BAD_REQUEST where the chunk does not fit the model, NON_FINITE where it has a NaN or an
                 infinity.
         """
-        chunk, elements = received.frame.chunk, received.payload
-        if chunk.index not in self._here:
+        chunk, elements, dtype = received.frame.chunk, received.payload, self._store.dtype
+        if chunk.index not in self._store.here:
             raise self.bad(sender, f"chunk {chunk.index} does not live on this shard")
         if chunk.flags & ABSENT:
             return None
-        start, stop = self._chunks.bounds(chunk.index)
-        part: Part | None = elements
-        if chunk.rows and elements is not None and elements.dtype == self._dtype:
-            part = self._rows(sender, chunk, elements)
-        elif elements is None or len(elements) != stop - start or elements.dtype != self._dtype:
+        start, stop = self._store.chunks.bounds(chunk.index)
+        if elements is not None and elements.dtype == dtype and (chunk.rows or len(elements) == stop - start):
+            part = self._rows(sender, chunk, elements) if chunk.rows else elements
+        else:
             got = "nothing" if elements is None else f"{len(elements)} elements of {elements.dtype}"
             raise self.bad(
                 sender,
-                f"chunk {chunk.index}: got {got}, expected {stop - start} of {self._dtype} "
+                f"chunk {chunk.index}: got {got}, expected {stop - start} of {dtype} "
                 "(every node must run the same job file)",
             )
-        assert part is not None
         if not _finite(elements_of(part)):
             raise self._refused(
                 "NON_FINITE",
@@ -150,25 +169,26 @@ class Inspection:
         return part
 
     def _rows(self, sender: str, chunk: v1.Chunk, payload: torch.Tensor) -> RowPart:
-        """The rows in a payload. Who sends them names each once, and only rows that there are."""
-        if self._changed is None:
+        """The rows in a payload, which must be rows of the chunk, each at most once."""
+        changed = self._store.changed
+        if changed is None:
             raise self.bad(sender, f"chunk {chunk.index}: got rows, expected whole chunks in this run")
         try:
-            return unpack(self._changed.rows, chunk.index, chunk.rows, payload)
+            return unpack(changed.rows, chunk.index, chunk.rows, payload)
         except ValueError as error:
             raise self.bad(sender, f"chunk {chunk.index}: got {error}") from error
 
     def bad(self, sender: str, message: str) -> RefusedError:
-        """What a sender is told whose request does not fit."""
+        """The error for a request that does not fit."""
         return self._refused("BAD_REQUEST", f"request of {sender}: {message}")
 
     def _refused(self, code: str, message: str) -> RefusedError:
         self._counters["refused"] += 1
-        return RefusedError(self._shard, code, message)
+        return RefusedError(self._identity.name, code, message)
 
 
 def _finite(elements: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite. A sum says so in one pass, unless it overflows itself."""
+    """Whether no element is NaN or infinite. A sum shows that in one pass, unless the sum itself overflows."""
     if elements.is_meta or math.isfinite(elements.sum().item()):
         return True
     return bool(torch.isfinite(elements).all())

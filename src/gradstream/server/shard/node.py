@@ -1,4 +1,4 @@
-"""A shard's node: joins, serves until every worker has left, and reports what it has done."""
+"""A shard's node: it joins, serves until every worker has left, and reports its work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from gradstream.checkpoint.snapshot import NodeSnapshots
+from gradstream.checkpoint.snapshot import NodeSnapshots, SnapshotMember
 from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.recorder import ShardRecorder
@@ -22,57 +22,47 @@ from gradstream.wire import v1
 
 __all__ = ["ShardMembership", "ShardNode"]
 
-VITALS_EVERY_S = 1.0
+REPORT_EVERY_S = 1.0
 
 
-class ShardMembership(Protocol):
-    """What a shard needs of `gradstream.coordinator.Member`, which lives beside this room."""
-
-    notice: v1.Notice
-
-    async def heard(self, reached: Callable[[], bool]) -> None:
-        """Waits until something holds that a notice decides."""
-        ...
+class ShardMembership(SnapshotMember, Protocol):
+    """The part of `gradstream.coordinator.Member` that a shard needs. This package cannot import that one."""
 
     def listen(self, listener: Callable[[v1.Notice], None]) -> None:
-        """Calls with each notice that brings news."""
-        ...
-
-    def report(self, report: v1.SnapshotReport) -> None:
-        """Says how far this node is with a snapshot."""
+        """Calls `listener` with each new notice."""
         ...
 
     async def join(self, model: v1.ModelSpec | None = None) -> v1.Notice:
-        """Joins the run."""
+        """Joins the run. Returns the first notice."""
         ...
 
     async def training(self) -> v1.Notice:
-        """Waits until everybody is in."""
+        """Returns the notice with which training begins, once all nodes have joined."""
         ...
 
     async def over(self) -> v1.Notice:
-        """Waits for the end of the run; raises when it was aborted."""
+        """Returns at the end of the run. Raises where the run was aborted."""
         ...
 
     async def leave(self) -> None:
-        """Says goodbye."""
+        """Leaves the run."""
         ...
 
     async def failed(self, error: BaseException, traceback_text: str) -> None:
-        """Says that this node cannot go on."""
+        """Reports that this node cannot continue."""
         ...
 
     def emit(self, event: Event) -> None:
-        """Puts a record into the run's events."""
+        """Adds a record to the run's events."""
         ...
 
     def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
-        """Says which contributions make the update of a round."""
+        """Reports which workers' pushes make the update of a round."""
         ...
 
 
 class ShardNode:
-    """One shard. `run` returns when the run is over, and raises what ended it early."""
+    """One shard. `run` returns when the run is over, and raises the error that ended it early."""
 
     def __init__(
         self, runtime: Runtime, endpoint: Endpoint, member: ShardMembership, config: ShardConfig
@@ -91,20 +81,22 @@ class ShardNode:
             await self._member.join()
             notice = await self._member.training()
             self._service.register(notice.model, opens=False)
-            holder = ShardSnapshot(self._service, self._config.rank)
-            await self._restore(holder)
-            self._hear(self._member.notice)
-            self._member.listen(self._hear)
+            source = ShardSnapshot(self._service)
+            await self._restore(source)
+            self._keep_members(self._member.notice)
+            self._member.listen(self._keep_members)
             self._service.open()
-            agreeing = self._agree()
-            serving = NodeSnapshots(self._runtime, self._member, holder).run()
-            snapshots = awaited_later(self._runtime.spawn(serving, name=f"{self._runtime.node}-snapshots"))
-            reporting = self._runtime.spawn(self._keep_reporting(), name=f"{self._runtime.node}-vitals")
+            tasks = self._agree()
+            snapshots = NodeSnapshots(self._runtime, self._member, source).run()
+            tasks.append(
+                awaited_later(self._runtime.spawn(snapshots, name=f"{self._runtime.node}-snapshots"))
+            )
+            tasks.append(self._runtime.spawn(self._keep_reporting(), name=f"{self._runtime.node}-reports"))
             failed = self._runtime.spawn(self._service.failed(), name=f"{self._runtime.node}-failed")
             try:
                 await self._over(failed)
             finally:
-                for task in (reporting, snapshots, *agreeing):
+                for task in tasks:
                     task.cancel()
             self._report()
             if self._recorder is not None:
@@ -117,36 +109,36 @@ class ShardNode:
                 self._recorder.log.flush()
             await self._member.leave()
 
-    def _hear(self, notice: v1.Notice) -> None:
-        """Who is lost keeps nobody waiting, and nothing is kept of it."""
+    def _keep_members(self, notice: v1.Notice) -> None:
+        """Stops waiting for lost nodes, and frees their state."""
         self._service.executor.keep_workers({node.rank for node in notice.nodes if node.role == "worker"})
         self._service.keep_senders({(node.name, node.incarnation) for node in notice.nodes})
 
     def parameters_of(self, chunk: int) -> torch.Tensor:
-        """A chunk's parameters, as they lie here."""
+        """See `ShardStore.parameters_of`."""
         return self._service.store.parameters_of(chunk)
 
     def _agree(self) -> list[asyncio.Task[None]]:
-        """Keeps up with the other shards, where a quorum makes each update."""
+        """Starts to agree with the other shards, where there is a quorum. Returns the task of that."""
         quorum = self._service.quorum
         if quorum is None:
             return []
         if self._config.rank == 0:
             self._service.on_decision = lambda decision: self._member.verdict(decision.round, decision.ranks)
             return []
-        work = quorum.run(self._config.silence_s)
-        return [awaited_later(self._runtime.spawn(work, name=f"{self._runtime.node}-quorum"))]
+        return [awaited_later(self._runtime.spawn(quorum.run(), name=f"{self._runtime.node}-quorum"))]
 
-    async def _restore(self, holder: ShardSnapshot) -> None:
-        """Goes on from a checkpoint, where the run does."""
+    async def _restore(self, source: ShardSnapshot) -> None:
+        """Loads the checkpoint from which the run continues, if there is one."""
         folder, storage = self._config.resume_from, self._runtime.storage
         if folder:
             await self._runtime.beside(
-                lambda: holder.restore(storage, folder),
+                lambda: source.restore(storage, folder),
                 work=Work("restore", elems=len(self._service.store.parameters)),
             )
 
     async def _over(self, failed: asyncio.Task[None]) -> None:
+        """Returns at the end of the run. Raises the error of `failed` as soon as there is one."""
         over = self._runtime.spawn(self._member.over(), name=f"{self._runtime.node}-over")
         over.add_done_callback(lambda _: failed.cancel())
         failed.add_done_callback(lambda task: None if task.cancelled() else over.cancel())
@@ -159,14 +151,14 @@ class ShardNode:
 
     async def _keep_reporting(self) -> None:
         while True:
-            await self._runtime.sleep(VITALS_EVERY_S)
+            await self._runtime.sleep(REPORT_EVERY_S)
             self._report()
             if self._recorder is not None:
                 self._recorder.log.flush()
 
     def _report(self) -> None:
-        """Records of what was done since the report before, and of the metrics of this process."""
-        counters = self._service.counters
+        """Emits the counts since the last report, and the metrics of this process."""
+        counters = self._service.executor.counters
         new = counters - self._reported
         self._reported = Counter(counters)
         late, before = self._service.executor.stragglers.late_s(), self._late_s

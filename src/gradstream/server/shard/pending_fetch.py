@@ -1,4 +1,4 @@
-"""A fetch on the shard's side: which chunks can be sent, and which have to wait."""
+"""A fetch on the shard's side: the chunks that are ready, and those that wait."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["PendingFetch"]
 
 @dataclass(slots=True, eq=False)
 class PendingFetch:
-    """A fetch stream: the token of its chunks in the state machine.
+    """A fetch stream. In the state machine it is the token of its chunks.
 
     Args:
         reader: name of the node that fetches: a worker, or the shard itself.
-        number: number of the fetch, from 1; 0 for one out of the worker's order, or of the shard itself.
-        attempt: number of tries before this one.
-        flushes: the fetch has sums applied, and so changes the state of chunks.
-        opened_ns: when the reader began to wait.
-        waiting: chunks that cannot be sent yet.
+        number: number of the fetch, from 1; 0 for a fetch of the shard itself, or out of the worker's order.
+        attempt: number of earlier attempts.
+        flushes: whether the fetch has sums applied, and so changes the state of chunks.
+        opened_ns: time at which the reader began to wait, in ns.
+        waiting: chunks that the shard cannot send yet.
 
     Attributes:
-        ready: chunks that can be sent, in this order, and which worker each had to wait for.
-        over: the stream has ended; nothing is sent any more.
+        ready: chunks that the shard can send, in this order, with the worker that each had to wait for.
+        over: whether the stream has ended.
         wake: set when a chunk becomes ready.
     """
 
@@ -46,13 +46,13 @@ class PendingFetch:
         return rank_of(self.reader)
 
     def release(self, chunk: int, waited: v1.Waited | None) -> None:
-        """Makes a chunk ready: it is sent as it is then."""
+        """Marks a chunk as ready."""
         self.waiting.discard(chunk)
         self.ready.append((chunk, waited))
         self.wake.set()
 
     async def emptied(self) -> None:
-        """Returns once no chunk has to wait."""
+        """Returns once no chunk waits."""
         while self.waiting:
             await self.wake.wait()
             self.wake.clear()

@@ -1,4 +1,4 @@
-"""A push on the shard's side: what is not used yet, and what the sender is to be told."""
+"""A push on the shard's side: the chunks that wait for their update, and the results to be sent."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["PendingPush"]
 
 @dataclass(slots=True, eq=False)
 class PendingPush:
-    """A push stream: the token of its chunks in the state machine. It stays while any of them is parked.
+    """A push stream. In the state machine it is the token of its chunks, as long as one of them is parked.
 
     Args:
         stream: stream to the sender.
-        opened_ns: when the sender began to wait.
+        opened_ns: time at which the sender began to wait, in ns.
 
     Attributes:
-        parts: by chunk, what was pushed; empty chunks have no part.
+        parts: content of each chunk; empty chunks have none.
         pending: chunks that wait for a result.
         results: results that wait to be sent.
-        empty: chunks that the push left out, and whose acceptance the sender has not been told yet.
-        ended: the sender has sent everything.
+        empty: chunks that the push left out, unless they were dropped.
+        ended: whether the sender has sent everything.
         wake: set when any of these changes.
     """
 
@@ -45,17 +45,17 @@ class PendingPush:
         return self.stream.opened.sender
 
     def took(self, chunk: int, part: Part | None) -> None:
-        """Notes that a chunk is on its way to the state machine; the part of an empty one is None."""
+        """Adds a chunk that goes to the state machine next; the part of an empty chunk is None."""
         if part is not None:
             self.parts[chunk] = part
         self.pending.add(chunk)
 
     def acknowledge(self, done: Acknowledge, waited: v1.Waited | None) -> None:
-        """Frees a chunk's elements and queues its result. Empty chunks get one result together, unless dropped.
+        """Frees a chunk's elements and queues its result. Empty chunks share one result, unless they were dropped.
 
         Args:
-            done: what became of the chunk.
-            waited: the worker that its update waited for; None for nobody.
+            done: the outcome of the chunk.
+            waited: the worker that the chunk's update waited for; None where it waited for no worker.
         """
         self.parts.pop(done.chunk, None)
         self.pending.discard(done.chunk)
@@ -75,6 +75,6 @@ class PendingPush:
         )
 
     def supersede(self, chunk: int) -> None:
-        """Refuses the stream: a retry has taken the place of a chunk, and the sender listens there."""
+        """Refuses the stream: a retry has taken the place of a chunk, and the sender listens to the retry."""
         self.parts.pop(chunk, None)
         self.stream.refuse(v1.SUPERSEDED, "a retry of this push has taken its place")

@@ -1,4 +1,4 @@
-"""Serves pushes: checks each chunk, gives it to the executor, and sends the results."""
+"""Serves pushes: checks each chunk, passes it to the executor, and sends the results."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from gradstream.server.aggregation import PushHeader, rank_of
 from gradstream.server.shard.event_schedule import PushArrived
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.inspection import Inspection
-from gradstream.server.shard.known_members import KnownMembers
 from gradstream.server.shard.pending_push import PendingPush
 from gradstream.server.shard.quorum_agreement import QuorumProtocol
 from gradstream.server.shard.row_store import Part
-from gradstream.server.shard.state import Parked, ShardState
+from gradstream.server.shard.state import Parked
 from gradstream.server.shard.wait_notifier import WaitNotifier
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
@@ -19,7 +18,7 @@ from gradstream.wire import v1
 __all__ = ["PushHandler"]
 
 RESULTS_PER_FRAME = 16
-"""Results are sent many to a frame: a frame for each would cost as much as a tenth of its chunk."""
+"""Results that share a frame: a frame for each result would cost a tenth as much as its chunk."""
 
 
 class PushHandler:
@@ -28,40 +27,35 @@ class PushHandler:
     Args:
         runtime: runtime of the shard's node.
         executor: handles each chunk that arrives.
-        state: versions of the chunks.
-        inspection: checks each chunk before.
-        notifier: tells senders for whom they wait.
-        quorum: is told what has come; None where there is no quorum.
-        known_members: refuses pushes of nodes that have left.
+        inspection: checks each chunk before the executor gets it.
+        notifier: tells senders which nodes they wait for.
+        quorum: counts the chunks that have come; None where there is no quorum.
     """
 
     def __init__(
         self,
         runtime: Runtime,
         executor: ShardExecutor,
-        state: ShardState,
         inspection: Inspection,
         notifier: WaitNotifier,
         quorum: QuorumProtocol | None,
-        known_members: KnownMembers,
     ) -> None:
         self._runtime = runtime
         self._executor = executor
-        self._state = state
+        self._state = executor.state
         self._inspection = inspection
         self._notifier = notifier
         self._quorum = quorum
-        self._known_members = known_members
 
     async def serve(self, stream: Stream) -> None:
         """Receives a push; returns once its sender has the result of every chunk.
 
         Raises:
-            RefusedError: a chunk does not fit or holds a NaN or an infinity, or the sender has left the run
-                meanwhile. The chunks before it stand.
+            RefusedError: a chunk does not fit, or holds a NaN or an infinity, or the sender has left the run
+                meanwhile. The chunks before it stay in effect.
         """
         request = v1.Push.FromString(stream.opened.body)
-        self._inspection.push(stream.opened.sender, request)
+        self._inspection.check_push(stream.opened.sender, request)
         push = PendingPush(stream, self._runtime.now())
         await self._runtime.gather(self._receive(push, request), self._answer(push))
 
@@ -88,14 +82,14 @@ class PushHandler:
         push.wake.set()
 
     def _check_base_version(self, push: PendingPush, chunk: int, base_version: int) -> None:
-        self._inspection.base_version(push.sender, chunk, base_version, self._state.version(chunk))
+        self._inspection.check_base_version(push.sender, chunk, base_version, self._state.version(chunk))
 
     def _arrived(
         self, push: PendingPush, request: v1.Push, chunk: int, base_version: int, part: Part | None
     ) -> None:
-        """Gives one chunk of a push to the executor; the part of an empty chunk is None."""
+        """Passes one chunk of a push to the executor; the part of an empty chunk is None."""
         opened = push.stream.opened
-        self._known_members.check(opened)
+        self._inspection.check_member(opened)
         header = PushHeader(
             sender=opened.sender,
             rank=rank_of(opened.sender),

@@ -1,9 +1,9 @@
-"""Has all shards agree on a quorum: the messages around `QuorumVotes` and `QuorumLeader`.
+"""Has all shards agree on a quorum, by messages between `QuorumVotes` and `QuorumLeader`.
 
-The first shard serves "quorum". Each other shard keeps one stream to it, on which it sends the pushes that it holds
-whole and receives the decisions. A stream that breaks is opened again: the shard sends all undecided pushes again,
-and the first shard its last decision. No older decision can be missing, since no worker pushes for a round before
-every chunk of every shard has had the update of the round before.
+The first shard serves "quorum". Each other shard keeps one stream to it. On that stream it sends which pushes have
+arrived whole, and receives the decisions. When a stream breaks, the shard opens another: it sends all undecided
+pushes again, and the first shard sends its last decision again. No older decision can be missing, since no worker
+pushes for a round before every chunk of every shard has had the update of the previous round.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from gradstream.errors import ClosedError, DeadlineError, PeerLostError, Refused
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import rank_of
 from gradstream.server.quorum import QuorumDecision, QuorumLeader, QuorumVotes
+from gradstream.server.shard.config import ShardConfig
 from gradstream.transport.base import Endpoint, Priority, Stream
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 
 __all__ = ["QuorumProtocol"]
 
@@ -44,12 +46,8 @@ class QuorumProtocol:
     Args:
         runtime: runtime of this shard's node.
         endpoint: endpoint of this shard's node.
-        rank: rank of this shard.
-        needed: N, the number of pushes to an update.
-        num_chunks: number of chunks on this shard.
-        num_shards: number of shards that have chunks.
-        workers: number of workers; 0 where unknown.
-        waiting_every_s: seconds between two messages to a shard that waits.
+        config: this shard's part of the run, with a quorum.
+        chunks: the chunk map.
         decided: called with each decision, once and in the order of rounds.
     """
 
@@ -57,33 +55,27 @@ class QuorumProtocol:
         self,
         runtime: Runtime,
         endpoint: Endpoint,
-        *,
-        rank: int,
-        needed: int,
-        num_chunks: int,
-        num_shards: int,
-        workers: int = 0,
-        waiting_every_s: float,
+        config: ShardConfig,
+        chunks: ChunkMap,
         decided: Callable[[QuorumDecision], None],
     ) -> None:
+        assert config.quorum is not None
         self._runtime = runtime
         self._endpoint = endpoint
-        self._rank = rank
-        self._num_shards = num_shards
-        self._workers = workers
-        self._every_s = waiting_every_s
+        self._config = config
+        self._num_shards = min(config.num_shards, chunks.num_chunks)  # those that have chunks
         self._decided = decided
-        self._votes = QuorumVotes(num_chunks)
-        self._leader = QuorumLeader(needed, num_shards) if rank == 0 else None
+        self._votes = QuorumVotes(len(chunks.chunks_of(config.rank)))
+        self._leader = QuorumLeader(config.quorum, self._num_shards) if config.rank == 0 else None
         self._queues: dict[_SendQueue, None] = {}  # of the open streams
         self._last = -1  # round of the last decision
         if self._leader is not None:
             endpoint.serve("quorum", self._serve)
 
     def came(self, round: int, rank: int, chunk: int) -> None:  # noqa: A002  the word of the protocol
-        """Counts a chunk that has arrived on this shard."""
+        """Counts a chunk of a push that has arrived on this shard."""
         if self._votes.came(round, rank, chunk):
-            self._whole(self._rank, round, rank)
+            self._whole(self._config.rank, round, rank)
 
     def _whole(self, shard: int, round: int, rank: int) -> None:  # noqa: A002
         if self._leader is None:
@@ -108,9 +100,7 @@ class QuorumProtocol:
         assert self._leader is not None
         queue, shard = _SendQueue(), rank_of(stream.opened.sender)
         if not 0 < shard < self._num_shards:
-            raise self._bad(
-                stream.peer, f"there are {self._num_shards} shards with chunks, and this is the first"
-            )
+            raise self._bad(stream.peer, f"a vote; expected votes of shards 1 to {self._num_shards - 1}")
         self._queues[queue] = None
         if self._leader.last is not None:
             queue.put(_message(self._leader.last))
@@ -122,38 +112,40 @@ class QuorumProtocol:
     async def _receive_votes(self, stream: Stream, shard: int) -> None:
         while (received := await stream.recv()) is not None:
             said = v1.Whole.FromString(received.frame.body.data)
-            if said.round > MAX_ROUND or (self._workers and said.rank >= self._workers):
-                raise self._bad(stream.peer, f"round {said.round} of rank {said.rank}, which there is not")
+            if said.round > MAX_ROUND or 0 < self._config.workers <= said.rank:
+                raise self._bad(
+                    stream.peer, f"a vote for round {said.round} of worker {said.rank}, which do not exist"
+                )
             self._whole(shard, said.round, said.rank)
-        raise ClosedError(f"{stream.peer} has ended its stream")  # ends the other half too
+        raise ClosedError(f"{stream.peer} has ended its stream")  # ends the sending half, too
 
-    def _bad(self, who: str, message: str) -> RefusedError:
-        return RefusedError(FIRST, "BAD_REQUEST", f"request of {who}: {message}")
+    def _bad(self, peer: str, message: str) -> RefusedError:
+        return RefusedError(FIRST, "BAD_REQUEST", f"request of {peer}: {message}")
 
     # ---- the others ---------------------------------------------------------------------
 
-    async def run(self, silence_s: float) -> None:
-        """Keeps the stream to the first shard open until cancelled."""
+    async def run(self) -> None:
+        """Keeps the stream to the first shard open until cancelled; returns at once on the first shard."""
         while self._leader is None:
             try:
-                await self._exchange(silence_s)
+                await self._exchange()
             except (PeerLostError, DeadlineError, ClosedError, RefusedError):
                 await self._runtime.sleep(RETRY_S)  # the coordinator decides which nodes are lost
 
-    async def _exchange(self, silence_s: float) -> None:
+    async def _exchange(self) -> None:
         stream = await self._endpoint.open(FIRST, "quorum", v1.Whole(), priority=Priority.CONTROL)
         queue = _SendQueue()
         for round_, rank in self._votes.whole:
             queue.put(v1.Whole(rank=rank, round=round_))
         self._queues[queue] = None
         try:
-            await self._runtime.gather(self._send(stream, queue), self._receive_decisions(stream, silence_s))
+            await self._runtime.gather(self._send(stream, queue), self._receive_decisions(stream))
         finally:
             del self._queues[queue]
             stream.cancel("done")
 
-    async def _receive_decisions(self, stream: Stream, silence_s: float) -> None:
-        while (received := await stream.recv(silence_s)) is not None:
+    async def _receive_decisions(self, stream: Stream) -> None:
+        while (received := await stream.recv(self._config.silence_s)) is not None:
             said = v1.Verdict.FromString(received.frame.body.data)
             self._decide(QuorumDecision(said.round, tuple(said.ranks)))
         raise ClosedError(f"{stream.peer} has ended its stream")
@@ -167,7 +159,7 @@ class QuorumProtocol:
                 await stream.send(v1.Frame(body=v1.Body(data=data)))
             queue.wake.clear()
             try:
-                await self._runtime.within(self._every_s, queue.wake.wait())
+                await self._runtime.within(self._config.waiting_every_s, queue.wake.wait())
             except TimeoutError:
                 await stream.waiting([])
 

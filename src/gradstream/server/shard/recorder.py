@@ -28,17 +28,17 @@ SUM_EVERY = 64
 
 
 class ShardRecorder:
-    """An `EventSchedule` that admits every event as it comes, and records it.
+    """An `EventSchedule` that lets every event happen as it comes, and records it.
 
-    A second copy of a push changes nothing, so only the first is recorded.
+    A second copy of a push changes nothing, so the recorder records only the first copy.
 
     Args:
-        log: receives the entries.
+        log: takes the entries.
     """
 
     def __init__(self, log: Log) -> None:
         self.log = log
-        self._done: defaultdict[int, int] = defaultdict(int)  # updates, by chunk
+        self._done: defaultdict[int, int] = defaultdict(int)  # number of updates, by chunk
         self._came: defaultdict[tuple[int, int], SequenceWindow] = defaultdict(SequenceWindow)
         self._state: ShardState | None = None  # until the model is registered
 

@@ -1,7 +1,7 @@
-"""What a shard does with rows: adds them up, updates them alone, and remembers when each changed last.
+"""Rows on a shard: their sums, and the version in which each row changed last.
 
-An update of some rows has the bits of one of the whole chunk in which all other gradients are 0, for every
-update rule that leaves such elements as they are (`optim.skips_zeros`).
+A shard can apply an update to the rows of a push alone. That update has the bits of an update of the whole chunk
+with gradient 0 in all other rows, for every update rule that leaves such elements unchanged (`optim.skips_zeros`).
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import torch
 
 from gradstream.server.rows import RowMap, RowPart, packed_elems
 
-__all__ = ["ChangedRows", "Part", "elements_of", "row_sum", "whole"]
+__all__ = ["ChangedRows", "Part", "elements_of", "row_sum"]
 
 Part = torch.Tensor | RowPart
-"""What was pushed of a chunk: all elements of it, or some rows."""
+"""The content of one chunk of a push: all elements of the chunk, or some rows."""
 
 
 class ChangedRows:
-    """By chunk and row, the version that changed it last.
+    """The version that last changed each row of each chunk.
 
-    Takes 4 bytes a row, of chunks of which rows alone have ever been changed.
+    It takes 4 bytes a row, for the chunks of which single rows were ever updated.
 
     Args:
-        rows: of every chunk.
-        dtype: of the elements.
+        rows: the rows of every chunk.
+        dtype: element type of the parameters.
     """
 
     def __init__(self, rows: RowMap, dtype: torch.dtype) -> None:
         self.rows = rows
         self._dtype = dtype
-        self._whole: dict[int, int] = {}  # version that changed all of the chunk last
-        self._last: dict[int, torch.Tensor] = {}  # (rows,) of int32
+        self._whole: dict[int, int] = {}  # by chunk: the last version that may have changed every row
+        self._last: dict[int, torch.Tensor] = {}  # by chunk: (rows,) int32, the last version of each row
 
     def note(self, chunk: int, numbers: torch.Tensor | None, version: int) -> None:
-        """These rows are what makes this version; None: any might."""
+        """Notes that a version changes these rows of a chunk; None stands for all rows."""
         if numbers is None:
             self._whole[chunk] = version
             return
@@ -44,10 +44,11 @@ class ChangedRows:
         self._last[chunk][numbers] = version
 
     def since(self, chunk: int, known: int) -> torch.Tensor | None:
-        """Rows that have changed since a version, (n,) int64; None where the whole chunk is no more to send.
+        """The rows that have changed after a version, (n,) int64; None where the whole chunk is no longer to send.
 
         Args:
-            known: -1 where nothing of it is.
+            chunk: number of the chunk.
+            known: the version that the reader has; -1 for none.
         """
         if known < self._whole.get(chunk, 0):
             return None
@@ -59,7 +60,7 @@ class ChangedRows:
         return None if elems >= stop - start else numbers
 
     def restored(self, versions: Mapping[int, int]) -> None:
-        """Chunks come from elsewhere, a checkpoint: nothing is known of their rows."""
+        """Takes note that a checkpoint was loaded: any row may have changed in these versions, given by chunk."""
         self._whole, self._last = dict(versions), {}
 
 
@@ -68,18 +69,8 @@ def elements_of(part: Part) -> torch.Tensor:
     return part.values if isinstance(part, RowPart) else part
 
 
-def whole(rows: RowMap, chunk: int, part: Part) -> torch.Tensor:
-    """All elements of a chunk: 0 in rows that were not pushed."""
-    if not isinstance(part, RowPart):
-        return part
-    start, stop = rows.chunks.bounds(chunk)
-    out = part.values.new_zeros(stop - start)
-    out[rows.elements(chunk, part.numbers)] = part.values
-    return out
-
-
 def row_sum(rows: RowMap, chunk: int, parts: Sequence[RowPart], weights: Sequence[float]) -> RowPart:
-    """Σ weight·part, summed in the order given. A single part of weight 1 is given back as it is."""
+    """Σ weight·part, summed in the order given. A single part of weight 1 is returned as it is."""
     if len(parts) == 1:
         part = parts[0]
         return part if weights[0] == 1.0 else RowPart(part.numbers, part.values * weights[0])

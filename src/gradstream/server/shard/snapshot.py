@@ -17,22 +17,17 @@ class ShardSnapshot:
     """Implements `checkpoint.snapshot.SnapshotSource`: a piece is a chunk.
 
     Args:
-        service: the shard's service; a model is registered.
-        rank: rank of the shard.
+        service: the shard's service, with a registered model.
     """
 
-    def __init__(self, service: ShardService, rank: int) -> None:
+    def __init__(self, service: ShardService) -> None:
         self._service = service
-        self._rank = rank
 
     def pieces(self) -> Mapping[str, Pieces]:
         """See `SnapshotSource`."""
-        chunks, store = self._service.chunks, self._service.store
+        store = self._service.store
         return {
-            name: [
-                (chunks.bounds(chunk)[0], store.span(vector, chunk).tensor)
-                for chunk in chunks.chunks_of(self._rank)
-            ]
+            name: [(store.chunks.bounds(chunk)[0], store.span(vector, chunk).tensor) for chunk in store.here]
             for name, vector in {"": store.parameters, **store.state}.items()
         }
 
@@ -42,12 +37,12 @@ class ShardSnapshot:
 
     @asynccontextmanager
     async def still(self) -> AsyncIterator[None]:
-        """See `SnapshotSource`: everything that was acknowledged is applied; a lost worker's last pushes must wait."""
+        """See `SnapshotSource`: the shard applies every acknowledged push first. A lost worker's last pushes wait."""
         await self._service.executor.flush()
         async with AsyncExitStack() as turns:
             await turns.enter_async_context(self._service.commands.turn)
-            for chunk in self._service.state.chunks:
-                await turns.enter_async_context(self._service.leases.turn(chunk))
+            for chunk in self._service.store.here:
+                await turns.enter_async_context(self._service.executor.leases.turn(chunk))
             yield
 
     def restore(self, storage: Storage, folder: str) -> None:
@@ -55,6 +50,6 @@ class ShardSnapshot:
         versions = Manifest.decode(storage.read(f"{folder}/{STATE}")).versions
         for chunk, state in self._service.state.chunks.items():
             state.version = versions[chunk]
-        if self._service.changed is not None:
-            self._service.changed.restored(dict(enumerate(versions)))
+        if self._service.store.changed is not None:
+            self._service.store.changed.restored(dict(enumerate(versions)))
         load(storage, folder, self.pieces())

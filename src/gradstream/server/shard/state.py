@@ -1,21 +1,21 @@
 """The shard as a state machine: events in, instructions out, no I/O and no arithmetic.
 
-Each chunk stands alone. It is idle or being updated; an update takes time, so pushes that arrive
-meanwhile queue. A push is exactly-once per (sender, incarnation, sequence, chunk): a second copy
-is answered DUPLICATE if the first was applied, and takes its place if that one still waits.
+Each chunk stands alone. It is idle or being updated; an update takes time, so pushes that arrive meanwhile wait in a
+queue. A push is exactly-once per (sender, incarnation, sequence, chunk). A second copy is answered DUPLICATE if the
+first copy was applied, and replaces the first copy if that still waits.
 
-    push ──▶ duplicate? drop? ──▶ parked ──rule.due──▶ Apply ──▶ applied ──▶ Acknowledge, Release
-    fetch ─▶ version, own push and clocks reached? ──▶ Release, or the fetch waits (`awaited` says for whom)
+    push ──▶ duplicate? too late? ──▶ parked ──rule.due──▶ Apply ──▶ applied ──▶ Acknowledge, Release
+    fetch ─▶ version, own push and clocks reached? ──▶ Release, or the fetch waits (`awaited` names the nodes)
 
 Where the rule says that an update is not complete, the pushes that are due join the chunk's sum, and the version
-stays. A fetch with `FetchTerms.flush` has the sum applied when nothing more will come. With a lockstep rule the sum
-is that of one clock, and complete once every worker that takes part has pushed its own.
+stays. A fetch with `FetchTerms.flush` has the sum applied although no more pushes will come. With a lockstep rule
+the sum belongs to one clock, and is complete once every worker that takes part has pushed for that clock.
 
-Where a quorum makes each update (`quorum.py`), chunks do not decide each for itself: the rule sees the pushes of a
-round once the quorum's decision has named their workers, and the others are dropped.
+Where a quorum makes each update (`quorum.py`), chunks do not decide alone: the rule sees the pushes of a round once
+the quorum's decision has named their workers, and the shard drops the other pushes.
 
-Sources: Dean et al. 2012 (Downpour's parameter server); Li et al. 2014 (vector clocks per range,
-of which version + window is the special case of one writer per clock entry).
+Sources: Dean et al. 2012 (Downpour's parameter server); Li et al. 2014 (vector clocks per range; a version and a
+window are their special case of one writer per clock entry).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 DECISIONS_KEPT = 64
-"""Decisions are kept for retries of pushes whose answer was lost."""
+"""Decisions that the shard keeps, for retries of pushes whose answer was lost."""
 
 Token = Hashable
 
@@ -59,8 +59,8 @@ class Parked:
 
     Args:
         header: the chunk's header.
-        token: stands for the push: its elements, and the stream that waits for the result.
-        assign: the push brings initial parameters, for a chunk that has none yet.
+        token: identifies the push, with its elements and the stream that waits for the result.
+        assign: whether the push brings initial parameters, for a chunk that has none yet.
     """
 
     header: PushHeader
@@ -74,12 +74,12 @@ class Apply:
 
     Args:
         chunk: number of the chunk.
-        update: pushes that are added up; none where only the sum is left to be applied.
+        update: pushes to add up; none where only the sum is to be applied.
         step: number of the update on this chunk, from 1.
-        lr: learning rate of the update, and of the sum: the first one above 0 among its pushes. Each
-            push is weighed by its own rate over it.
-        summed: number of pushes in the chunk's sum, to which these are added.
-        completes: the sum is applied with these; else these only join it.
+        lr: learning rate of the update, and of the sum: the first rate above 0 among its pushes. The weight of each
+            push contains the push's own rate divided by this one.
+        summed: number of pushes in the chunk's sum, which these pushes join.
+        completes: whether to apply the sum with these pushes; else they only join it.
     """
 
     chunk: int
@@ -92,7 +92,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Tell the sender what became of its chunk. A push that has joined a sum counts as applied: it will be."""
+    """Tell the sender the outcome of its chunk. A push that has joined a sum counts as applied."""
 
     token: Token
     chunk: int
@@ -104,7 +104,7 @@ class Acknowledge:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Let the fetch have this chunk, as it is when it can be sent."""
+    """Send this chunk to the fetch, as it is at that time."""
 
     token: Token
     chunk: int
@@ -112,7 +112,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Supersede:
-    """End the stream of this push: a retry has taken its place on a chunk."""
+    """End the stream of this push: on a chunk, a retry has replaced it."""
 
     token: Token
     chunk: int
@@ -123,32 +123,33 @@ Instruction = Apply | Acknowledge | Release | Supersede
 
 @dataclass(slots=True)
 class ChunkState:
-    """One chunk: its version, the pushes that wait for it and those that were applied to it."""
+    """One chunk: its version, the pushes and fetches that wait for it, and the pushes that were applied to it."""
 
+    index: int
     version: int = -1  # before the initial parameters were assigned
     applying: Apply | None = None
-    summed: int = 0  # contributions in the sum; none are those without elements
-    lr: float = 0.0  # that it is to be applied with
-    clock: int = 0  # the latest of any that came into a sum
+    summed: int = 0  # pushes in the sum, without empty ones
+    lr: float = 0.0  # learning rate of the sum
+    clock: int = 0  # latest clock of all pushes that ever joined a sum
     parked: list[Parked] = field(default_factory=list)
-    arrivals: list[Parked] = field(default_factory=list)  # came while busy
+    arrivals: list[Parked] = field(default_factory=list)  # arrived while the chunk was busy
     fetches: list[tuple[FetchTerms, Token]] = field(default_factory=list)
     windows: dict[Sender, SequenceWindow] = field(default_factory=dict)
 
     @property
     def busy(self) -> bool:
-        """Whether it is being updated, or its sum is."""
+        """Whether the chunk or its sum is being updated."""
         return self.applying is not None
 
     @property
     def senders(self) -> set[Sender]:
-        """Senders of the pushes that are here and not applied."""
+        """Senders of the pushes that have arrived and are not applied."""
         held = [*self.parked, *self.arrivals, *(self.applying.update if self.applying is not None else ())]
         return {_sender_of(one.header) for one in held}
 
     @property
     def unapplied(self) -> bool:
-        """Whether a push was acknowledged, or will be next, that is in no version yet."""
+        """Whether a push in the sum, or on its way into the sum, is in no version yet."""
         return self.summed > 0 or (self.applying is not None and not self.applying.completes)
 
 
@@ -159,8 +160,8 @@ class ShardState:
         chunks: numbers of the chunks.
         rule: the strategy's server half.
         window: makes the set of applied sequence numbers of one sender.
-        quorum: updates wait for decisions of a quorum.
-        workers: number of workers whose clocks are kept.
+        quorum: whether updates wait for decisions of a quorum.
+        workers: number of workers whose clocks the shard keeps.
     """
 
     def __init__(
@@ -177,8 +178,10 @@ class ShardState:
         self._quorum = quorum
         self._decisions: dict[int, frozenset[int]] = {}  # ranks, by round
         self._members: frozenset[Sender] = frozenset()
-        self._lingering: dict[int, set[Sender]] = {}  # by chunk: gone, with pushes to be applied
-        self.chunks = {chunk: ChunkState() for chunk in chunks}
+        self._lingering: dict[
+            int, set[Sender]
+        ] = {}  # by chunk: senders that left before their pushes were applied
+        self.chunks = {chunk: ChunkState(chunk) for chunk in chunks}
         self.clocks = Clocks(self.chunks, workers)
 
     def versions(self) -> list[int]:
@@ -189,30 +192,32 @@ class ShardState:
         """Number of updates applied to a chunk; -1 before it has initial parameters."""
         return self.chunks[chunk].version
 
+    # ---- pushes and updates -------------------------------------------------------------
+
     def push(self, chunk: int, new: Parked) -> list[Instruction]:
         """Takes in a push of a chunk."""
         state = self.chunks[chunk]
         if state.busy:
             state.arrivals.append(new)
             return []
-        out = self._admit(chunk, state, new)
-        # A fetch that waited for this push waits for nothing if it was dropped.
-        return [*out, *self._release(chunk, state), *self._start(chunk, state)]
+        out = self._admit(state, new)
+        # A fetch that waited for this push waits for nothing if the push was dropped.
+        return [*out, *self._release(state), *self._start(state)]
 
     def decide(self, decision: QuorumDecision) -> list[Instruction]:
-        """Takes in which workers' pushes make the update of a round."""
+        """Takes in whose pushes make the update of a round."""
         self._decisions[decision.round] = frozenset(decision.ranks)
         if len(self._decisions) > DECISIONS_KEPT:
             del self._decisions[next(iter(self._decisions))]
         out: list[Instruction] = []
-        for chunk, state in self.chunks.items():
+        for state in self.chunks.values():
             if not state.busy:
-                out += self._drop_late(chunk, state)
-                out += [*self._release(chunk, state), *self._start(chunk, state)]
+                out += self._drop_late(state)
+                out += [*self._release(state), *self._start(state)]
         return out
 
     def applied(self, chunk: int) -> list[Instruction]:
-        """Takes note that the update asked for last is in the parameters, or in the sum."""
+        """Takes note that the last `Apply` is in the parameters, or in the sum."""
         state = self.chunks[chunk]
         due, before = state.applying, state.version
         assert due is not None
@@ -233,12 +238,12 @@ class ShardState:
             out.append(Acknowledge(parked.token, chunk, done.sequence, "applied", state.version, staleness))
         arrivals, state.arrivals = state.arrivals, []
         for new in arrivals:
-            out += self._admit(chunk, state, new)
-        out += self._drop_late(chunk, state)
-        out += self._release(chunk, state)
-        out += self._start(chunk, state)
+            out += self._admit(state, new)
+        out += self._drop_late(state)
+        out += self._release(state)
+        out += self._start(state)
         if chunk in self._lingering:
-            self._free(chunk, state)
+            self._free(state)
         return out
 
     def commanded(self, chunk: int) -> list[Instruction]:
@@ -247,54 +252,55 @@ class ShardState:
         if state.version < 0 or self._rule.by_round:
             return []
         state.version += 1
-        return self._release(chunk, state)
+        return self._release(state)
 
-    # ---- senders that are gone ----------------------------------------------------------
+    # ---- senders that have left ---------------------------------------------------------
 
     def keep_senders(self, members: Collection[Sender]) -> None:
-        """Frees what is kept of all other senders, which have left and do not come back.
+        """Frees the state of all other senders, which have left and do not come back.
 
-        Their pushes that are here are still used, and their windows stay until then. The caller refuses new ones.
+        The shard still uses their pushes that have arrived, and keeps their windows until then. The caller refuses
+        new ones.
         """
         self._members = frozenset(members)
-        for chunk, state in self.chunks.items():
-            self._free(chunk, state)
+        for state in self.chunks.values():
+            self._free(state)
 
     @property
     def lingering(self) -> set[str]:
         """Names of senders that have left, and whose pushes are not all applied."""
         return {name for senders in self._lingering.values() for name, _ in senders}
 
-    def _free(self, chunk: int, state: ChunkState) -> None:
+    def _free(self, state: ChunkState) -> None:
         lingering = state.senders - self._members
         for gone in [one for one in state.windows if one not in self._members and one not in lingering]:
             del state.windows[gone]
         if lingering:
-            self._lingering[chunk] = lingering
+            self._lingering[state.index] = lingering
         else:
-            self._lingering.pop(chunk, None)
+            self._lingering.pop(state.index, None)
 
-    # ---- reading ------------------------------------------------------------------------
+    # ---- fetches ------------------------------------------------------------------------
 
     def fetch(self, chunk: int, terms: FetchTerms, token: Token) -> list[Instruction]:
         """Takes in a fetch of a chunk."""
         state = self.chunks[chunk]
-        if self._satisfied(chunk, state, terms):
+        if self._satisfied(state, terms):
             return [Release(token, chunk)]
         state.fetches.append((terms, token))
-        return self._start(chunk, state) if terms.flush and not state.busy else []
+        return self._start(state) if terms.flush and not state.busy else []
 
     def clocks_changed(self) -> list[Instruction]:
-        """Takes note that workers have begun or ceased to take part: see `clocks`."""
+        """Takes note that workers were paused or resumed, or are lost: see `clocks`."""
         out: list[Instruction] = []
-        for chunk, state in self.chunks.items():
-            out += self._release(chunk, state)
+        for state in self.chunks.values():
+            out += self._release(state)
             if not state.busy:
-                out += self._start(chunk, state)
+                out += self._start(state)
         return out
 
     def forget(self, token: Token) -> None:
-        """Forgets the fetches of a stream that has ended; its pushes stand."""
+        """Forgets the fetches of a stream that has ended. Its pushes stay in effect."""
         for state in self.chunks.values():
             if state.fetches:
                 state.fetches = [(terms, held) for terms, held in state.fetches if held != token]
@@ -316,25 +322,27 @@ class ShardState:
             names.update((f"worker-{rank}", None) for rank in self.clocks.behind(chunk, min_clock))
         return sorted(names)
 
-    def _window_of(self, state: ChunkState, who: PushHeader) -> SequenceWindow:
-        key = _sender_of(who)
+    # ---- one chunk ----------------------------------------------------------------------
+
+    def _window_of(self, state: ChunkState, header: PushHeader) -> SequenceWindow:
+        key = _sender_of(header)
         if key not in state.windows:
             state.windows[key] = self._window()
         return state.windows[key]
 
-    def _admit(self, chunk: int, state: ChunkState, new: Parked) -> list[Instruction]:
+    def _admit(self, state: ChunkState, new: Parked) -> list[Instruction]:
         """Parks a push of an idle chunk, unless it is a duplicate or too late."""
         coming = new.header
         if coming.sequence in self._window_of(state, coming):
             outcome: Outcome = "dropped" if self._left_out(coming) else "duplicate"
-            return [Acknowledge(new.token, chunk, coming.sequence, outcome, state.version, 0)]
+            return [Acknowledge(new.token, state.index, coming.sequence, outcome, state.version, 0)]
         late = state.version >= 0 if new.assign else self._late(state, coming)
         if late:
-            return [self._dropped(chunk, state, new)]
+            return [self._dropped(state, new)]
         for index, held in enumerate(state.parked):
             if (_sender_of(held.header), held.header.sequence) == (_sender_of(coming), coming.sequence):
                 state.parked[index] = new
-                return [Supersede(held.token, chunk)]
+                return [Supersede(held.token, state.index)]
         state.parked.append(new)
         return []
 
@@ -346,17 +354,17 @@ class ShardState:
         ranks = self._decisions.get(header.round)
         return ranks is not None and header.rank not in ranks
 
-    def _dropped(self, chunk: int, state: ChunkState, held: Parked) -> Acknowledge:
+    def _dropped(self, state: ChunkState, held: Parked) -> Acknowledge:
         sequence = held.header.sequence
         self._window_of(state, held.header).add(sequence)
-        return Acknowledge(held.token, chunk, sequence, "dropped", state.version, 0)
+        return Acknowledge(held.token, state.index, sequence, "dropped", state.version, 0)
 
-    def _drop_late(self, chunk: int, state: ChunkState) -> list[Instruction]:
-        """Drops pushes that were parked in time and are late by now: their round is over."""
+    def _drop_late(self, state: ChunkState) -> list[Instruction]:
+        """Drops pushes that were in time when they were parked, and whose round is over now."""
         late = [held for held in state.parked if not held.assign and self._late(state, held.header)]
         if late:
             state.parked = [held for held in state.parked if held not in late]
-        return [self._dropped(chunk, state, held) for held in late]
+        return [self._dropped(state, held) for held in late]
 
     def _candidates(self, state: ChunkState) -> list[PushHeader]:
         """The pushes that the rule may choose from."""
@@ -366,69 +374,71 @@ class ShardState:
         ranks = self._decisions.get(state.version, frozenset())
         return [one for one in parked if one.round == state.version and one.rank in ranks]
 
-    def _start(self, chunk: int, state: ChunkState) -> list[Instruction]:
+    def _start(self, state: ChunkState) -> list[Instruction]:
         """Begins the next update of an idle chunk, if one is due."""
         update: tuple[Parked, ...] = tuple(held for held in state.parked if held.assign)[:1]
         if not update and state.version >= 0:
             by_header = {held.header: held for held in state.parked}
             due = self._rule.among(self.clocks.present).due(state.version, self._candidates(state))
             update = tuple(by_header[header] for header in due)
-        flushes = any(terms.flush for terms, _ in state.fetches) or self._all_brought(chunk, state.clock)
+        flushes = any(terms.flush for terms, _ in state.fetches) or self._all_pushed(state, state.clock)
         if not update and not (state.summed and flushes):
             return []
         taken = set(map(id, update))
         state.parked = [held for held in state.parked if id(held) not in taken]
-        state.applying = self._planned(chunk, state, update)
+        state.applying = self._planned(state, update)
         return [state.applying]
 
-    def _planned(self, chunk: int, state: ChunkState, update: tuple[Parked, ...]) -> Apply:
-        """The instruction for this update: it is applied, with the sum if there is one, or joins the sum."""
+    def _planned(self, state: ChunkState, update: tuple[Parked, ...]) -> Apply:
+        """The instruction to apply these pushes, with the sum if there is one; or to add them to the sum."""
         headers = [held.header for held in update]
-        at_once = not update or update[0].assign
         before = state.lr if state.summed else 0.0
         rates = [before, *(one.lr for one in headers if not one.empty)]
         rate = next(filter(None, rates), 0.0)
         return Apply(
-            chunk,
+            state.index,
             update,
-            state.version + 1,
-            rate,
-            state.summed
-            if before == rate
-            else 0,  # a sum of rate 0 adds nothing to an update of another rate
-            at_once or self._is_complete(chunk, state, headers),
+            step=state.version + 1,
+            lr=rate,
+            summed=state.summed if before == rate else 0,  # a sum of rate 0 adds nothing at another rate
+            completes=not update or update[0].assign or self._is_complete(state, headers),
         )
 
-    def _is_complete(self, chunk: int, state: ChunkState, new: Sequence[PushHeader]) -> bool:
-        """Whether the sum is applied once these pushes are in it."""
-        if self._rule.lockstep and not self._all_brought(chunk, max(one.clock for one in new), new):
+    def _is_complete(self, state: ChunkState, new: Sequence[PushHeader]) -> bool:
+        """Whether the shard applies the sum once these pushes are in it."""
+        if self._rule.lockstep and not self._all_pushed(state, max(one.clock for one in new), new):
             return False
         return self._rule.completes(state.version, state.summed, new)
 
-    def _all_brought(self, chunk: int, clock: int, new: Sequence[PushHeader] = ()) -> bool:
+    def _all_pushed(self, state: ChunkState, clock: int, new: Sequence[PushHeader] = ()) -> bool:
         """Whether a clock is complete with these pushes, under a lockstep rule."""
-        return self._rule.lockstep and not {*self.clocks.behind(chunk, clock)} - {one.rank for one in new}
+        return self._rule.lockstep and not {*self.clocks.behind(state.index, clock)} - {
+            one.rank for one in new
+        }
 
-    def _satisfied(self, chunk: int, state: ChunkState, terms: FetchTerms) -> bool:
+    def _satisfied(self, state: ChunkState, terms: FetchTerms) -> bool:
         if state.version < max(terms.min_version, 0) or (terms.flush and state.unapplied):
             return False
-        if terms.min_clock and self.clocks.slowest(chunk) < terms.min_clock:
+        if terms.min_clock and self.clocks.slowest(state.index) < terms.min_clock:
             return False
         if self._rule.lockstep and state.unapplied and state.clock <= terms.min_clock:
-            return False  # the worker that it waited for has left
+            return False  # a worker has left, so the clock is complete, but its sum is not applied yet
         if terms.after_sequence == 0:
             return True
         window = state.windows.get(_sender_of(terms))
         return window is not None and terms.after_sequence in window
 
-    def _release(self, chunk: int, state: ChunkState) -> list[Instruction]:
-        ready = [token for terms, token in state.fetches if self._satisfied(chunk, state, terms)]
-        if ready:
-            state.fetches = [
-                (terms, token) for terms, token in state.fetches if not self._satisfied(chunk, state, terms)
-            ]
-        return [Release(token, chunk) for token in ready]
+    def _release(self, state: ChunkState) -> list[Instruction]:
+        """Releases the chunk to the fetches whose terms hold."""
+        out: list[Instruction] = []
+        fetches, state.fetches = state.fetches, []
+        for terms, token in fetches:
+            if self._satisfied(state, terms):
+                out.append(Release(token, state.index))
+            else:
+                state.fetches.append((terms, token))
+        return out
 
 
-def _sender_of(who: PushHeader | FetchTerms) -> Sender:
-    return who.sender, who.incarnation
+def _sender_of(header: PushHeader | FetchTerms) -> Sender:
+    return header.sender, header.incarnation

@@ -11,21 +11,33 @@ from gradstream.memory import Memory, Span, Vector
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule
 from gradstream.optim.merge import Add, Replace
+from gradstream.server.rows import RowMap
+from gradstream.server.shard.row_store import ChangedRows
 from gradstream.wire.chunks import ChunkMap
 
 __all__ = ["ShardStore"]
+
+MAX_NAMED = 64
+"""Named vectors of a shard; each is as long as the shard's parameters."""
 
 
 class ShardStore:
     """A shard's ranges of every vector.
 
     Args:
-        memory: where vectors come from.
-        chunks: the chunk map; sizes come from here and never from the wire.
-        shard: which shard this is.
-        dtype: of all vectors.
+        memory: allocates the vectors.
+        chunks: the chunk map. It alone determines sizes; a message of a peer never does.
+        shard: rank of the shard.
+        dtype: element type of all vectors.
         optimizer: update rule of the parameters.
-        grouped: the same, where some parameters have settings of their own.
+        grouped: the update rule, where some parameters have settings of their own.
+        rows: the rows of every chunk, where workers exchange changed rows; None where they exchange whole chunks.
+
+    Attributes:
+        parameters: the parameters of the shard's chunks, one chunk after the other.
+        state: state vectors of the update rule, by name, each as long as `parameters`.
+        here: numbers of the shard's chunks.
+        changed: which rows have changed; None where workers exchange whole chunks.
     """
 
     def __init__(
@@ -36,12 +48,14 @@ class ShardStore:
         dtype: torch.dtype,
         optimizer: Optimizer,
         grouped: GroupedRule | None = None,
+        rows: RowMap | None = None,
     ) -> None:
         self._memory = memory
-        self._chunks = chunks
         self._optimizer = optimizer
         self._grouped = grouped
         self._elems = chunks.shard_elems(shard)
+        self.chunks = chunks
+        self.here = chunks.chunks_of(shard)
         self.dtype = dtype
         self.parameters = memory.allocate(self._elems, dtype, "parameters", exchanged=True)
         self.state = {name: memory.allocate(self._elems, dtype, name) for name in optimizer.state_names}
@@ -49,14 +63,17 @@ class ShardStore:
             if optimizer.state_init:
                 vector.tensor.fill_(optimizer.state_init)
         self._scratch = memory.allocate(min(chunks.chunk_elems, self._elems), dtype, "scratch")
-        self._sums: Vector | None = None  # allocated by the first contribution that joins one
+        self._sums: Vector | None = None  # allocated for the first push that is summed
         self._named: dict[str, Vector] = {}
+        self.changed = None if rows is None else ChangedRows(rows, dtype)
+
+    # ---- vectors ------------------------------------------------------------------------
 
     def vector(self, name: str) -> Vector:
-        """A vector by name: "" the parameters, else a state of the update rule, or one that was created.
+        """A vector by name: "" for the parameters, else a state vector of the update rule, or a created one.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: no vector has this name.
         """
         vectors = {"": self.parameters, **self.state, **self._named}
         if name not in vectors:
@@ -65,100 +82,58 @@ class ShardStore:
         return vectors[name]
 
     def create(self, name: str) -> bool:
-        """Makes a vector of zeros; False where there is one of that name, which stays as it is."""
+        """Creates a vector of zeros. Returns False where it exists; its elements stay as they are then.
+
+        Raises:
+            ConfigError: the shard has `MAX_NAMED` created vectors already.
+        """
         if name in self._named:
             return False
+        if len(self._named) >= MAX_NAMED:
+            raise ConfigError(f"{name[:64]!r} would be the {MAX_NAMED + 1}th named vector: DROP one")
         self._named[name] = self._memory.allocate(self._elems, self.dtype, name, exchanged=True)
         return True
 
-    @property
-    def num_named(self) -> int:
-        """How many vectors were created, and not dropped."""
-        return len(self._named)
-
-    def has(self, name: str) -> bool:
-        """Whether a vector of that name was created, and not dropped."""
-        return name in self._named
-
     def drop(self, name: str) -> None:
-        """Forgets a vector; unknown names change nothing."""
+        """Drops a created vector; an unknown name changes nothing."""
         self._named.pop(name, None)
 
     def span(self, vector: Vector, chunk: int) -> Span:
         """A chunk's range of a vector."""
-        start, stop = self._chunks.local_bounds(chunk)
+        start, stop = self.chunks.local_bounds(chunk)
         return vector[start:stop]
 
     def parameters_of(self, chunk: int) -> torch.Tensor:
-        """A chunk's parameters, as they lie here: they change under who keeps them."""
+        """A chunk's parameters in the shard's own memory: every update changes them."""
         return self.span(self.parameters, chunk).tensor
 
     def update_spans(self, chunk: int) -> list[Span]:
-        """Everything that `update` writes."""
+        """All memory that `update` writes."""
         spans = [self.span(vector, chunk) for vector in (self.parameters, *self.state.values())]
         return [*spans, self._scratch.all]
 
-    @property
-    def has_rate(self) -> bool:
-        """Whether the update rule has a learning rate; what only adds or replaces has none."""
-        return not isinstance(self._optimizer, Add | Replace)
-
-    @property
-    def elems(self) -> int:
-        """Length of each of its vectors."""
-        return self._elems
-
     def sum_spans(self, chunk: int) -> list[Span]:
-        """Everything that `gather` writes, and that an update of a sum reads."""
+        """All memory that `gather` writes, and that an update with a sum reads."""
         if self._sums is None:
             self._sums = self._memory.allocate(self._elems, self.dtype, "sums")
         return [self.span(self._sums, chunk)]
 
-    def assign(self, chunk: int, elements: torch.Tensor) -> None:
-        """parameters[chunk] = elements."""
-        self.span(self.parameters, chunk).tensor.copy_(elements)
+    # ---- arithmetic ---------------------------------------------------------------------
+
+    @property
+    def has_rate(self) -> bool:
+        """Whether the update rule has a learning rate; `Add` and `Replace` have none."""
+        return not isinstance(self._optimizer, Add | Replace)
 
     def gather(
         self, chunk: int, parts: Sequence[torch.Tensor], weights: Sequence[float], *, summed: bool
     ) -> torch.Tensor:
-        """sum[chunk] += Σ weight·part, in the order given (= where it holds nothing). Returns the sum.
+        """sum[chunk] += Σ weight·part, in the order given, and returns the sum. Where not `summed`, = and not +=.
 
-        So a sum that is applied has the bits of an update of all its parts at once.
+        The sum is formed in one order, so an update with it has the bits of an update of all its parts at once.
         """
         (span,) = self.sum_spans(chunk)
-        return self._add_up(span.tensor, parts, weights, summed=summed)
-
-    @staticmethod
-    def _add_up(
-        total: torch.Tensor, parts: Sequence[torch.Tensor], weights: Sequence[float], *, summed: bool
-    ) -> torch.Tensor:
-        pairs = list(zip(parts, weights, strict=True))
-        if not summed:
-            part, weight = pairs.pop(0)
-            torch.mul(part, weight, out=total)
-        for part, weight in pairs:
-            total.add_(part, alpha=weight)
-        return total
-
-    def update_some(
-        self, chunk: int, elements: torch.Tensor, gradient: torch.Tensor, *, lr: float, step: int
-    ) -> None:
-        """One optimizer update of some elements of a chunk; the others are not looked at.
-
-        Args:
-            elements: (n,) int64, growing: which elements of the chunk.
-            gradient: (n,).
-        """
-        vectors = [span.tensor for span in self.update_spans(chunk)[:-1]]
-        parameters, *state = some = [vector[elements] for vector in vectors]
-        named = dict(zip(self.state, state, strict=True))
-        if self._grouped is None:
-            self._optimizer.apply(parameters, gradient, named, lr=lr, step=step)
-        else:
-            places = elements + self._chunks.bounds(chunk)[0]
-            self._grouped.apply_some(places, parameters, gradient, named, lr=lr, step=step)
-        for vector, changed in zip(vectors, some, strict=True):
-            vector[elements] = changed
+        return _add_up(span.tensor, parts, weights, summed=summed)
 
     def update(
         self,
@@ -171,20 +146,25 @@ class ShardStore:
         summed: bool = False,
         vector: str = "",
     ) -> None:
-        """One optimizer update of a chunk by Σ weight·part, summed in the order given.
+        """Applies the optimizer to a chunk once, with Σ weight·part, summed in the order given.
 
-        A single part of weight 1 goes in as it is: one worker has the bits of plain SGD.
+        A single part of weight 1 is used as it is: one worker has the bits of plain SGD.
 
         Args:
-            summed: these are added to the chunk's sum, which is what is applied.
-            vector: a state of the rule, whose elements the sum takes the place of, where workers carry the
-                rule out; "" for an update.
+            chunk: number of the chunk.
+            parts: elements of each push, (n,).
+            weights: weight of each part.
+            lr: learning rate.
+            step: number of the update, from 1.
+            summed: whether to add the parts to the chunk's sum, and to apply that.
+            vector: name of a state vector that the sum replaces, where workers carry the update rule out; "" for
+                an update.
         """
         if summed:
             total = self.gather(chunk, parts, weights, summed=True)
         elif len(parts) > 1 or weights[0] != 1.0:
             scratch = self._scratch.tensor[: len(parts[0])]
-            total = self._add_up(scratch, parts, weights, summed=False)
+            total = _add_up(scratch, parts, weights, summed=False)
         else:
             total = parts[0]
         if vector:
@@ -195,5 +175,40 @@ class ShardStore:
         if self._grouped is None:
             self._optimizer.apply(parameters, total, named, lr=lr, step=step)
         else:
-            offset = self._chunks.bounds(chunk)[0]
+            offset = self.chunks.bounds(chunk)[0]
             self._grouped.apply(offset, parameters, total, named, lr=lr, step=step)
+
+    def update_some(
+        self, chunk: int, elements: torch.Tensor, gradient: torch.Tensor, *, lr: float, step: int
+    ) -> None:
+        """Applies the optimizer to some elements of a chunk once, and does not read the others.
+
+        Args:
+            chunk: number of the chunk.
+            elements: (n,) int64, increasing: positions of the elements in the chunk.
+            gradient: (n,).
+            lr: learning rate.
+            step: number of the update, from 1.
+        """
+        vectors = [span.tensor for span in self.update_spans(chunk)[:-1]]
+        parameters, *state = some = [vector[elements] for vector in vectors]
+        named = dict(zip(self.state, state, strict=True))
+        if self._grouped is None:
+            self._optimizer.apply(parameters, gradient, named, lr=lr, step=step)
+        else:
+            places = elements + self.chunks.bounds(chunk)[0]
+            self._grouped.apply_some(places, parameters, gradient, named, lr=lr, step=step)
+        for vector, changed in zip(vectors, some, strict=True):
+            vector[elements] = changed
+
+
+def _add_up(
+    total: torch.Tensor, parts: Sequence[torch.Tensor], weights: Sequence[float], *, summed: bool
+) -> torch.Tensor:
+    pairs = list(zip(parts, weights, strict=True))
+    if not summed:
+        part, weight = pairs.pop(0)
+        torch.mul(part, weight, out=total)
+    for part, weight in pairs:
+        total.add_(part, alpha=weight)
+    return total

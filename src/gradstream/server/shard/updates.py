@@ -1,7 +1,8 @@
 """The arithmetic of updates.
 
-The state machine has decided which pushes make an update, and the rule says what each weighs. Each part goes through
-the correction, if there is one, and then into the chunk's sum or, with that, into the parameters.
+The state machine has chosen the pushes of an update, and the rule gives the weight of each. Each part passes
+through the correction, if there is one. Then it is added to the chunk's sum; or it is applied to the parameters,
+together with that sum.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from gradstream.runtime.base import Runtime, Work
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.server.correction import SenderStates
 from gradstream.server.rows import RowPart
-from gradstream.server.shard.row_store import ChangedRows, Part, row_sum, whole
+from gradstream.server.shard.row_store import Part, row_sum
 from gradstream.server.shard.state import Apply
 from gradstream.server.shard.store import ShardStore
 
 __all__ = ["Updates"]
 
 BRIEF_ELEMS = 1 << 18
-"""An update of at most so many elements takes less time than handing it to another thread."""
+"""An update of at most this many elements takes less time than handing it to another thread."""
 
 
 class Updates:
@@ -33,26 +34,19 @@ class Updates:
         store: vectors of the shard.
         rule: weighs pushes.
         senders: state of the correction for each sender; None where there is no correction.
-        changed: is told which rows change; None where whole chunks are exchanged.
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        store: ShardStore,
-        rule: AggregationRule,
-        senders: SenderStates | None,
-        changed: ChangedRows | None,
+        self, runtime: Runtime, store: ShardStore, rule: AggregationRule, senders: SenderStates | None
     ) -> None:
         self._runtime = runtime
         self._store = store
         self._rule = rule
         self._senders = senders
-        self._changed = changed
 
     def changes_nothing(self, due: Apply) -> bool:
         """Whether there is nothing to compute, as for most chunks of a push of some rows."""
-        if self._changed is None or not due.update or due.summed:
+        if self._store.changed is None or not due.update or due.summed:
             return False
         return all(held.header.empty for held in due.update)
 
@@ -76,7 +70,7 @@ class Updates:
             await self._update(due, [self._whole(due.chunk, part) for part in parts])
 
     def keep_senders(self, names: Collection[str]) -> None:
-        """Frees what the correction keeps of all other senders."""
+        """Frees the state of the correction for all other senders."""
         if self._senders is not None:
             self._senders.keep_senders(names)
 
@@ -94,20 +88,21 @@ class Updates:
         )
 
     async def _assign(self, chunk: int, elements: torch.Tensor) -> None:
+        store = self._store
         await self._runtime.compute(
-            lambda _: self._store.assign(chunk, elements),
+            lambda _: store.parameters_of(chunk).copy_(elements),
             work=_priced("apply", len(elements)),
-            writes=self._store.update_spans(chunk),
+            writes=store.update_spans(chunk),
         )
-        if self._changed is not None:
-            self._changed.note(chunk, None, 0)
+        if store.changed is not None:
+            store.changed.note(chunk, None, 0)
 
     async def _update(self, due: Apply, pushed: Sequence[torch.Tensor]) -> None:
         chunk, store, summed = due.chunk, self._store, due.summed > 0
         present, weights = _present(due), self._weights(due)
         vector = present[0].vector if present else ""
         parameters = store.span(store.parameters, chunk)
-        # What only joins the sum leaves the parameters alone: others may read them where they lie.
+        # An update that only joins the sum does not change the parameters: peers may read them in place.
         reads, writes = ([], store.update_spans(chunk)) if due.completes else ([parameters], list[Span]())
         if summed or not due.completes:
             writes += store.sum_spans(chunk)
@@ -127,45 +122,48 @@ class Updates:
         if self._senders is not None:
             for one in present:
                 self._senders.used(one, chunk)
-        if self._changed is not None and due.completes:
-            self._changed.note(chunk, None, due.step)
+        if store.changed is not None and due.completes:
+            store.changed.note(chunk, None, due.step)
 
     async def _update_rows(self, due: Apply, parts: Sequence[RowPart]) -> None:
-        """Updates only the rows that any of the pushes has."""
-        assert self._changed is not None
-        chunk, rows, weights = due.chunk, self._changed.rows, self._weights(due)
+        """Updates only the rows that the pushes contain."""
+        store, changed = self._store, self._store.changed
+        assert changed is not None
+        chunk, rows, weights = due.chunk, changed.rows, self._weights(due)
 
         def arithmetic(_: object) -> torch.Tensor:
             total = row_sum(rows, chunk, parts, weights)
             elements = rows.elements(chunk, total.numbers)
-            self._store.update_some(chunk, elements, total.values, lr=due.lr, step=due.step)
+            store.update_some(chunk, elements, total.values, lr=due.lr, step=due.step)
             return total.numbers
 
         numbers = await self._runtime.compute(
             arithmetic,
             work=_priced("apply", sum(len(part.values) for part in parts)),
-            writes=self._store.update_spans(chunk),
+            writes=store.update_spans(chunk),
         )
-        self._changed.note(chunk, numbers, due.step)
+        changed.note(chunk, numbers, due.step)
 
     def _whole(self, chunk: int, part: Part) -> torch.Tensor:
+        """All elements of a chunk: 0 in rows that were not pushed."""
         if not isinstance(part, RowPart):
             return part
-        assert self._changed is not None
-        return whole(self._changed.rows, chunk, part)
+        assert self._store.changed is not None
+        start, stop = self._store.chunks.bounds(chunk)
+        out = part.values.new_zeros(stop - start)
+        out[self._store.changed.rows.elements(chunk, part.numbers)] = part.values
+        return out
 
     def _weights(self, due: Apply) -> list[float]:
-        """The weight of each push that is not empty: the rule's, times the push's rate over that of the update."""
+        """The weight of each push that is not empty: the rule's, times the push's rate over the rate of the update."""
         headers = [held.header for held in due.update]
         weights = self._rule.weights(due.step - 1, headers) if headers else ()
+        scaled = self._store.has_rate and due.lr
         return [
-            weight * self._relative_rate(one, due)
+            weight * (one.lr / due.lr if scaled else 1.0)
             for weight, one in zip(weights, headers, strict=True)
             if not one.empty
         ]
-
-    def _relative_rate(self, one: PushHeader, due: Apply) -> float:
-        return one.lr / due.lr if self._store.has_rate and due.lr else 1.0
 
     def _corrected(
         self,

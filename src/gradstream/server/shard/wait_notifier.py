@@ -1,11 +1,12 @@
-"""Tells a peer that waits at a shard for whom it waits, so that it does not give up."""
+"""Tells a peer that waits at a shard which nodes it waits for, so that the peer does not give up."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 from gradstream.runtime.base import Runtime
+from gradstream.server.shard.state import ShardState
 from gradstream.transport.base import Stream
 
 __all__ = ["WaitNotifier"]
@@ -17,25 +18,29 @@ class WaitNotifier:
     Args:
         runtime: runtime of the shard's node.
         every_s: seconds between two messages to a peer that waits.
-        awaited: gives the names of the nodes that chunks wait for, from the chunks and the clock that a reader
-            asks for.
+        state: knows which nodes a chunk waits for.
     """
 
-    def __init__(
-        self, runtime: Runtime, every_s: float, awaited: Callable[[Iterable[int], int], Sequence[str]]
-    ) -> None:
+    def __init__(self, runtime: Runtime, every_s: float, state: ShardState) -> None:
         self._runtime = runtime
         self._every_s = every_s
-        self._awaited = awaited
+        self._state = state
 
     async def wait(
         self, stream: Stream, wake: asyncio.Event, chunks: Iterable[int], min_clock: int = 0
     ) -> bool:
-        """Waits for `wake` and clears it. If it is not set in time, tells the peer and returns False."""
+        """Waits for `wake` and clears it. If it is not set in time, tells the peer and returns False.
+
+        Args:
+            stream: stream to the peer.
+            wake: set when one of the chunks is ready.
+            chunks: the chunks that the peer waits for.
+            min_clock: clock that the peer asks for.
+        """
         try:
             await self._runtime.within(self._every_s, wake.wait())
         except TimeoutError:
-            await stream.waiting(list(self._awaited(sorted(chunks), min_clock)))
+            await stream.waiting(list(self._state.awaited(sorted(chunks), min_clock)))
             return False
         wake.clear()
         return True

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from gradstream.coordinator.client.member import names_of
 from gradstream.model.base import Layout
 from gradstream.server.client.client import ServerClient
+from gradstream.server.client.links import ShardLinks
 from gradstream.server.rows import RowMap
 from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import Event
@@ -47,23 +48,17 @@ class ServerExchange:
         self._accounts = TrafficReports(context.rank)
         self._transfers = Transfers(context.rank, context.member.emit)
         chunks = ChunkMap(layout.elems, chunk_elems, len(shards))
-        self._client = ServerClient(
-            context.runtime,
-            context.endpoint,
-            shards,
-            chunks,
-            context.runtime.memory.allocate(
-                layout.elems if rows is None else 0,
-                layout.dtype,
-                "spare",
-                exchanged=True,
-                lead_bytes=layout.lead_bytes,
-            ),
-            silence_s=context.deadlines.silence_s,
-            retry_s=context.deadlines.retry_s,
-            on_transfer=self._transfers,
-            rows=None if rows is None else RowMap.of(chunks, rows),
+        links = ShardLinks(
+            context.runtime, context.endpoint, shards, chunks, context.deadlines, self._transfers
         )
+        back_buffer = context.runtime.memory.allocate(
+            layout.elems if rows is None else 0,
+            layout.dtype,
+            "spare",
+            exchanged=True,
+            lead_bytes=layout.lead_bytes,
+        )
+        self._client = ServerClient(links, back_buffer, None if rows is None else RowMap.of(chunks, rows))
         self._layout = layout
         self._heir: asyncio.Task[None] | None = None
         self.replica = replica(self._client)
