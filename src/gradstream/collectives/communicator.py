@@ -249,9 +249,7 @@ class Communicator:
     def _stream_ended(self, rank: int) -> None:
         """Breaks the group if the stream ended by a loss. A rank that left in order harms only operations."""
         error = self._streams[rank].failure
-        if isinstance(error, ClosedError) and LOST in str(
-            error
-        ):  # the others lost this rank, which wakes up now
+        if isinstance(error, ClosedError) and LOST in str(error):  # others lost this rank, which wakes up now
             reason = str(error).partition(LOST)[2]
             self._break(LostRank(self._me, True, f"{LOST}{reason}; it was stopped or cut off"))
         elif isinstance(error, PeerLostError | DeadlineError):

@@ -74,9 +74,8 @@ class _OneProcess:
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
         """See `SharedWindow`. Each node keeps its own loans, since nodes may write the vector at the same time."""
         made = _MADE.setdefault(asyncio.get_running_loop(), {})
-        memory = (
-            self._memory if dtype.is_floating_point else Memory()
-        )  # a shape-only simulation needs its words, too
+        # A shape-only simulation needs the values of its words, too.
+        memory = self._memory if dtype.is_floating_point else Memory()
         tensor = made.get((self._job, name))
         if tensor is None:
             tensor = made[self._job, name] = memory.allocate(elems, dtype, name).tensor

@@ -228,16 +228,11 @@ class SharedCore:
         """Breaks the group after an error in an operation, here and at the other ranks."""
         self._operations.clear()
         if self._failure is None:
-            self._operations.barrier.give_up(
-                PeerFailure.LEFT, self.rank
-            )  # unless another reason stands already
-            self._failure = (
-                error
-                if isinstance(error, GradstreamError)
-                else ClosedError(
-                    f"{self._members.me}: its group was given up ({type(error).__name__}: {error})"
-                )
-            )
+            self._operations.barrier.give_up(PeerFailure.LEFT, self.rank)  # the first reason stands
+            if not isinstance(error, GradstreamError):
+                why = f"({type(error).__name__}: {error})"
+                error = ClosedError(f"{self._members.me}: its group was given up {why}")
+            self._failure = error
 
 
 class _Guard:

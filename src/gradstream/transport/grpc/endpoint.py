@@ -138,9 +138,8 @@ class GrpcEndpoint(EndpointCore):
         super().__init__(identity, runtime, window=window)
         proof.check_secret(identity.secret, identity.name)
         self._sessions = Sessions(identity)
-        self._ends: dict[
-            int, tuple[Caller, asyncio.Future[None]]
-        ] = {}  # by session: its caller, and how to end it
+        # By session: its caller, and how to end it.
+        self._ends: dict[int, tuple[Caller, asyncio.Future[None]]] = {}
         self._max_message_bytes = max_message_bytes
         self._patience = patience_options(connection_s)
         self._host = _host_of(listen, trusted=insecure or security is not None)

@@ -66,9 +66,7 @@ class SocketEndpoint(EndpointCore):
         self._connections = connections
         self._listener: socket.socket | None = None
         self._outgoing: dict[tuple[str, Priority], Multiplexer] = {}
-        self._callers: dict[
-            tuple[str, int, int], Multiplexer
-        ] = {}  # by name, incarnation, the caller's number
+        self._callers: dict[tuple[str, int, int], Multiplexer] = {}  # by name, incarnation, caller's number
         self._numbers = itertools.count(1)
         self._dialling: dict[asyncio.Task[None], None] = {}
         self._data_sockets = DataSockets(runtime)
@@ -167,9 +165,8 @@ class SocketEndpoint(EndpointCore):
         count = greeting.count if caller is None else len(caller.connections)
         if not greeting.line and not greeting.index < greeting.count == count <= MAX_CONNECTIONS:
             most = count if caller is not None else MAX_CONNECTIONS
-            text = (
-                f"connection {greeting.index} of {greeting.count}: expected at most {most} of a multiplexer"
-            )
+            at = f"connection {greeting.index} of {greeting.count}"
+            text = f"{at}: expected at most {most} of a multiplexer"
             return v1.Refuse(code=v1.BAD_REQUEST, message=text)
         if caller is not None and caller.connections[greeting.index].started:
             text = f"connection {greeting.index} of multiplexer {greeting.link} of {sender} is there already"

@@ -102,9 +102,7 @@ class TcpEndpoint(SocketEndpoint):
     def _admit(self, connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        half_s = math.ceil(
-            self._connection_s / 2
-        )  # a probe after half of the time, and the other half for the answer
+        half_s = math.ceil(self._connection_s / 2)  # until a probe; as long again for its answer
         for name, value in (
             ("TCP_KEEPIDLE", half_s),
             ("TCP_KEEPINTVL", half_s),
