@@ -1,11 +1,9 @@
-"""The source files that tests read, and how these tests report what they find."""
+"""The files of the package's source, for tests of how it is written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-
-__all__ = ["FILES", "SOURCE", "fail_with", "module_name"]
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "gradstream"
 FILES = sorted(path for path in SOURCE.rglob("*.py") if "_pb2" not in path.name)

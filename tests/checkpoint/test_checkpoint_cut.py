@@ -29,6 +29,7 @@ from gradstream.testing.runs import (
     token_counts,
 )
 from gradstream.wire import v1
+from whole_runs import same, unexpected
 
 WORLD = SimulationConfig(
     costs={"gradient": Cost(base_s=0.03, jitter=Exponential()), "apply": Cost(base_s=1e-3)},
@@ -60,22 +61,16 @@ def stop_at(seconds: float, kill: str | None = None) -> Callable[[Any], Coroutin
     return script
 
 
-def unexpected(error: gs.errors.GradstreamError) -> None:
-    raise AssertionError(error)
-
-
-def same(one: gs.Run, other: gs.Run) -> bool:
-    return all(np.array_equal(one.parameters[name], array) for name, array in other.parameters.items())
-
-
 @pytest.mark.parametrize(
-    "optimizer", [gs.optim.Adam(lr=0.05), gs.optim.Momentum(lr=0.01)], ids=["adam", "momentum"]
+    ("optimizer", "stops"),
+    [(gs.optim.Adam(lr=0.05), 3), (gs.optim.Momentum(lr=0.01), 1)],
+    ids=["adam", "momentum"],
 )
-def test_synchronous_run_stopped_anywhere_ends_with_the_same_bytes(optimizer: Any) -> None:
+def test_synchronous_run_stopped_anywhere_ends_with_the_same_bytes(optimizer: Any, stops: int) -> None:
     job = {**JOB, "optimizer": optimizer}
     whole = simulate(MODEL, DATA, **job)
     rng = random.Random(0)
-    for seconds in [0.02, *(rng.uniform(0.05, 2.0) for _ in range(5))]:
+    for seconds in [0.02, *(rng.uniform(0.05, 2.0) for _ in range(stops))]:
         storage = MemoryStorage()
         with pytest.raises(Interrupted) as caught:
             simulate(MODEL, DATA, storage=storage, script=stop_at(seconds), **job)

@@ -30,10 +30,7 @@ from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.testing.runs import QUICK, least_squares
 from gradstream.testing.storage import CrashingStorage, FullStorage, PowerCutError
 from small_checkpoints import ELEMS, TENSORS, WORLD, write
-
-
-def unexpected(error: DataError) -> None:
-    raise AssertionError(error)
+from whole_runs import unexpected
 
 
 def usable_after(storage: CrashingStorage, expected: set[int]) -> None:

@@ -103,6 +103,7 @@ def test_a_wrong_all_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert absent == "wrong_list: no absent, which __all__ has"
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
 def test_help_is_quick_because_it_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
@@ -118,6 +119,7 @@ def test_help_is_quick_because_it_imports_nothing_heavy(arguments: list[str]) ->
     assert json.loads(done.stderr.splitlines()[-1]) == []
 
 
+@pytest.mark.cold
 def test_importing_the_package_imports_nothing_heavy() -> None:
     code = f"import gradstream, sys; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradstream.data.arrays import check_ids
 from gradstream.data.checksum import checksum_of
 from gradstream.errors import DataError
 from gradstream.model.batch import Batch
@@ -25,7 +26,6 @@ __all__ = [
     "TableSize",
     "from_csr",
     "from_ratings",
-    "sparsity_of",
     "table_of",
 ]
 
@@ -146,7 +146,7 @@ class SparseDataset:
         Args:
             exact: whether to compute ρ itself and not a bound, which takes time in proportion to Σ_v d_v².
         """
-        return sparsity_of(self.tables[0], exact=exact)
+        return _sparsity_of(self.tables[0], exact=exact)
 
     def shared(self) -> Iterator[tuple[str, int, np.dtype[Any]]]:
         """(name, number of elements, dtype) of each array of both tables, before the tables are made."""
@@ -170,10 +170,7 @@ class SparseDataset:
         self._build = _nothing
 
     def _rows(self, table: CsrTable, ids: Array, num_samples: int, what: str) -> Batch:
-        if len(ids) and not (ids.min() >= 0 and ids.max() < num_samples):
-            raise DataError(
-                f"ids from {ids.min()} to {ids.max()} asked of {num_samples} {what} samples of {self.name}"
-            )
+        check_ids(ids, num_samples, f"{what} samples of {self.name}")
         targets = table.targets[ids]
         return Batch(
             SparseRows(table, ids), targets.astype(np.int64) if self.classes else targets, len(ids), ids
@@ -295,7 +292,7 @@ def from_ratings(
     )
 
 
-def sparsity_of(table: CsrTable, *, exact: bool) -> Sparsity:
+def _sparsity_of(table: CsrTable, *, exact: bool) -> Sparsity:
     """See `SparseDataset.sparsity`."""
     n, sizes = len(table.targets), np.diff(table.indptr)
     degrees = np.bincount(table.indices, minlength=1)
