@@ -140,7 +140,7 @@ def test_a_shard_that_writes_elsewhere_is_noticed(tmp_path: Path, monkeypatch: p
         original(self, path, [(offset, bytes(len(one)) if lost else one) for offset, one in pieces])
 
     monkeypatch.setattr(DiskStorage, "patch", elsewhere)
-    with pytest.raises(DataError, match="are not what their node held"):
+    with pytest.raises(DataError, match="differ from what their node had in memory"):
         write(storage, 20)
     found = newest(storage, unexpected)
     assert found is not None

@@ -17,8 +17,8 @@ from gradstream.checkpoint.policy import Policy
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.factory import form_group
 from gradstream.coordinator.assignment import BatchAssignment
+from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.balance import ShareBalance
-from gradstream.coordinator.batch_distribution import BatchDistribution
 from gradstream.coordinator.checkpoint_writer import CheckpointOptions
 from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.coordinator import Coordinator
