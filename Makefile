@@ -14,10 +14,10 @@ demo: $(READY)  ## train a small CNN with 2 workers and 1 parameter server
 	$(BIN)/gradstream demo
 
 test: $(READY)  ## the files of tests in two processes: most of them wait for others for half of their time
-	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile
+	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(READY)  ## unit tests and quick simulations, in a minute; tests/slow.txt names what is left out
-	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile -m "not process and not slow"
+	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not process and not slow"
 
 test-extras: $(READY)  ## with the real trackers, and trainers of transformers, lightning and accelerate
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[lightning,transformers,wandb,mlflow,trackio]'

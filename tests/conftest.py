@@ -6,7 +6,9 @@ import faulthandler
 import os
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
@@ -14,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kinds import KINDS, kind_of
+from warm_start import THREADS, Starter, warm
 
 # A machine that is busy with other things makes examples slow, and is no fault of the code.
 settings.register_profile("no speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -23,16 +26,55 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a shell, which has Ctrl-C ignored, by programs started from here too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Two processes of tests share two cores. The processes that they start have the same number of threads.
+for variable in THREADS:
+    os.environ.setdefault(variable, "1")
+
 LIMIT_S = 120.0
 REPOSITORY = Path(__file__).resolve().parents[1]
 SLOW = REPOSITORY / "tests/slow.txt"
-"""Seconds and names of tests that `make test-fast` leaves out: written by tools/slow_tests.py."""
+"""Seconds and names of the slow tests: written by tools/slow_tests.py."""
+
+
+STARTER: list[Starter] = []
+"""Starts Python processes by a fork, from the first test on that starts any."""
+AT_THE_END = ExitStack()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--cold`."""
+    parser.addoption("--cold", action="store_true", help="start Python anew for every process of a test")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks each test as `unit`, `sim` or `process`, unless it is marked so, and as `slow` by slow.txt."""
-    slow = {line.split()[1] for line in SLOW.read_text().splitlines()}
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Has the Python processes of this test and its fixtures forked, unless it is marked `cold`."""
+    cold = item.get_closest_marker("cold") is not None
+    if not STARTER and not cold and item.get_closest_marker("process") and sys.platform == "linux":
+        if not item.config.getoption("--cold"):
+            STARTER.append(AT_THE_END.enter_context(warm()))
+    for starter in STARTER:
+        starter.enabled = not cold
+
+
+def pytest_unconfigure() -> None:
+    """Ends the warm process."""
+    AT_THE_END.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks each test as `unit`, `sim` or `process`, unless it is marked so, and as `slow` by slow.txt.
+
+    Where several processes share the files, the file that takes longest comes first.
+    """
+    slow, of_files = set(), defaultdict[str, float](float)
+    for line in SLOW.read_text().splitlines():
+        seconds, name = line.split()
+        slow.add(name)
+        of_files[name.partition("::")[0]] += float(seconds)
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: -of_files[item.nodeid.partition("::")[0]])
     for item in items:
         if item.nodeid.partition("[")[0] in slow:
             item.add_marker("slow")
@@ -68,6 +110,12 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def _own_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job file's folder goes onto the import path, and no test is to find another's modules there."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture
+def few_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has `check_strategy` go through 3 seeds of 6; tests/testing/test_strategy_laws.py goes through all."""
+    monkeypatch.setattr("gradstream.testing.properties.SEEDS", 3)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradstream.coordinator import Coordinator, Member, Membership, RunOutcome
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.batch_distribution import BatchDistribution
+from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.phases import LossTolerance
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger

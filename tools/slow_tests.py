@@ -1,10 +1,11 @@
-"""Chooses the tests that `make test-fast` leaves out, from how long all tests took.
+"""Lists the slow tests, from how long all tests took: `make test-fast` leaves them out.
 
     pytest --junitxml all.xml
     python tools/slow_tests.py all.xml > tests/slow.txt
 
-The quickest tests stay, as many as fit into the budget; the others are printed, with the seconds that all
-cases of each took together. Tests that start processes are left out anyway.
+Of the tests that start no processes the quickest stay, as many as fit into the budget; the others are
+printed, with the seconds that all cases of each took together. Tests that start processes are left out
+anyway; those of a second and more are printed too, since `make test` begins with the files of slow tests.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ def main() -> None:
     for junit in arguments.junit:
         for name, longer in seconds_of(junit).items():
             seconds[name] = max(longer, seconds.get(name, 0.0))
-    left = arguments.budget
-    for name in sorted(without_processes() & seconds.keys(), key=lambda name: (seconds[name], name)):
-        left -= seconds[name]
-        if left < 0:
+    left, quick = arguments.budget, without_processes()
+    for name in sorted(seconds, key=lambda name: (seconds[name], name)):
+        left -= seconds[name] if name in quick else 0.0
+        if left < 0 if name in quick else seconds[name] >= 1.0:
             print(f"{seconds[name]:6.1f} {name}")
 
 

@@ -115,9 +115,8 @@ def resume(
     ):
         raise ConfigError(
             f"{path} goes on from a checkpoint that was made when {num_lost} of {job.workers} workers were "
-            "lost: nobody can tell their scripts where to go on, nor those of the others what they had taken "
-            "over, so some data would be left out and some come twice. allow_lost=True, --allow-lost, says "
-            "that this is meant"
+            "lost: it does not say where their scripts have to go on, nor which data the others had taken over, "
+            "so some data would be left out and some come twice. allow_lost=True, or --allow-lost, accepts that"
         )
     at = None if found is None else Resume.at(*found, time_s=time_s)
     if listen is not None and at is None:
@@ -135,7 +134,7 @@ def resume(
 def _check_left(path: Path, finished: bool) -> None:
     if finished or (path / FINAL_MODEL).is_file():
         what = "nothing is left to do" if finished else "it has finished"
-        raise ConfigError(f"{path}: {what}; to train on, begin a run of its own with more epochs or steps")
+        raise ConfigError(f"{path}: {what}; to train on, begin another run with more epochs or steps")
 
 
 def _refused(error: DataError) -> None:

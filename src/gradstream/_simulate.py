@@ -1,4 +1,4 @@
-"""`simulate()`: what `train()` does, in virtual time."""
+"""`simulate()`: runs the nodes of `train()` in one process, on virtual time."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def simulate(
     Raises:
         Interrupted: the script has stopped the run.
         DataError: the run is to be resumed, and every checkpoint is damaged.
-        GradstreamError: as in `train`; the message names the node, `traceback_text` is that of the user's code.
+        GradstreamError: as in `train`; the message names the node, and `traceback_text` is the user's traceback.
 
     Example:
         >>> run = simulate(job, config=SimulationConfig(network=Network(bandwidth_bytes_s=12.5e6)))  # doctest: +SKIP

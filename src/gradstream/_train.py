@@ -38,7 +38,7 @@ NO_SCRIPT = (
 )
 
 _made: dict[str, list[Path]] = {}
-"""Run directories of the runs that this process has made, by job spec: a script may make several."""
+"""Run directories that this process has made, by the spec of the job: a script may make several."""
 
 
 def train(
@@ -129,10 +129,10 @@ def launch(
     """Runs the nodes of a new or a resumed run, and returns the finished run; see `train`.
 
     Args:
-        plan: of the run, as `plan_run` makes it.
+        plan: plan of the run, as `plan_run` makes it.
         run_dir: an existing directory.
         on_event, as_threads, listening: see `LaunchOptions`.
-        cluster: where to start processes, which the caller closes; None makes one for this run.
+        cluster: starts the processes; the caller closes it. None makes one for this run.
         stop: polled; once it returns True, the run stops with a checkpoint, as by Ctrl-C. A run with `stop` is
             a trial, and does not count among the runs that the job's script has made.
     """
@@ -161,12 +161,12 @@ def launch(
 def host(
     job: Job, on_address: OnAddress, *, processes: bool = True, listening: Listening | None = None
 ) -> Run:
-    """Runs coordinator and shards of a run whose workers are started by others, until the run is over.
+    """Runs coordinator and shards of a run until it is over, where other programs start the workers.
 
     Args:
         job: an open-ended job (see `gradstream.session`).
-        on_address: called with the path of nodes.json, the coordinator's address, and the arguments of a
-            worker of this machine that concern its network.
+        on_address: called with the path of nodes.json, the coordinator's address, and the network arguments of a
+            worker of this machine.
         processes: whether coordinator and shards are processes, or threads of this one.
         listening: how workers of other machines join; None where there are none.
 
@@ -205,10 +205,10 @@ def _listening(listen: str | Listening | None, wait: int) -> Listening | None:
 
 
 def _place(job: Job, processes: bool | None) -> str | None:
-    """The place where other processes find the job; None where they cannot, and nodes are threads.
+    """The place where other processes find the job; None where they cannot find it, and nodes are threads.
 
     Raises:
-        ConfigError: they cannot, but `processes` asks for processes.
+        ConfigError: they cannot find it, but `processes` asks for processes.
     """
     if job.spec is not None:
         return job.spec

@@ -12,7 +12,8 @@
     ├── PeerLostError (ConnectionError) the machine or process of a peer is gone
     ├── DeadlineError (TimeoutError)    a peer was silent for longer than allowed
     ├── DiskError (OSError)             the disk of the run directory is full or broken
-    ├── DivergedError                   a replay is not the run that was recorded; says where
+    ├── DivergedError                   a replay differs from the recorded run; says where
+    ├── ReplicasDifferError             you: your loop changes the replicas differently on each worker
     ├── RefusedError                    a peer understood the request and said no
     │   └── JoinRefusedError            you: `gradstream join` with another token, file, data or version
     ├── ClosedError                     used after it was closed
@@ -51,6 +52,7 @@ __all__ = [
     "PeerLostError",
     "PreflightError",
     "RefusedError",
+    "ReplicasDifferError",
     "UnknownNameError",
     "UserCodeError",
     "exit_code",
@@ -59,7 +61,7 @@ __all__ = [
 
 EXIT_CODES = {
     0: "done",
-    1: "failure: an error in your code, or of gradstream's",
+    1: "failure: an error in your code, or in gradstream's",
     2: "wrong usage or configuration; nothing was started",
     3: "a check before the start failed (--dry-run, doctor)",
     4: "a node that the run needs, or data, was lost, or too few nodes came",
@@ -192,11 +194,11 @@ class InternalError(GradstreamError):
     """An invariant of gradstream does not hold. Please report it."""
 
 
-class Interrupted(SystemExit):  # nothing went wrong
+class Interrupted(SystemExit):
     """The run was stopped by Ctrl-C or SIGTERM, and can be resumed.
 
-    It is no error: `except Exception` does not catch it, as with KeyboardInterrupt. Uncaught, it ends a
-    script with exit status 75 (EX_TEMPFAIL: run it again).
+    It is not an error: like KeyboardInterrupt, it is not caught by `except Exception`. Uncaught, it ends a script
+    with exit status 75 (EX_TEMPFAIL: run it again).
 
     Args:
         path: the run directory; None for a simulation.

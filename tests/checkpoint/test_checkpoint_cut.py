@@ -29,6 +29,7 @@ from gradstream.testing.runs import (
     token_counts,
 )
 from gradstream.wire import v1
+from whole_runs import same, unexpected
 
 WORLD = SimulationConfig(
     costs={"gradient": Cost(base_s=0.03, jitter=Exponential()), "apply": Cost(base_s=1e-3)},
@@ -47,7 +48,7 @@ NUM_TOKENS = 24
 
 
 def stop_at(seconds: float, kill: str | None = None) -> Callable[[Any], Coroutine[Any, Any, None]]:
-    """Asks the run to stop; with a name, that node dies a moment later, in the middle of the cut."""
+    """Asks the run to stop; with a name, that node dies a moment later, in the middle of the snapshot."""
 
     async def script(cluster: Any) -> None:
         director = cluster.virtual.runtime("director")
@@ -60,22 +61,16 @@ def stop_at(seconds: float, kill: str | None = None) -> Callable[[Any], Coroutin
     return script
 
 
-def unexpected(error: gs.errors.GradstreamError) -> None:
-    raise AssertionError(error)
-
-
-def same(one: gs.Run, other: gs.Run) -> bool:
-    return all(np.array_equal(one.parameters[name], array) for name, array in other.parameters.items())
-
-
 @pytest.mark.parametrize(
-    "optimizer", [gs.optim.Adam(lr=0.05), gs.optim.Momentum(lr=0.01)], ids=["adam", "momentum"]
+    ("optimizer", "stops"),
+    [(gs.optim.Adam(lr=0.05), 3), (gs.optim.Momentum(lr=0.01), 1)],
+    ids=["adam", "momentum"],
 )
-def test_synchronous_run_stopped_anywhere_ends_with_the_same_bytes(optimizer: Any) -> None:
+def test_synchronous_run_stopped_anywhere_ends_with_the_same_bytes(optimizer: Any, stops: int) -> None:
     job = {**JOB, "optimizer": optimizer}
     whole = simulate(MODEL, DATA, **job)
     rng = random.Random(0)
-    for seconds in [0.02, *(rng.uniform(0.05, 2.0) for _ in range(5))]:
+    for seconds in [0.02, *(rng.uniform(0.05, 2.0) for _ in range(stops))]:
         storage = MemoryStorage()
         with pytest.raises(Interrupted) as caught:
             simulate(MODEL, DATA, storage=storage, script=stop_at(seconds), **job)
@@ -156,7 +151,7 @@ def test_downpour_resumed_has_every_sample_once(strategy: gs.Strategy) -> None:
 
 
 def test_checker_notices_a_cut_that_does_not_wait_for_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted: a worker says that it stands although its last push is not in the model."""
+    """Planted: a worker reports that it is quiesced although its last push is not in the model."""
     from gradstream.worker.replica.server import ServerReplica
 
     async def hasty(self: Any) -> None:
@@ -280,10 +275,10 @@ def test_without_memory_for_a_copy_workers_stand_until_all_is_written(
         storage = MemoryStorage()
         run = simulate(MODEL, DATA, storage=storage, **job)
         assert same(run, whole)
-        cuts = [event for event in run.events if event["event"] == "checkpoint"]
-        stood.append([event["paused_s"] for event in cuts])
+        checkpoints = [event for event in run.events if event["event"] == "checkpoint"]
+        stood.append([event["paused_s"] for event in checkpoints])
         found = newest(storage, unexpected)
-        assert found is not None and found[0] == cuts[-1]["folder"]
+        assert found is not None and found[0] == checkpoints[-1]["folder"]
         resumed = simulate(MODEL, DATA, storage=storage, resume=True, **job)
         assert same(resumed, whole)
     assert max(stood[0]) < 1.0 <= min(stood[1])  # either way the coordinator's folder takes 0.5 s
@@ -294,12 +289,12 @@ def test_a_worker_that_is_lost_when_the_run_has_done_enough_is_no_reason_to_keep
     for rank in range(2):
         nodes.add(v1.Node(name=f"worker-{rank}", role="worker", rank=rank))
     ledger = Ledger(PartitionPlan(4, 2, 2), epochs=1)
-    cuts = SnapshotRounds(ledger, nodes, Policy(), in_rounds=False)
-    cuts.finish(0.0)
+    rounds = SnapshotRounds(ledger, nodes, Policy(), in_rounds=False)
+    rounds.finish(0.0)
     for kind in (v1.SnapshotReport.BEGUN, v1.SnapshotReport.REACHED):
         for who in nodes.worker_names:
-            cuts.report(who, v1.SnapshotReport(number=1, kind=kind), 0.0)
-    assert cuts.current is not None
-    assert cuts.current.phase == v1.Snapshot.ENDED
+            rounds.report(who, v1.SnapshotReport(number=1, kind=kind), 0.0)
+    assert rounds.current is not None
+    assert rounds.current.phase == v1.Snapshot.ENDED
     nodes.remove("worker-1")
-    assert cuts.lost("worker-1", 0.0) == []
+    assert rounds.lost("worker-1", 0.0) == []

@@ -113,8 +113,8 @@ def test_a_shard_writes_its_own_ranges_of_an_open_draft_and_nothing_else() -> No
 def data_offset_of_draft(cluster: SimulatedCluster) -> int:
     """Where data begin in the model's file: it is the same in each checkpoint."""
     assert cluster.coordinator is not None
-    cut = cluster.coordinator._membership.notice.snapshot
-    return next(int(place.offset_bytes) for place in cut.places if not place.vector)
+    snapshot = cluster.coordinator._membership.notice.snapshot
+    return next(int(place.offset_bytes) for place in snapshot.places if not place.vector)
 
 
 def test_what_a_run_goes_on_from_is_read_to_the_byte_and_no_other_file() -> None:

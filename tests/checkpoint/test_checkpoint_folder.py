@@ -30,10 +30,7 @@ from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.testing.runs import QUICK, least_squares
 from gradstream.testing.storage import CrashingStorage, FullStorage, PowerCutError
 from small_checkpoints import ELEMS, TENSORS, WORLD, write
-
-
-def unexpected(error: DataError) -> None:
-    raise AssertionError(error)
+from whole_runs import unexpected
 
 
 def usable_after(storage: CrashingStorage, expected: set[int]) -> None:
@@ -143,7 +140,7 @@ def test_a_shard_that_writes_elsewhere_is_noticed(tmp_path: Path, monkeypatch: p
         original(self, path, [(offset, bytes(len(one)) if lost else one) for offset, one in pieces])
 
     monkeypatch.setattr(DiskStorage, "patch", elsewhere)
-    with pytest.raises(DataError, match="are not what their node held"):
+    with pytest.raises(DataError, match="differ from what their node had in memory"):
         write(storage, 20)
     found = newest(storage, unexpected)
     assert found is not None

@@ -20,11 +20,10 @@ import gradstream as gs
 import gradstream._resume  # the name in the face is the function's
 from gradstream._train import launch
 from gradstream.checkpoint import newest
-from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.plan import plan_run
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.storage import DiskStorage
+from whole_runs import train
 
 resume_module = sys.modules["gradstream._resume"]
 
@@ -89,23 +88,16 @@ class Killer:
             pass
 
 
-def new_run(job_file: Path, path: Path, cluster: LocalCluster, on_event: Any = None) -> gs.Run:
-    path.mkdir()
-    job = load_job(str(job_file))
-    return launch(plan_run(job, "first"), path, cluster=cluster, on_event=on_event)
-
-
-@pytest.mark.limit_s(300)
-def test_killed_fifty_times_and_resumed_a_run_ends_with_the_same_bytes(
+def test_killed_again_and_again_and_resumed_a_run_ends_with_the_same_bytes(
     job_file: Path, tmp_path: Path, warm: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resume_module, "launch", partial(launch, cluster=warm))
-    whole = new_run(job_file, tmp_path / "whole", warm)
+    whole = train(job_file, tmp_path / "whole", warm)
     assert whole.summary["steps"] == 800
     rng = random.Random(7)
     path, kills = tmp_path / "killed", 0
-    go: Callable[..., gs.Run] = partial(new_run, job_file, path, warm)
-    while kills < 50:
+    go: Callable[..., gs.Run] = partial(train, job_file, path, warm)
+    while kills < 14:  # before the first checkpoint, between two, and in the middle of one
         killer = Killer(warm, rng.randrange(1, 130))
         try:
             go(on_event=killer)
@@ -115,7 +107,7 @@ def test_killed_fifty_times_and_resumed_a_run_ends_with_the_same_bytes(
         if (path / FINAL_MODEL).is_file():  # it got there: another one, with other kill points
             assert (path / FINAL_MODEL).read_bytes() == (tmp_path / "whole" / FINAL_MODEL).read_bytes()
             path = tmp_path / f"killed-{kills}"
-            go = partial(new_run, job_file, path, warm)
+            go = partial(train, job_file, path, warm)
             continue
         servers = rng.choice([1, 2])
         go = partial(gs.resume, path, servers=servers)

@@ -21,10 +21,7 @@ from gradstream.run.result import Run
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.testing.runs import QUICK, least_squares
 from small_checkpoints import WORLD, write
-
-
-def unexpected(error: DataError) -> None:
-    raise AssertionError(error)
+from whole_runs import unexpected
 
 
 def two_checkpoints() -> MemoryStorage:

@@ -19,6 +19,7 @@ from gradstream.runtime.storage import MemoryStorage
 from gradstream.strategies import AllReduce
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 from gradstream.worker.replica.peers import GroupPeers
+from whole_runs import same, unexpected
 
 MODEL, DATA = least_squares(60, 700, whole=False)
 WORLD = SimulationConfig(
@@ -45,14 +46,6 @@ def stop_at(seconds: float) -> Any:
         cluster.stop()
 
     return script
-
-
-def unexpected(error: Exception) -> None:
-    raise AssertionError(error)
-
-
-def same(one: gs.Run, other: gs.Run) -> bool:
-    return one.parameters["w"].tobytes() == other.parameters["w"].tobytes()
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -194,11 +194,10 @@ def exact(how: str, size: int) -> bool:
     return how in ("naive", "ring", "direct") or is_power(size)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 64])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8, 12, 16, 32])
 def test_seconds_are_those_of_the_formula(size: int) -> None:
     elems = 1000 * size
-    hows = list(ALGORITHMS) if size < 64 else ["butterfly", "halving-doubling", "ring"]
-    for how, found in seconds(size, elems, hows).items():
+    for how, found in seconds(size, elems, list(ALGORITHMS)).items():
         expected = ALGORITHMS[how].cost(size).seconds(4 * elems, ALPHA_S, 1 / BYTES_S)
         if exact(how, size):
             assert found == pytest.approx(expected, abs=5e-9), how

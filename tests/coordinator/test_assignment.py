@@ -185,12 +185,13 @@ IDEAL_S = 2 * 8.0 / sum(UNEVEN)
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [gs.Downpour(), gs.Downpour(push_every=10, fetch_every=10), gs.Softsync(), gs.StalenessAware(),
-     gs.ElasticAveraging()],
+    ("strategy", "assignment"),
+    [(gs.Downpour(), "queue"), (gs.Downpour(), "partitions"),
+     (gs.Downpour(push_every=10, fetch_every=10), "queue"),
+     (gs.Downpour(push_every=10, fetch_every=10), "partitions"),
+     (gs.Softsync(), "queue"), (gs.StalenessAware(), "partitions"), (gs.ElasticAveraging(), "queue")],
     ids=repr,
 )  # fmt: skip
-@pytest.mark.parametrize("assignment", ["queue", "partitions"])
 def test_without_rounds_uneven_workers_lose_nothing(strategy: Any, assignment: Any) -> None:
     run = simulated(strategy, assignment=assignment)
     assert run.summary["samples_accounted"] == 16_000
@@ -216,7 +217,7 @@ def test_a_very_slow_worker_does_one_minibatch_where_the_others_are_done_by_then
     assert run.summary["train_s"] <= 1.01 * 32e-3 / 0.003
 
 
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rank", [0, 3])  # a fast one and the slow one
 def test_a_death_costs_what_the_dead_worker_would_have_done(rank: int) -> None:
     at_s = 2.0
     run = simulated("downpour", script=kill_at(f"worker-{rank}", at_s))
@@ -227,7 +228,7 @@ def test_a_death_costs_what_the_dead_worker_would_have_done(rank: int) -> None:
     assert run.summary["train_s"] <= max(1.1 * allowed_s, at_s + lease_s + 2.0)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_times_that_vary_lose_little(seed: int) -> None:
     config = SimulationConfig(
         costs={"gradient": Cost(per_sample_s=1e-3, jitter=Exponential())},
@@ -241,10 +242,10 @@ def test_samples_a_second_are_as_many_with_short_epochs() -> None:
     model, data = least_squares(64, 8)
     config = SimulationConfig(costs={"gradient": Cost(per_sample_s=1e-4)})
     run = gs.simulate(
-        model, data, strategy="downpour", workers=4, batch_size=8, epochs=100, config=config,
+        model, data, strategy="downpour", workers=4, batch_size=8, epochs=40, config=config,
         optimizer=gs.optim.SGD(lr=2.0**-12),
     )  # fmt: skip
-    assert run.summary["train_s"] <= 1.25 * 6400 * 1e-4 / 4
+    assert run.summary["train_s"] <= 1.25 * 40 * 64 * 1e-4 / 4
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.coordinator.batch_distribution import BatchDistribution
+from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.instructions import Emit
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.phases import LossTolerance
@@ -26,7 +26,7 @@ from gradstream.testing.runs import QUICK, Tokens, kill_at, least_squares, numbe
 from gradstream.wire import v1
 from gradstream.worker.batch_gate import BatchGate
 
-# ---- the goal: pure -----------------------------------------------------------------------
+# ---- the criterion: pure ------------------------------------------------------------------
 
 
 def step(loss: float | None, samples: int = 4) -> dict[str, Any]:
@@ -38,33 +38,33 @@ def evaluated(accuracy: float | None) -> dict[str, Any]:
 
 
 def test_accuracy_is_that_of_an_evaluation() -> None:
-    goal = StoppingCriterion(gs.until(accuracy=0.9))
-    assert not goal.event(step(0.0))
-    assert not goal.event(evaluated(0.89))
-    assert not goal.event(evaluated(None))
-    assert goal.event(evaluated(0.9)) == "accuracy 0.9 >= 0.9 after step 30"
+    criterion = StoppingCriterion(gs.until(accuracy=0.9))
+    assert not criterion.event(step(0.0))
+    assert not criterion.event(evaluated(0.89))
+    assert not criterion.event(evaluated(None))
+    assert criterion.event(evaluated(0.9)) == "accuracy 0.9 >= 0.9 after step 30"
 
 
 def test_the_loss_is_a_moving_mean_of_enough_minibatches() -> None:
-    goal = StoppingCriterion(gs.until(loss=0.5))
-    said = [bool(goal.event(step(0.4))) for _ in range(FEWEST)]
+    criterion = StoppingCriterion(gs.until(loss=0.5))
+    said = [bool(criterion.event(step(0.4))) for _ in range(FEWEST)]
     assert said == [False] * (FEWEST - 1) + [True]
-    goal = StoppingCriterion(gs.until(loss=0.5))
+    criterion = StoppingCriterion(gs.until(loss=0.5))
     for _ in range(60):
-        assert not goal.event(step(1.0))
-    assert not goal.event(step(0.0))  # one lucky minibatch
-    assert not goal.event(step(None))
-    assert not goal.event(step(0.0, samples=0))
-    later = [bool(goal.event(step(0.0))) for _ in range(30)]
+        assert not criterion.event(step(1.0))
+    assert not criterion.event(step(0.0))  # one lucky minibatch
+    assert not criterion.event(step(None))
+    assert not criterion.event(step(0.0, samples=0))
+    later = [bool(criterion.event(step(0.0))) for _ in range(30)]
     assert 5 < later.index(True) < 20
 
 
 def test_samples_and_seconds() -> None:
-    goal = StoppingCriterion(gs.until(samples=100, seconds=2.5))
-    assert [goal.counted(count) for count in (None, 0, 99)] == ["", "", ""]
-    assert goal.counted(104) == "104 samples >= 100"
-    assert goal.timed() == "2.5 s of training"
-    assert not goal.needs_events
+    criterion = StoppingCriterion(gs.until(samples=100, seconds=2.5))
+    assert [criterion.counted(count) for count in (None, 0, 99)] == ["", "", ""]
+    assert criterion.counted(104) == "104 samples >= 100"
+    assert criterion.timed() == "2.5 s of training"
+    assert not criterion.needs_events
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -136,14 +136,14 @@ def test_what_is_in_the_model_is_what_is_accounted_for(strategy: str, config: st
     rng = random.Random(strategy + config)
     for seed in range(3):
         by_samples = gs.until(samples=rng.randint(1, 300))
-        goal = by_samples if seed % 2 else gs.until(seconds=rng.uniform(0.01, 1.0))
-        run, in_model = tokens_run(strategy, config, seed, until=goal)
+        criterion = by_samples if seed % 2 else gs.until(seconds=rng.uniform(0.01, 1.0))
+        run, in_model = tokens_run(strategy, config, seed, until=criterion)
         (finished,) = [event for event in run.events if event["event"] == "finished"]
         assert finished["reason"]
         assert finished["samples"] == in_model == sum(row["samples"] for row in run.history)
         assert in_model < 1500
-        if goal.samples is not None:
-            assert in_model >= goal.samples
+        if criterion.samples is not None:
+            assert in_model >= criterion.samples
         steps = {rank: sum(row["rank"] == rank for row in run.history) for rank in range(3)}
         if strategy in ("synchronous", "in turn"):
             assert len(set(steps.values())) == 1  # all have stopped after the same round
@@ -187,8 +187,8 @@ def test_the_transitions_of_rounds() -> None:
 
     assert (membership.notice.snapshot.phase, membership.notice.snapshot.ends) == (v1.Snapshot.PAUSE, True)
     assert says(0, v1.SnapshotReport.BEGUN, 3).phase == v1.Snapshot.PAUSE
-    told = says(1, v1.SnapshotReport.BEGUN, 4)
-    assert (told.phase, dict(told.stop_at)) == (v1.Snapshot.STOP, {"worker-0": 4, "worker-1": 4})
+    snapshot = says(1, v1.SnapshotReport.BEGUN, 4)
+    assert (snapshot.phase, dict(snapshot.stop_at)) == (v1.Snapshot.STOP, {"worker-0": 4, "worker-1": 4})
     assert says(0, v1.SnapshotReport.REACHED).phase == v1.Snapshot.STOP
     receipts = [v1.Receipt(epoch=0, partition=rank, batch=batch) for rank in (0, 1) for batch in range(4)]
     assert says(1, v1.SnapshotReport.REACHED, receipts=receipts).phase == v1.Snapshot.ENDED
@@ -258,10 +258,10 @@ def test_a_run_that_comes_to_its_end_first_has_no_reason() -> None:
 
 @pytest.mark.parametrize("name", ["worker-0", "worker-2"])
 def test_a_worker_that_dies_about_then(name: str) -> None:
-    """Downpour: before, while and after the others are told to stop, at 60 different instants."""
+    """Downpour: before, while and after the others are told to stop, at 32 different instants."""
     rng = random.Random(name)
     died = 0
-    for seed in range(30):
+    for seed in range(16):
         at_s = 0.5 + rng.uniform(-0.1, 0.4)
         events: list[Any] = []
         run = simulate(
@@ -275,7 +275,7 @@ def test_a_worker_that_dies_about_then(name: str) -> None:
         assert finished["reason"]
         # What the dead one had pushed without its receipt having arrived is in the model besides.
         assert token_counts(run, 30).sum(axis=1).min() >= finished["samples"]
-    assert died > 5
+    assert died > 2
 
 
 @pytest.mark.parametrize("strategy", ["synchronous", "downpour"])

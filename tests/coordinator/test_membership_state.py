@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from gradstream.coordinator.assignment import BatchAssignment
-from gradstream.coordinator.batch_distribution import BatchDistribution
+from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.instructions import Emit, Instruction, Notify, Refuse
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.phases import LossTolerance

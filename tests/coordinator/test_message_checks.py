@@ -1,4 +1,4 @@
-"""What members and peers claim is held against the plan: a message that cannot be changes nothing."""
+"""Messages of members and peers are compared with the plan: an impossible message changes nothing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gradstream.coordinator import Member
+from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.balance import ShareBalance
-from gradstream.coordinator.batch_distribution import BatchDistribution
 from gradstream.coordinator.instructions import Emit, Refuse
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.message_checks import MessageChecks
@@ -64,14 +64,17 @@ BEATS = {
     "a partition that is not": ("worker-0", v1.Beat(receipts=[GOOD, v1.Receipt(partition=2)])),
     "a receipt of a shard": ("shard-0", v1.Beat(receipts=[GOOD])),
     "a shard that finishes": ("shard-0", v1.Beat(finished=True, relies=True)),
-    "a shard that stands": ("shard-0", v1.Beat(quiesced=1)),
+    "a shard that is quiesced": ("shard-0", v1.Beat(quiesced=1)),
     "a verdict of a worker": ("worker-0", v1.Beat(verdicts=[v1.Verdict(round=0, ranks=[0])])),
     "a verdict on no round": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=8, ranks=[0])])),
     "a verdict on a huge round": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=VERY_HUGE, ranks=[0])])),
     "a verdict of no rank": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=0, ranks=[2])])),
     "a verdict of a rank twice": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=0, ranks=[0, 0])])),
     "a verdict of nobody": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=0)])),
-    "a cut after too many": ("worker-0", v1.Beat(snapshots=[v1.SnapshotReport(number=1, count=VERY_HUGE)])),
+    "a snapshot after too many": (
+        "worker-0",
+        v1.Beat(snapshots=[v1.SnapshotReport(number=1, count=VERY_HUGE)]),
+    ),
     "a report of no kind": (
         "worker-0",
         v1.Beat(receipts=[GOOD], snapshots=[v1.SnapshotReport.FromString(b"\x10\x63")]),
@@ -161,13 +164,13 @@ def test_a_model_that_cannot_be_does_not_get_in(changes: dict[str, Any]) -> None
 
 
 def test_reports_of_a_cut_out_of_turn_change_nothing() -> None:
-    cut = Snapshot(1, ["worker-0"], ["shard-0"], in_rounds=True, last=False, began_s=0.0)
-    cut.take("worker-0", v1.SnapshotReport(kind=v1.SnapshotReport.REACHED))
-    cut.take("shard-0", v1.SnapshotReport(kind=v1.SnapshotReport.HELD, versions=[1]))
-    cut.take("shard-0", v1.SnapshotReport(kind=v1.SnapshotReport.WRITTEN, sums=[1]))
-    assert (cut.begun, cut.reached, cut.versions, cut.sums) == ({}, set(), {}, {})
-    cut.take("worker-0", v1.SnapshotReport(kind=v1.SnapshotReport.BEGUN, count=3))
-    assert cut.begun == {"worker-0": 3}
+    snapshot = Snapshot(1, ["worker-0"], ["shard-0"], in_rounds=True, last=False, began_s=0.0)
+    snapshot.take("worker-0", v1.SnapshotReport(kind=v1.SnapshotReport.REACHED))
+    snapshot.take("shard-0", v1.SnapshotReport(kind=v1.SnapshotReport.HELD, versions=[1]))
+    snapshot.take("shard-0", v1.SnapshotReport(kind=v1.SnapshotReport.WRITTEN, sums=[1]))
+    assert (snapshot.begun, snapshot.reached, snapshot.versions, snapshot.sums) == ({}, set(), {}, {})
+    snapshot.take("worker-0", v1.SnapshotReport(kind=v1.SnapshotReport.BEGUN, count=3))
+    assert snapshot.begun == {"worker-0": 3}
 
 
 def test_what_a_node_says_of_its_failure_is_escaped_and_bounded() -> None:

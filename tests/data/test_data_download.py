@@ -148,7 +148,7 @@ def test_all_at_once(site: Site, tmp_path: Path) -> None:
     assert site.faults.asked == [""]
 
 
-def test_goes_on_where_it_was_cut_off(site: Site, tmp_path: Path) -> None:
+def test_a_download_continues_after_an_interruption(site: Site, tmp_path: Path) -> None:
     site.faults.cut_after = [1000, 300_000, 0, 5]
     site.get(tmp_path / "file")
     assert (tmp_path / "file").read_bytes() == CONTENT
@@ -243,7 +243,7 @@ def test_a_busy_server_is_asked_again_when_it_says(site: Site, tmp_path: Path) -
     assert site.pauses == [7.0, 7.0]
 
 
-def test_a_part_longer_than_what_the_server_has(site: Site, tmp_path: Path) -> None:
+def test_a_part_longer_than_the_file_on_the_server(site: Site, tmp_path: Path) -> None:
     (tmp_path / "file.part").write_bytes(bytes(100))
     (tmp_path / "file.part.json").write_text('{"validator": ""}')
     site.faults.statuses = [416]
@@ -284,7 +284,7 @@ def test_a_disk_that_fills_up(site: Site, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
-def test_ctrl_c_keeps_what_has_come(site: Site, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_the_bytes_so_far(site: Site, tmp_path: Path) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -297,7 +297,7 @@ def test_ctrl_c_keeps_what_has_come(site: Site, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
-def test_what_is_asked_for() -> None:
+def test_headers_of_a_request() -> None:
     assert "Range" not in range_headers(DownloadPart())
     assert (
         range_headers(DownloadPart(5, '"tag"')).items() >= {"Range": "bytes=5-", "If-Range": '"tag"'}.items()
@@ -381,7 +381,7 @@ def test_links_and_damage_are_refused(tmp_path: Path) -> None:
 # ---- one lock for all -----------------------------------------------------------------------
 
 
-def test_who_waits_is_told_for_whom(tmp_path: Path) -> None:
+def test_a_waiting_process_reports_the_holder_of_the_lock(tmp_path: Path) -> None:
     lock, told = tmp_path / ".lock", list[str]()
     with (
         machine_lock(lock, doing="downloading it", wait_s=0),

@@ -57,7 +57,7 @@ def test_from_a_queue_each_takes_the_next_ones() -> None:
     assert (ledger.in_hand(0), ledger.num_receipts, ledger.num_samples) == (1, 1, 2)
 
 
-def test_what_a_lost_worker_had_is_handed_out_again_once() -> None:
+def test_minibatches_of_a_lost_worker_are_assigned_again_once() -> None:
     ledger = Ledger(QueuePlan(8, 1, 3), epochs=1)
     first, second = ledger.hand_out(1, 3), ledger.hand_out(0, 2)
     assert ledger.receipt(first[1], 1)
@@ -114,7 +114,7 @@ def test_a_worker_takes_of_its_own_partition_and_then_of_the_fullest_of_that_epo
     assert ledger.reassigned(0) == 0  # nobody had them before
 
 
-def test_of_a_stream_only_what_a_lost_worker_has_left_is_taken_before_the_end() -> None:
+def test_workers_take_over_only_a_lost_workers_stream_before_the_end() -> None:
     plan = StreamPlan((2, 2, 2), rounds=None, endless=False, typical_size=8)
     ledger = Ledger(plan, epochs=2)
     assert ledger.hand_out(0, 3) == (BatchRef(0, 0, 0), BatchRef(0, 0, 1), BatchRef(1, 0, 0))

@@ -118,7 +118,7 @@ def test_samples_are_collated_and_every_one_comes_once() -> None:
     assert repr(data) == "<Numbered: 21 + 5 samples>"
 
 
-def test_what_is_drawn_for_a_minibatch_depends_on_its_name_alone() -> None:
+def test_random_numbers_of_a_minibatch_depend_on_its_name_alone() -> None:
     data, spec = gs.from_dataset(Numbered(8)), spec_of(batch_size=2)
     plan = plan_of(data, spec)
     own, others = feed_of(data, plan, 0, 3), feed_of(data, plan, 1, 3)
@@ -206,7 +206,7 @@ class Epochs:
         self.told.append(epoch)
 
 
-def test_samplers_are_told_the_epoch_and_held_to_their_length() -> None:
+def test_samplers_get_the_epoch_and_must_keep_their_length() -> None:
     sampler = Epochs(6, 6)
     read_all(gs.from_loader(DataLoader(Numbered(6), sampler=sampler)), spec_of(), epochs=2)
     assert sampler.told == [-1, 0, 1, 0, 1][: len(sampler.told)]
@@ -271,7 +271,7 @@ def test_loader_processes_read_ahead_and_any_place_can_be_gone_to(persistent: bo
     assert [batch.targets[0].item() for batch in batches] == [1, 2, 0, 1, 1]  # a process, or this one
 
 
-def test_what_a_loaders_process_raises_comes_with_its_own_traceback() -> None:
+def test_an_error_in_a_loaders_process_has_the_users_traceback() -> None:
     loader = DataLoader(Tagged(100), batch_size=25, num_workers=1, multiprocessing_context="fork")
     with pytest.raises(UserCodeError, match="raised KeyError: 'no such sample of mine'") as raised:
         read_all(gs.from_loader(loader), spec_of(workers=1))
@@ -347,7 +347,7 @@ def test_an_iterable_data_set_is_gone_through_by_all_and_kept_in_turn() -> None:
         plan_of(gs.from_loader(DataLoader(Range(10))), spec_of())
 
 
-def test_a_loader_that_ends_early_says_whose_and_where() -> None:
+def test_the_error_of_a_loader_that_ends_early_names_rank_and_batch() -> None:
     data = gs.from_loader(DataLoader(SizedRange(6, 10), batch_size=1))
     with pytest.raises(DataError, match=r"of rank 0 ended after 3 of its 5 batches \(data epoch 0\)"):
         read_all(data, spec_of())
@@ -397,7 +397,7 @@ def test_streams_that_make_no_sense(stream: Any, message: str) -> None:
         read_all(gs.from_stream(stream), spec_of(epochs=None, steps=1))
 
 
-def test_number_of_samples_of_what_a_stream_yields() -> None:
+def test_number_of_samples_in_a_batch_of_a_stream() -> None:
     yields: list[Any] = [
         (np.ones((4, 2)), np.ones(4)),
         {"tokens": [np.ones(3), np.ones(5), np.ones(1)]},

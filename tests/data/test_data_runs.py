@@ -75,7 +75,7 @@ def test_a_loader_with_processes_in_real_workers_and_in_none_give_the_same_bits(
     assert simulated.parameters["0.weight"].tobytes() == run.parameters["0.weight"].tobytes()
 
 
-def test_what_a_data_set_raises_in_a_loaders_process_of_a_real_worker_ends_the_run(write: Any) -> None:
+def test_an_error_of_a_data_set_in_a_workers_loader_process_ends_the_run(write: Any) -> None:
     with pytest.raises(
         gs.errors.UserCodeError, match=r"worker-\d, step \d.*raised LookupError: nothing at"
     ) as raised:

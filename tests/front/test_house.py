@@ -8,31 +8,20 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-SOURCE = Path(__file__).resolve().parents[2] / "src" / "gradstream"
-FILES = sorted(path for path in SOURCE.rglob("*.py") if "_pb2" not in path.name)
+from source_files import FILES, SOURCE, fail_with, module_name
+
 HEAVY = ("torch", "numpy", "grpc", "google.protobuf", "safetensors", "PIL", "jax", "rich", "numba")
 EXECUTES_WHAT_IT_READS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
 def name_of(path: Path) -> str:
     return path.relative_to(SOURCE).as_posix()
-
-
-def fail_with(faults: Iterable[str]) -> None:
-    """Fails with all faults, one a line."""
-    if found := list(faults):
-        raise AssertionError("\n".join([f"{len(found)} faults:", *found]))
 
 
 def reading_faults(where: str, text: str) -> Iterator[str]:
@@ -114,6 +103,7 @@ def test_a_wrong_all_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert absent == "wrong_list: no absent, which __all__ has"
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
 def test_help_is_quick_because_it_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
@@ -129,6 +119,7 @@ def test_help_is_quick_because_it_imports_nothing_heavy(arguments: list[str]) ->
     assert json.loads(done.stderr.splitlines()[-1]) == []
 
 
+@pytest.mark.cold
 def test_importing_the_package_imports_nothing_heavy() -> None:
     code = f"import gradstream, sys; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

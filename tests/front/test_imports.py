@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 
 import pytest
-from test_house import FILES, SOURCE, fail_with, module_name
+
+from source_files import FILES, SOURCE, fail_with, module_name
 
 ROOT = SOURCE.name
 NAME = re.compile(rf"({ROOT}(?:\.\w+)*)(:\w+)?")

@@ -242,9 +242,11 @@ def test_words(word: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", "[" * 100_000, '{"id": 1}', '{"id": "a", "id": "b"}', "NaN"]
 )
-def test_specs_of_nodes(text: str) -> None:
+def test_specs_of_nodes(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "nodes.json"
+    path.write_text(text)
     with pytest.raises(ConfigError, match=r"nodes\.json"):
-        NodeSpec.of_text(text, "nodes.json")
+        NodeSpec.read(path)
 
 
 def test_a_report_of_events_that_say_nothing() -> None:

@@ -18,6 +18,7 @@ from gradstream.model.factors import FactoredLayer, FactorPair, factored_layers_
 from gradstream.runtime.simulation import Cost, Network, SimulationConfig
 from gradstream.strategies import AllReduce
 from gradstream.worker.replica.sufficient_factors import outside
+from whole_runs import same
 
 WIDE, CLASSES, SAMPLES = 72, 4, 48
 BUCKET = 1 / 256  # MiB: 1024 elements; the layer has 5184, and begins and ends in the middle of one
@@ -67,10 +68,6 @@ def trained(strategy: Any, sizes: list[int], model: Any = None, **options: Any) 
     return gs.simulate(
         model or model_of(), data(), workers=len(sizes), batch_size=sizes, strategy=strategy, **options
     )
-
-
-def same(one: gs.Run, other: gs.Run) -> bool:
-    return all(np.array_equal(value, other.parameters[name]) for name, value in one.parameters.items())
 
 
 def bytes_of(run: gs.Run) -> int:

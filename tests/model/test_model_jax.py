@@ -143,6 +143,7 @@ def test_wrong_arguments_and_no_jax(monkeypatch: pytest.MonkeyPatch) -> None:
         from_jax(init, outputs, loss).layout  # noqa: B018  the first use is what fails
 
 
+@pytest.mark.cold
 def test_what_is_loaded_before_the_fork_does_not_import_jax() -> None:
     code = f"import importlib, sys\nfor name in {WARM!r}: importlib.import_module(name)\n"
     code += "assert 'jax' not in sys.modules"

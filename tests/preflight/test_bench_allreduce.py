@@ -119,7 +119,7 @@ def test_what_cannot_be_measured() -> None:
         AllreducePlan(ranks=0)
     with pytest.raises(UnknownNameError, match="did you mean 'tcp'"):
         AllreducePlan(carrier="tpc")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="goes by no carrier; leave one of the two out"):
+    with pytest.raises(ConfigError, match="need no carrier; leave one of the two out"):
         AllreducePlan(algorithm="shared", carrier="tcp")
     with pytest.raises(ConfigError, match=r"2 ranks hold 80,000\.0 GB"):
         measure_here(AllreducePlan(elements=10**13))

@@ -70,7 +70,7 @@ def test_entries_come_back_as_they_were() -> None:
     assert (part.node, part.entries, part.torn_bytes) == ("shard-0", ENTRIES, 0)
 
 
-def test_what_a_killed_node_left_half_written_is_cut_off() -> None:
+def test_the_incomplete_block_of_a_killed_node_is_dropped() -> None:
     whole = log_of(ENTRIES)
     last = len(whole) - len(log_of(ENTRIES[:-1]))
     for torn in range(1, last):
@@ -166,7 +166,7 @@ def test_recording_changes_nothing_and_has_every_contribution_and_every_read() -
         ({"strategy": gs.Synchronous(), "shares": "measured"}, "clock"),
     ],
 )
-def test_what_a_replay_could_not_repeat_is_not_recorded(options: dict[str, Any], why: str) -> None:
+def test_runs_that_cannot_be_replayed_are_not_recorded(options: dict[str, Any], why: str) -> None:
     model, data = least_squares(48, 3)
     with pytest.raises(gs.errors.ConfigError, match=f"record=True.*{why}"):
         simulate(model, data, workers=3, epochs=1, record=True, **options)

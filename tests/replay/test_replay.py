@@ -99,7 +99,7 @@ def test_a_replay_ends_with_the_same_bits(strategy: Any) -> None:
     ],
     ids=repr,
 )
-def test_who_took_which_minibatch_is_in_the_recording(strategy: Any, options: dict[str, Any]) -> None:
+def test_the_recording_has_the_assignment_of_minibatches(strategy: Any, options: dict[str, Any]) -> None:
     config = dataclasses.replace(WORLD, speeds={"worker-2": 0.3})
     run = recorded(strategy, config=config, epochs=6, **options)
     steps = [event for event in run.events if event["event"] == "step"]
@@ -152,7 +152,7 @@ def test_a_run_whose_worker_was_killed_is_replayed_to_its_end(strategy: Any) -> 
 @pytest.mark.parametrize(
     "strategy", [gs.Downpour(push_every=5, fetch_every=2), gs.Softsync()], ids=["downpour", "softsync"]
 )
-def test_what_cuts_brought_into_the_model_early_comes_early_again(strategy: Any) -> None:
+def test_a_replay_repeats_the_flushes_of_snapshots(strategy: Any) -> None:
     storage = MemoryStorage()
     run = recorded(strategy, checkpoint_every=7, storage=storage)
     assert sum(event["event"] == "checkpoint" for event in run.events) >= 2
@@ -308,7 +308,7 @@ def test_other_data_is_noticed() -> None:
         list(replay(run, job=other))
 
 
-def test_what_is_torn_off_or_altered_is_said() -> None:
+def test_a_recording_that_is_cut_off_or_altered_is_noticed() -> None:
     run = altered(recorded(gs.Downpour()), lambda entries: entries)
     data = run.recording[SHARD]
     short = dataclasses.replace(run, recording={**run.recording, SHARD: data[: len(data) - 5]})

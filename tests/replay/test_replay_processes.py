@@ -9,12 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import gradstream as gs
-from gradstream._train import launch
 from gradstream.cli import main
-from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.plan import plan_run
 from gradstream.testing.killing import Killer
+from whole_runs import train
 
 JOB = """
 import numpy as np
@@ -49,10 +47,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     (folder / "small.py").write_text(JOB)
     with LocalCluster(folder / "logs", node_environment(3)) as warm:
         for name, victims in (("whole", []), ("killed", ["worker-1"])):
-            (folder / name).mkdir()
-            job = load_job(str(folder / "small.py"))
             killer = Killer(warm, "step", 40, *victims) if victims else None
-            launch(plan_run(job, name), folder / name, cluster=warm, on_event=killer)
+            train(folder / "small.py", folder / name, warm, on_event=killer)
             if killer is not None:
                 killer.bury()
     return folder / "whole", folder / "killed"
@@ -114,7 +110,7 @@ def test_the_command_stops_where_it_is_told(made: tuple[Path, Path]) -> None:
         (["--chunk", 2], "--chunk goes with --version"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(made: tuple[Path, Path], words: list[object], why: str) -> None:
+def test_contradicting_options_are_refused(made: tuple[Path, Path], words: list[object], why: str) -> None:
     done = asked(made[0], *words)
     assert done.exit_code == 2, done.output
     assert why in done.output

@@ -46,7 +46,7 @@ def cpu(node: str, time_s: float, user_s: float) -> Event:
     )
 
 
-def test_workers_in_the_order_of_ranks_with_whom_they_waited_for() -> None:
+def test_workers_by_rank_with_their_waiting_by_node() -> None:
     steps = [
         step(10, 0, 1.0),
         step(2, 0, 1.0, waited_for={"worker-10": 0.25}),
@@ -85,7 +85,7 @@ def test_links_add_up_and_shards_take_their_last_cpu_seconds() -> None:
     assert node.cpu == ((3.0, 2.0),)  # 4 CPU seconds in 2 seconds
 
 
-def test_who_came_went_was_lost_and_what_that_cost() -> None:
+def test_nodes_that_joined_left_and_were_lost_and_the_cost() -> None:
     events = [
         event("joined", "coordinator", 0.0, who="worker-0", address="10.0.0.1:5", epoch=1),
         event("joined", "coordinator", 0.0, who="worker-1", address="[::2]:5", epoch=1),

@@ -196,7 +196,7 @@ def test_a_board_has_a_folder_of_its_own_and_serves_a_second_run(run: Run, tmp_p
     assert all(any(e.step == 4 for e in records(path)) for path in files)
 
 
-def test_files_of_one_name_stand_beside_one_another_unless_replaced(tmp_path: Path) -> None:
+def test_a_file_of_the_same_name_is_kept_unless_replaced(tmp_path: Path) -> None:
     files = [EventFile(tmp_path, 10.0, "net", replace=replace) for replace in (False, False, True)]
     assert [file.path.name for file in files] == [
         f"events.out.tfevents.10.net{end}" for end in ("", ".1", "")

@@ -128,7 +128,7 @@ def test_a_loop_of_the_users_computes_on_a_thread_of_its_own() -> None:
     assert "gradients took 32.0 s, and computed for 3.2 s of them" in found.text
 
 
-def test_a_machine_full_of_the_runs_own_nodes_is_told_apart() -> None:
+def test_a_machine_that_this_run_fills_is_another_reason_than_other_processes() -> None:
     """Four workers with half a core each fill two."""
     found = reason(on_machines(simulated(), cpu=0.5, load=4.4, cores=2))
     assert found.kind == "machine"
@@ -182,7 +182,7 @@ def test_a_slow_disk_of_one_worker_is_named_with_it() -> None:
     assert "for it; reading samples takes 75% of its time" in found.text
 
 
-def test_checkpoints_that_workers_stand_still_for_are_named() -> None:
+def test_checkpoints_that_pause_workers_are_named() -> None:
     model, data = least_squares(64, 4)
     config = SimulationConfig(costs={"gradient": Cost(base_s=0.1), "snapshot": Cost(base_s=2.0)})
     run = simulate(

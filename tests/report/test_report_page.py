@@ -84,7 +84,7 @@ def test_the_report_is_one_balanced_file_that_asks_for_nothing(slow_run: Run, tm
     assert ("div", "0") in [(tag, attributes.get("tabindex")) for tag, attributes in seen]
 
 
-def test_what_a_run_says_is_never_markup(slow_run: Run) -> None:
+def test_text_of_a_run_never_becomes_markup(slow_run: Run) -> None:
     renamed = [{**e, "node": HOSTILE if e["node"] == "worker-1" else e["node"]} for e in slow_run.events]
     failed = {
         "event": "failed",

@@ -78,7 +78,7 @@ def test_a_slow_network_is_named() -> None:
     assert "0.287 MB a step" in reason.text
 
 
-def test_whoever_is_last_through_a_full_card_is_not_to_blame() -> None:
+def test_the_last_worker_on_a_full_network_card_is_not_named() -> None:
     """All workers push to a shard at once: one of them comes last, in every round the same."""
     network = Network(bandwidth_bytes_s=2e6)
     for workers, servers in ((8, 3), (4, 1), (2, 1)):
@@ -87,7 +87,7 @@ def test_whoever_is_last_through_a_full_card_is_not_to_blame() -> None:
         assert (reason.kind, reason.culprit) == ("network", "")
 
 
-def test_computing_is_what_is_left() -> None:
+def test_computing_is_the_reason_if_no_other_is_left() -> None:
     reason = reason_in(world_of(1.0), gs.Downpour())
     assert reason.kind == "compute"
     assert "100%" in reason.text
@@ -125,7 +125,7 @@ def test_a_run_cut_short_before_its_first_reports_has_a_reason() -> None:
         assert reason.kind == "network"
 
 
-def test_a_full_machine_is_named_before_what_runs_on_it() -> None:
+def test_a_full_machine_is_named_before_its_nodes() -> None:
     worker = WorkerFigures("worker-0", 10, 100, 4.0, 6.0, {"shard-0": 6.0}, None, None)
     nodes = tuple(
         NodeFigures(n, n, "127.0.0.1", ("tcp",), 0, 10, False, 9.5, (), (), 0)

@@ -64,7 +64,7 @@ def run() -> gs.Run:
     )
 
 
-def test_a_slow_worker_is_seen_in_the_table_and_what_it_says_is_what_was_counted(run: gs.Run) -> None:
+def test_the_table_shows_a_slow_worker_with_the_counted_staleness(run: gs.Run) -> None:
     by_worker = {row.worker: row.mean for row in run.staleness("worker")}
     assert by_worker["worker-2"] > 1.4 * max(by_worker["worker-0"], by_worker["worker-1"])
     (whole,) = run.staleness("run")

@@ -53,7 +53,7 @@ def test_where_staleness_is_bounded_they_wait_once_the_bound_is_reached() -> Non
         (gs.SSP(bound=30), 5 * 50 - 5),  # for its part, which nobody else does
     ],
 )
-def test_where_nobody_waits_before_the_end_they_wait_there(strategy: Any, waited_s: float) -> None:
+def test_waiting_at_the_end_of_the_run_counts(strategy: Any, waited_s: float) -> None:
     """It takes 50 s for a minibatch, the others 1 s."""
     found = ended(strategy, {"worker-3": 0.02}).summary["straggler"]
     assert (found["who"], found["slower"]) == ("worker-3", pytest.approx(50.0))
@@ -61,7 +61,7 @@ def test_where_nobody_waits_before_the_end_they_wait_there(strategy: Any, waited
 
 
 @pytest.mark.parametrize("absent", [{"script": kill_at("worker-0", 2.0)}, {"drive": True}])
-def test_who_is_gone_or_held_back_does_not_wait_for_the_end(absent: dict[str, Any]) -> None:
+def test_lost_and_paused_workers_do_not_wait_for_the_end(absent: dict[str, Any]) -> None:
     strategy = gs.Downpour(finish_alone="0.9epochs") if absent.pop("drive", False) else gs.Downpour()
     slow = "worker-0" if strategy.finish_alone else "worker-3"
     run = ended(strategy, {slow: 0.5}, steps=20, **absent)

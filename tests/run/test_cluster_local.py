@@ -16,6 +16,8 @@ import pytest
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.machine import describe_machine, node_environment
 
+pytestmark = pytest.mark.cold  # of the forkserver itself, and of what it has loaded
+
 DUMMY = """
 import json, os, signal, sys, threading
 

@@ -23,7 +23,7 @@ from gradstream.transport.base import Identity
 from gradstream.wire import v1
 
 TOKEN = "a token of sixteen characters or more"
-NUM_TOKENS = 10_000
+NUM_TOKENS = 2_000  # a line of 50 bytes for each would be over what is allowed
 
 
 async def knock(address: str, count: int) -> int:
@@ -45,8 +45,7 @@ async def knock(address: str, count: int) -> int:
     return refused
 
 
-@pytest.mark.limit_s(300)
-def test_ten_thousand_wrong_tokens_are_a_few_short_lines(
+def test_two_thousand_wrong_tokens_are_a_few_short_lines(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     members = MachineMembers("here", machines=2, workers_per_machine=1, facts={})
@@ -74,7 +73,7 @@ def test_ten_thousand_wrong_tokens_are_a_few_short_lines(
     assert refused == NUM_TOKENS  # all of them were there
     written = events.read_bytes()
     said = capfd.readouterr().err.encode()
-    assert len(written) + len(said) < 100_000
+    assert len(written) + len(said) < 20_000
     assert not {byte for byte in written + said if byte < 0x20} - {0x0A}
     for what in (b"\x7f", b"\xc2\x9b", "\u202e".encode()):
         assert what not in written + said

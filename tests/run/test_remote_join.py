@@ -332,7 +332,9 @@ def test_each_refusal_has_its_word(launcher: Launcher, linear: Path, tmp_path: P
     assert "refused (BAD_CERTIFICATE)" in wrong_certificate
     assert launcher.authority.fingerprint in wrong_certificate
     assert "refused (TLS)" in refusal(launcher.joining(linear, insecure=True))
-    assert "If that is what the launcher has printed" in refusal(launcher.joining(linear, fingerprint=None))
+    assert "If the launcher has printed this fingerprint" in refusal(
+        launcher.joining(linear, fingerprint=None)
+    )
     assert launcher.members.missing == 1
     assert [entry["state"] for entry in launcher.heard[:1]] == ["refused"]  # the next one in a second
     assert TOKEN not in str(launcher.heard)
@@ -374,7 +376,7 @@ def test_what_is_not_there_is_named(linear: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         free = taken.getsockname()[1]
     joining = Joining(address=LOOPBACK.at(free), job=str(linear), token=TOKEN)
-    assert "nobody listens at this port" in refusal(joining)
+    assert "no program listens at this port" in refusal(joining)
     nowhere = replace(joining, address=Address("no-such-host.invalid", 4000))
     assert "no machine of this name is known here" in refusal(nowhere)
 
@@ -522,6 +524,7 @@ CALLS = 0
 def gradients(parameters, inputs, targets):
     global CALLS
     CALLS += 1
+    time.sleep(0.005)  # so that a checkpoint after 20 rounds is under way before the 40th
     if CALLS == 40 and Path("stops").exists():
         while not [path for path in Path("run/checkpoints").glob("step-*")]:
             time.sleep(0.01)

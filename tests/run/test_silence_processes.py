@@ -72,14 +72,13 @@ def lost(run: Run) -> list[str]:
     return [event["who"] for event in run.events if event["event"] == "left" and event["lost"]]
 
 
-@pytest.mark.parametrize("leases", [0.5, 1.5])
-def test_a_coordinator_that_is_stopped_loses_nobody(tmp_path: Path, leases: float) -> None:
-    run, error, _ = run_with(tmp_path, "coordinator", leases * LEASE_S)
+def test_a_coordinator_that_is_stopped_for_longer_than_the_lease_loses_nobody(tmp_path: Path) -> None:
+    run, error, _ = run_with(tmp_path, "coordinator", 1.5 * LEASE_S)
     assert (lost(run), error) == ([], "")
     for rank in range(2):
         at_s = [e["time_s"] for e in run.events if e["event"] == "step" and e["rank"] == rank]
         longest_s = max(map(float.__sub__, at_s[1:], at_s))
-        assert longest_s < leases * LEASE_S, "training goes on without it"
+        assert longest_s < 1.5 * LEASE_S, "training goes on without it"
 
 
 def test_a_worker_that_is_stopped_for_less_than_the_lease_stays(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def duties(seconds: float | None, **costs: Cost) -> list[Any]:
 
 def test_the_next_worker_hands_out_the_parameters_where_the_first_dies_before_it_could() -> None:
     slow = Cost(base_s=1.0)  # worker 0 makes them for a second
-    for tenths in range(1, 10):
+    for tenths in (1, 5, 9):
         events = duties(0.1 * tenths, init=slow)
         heirs = {e["node"] for e in events if e["event"] == "memory" and "initial" in e["vectors_bytes"]}
         assert heirs == {"worker-1"}
@@ -100,7 +100,7 @@ def test_the_next_worker_keeps_the_parameters_where_the_first_dies_before_it_cou
     slow = Cost(base_s=1.0)  # whoever writes them takes a second
     (finished,) = [event for event in duties(None, checkpoint=slow) if event["event"] == "finished"]
     began_s = finished["time_s"] - 1.0
-    for tenths in range(1, 10):
+    for tenths in (1, 5, 9):
         events = duties(began_s + 0.1 * tenths, checkpoint=slow)
         (late,) = [event for event in events if event["event"] == "finished"]
         assert late["time_s"] > finished["time_s"]  # written again, by another
@@ -110,7 +110,7 @@ def test_the_next_worker_keeps_the_parameters_where_the_first_dies_before_it_cou
 def test_downpour_survives_a_worker_killed_at_any_time(lowest: bool) -> None:
     rng = random.Random(1)
     reassigned = redone = survivors = 0
-    for seed in range(60):
+    for seed in range(30):
         name, seconds = (
             ("worker-0", rng.uniform(0.1, 0.4)) if lowest else ("worker-1", rng.uniform(0.05, 0.4))
         )
@@ -120,8 +120,8 @@ def test_downpour_survives_a_worker_killed_at_any_time(lowest: bool) -> None:
         survivors += name not in lost(events)  # it was done already
         reassigned += sum(event["reassigned"] for event in events if event["event"] == "ledger")
         redone += int((token_counts(run, NUM_SAMPLES) > EPOCHS).any())
-    assert survivors < 30
-    assert reassigned > 60
+    assert survivors < 15
+    assert reassigned > 30
     assert redone > 0  # the hard case did happen: pushed, but the receipt was lost with the worker
 
 
@@ -150,7 +150,7 @@ def test_two_of_three_workers_killed() -> None:
             await cluster.virtual.runtime("director").sleep(0.12)
             cluster.kill(name)
 
-    for seed in range(10):
+    for seed in range(5):
         events: list[Any] = []
         run = simulate(
             Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy="downpour", optimizer=gs.optim.SGD(lr=1.0),
@@ -180,7 +180,7 @@ def test_last_worker_killed_ends_the_run() -> None:
 )
 def test_death_of_who_is_needed_ends_the_run_and_names_them(name: str, strategy: gs.Strategy) -> None:
     rng = random.Random(name)
-    for seed in range(12):
+    for seed in range(6):
         seconds = rng.uniform(0.0, 0.3)
         events: list[Any] = []
         with pytest.raises(gs.errors.PeerLostError, match=name) as caught:

@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-import gradstream as gs
-from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.report.summary import EventDict
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.plan import plan_run
 from gradstream.testing.quota import CpuQuota, no_quota
+from whole_runs import train
 
 JOB = """
 import gradstream as gs
@@ -76,19 +74,12 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
         yield cluster
 
 
-def run(job_file: Path, name: str, cluster: LocalCluster, on_event: Any) -> gs.Run:
-    path = job_file.parent / name
-    path.mkdir()
-    job = load_job(f"{job_file}:{name}")
-    return launch(plan_run(job, name), path, cluster=cluster, on_event=on_event)
-
-
 def test_a_worker_with_little_cpu_gets_the_smaller_share(job_file: Path) -> None:
     """Also where others are busy: they take from both workers, and this one has a tenth of a core at most."""
     if reason := no_quota():
         pytest.skip(f"no worker can be slowed down: {reason}")
     with CpuQuota(0.1) as little, SlowedDown(job_file.parent / "logs", little) as cluster:
-        found = run(job_file, "busy", cluster, lambda _: None)
+        found = train(f"{job_file}:busy", job_file.parent / "busy", cluster)
     shares = [event["samples"] for event in found.events if event["event"] == "shares"]
     assert shares[-1][1] < 0.85 * shares[-1][0], shares
     assert found.summary["samples_accounted"] == 48 * 256
@@ -106,7 +97,7 @@ def test_a_worker_that_is_killed_is_in_whole_updates_or_in_none(
             left = -1
             cluster.signal("worker-2", signal.SIGKILL)
 
-    found = run(job_file, "backed", cluster, kill)
+    found = train(f"{job_file}:backed", job_file.parent / "backed", cluster, on_event=kill)
     rounds = [event for event in found.events if event["event"] == "round"]
     assert found.summary["workers_lost"] == ["worker-2"]
     assert [event["round"] for event in rounds] == list(range(400))

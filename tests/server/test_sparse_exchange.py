@@ -34,6 +34,7 @@ from gradstream.worker.replica.own_steps import OwnSteps
 from gradstream.worker.replica.row_sum import RowSum
 from gradstream.worker.replica.rows import RowReplica
 from gradstream.worker.replica.server import ServerReplica
+from whole_runs import same
 
 VOCABULARY, WIDTH = 700, 5
 
@@ -81,13 +82,6 @@ def run_of(strategy: gs.Strategy, **options: Any) -> Run:
         "optimizer": gs.optim.SGD(lr=0.3),
     }
     return gs.simulate(model(), data(), strategy=strategy, **(job | options))
-
-
-def same(one: Run, other: Run) -> bool:
-    return all(
-        np.array_equal(array, other.parameters[name], equal_nan=True)
-        for name, array in one.parameters.items()
-    )
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,7 @@ def test_what_others_write_into_the_store_is_not_believed(
         torchrun.take_part(session_job(), 1, 2)
 
 
+@pytest.mark.cold  # each machine has a hash seed of its own
 @pytest.mark.limit_s(300)
 def test_a_loop_on_two_machines_ends_as_on_one(machines: Machines, alone: Path, tmp_path: Path) -> None:
     a, b = machines[0], machines[1]

@@ -23,13 +23,13 @@ from gradstream._train import launch
 from gradstream.checkpoint import kept
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.plan import plan_run
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.storage import DiskStorage
 from gradstream.session.arrays import ArrayBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.loaders import LoaderPart, part_of
 from gradstream.session.worker_session import WorkerSession
+from whole_runs import train
 
 SCRIPT = """
 from pathlib import Path
@@ -90,12 +90,6 @@ def text_of(epochs: int) -> str:
     return SCRIPT.replace("EPOCHS", str(epochs))
 
 
-def begin(script: Path, run_dir: Path, cluster: LocalCluster, **options: Any) -> gs.Run:
-    run_dir.mkdir()
-    job = load_job(str(script))
-    return launch(plan_run(job, "loop"), run_dir, cluster=cluster, **options)
-
-
 def stop_after(script: Path, run_dir: Path, steps: int, cluster: LocalCluster) -> gs.errors.Interrupted:
     """Runs the script, and stops it once worker 0 has made so many steps."""
     made = 0
@@ -105,7 +99,7 @@ def stop_after(script: Path, run_dir: Path, steps: int, cluster: LocalCluster) -
         made += event["event"] == "step" and event["rank"] == 0
 
     with pytest.raises(gs.errors.Interrupted) as caught:
-        begin(script, run_dir, cluster, on_event=on_event, stop=lambda: made >= steps)
+        train(script, run_dir, cluster, on_event=on_event, stop=lambda: made >= steps)
     return caught.value
 
 
@@ -113,7 +107,7 @@ def stop_after(script: Path, run_dir: Path, steps: int, cluster: LocalCluster) -
 def test_a_loop_that_was_stopped_goes_on_and_ends_with_the_same_bytes(
     script: Path, tmp_path: Path, warm: LocalCluster
 ) -> None:
-    whole = begin(script, tmp_path / "whole", warm)
+    whole = train(script, tmp_path / "whole", warm)
     assert whole.summary["samples_accounted"] == 40 * 96
     script.write_text(text_of(1000))  # it must not be over before it is stopped
     stopped = stop_after(script, tmp_path / "stopped", 20, warm)

@@ -26,12 +26,14 @@ from small_loops import SETUP
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "own_loop"
 SHORTER = {
-    "language_model": (
-        "STEPS, BATCH, LENGTH, WIDTH = 300, 16, 48, 64",
-        "STEPS, BATCH, LENGTH, WIDTH = 12, 8, 16, 16",
-    ),
-    "cnn": ("EPOCHS, BATCH = 4, 32", "EPOCHS, BATCH = 1, 100"),
-    "logistic": ("EPOCHS, BATCH, RATE = 20, 20, 0.5", "EPOCHS, BATCH, RATE = 4, 20, 0.5"),
+    "language_model": {
+        "STEPS, BATCH, LENGTH, WIDTH = 300, 16, 48, 64": "STEPS, BATCH, LENGTH, WIDTH = 12, 8, 16, 16"
+    },
+    "cnn": {
+        "EPOCHS, BATCH = 4, 32": "EPOCHS, BATCH = 1, 50",
+        "prepare(images), labels.long()": "prepare(images[:2000]), labels[:2000].long()",
+    },
+    "logistic": {"EPOCHS, BATCH, RATE = 20, 20, 0.5": "EPOCHS, BATCH, RATE = 4, 20, 0.5"},
 }
 
 
@@ -48,6 +50,15 @@ def run(*words: str, ok: bool = True) -> subprocess.CompletedProcess[str]:
     return done
 
 
+def shorter(name: str) -> str:
+    """A script that is done in a second."""
+    text = (SCRIPTS / f"{name}.py").read_text()
+    for long, quick in SHORTER[name.removesuffix("_before")].items():
+        assert text.count(long) == 1
+        text = text.replace(long, quick)
+    return text
+
+
 @pytest.fixture
 def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """A copy of a script that is done in a second, in the working directory, as "loops/own/name.py"."""
@@ -57,11 +68,8 @@ def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], st
     (tmp_path / "LICENSE").write_text((ROOT / "LICENSE").read_text())
 
     def copy(name: str) -> str:
-        long, quick = SHORTER[name.removesuffix("_before")]
-        text = (SCRIPTS / f"{name}.py").read_text()
-        assert text.count(long) == 1
         path = folder / f"{name}.py"
-        path.write_text(text.replace(long, quick))
+        path.write_text(shorter(name))
         return str(path)
 
     return copy
@@ -110,8 +118,7 @@ def test_alone_a_script_does_what_it_did_before(
 @pytest.mark.parametrize("strategy", ["synchronous", gs.Downpour(overlap=False), gs.DiLoCo(every=4)])
 def test_numpy_accuracy_is_that_of_one_process(strategy: Any) -> None:
     """The logistic regression's loop, as of the script, on two workers."""
-    source = (SCRIPTS / "logistic.py").read_text().replace(*SHORTER["logistic"])
-    body = compile(source.replace("gradstream.join()", "joined"), "logistic.py", "exec")
+    body = compile(shorter("logistic").replace("gradstream.join()", "joined"), "logistic.py", "exec")
     spoken: dict[Any, str] = {}
 
     def loop(session: gs.Session) -> Any:
@@ -136,9 +143,9 @@ def test_gradstream_train_runs_a_script_with_loader_processes(short: Callable[[s
     done = run("-m", "gradstream", "train", short("cnn"), "--json")
     found = re.search(r"test accuracy (\d\.\d+)\n", done.stderr)  # what worker 0 prints
     assert found, done.stderr
-    assert float(found[1]) > 0.5
+    assert float(found[1]) > 0.3  # 0.1 by chance
     summary = json.loads(done.stdout)["summary"]
-    assert summary["samples_accounted"] == 5000
+    assert summary["samples_accounted"] == 2000
     assert (summary["optimizer"], summary["strategy"], summary["workers"]) == ("adam", "synchronous", 2)
     (run_dir,) = Path("runs").iterdir()
     assert set(gs.Run.load(run_dir).parameters) >= {"0.1.weight", "3.bias"}

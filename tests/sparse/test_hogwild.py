@@ -156,7 +156,7 @@ def test_that_check_sees_another_order() -> None:
     assert out_of_order("lock") > 0
 
 
-def test_a_turn_that_is_passed_on_too_late_lets_nobody_write_beside_another() -> None:
+def test_a_turn_that_is_passed_on_too_late_allows_no_concurrent_writes() -> None:
     from gradstream.sparse.turns import leave, pass_turn, take_part
     from gradstream.sparse.ways import GOT, WAYS
 

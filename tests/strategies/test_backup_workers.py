@@ -366,7 +366,7 @@ def test_backup_that_makes_no_sense() -> None:
         simulate(model, data, strategy=gs.Synchronous(backup=1), workers=2, epochs=1, shares="measured")
     nothings: list[Any] = [{"batch_size": [0, 8]}, {"shares": [1.0, 0.0]}]
     for nothing in nothings:
-        with pytest.raises(ConfigError, match="always be a worker without samples"):
+        with pytest.raises(ConfigError, match="a worker without samples would always be one of them"):
             simulate(model, data, strategy=gs.Synchronous(backup=1), workers=2, epochs=1, **nothing)
 
 

@@ -15,7 +15,6 @@ import torch
 
 import gradstream as gs
 from gradstream import sparse
-from gradstream._train import launch
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.instructions import Discard, Emit
 from gradstream.coordinator.nodes import Nodes
@@ -36,6 +35,7 @@ from gradstream.testing.runs import least_squares
 from gradstream.wire import v1
 from gradstream.worker.exchange.shared import Waits
 from gradstream.worker.shared_words import SharedWords
+from whole_runs import train
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'gradstream[fast]'")
 
@@ -157,13 +157,13 @@ def job(update="atomic", workers=2, epochs=3):
     )
 
 def lock():
-    return job("lock", epochs=120)
+    return job("lock", epochs=50)
 
 def short_lock():
-    return job("short_lock", epochs=120)
+    return job("short_lock", epochs=50)
 
 def round_robin():
-    return job("round_robin", epochs=120)
+    return job("round_robin", epochs=50)
 
 def alone():
     return job("component_locks", workers=1)
@@ -182,12 +182,6 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """One forkserver for all runs."""
     with LocalCluster(tmp_path_factory.mktemp("logs"), node_environment(2)) as cluster:
         yield cluster
-
-
-def train(spec: str, path: Path, cluster: LocalCluster, on_event: Any = None) -> gs.Run:
-    path.mkdir()
-    loaded = load_job(spec)
-    return launch(plan_run(loaded, path.name), path, cluster=cluster, on_event=on_event)
 
 
 def objectives(run: gs.Run) -> tuple[float, float]:
@@ -258,7 +252,7 @@ def test_a_killed_worker_stops_nobody_and_leaves_no_memory_behind(
     run = train(f"{job_file}:{update}", tmp_path / "run", warm, on_event=killer)
     killer.bury()
     assert run.summary["workers_lost"] == ["worker-1"]
-    assert run.summary["samples_accounted"] == 120 * 3000
+    assert run.summary["samples_accounted"] == 50 * 3000
     start, end = objectives(run)
     assert end < 0.1 * start
     check_nothing_is_left(warm, before)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import safetensors.numpy
 
+from gradstream.testing import check_strategy
+
 JOB = """
 import numpy as np
 
@@ -59,10 +61,12 @@ def test_it_trains_with_processes(folder: Path) -> None:
     assert "power = 0.5" in settings
 
 
-def test_it_obeys_the_laws(folder: Path) -> None:
-    report = gradstream(folder, "check", "own_strategy.py:Damped")
-    assert "BROKEN" not in report
-    assert report.startswith("Damped(power=1.0)\n")
+@pytest.mark.usefixtures("few_seeds")
+def test_it_obeys_the_laws(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    report = check_strategy("own_strategy.py:Damped")
+    assert not report.broken
+    assert str(report).startswith("Damped(power=1.0)\n")
 
 
 def test_it_is_short_and_the_one_in_the_documentation(repository: Path) -> None:

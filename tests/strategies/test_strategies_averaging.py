@@ -37,6 +37,7 @@ UNEVEN = SimulationConfig(
 JOB = Path(__file__).resolve().parents[2] / "examples" / "linear_regression.py"
 
 
+@pytest.mark.usefixtures("few_seeds")
 def test_it_obeys_the_laws() -> None:
     assert not check_strategy(gs.ParameterAveraging(every=2)).broken
 

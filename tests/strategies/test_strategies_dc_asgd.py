@@ -197,6 +197,7 @@ def test_one_worker_is_sgd_bit_for_bit(adaptive: bool) -> None:
     assert not np.array_equal(end(DCASGD(adaptive, strength=0.5, overlap=True), workers=1), expected)
 
 
+@pytest.mark.usefixtures("few_seeds")
 def test_it_obeys_the_laws() -> None:
     assert not check_strategy(DCASGD()).broken
 

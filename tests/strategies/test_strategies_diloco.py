@@ -41,6 +41,7 @@ UNEVEN = SimulationConfig(costs={"gradient": Cost(base_s=0.01, jitter=Exponentia
 
 
 @pytest.mark.parametrize("every", [2, 10])
+@pytest.mark.usefixtures("few_seeds")
 def test_it_obeys_the_laws(every: int) -> None:
     assert not check_strategy(gs.DiLoCo(every=every)).broken
 

@@ -86,6 +86,7 @@ def test_an_exchange_keeps_the_sum_of_both_sides_to_the_bit() -> None:
 LAWFUL = gs.ElasticAveraging(every=2)
 
 
+@pytest.mark.usefixtures("few_seeds")
 def test_it_obeys_the_laws() -> None:
     assert not check_strategy(LAWFUL).broken
 

@@ -264,6 +264,7 @@ def test_the_rate_of_the_theorem_counts_the_updates_of_all_workers() -> None:
     assert workers * sum(own) == pytest.approx(sum(theorem), rel=0.02)
 
 
+@pytest.mark.usefixtures("few_seeds")
 def test_it_obeys_the_laws() -> None:
     assert not check_strategy(gs.SSP(bound=1)).broken
 

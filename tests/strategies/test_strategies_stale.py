@@ -109,7 +109,7 @@ def root(staleness: int, share: float) -> float:
     return float(np.abs(np.roots(polynomial)).max())
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2, 4, 8, 16])
+@pytest.mark.parametrize("staleness", [0, 1, 4, 16])
 def test_a_fixed_rate_is_stable_below_the_limit_and_not_above(staleness: int) -> None:
     fixed = gs.StalenessAware(power=0.0)
     seen = trajectory(fixed, [0.95 * limit(staleness), 1.05 * limit(staleness)], staleness)
@@ -338,6 +338,7 @@ def test_at_a_rate_that_does_not_fall_it_would_not() -> None:
     assert slope_over([50, 200, 800], lambda updates: paper_rate(200)) != pytest.approx(-0.5, abs=0.1)
 
 
+@pytest.mark.usefixtures("few_seeds")
 def test_they_obey_the_laws() -> None:
     """All of them in full; of the two that are parts of it, what takes no time."""
     check_strategy(gs.Softsync(splits=2))

@@ -56,7 +56,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("line", ODD.values(), ids=ODD)
-def test_what_is_no_event(line: bytes) -> None:
+def test_lines_that_are_no_events(line: bytes) -> None:
     with pytest.raises(EventError):
         parse_event(line)
 
@@ -72,7 +72,7 @@ def test_what_is_no_event(line: bytes) -> None:
     ],
     ids=["another's name", "an unknown field", "the coordinator's class", "a control character", "not ASCII"],
 )
-def test_what_a_member_cannot_say(line: bytes) -> None:
+def test_events_that_a_member_cannot_report(line: bytes) -> None:
     parse_event(line)
     with pytest.raises(EventError):
         parse_event(line, member="worker-0")
@@ -88,7 +88,7 @@ def test_fields_of_other_versions_are_left_out_or_get_their_defaults() -> None:
     assert "later" not in event
 
 
-def test_what_json_cannot_hold_becomes_null() -> None:
+def test_numbers_that_json_cannot_hold_become_null() -> None:
     event = EvaluatedEvent(
         step=1, epoch=0, samples=1, accuracy=float("nan"), loss=1e300, metrics={"a": float("inf"), "b": 1.0}
     )
@@ -100,7 +100,7 @@ def test_what_json_cannot_hold_becomes_null() -> None:
 # ---- the gate -----------------------------------------------------------------------------
 
 
-def test_the_gate_keeps_what_is_good_and_counts_the_rest() -> None:
+def test_the_gate_keeps_events_and_counts_other_lines() -> None:
     gate = EventGate("worker-0", 0.0)
     admitted = gate.take(LINE + b"hello\n" + LINE + changed(node="worker-1") + b"\n", 0.0)
     assert admitted.lines == LINE + LINE
@@ -124,7 +124,7 @@ def test_bytes_are_bounded_in_a_beat_and_in_a_second() -> None:
     )
 
 
-def test_a_member_divides_what_is_too_much_for_one_beat() -> None:
+def test_a_member_divides_events_that_are_too_large_for_one_beat() -> None:
     lines = [LINE] * (7 * LIMITS.beat_events_bytes // (2 * len(LINE)))
     beats = list(in_beats(lines))
     assert b"".join(beats) == b"".join(lines)
@@ -192,14 +192,14 @@ def test_readers_pass_over_odd_lines_and_say_how_many(
 
 
 @pytest.mark.parametrize("command", [["report"], ["trace"], ["runs"], ["runs", "--json"]], ids=" ".join)
-def test_commands_stand_an_odd_file(odd_run: Path, command: list[str]) -> None:
+def test_commands_accept_an_odd_file(odd_run: Path, command: list[str]) -> None:
     folder = odd_run.parent if command[0] == "runs" else odd_run
     done = CliRunner().invoke(main, [command[0], str(folder), *command[1:]])
     assert done.exit_code == 0, done.output
     assert "passed over" in done.output
 
 
-def test_the_launcher_stands_an_odd_file_that_grows(odd_run: Path) -> None:
+def test_the_launcher_accepts_an_odd_file_that_grows(odd_run: Path) -> None:
     heard: list[str] = []
     events = odd_run / "events.jsonl"
     before = events.read_bytes()
@@ -224,7 +224,7 @@ def test_an_odd_run_json_is_a_typed_error(odd_run: Path, info: str) -> None:
     assert "run.json" in done.output
 
 
-def test_what_is_shown_of_others_is_escaped() -> None:
+def test_text_of_other_nodes_is_escaped() -> None:
     progress = ProgressLine()
     event = {
         "event": "machine", "node": "launcher", "time_s": 0.0, "who": "\x1b[2Jx", "state": "refused",

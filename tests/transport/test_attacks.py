@@ -42,6 +42,8 @@ from gradstream.transport.socket.framing import PREFIX
 from gradstream.wire import v1
 from gradstream.wire.v1_pb2_grpc import PeerStub
 
+pytestmark = pytest.mark.cold  # looks at command lines and environments of processes
+
 ALL = (*METHODS, "a method that nobody has listed")
 OTHER_SECRET = b"the secret of another run, not of this"
 KINDS = ("plain", "tls")
@@ -489,7 +491,8 @@ def test_strangers_under_tls(tls: Run) -> None:
     async def main() -> None:
         insider = tls.leak.identity()
         unproved = tls.leak.identity(secret=OTHER_SECRET)
-        for node, address in tls.ports("grpc"):
+
+        async def on(node: str, address: str) -> None:
             job = {"job": JOB} if node == "launcher" else {}
             kinds = {
                 "plain text": (tls.leak.identity(**job), None),
@@ -502,6 +505,8 @@ def test_strangers_under_tls(tls: Run) -> None:
                     said = await ask(identity, security, node, address, method)
                     assert "accept" not in said, (node, kind, method, said)
                     assert not tls.leaks(said), (node, kind, method, said)
+
+        await asyncio.gather(*(on(*port) for port in tls.ports("grpc")))
         assert unproved.secret != insider.secret
 
     asyncio.run(main())
@@ -513,9 +518,8 @@ def test_a_member_stays_in_its_role(tls: Run) -> None:
 
     async def main() -> None:
         member = tls.leak.identity()
-        for node, address in tls.ports("grpc"):
-            if node == "launcher":
-                continue
+
+        async def on(node: str, address: str) -> None:
             for name in ("worker-0", "shard-0", "coordinator"):
                 said = await ask(tls.leak.identity(name=name), stolen(tls), node, address, "fetch")
                 assert "BAD_CERTIFICATE" in said, (node, name, said)
@@ -525,6 +529,8 @@ def test_a_member_stays_in_its_role(tls: Run) -> None:
                     continue
                 said = await ask(member, stolen(tls), node, address, method)
                 assert re.search("FORBIDDEN|UNKNOWN_METHOD", said), (node, method, said)
+
+        await asyncio.gather(*(on(*port) for port in tls.ports("grpc") if port[0] != "launcher"))
 
     asyncio.run(main())
 

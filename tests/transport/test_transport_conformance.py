@@ -12,7 +12,7 @@ import torch
 
 from gradstream.errors import DeadlineError, GradstreamError
 from gradstream.memory import Span
-from gradstream.testing import endpoints
+from gradstream.testing import ending_checks, flow_checks, memory_checks, refusal_checks
 from gradstream.testing.endpoints import CHECKS, Check, ConformanceError, MakePair, run_check
 from gradstream.testing.pairs import Run, grpc_pairs, memory_pairs, shm_pairs, tcp_pairs
 from gradstream.transport.access import AccessControl
@@ -105,18 +105,18 @@ def _drops_nothing(stream: StreamCore, failure: Failure, *, drop: bool) -> None:
 _CLOSE = StreamCore._close
 
 FAULTS: list[tuple[str, Any, str, Any, Check]] = [
-    ("reorders", StreamQueue, "_land", _lands_shuffled, endpoints.order),
-    ("duplicates", StreamQueue, "arrive", _twice, endpoints.order),
-    ("ignores credit", StreamCore, "_may_send", lambda stream: True, endpoints.credit),
-    ("ignores the caller's window", StreamCore, "_may_send", lambda stream: True, endpoints.callers_window),
-    ("one queue for all", network, "_Card", _FirstComeFirstServed, endpoints.priority),
-    ("delivers after a cancel", StreamCore, "_close", _drops_nothing, endpoints.cancel_by_caller),
-    ("takes payloads by reference", _End, "transmit", _kept, endpoints.taken_over),
-    ("keeps what it was lent", StreamCore, "lend", _keeps, endpoints.lending),
-    ("does not check chunks", StreamCore, "reject", _deaf, endpoints.bad_chunks),
-    ("does not check identities", AccessControl, "objection", _no_refusal, endpoints.identity),
-    ("is silent while waiting", StreamCore, "waiting", _never, endpoints.waiting_resets),
-    ("does not tell of a death", _Pipe, "lose", lambda pipe, node: None, endpoints.peer_death),
+    ("reorders", StreamQueue, "_land", _lands_shuffled, flow_checks.order),
+    ("duplicates", StreamQueue, "arrive", _twice, flow_checks.order),
+    ("ignores credit", StreamCore, "_may_send", lambda stream: True, flow_checks.credit),
+    ("ignores the caller's window", StreamCore, "_may_send", lambda stream: True, flow_checks.callers_window),
+    ("one queue for all", network, "_Card", _FirstComeFirstServed, flow_checks.priority),
+    ("delivers after a cancel", StreamCore, "_close", _drops_nothing, ending_checks.cancel_by_caller),
+    ("takes payloads by reference", _End, "transmit", _kept, memory_checks.taken_over),
+    ("keeps what it was lent", StreamCore, "lend", _keeps, memory_checks.lending),
+    ("does not check chunks", StreamCore, "reject", _deaf, refusal_checks.bad_chunks),
+    ("does not check identities", AccessControl, "objection", _no_refusal, refusal_checks.identity),
+    ("is silent while waiting", StreamCore, "waiting", _never, ending_checks.waiting_resets),
+    ("does not tell of a death", _Pipe, "lose", lambda pipe, node: None, ending_checks.peer_death),
 ]
 
 
@@ -149,4 +149,4 @@ def test_writing_late_into_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(EndpointCore, "recv", holds_on)
     run, make_pair = memory_pairs()
     with pytest.raises(ConformanceError):
-        run(run_check(endpoints.ownership_after_deadline, make_pair))
+        run(run_check(memory_checks.ownership_after_deadline, make_pair))

@@ -25,6 +25,8 @@ from gradstream.transport import proof
 from gradstream.transport.credentials import FILE, Credentials
 from gradstream.transport.security import Tls
 
+pytestmark = pytest.mark.cold  # looks at command lines and environments of processes
+
 PLAIN = Credentials(SECRET)
 
 

@@ -239,7 +239,7 @@ def test_refused_greetings_leave_no_descriptor(make: Make) -> None:
     async def main() -> None:
         async with started(make()) as server:
             before = set(os.listdir("/proc/self/fd"))
-            for _ in range(20):
+            for _ in range(6):
                 async with dialled(server) as raw:
                     with pytest.raises(Refused):
                         await raw.greet(GUESS)

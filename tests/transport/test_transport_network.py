@@ -12,7 +12,7 @@ from gradstream.errors import DeadlineError, PeerLostError, RefusedError
 from gradstream.memory import Vector
 from gradstream.runtime import Link, Network, Partition, SimulationConfig, VirtualCluster
 from gradstream.testing.endpoints import run_check
-from gradstream.testing.endpoints import tensors as tensors_check
+from gradstream.testing.memory_checks import tensors as tensors_check
 from gradstream.testing.pairs import memory_pairs
 from gradstream.transport.base import Identity, Priority, Stream
 from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork

@@ -35,7 +35,7 @@ def test_a_name_like_other_names_is_taken(tmp_path: Path, name: str) -> None:
 
 
 @given(st.text())
-def test_whatever_is_taken_lies_in_the_folder(name: str) -> None:
+def test_an_accepted_name_stays_in_the_folder(name: str) -> None:
     try:
         check_name(name, "name")
     except ConfigError:
@@ -61,7 +61,7 @@ def test_a_run_is_not_kept_outside_of_runs(
     assert list(tmp_path.rglob("*")) == [tmp_path / "one", inner]
 
 
-def test_the_command_line_says_what_it_got_and_what_it_expected(
+def test_the_message_of_the_command_line_has_the_given_and_the_expected_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -85,7 +85,7 @@ def test_a_job_file_whose_name_cannot_be_part_of_a_path_is_refused(
     assert "of 150 bytes: expected 1 to 100" in result.stderr.replace("\n", " ")
 
 
-def test_a_machine_with_such_a_name_does_not_get_in() -> None:
+def test_a_machine_with_an_invalid_name_does_not_get_in() -> None:
     members = MachineMembers("a", machines=2, workers_per_machine=1, facts={})
     for name in ("../..", "a/b", "\x1b[2J"):
         refused = members.enrol(v1.Enrol(machine=name))
@@ -96,7 +96,9 @@ def test_a_machine_with_such_a_name_does_not_get_in() -> None:
     assert not isinstance(members.enrol(v1.Enrol(machine="b")), v1.Refuse)
 
 
-def test_a_machine_does_not_join_under_such_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_does_not_join_under_an_invalid_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(main, ["new", "line"]).exit_code == 0
     words = ["join", "127.0.0.1:9", "line.py", "--token", "0" * 32, "--insecure", "--name", "../../x"]

@@ -98,7 +98,7 @@ def test_a_throttle_passes_one_report_a_second_and_counts_the_others() -> None:
         b"[" + b"1," * 1_000_001 + b"1]",
     ],
 )  # fmt: skip
-def test_what_is_no_bounded_json(data: bytes) -> None:
+def test_json_that_is_invalid_or_too_large_is_refused(data: bytes) -> None:
     with pytest.raises(DocumentError):
         parse_json(data)
 
@@ -117,7 +117,7 @@ def test_json_within_its_bounds() -> None:
         "a = 0000-13-41",
     ],
 )  # fmt: skip
-def test_what_is_no_bounded_toml(text: str) -> None:
+def test_toml_that_is_invalid_or_too_large_is_refused(text: str) -> None:
     with pytest.raises(DocumentError):
         parse_toml(text)
 

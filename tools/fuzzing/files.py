@@ -171,8 +171,13 @@ def _none(kind: str) -> list[plugins.Plugin]:
     return []
 
 
+_FOLDER = tempfile.TemporaryDirectory(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+
+
 def _spec(data: bytes) -> None:
-    spec = NodeSpec.of_text(data.decode(errors="replace"), "nodes.json")
+    path = Path(_FOLDER.name) / "nodes.json"
+    path.write_bytes(data)
+    spec = NodeSpec.read(path)
     with_overrides(_JOB, spec.plain)
     if spec.resume is not None:
         Resume.of_json(spec.resume)
@@ -187,9 +192,6 @@ def _csr(data: bytes) -> None:
         raise DataError("not five")
     num = given[4] if isinstance(given[4], int) and given[4] < 1 << 20 else None
     from_csr(*given[:4], num_features=num)
-
-
-_FOLDER = tempfile.TemporaryDirectory(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
 
 
 def _svmlight(data: bytes) -> None:

@@ -18,8 +18,8 @@ from fuzzing.harness import Decoder
 from fuzzing.mutator import mutated_message
 from fuzzing.texts import DECODERS as TEXTS
 from gradstream.coordinator.assignment import BatchAssignment
+from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.balance import ShareBalance
-from gradstream.coordinator.batch_distribution import BatchDistribution
 from gradstream.coordinator.checkpoint_handler import lies_in
 from gradstream.coordinator.event_gate import EventGate
 from gradstream.coordinator.instructions import Emit, Refuse
@@ -170,7 +170,7 @@ def _asks_to_join(data: bytes) -> None:
         assert _state(membership) == before
         raise GradstreamError("refused")
     _emitted(out)
-    str(membership.admission.optimizer)
+    membership.admission.with_model(_started())
 
 
 def _asks(data: bytes) -> None:

@@ -181,8 +181,8 @@ class DraftSnapshot:
             )
             if start != begin or zlib.crc32(data) != crc:
                 raise DataError(
-                    f"{path}: elements {start} to {stop} are not what their node held; do all nodes write to "
-                    "the disk of the run directory?"
+                    f"{path}: elements {start} to {stop} differ from what their node had in memory; do all "
+                    "nodes write to the disk of the run directory?"
                 )
             digest.update(data)
             begin = stop

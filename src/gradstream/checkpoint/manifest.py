@@ -181,20 +181,8 @@ class Resume:
     @classmethod
     def at(cls, folder: str, manifest: Manifest, *, time_s: float = 0.0) -> Resume:
         """Returns where a checkpoint is resumed."""
-        return cls(
-            folder=folder,
-            step=manifest.step,
-            rounds=manifest.rounds,
-            steps=manifest.steps,
-            done=manifest.done,
-            model=manifest.model,
-            seed=manifest.seed,
-            num_samples=manifest.num_samples,
-            samples=manifest.samples,
-            time_s=time_s,
-            shares=manifest.shares,
-            dropped=manifest.dropped,
-        )
+        shared = {entry.name for entry in dataclasses.fields(cls)} - {"folder", "time_s"}
+        return cls(folder=folder, time_s=time_s, **{name: getattr(manifest, name) for name in shared})
 
     def step_of(self, worker: str) -> int:
         """Returns the number of a worker's next minibatch; a new worker continues the largest number."""

@@ -23,11 +23,11 @@ PLAIN_EVERY_FRACTION = 0.1
 
 
 class Display:
-    """Shows the progress of a run. A context manager; pass its `on_event` to `train` or `simulate`.
+    """Shows the progress of a run. Use it as a context manager, and pass its `on_event` to `train` or `simulate`.
 
     Args:
-        console: output; standard error by default. rich honours NO_COLOR and TERM.
-        now: returns the time in seconds; decides when plain lines are due.
+        console: where lines are shown; standard error by default. rich honours NO_COLOR and TERM.
+        now: returns the time in seconds, by which plain lines are due.
     """
 
     def __init__(self, console: Console | None = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -66,7 +66,7 @@ class Display:
             self._show_plain()
 
     def _show_plain(self) -> None:
-        """Prints a line when a tenth of the run is done, or some seconds after the last one."""
+        """Prints a line where another tenth of the run is done, or `PLAIN_EVERY_S` after the last line."""
         now_s, fraction = self._now(), self._progress.fraction
         grown = fraction >= self._shown_fraction + PLAIN_EVERY_FRACTION
         if self._progress.step and (grown or now_s >= self._shown_at_s + PLAIN_EVERY_S):

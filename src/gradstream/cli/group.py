@@ -1,4 +1,4 @@
-"""The command `gradstream`: finds the commands, and turns our exceptions into exit codes."""
+"""The command `gradstream`: finds its subcommands, and turns exceptions of the package into exit codes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["CommandGroup", "main"]
 class CommandGroup(click.Group):
     """A group whose commands are the modules of `gradstream.cli.commands`.
 
-    A module holds a command of its own name: `commands/train.py` has `train`. A file that is
-    added there is a command; a dash in a command's name is an underscore in the file's.
+    The module `commands/train.py` holds the command `train`, and so on: to add a command, add a file. A dash in
+    the name of a command is an underscore in the name of its file.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -63,7 +63,7 @@ class CommandGroup(click.Group):
 
 
 ERROR_BYTES = 1 << 17
-"""Longest message of an error that is shown: it may come from another node."""
+"""Longest error message that is shown, in bytes: it may come from another node."""
 
 EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {means}" for code, means in EXIT_CODES.items())
 
@@ -73,8 +73,8 @@ EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {means}" for code, means 
 def main() -> None:
     """Trains one model on many machines that may be slow, far apart, and dying.
 
-    A JOB is a file that defines job() or calls gradstream.train(...), or file.py:function, or
-    module:function.
+    A JOB is a Python file that defines job() or calls gradstream.train(...), or a function that makes
+    a job: file.py:function or module:function.
 
     \b
     Examples:
@@ -83,4 +83,4 @@ def main() -> None:
       gradstream train mine.py --workers 4
       gradstream simulate mine.py --workers 64
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # our errors say it already
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # the errors of this package say the same

@@ -1,4 +1,4 @@
-"""Options of runs on several machines, and the sources of the token."""
+"""The options of runs on several machines, and where the token of a run comes from."""
 
 from __future__ import annotations
 
@@ -18,38 +18,45 @@ __all__ = ["listen_options", "listening_of", "token_of", "token_options"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-TOKEN = "GRADSTREAM_TOKEN"  # a name
+TOKEN = "GRADSTREAM_TOKEN"
+"""Name of the environment variable that may hold the token."""
 
 
 def listen_options(command: Command) -> Command:
     """Adds the options of a command that starts runs on several machines."""
     options = [
         click.option(
-            "--listen", metavar="ADDR[:PORT]", help="Train on several machines: this one's address for them."
+            "--listen",
+            metavar="ADDR[:PORT]",
+            help="Train on several machines, which reach this one at ADDR.",
         ),
         click.option(
             "--wait",
             type=int,
             metavar="N",
-            help="Number of machines, this one included; --workers is N then.",
+            help="Number of machines, this one included; --workers defaults to N.",
         ),
         click.option(
             "--workers-per-machine",
             type=int,
             metavar="K",
-            help="Workers on each machine; --workers is N x K then.",
+            help="Workers on each machine; --workers defaults to N x K.",
         ),
         click.option(
             "--servers-on",
             type=click.Choice(["all", "launcher"]),
-            help="Where shards run: one or more on each machine (all), or all on this one.",
+            help="Machines that run shards: all of them, or the launcher's alone.",
         ),
-        click.option("--wait-s", type=float, metavar="SECONDS", help="How long to wait for machines (600)."),
-        click.option("--insecure", is_flag=True, help="With --listen: plain text, no certificates."),
+        click.option(
+            "--wait-s", type=float, metavar="SECONDS", help="Longest wait for the other machines (600)."
+        ),
+        click.option(
+            "--insecure", is_flag=True, help="With --listen: send plain text, without certificates."
+        ),
         click.option(
             "--token-file",
             type=click.Path(path_type=Path, dir_okay=False),
-            help=f"File that holds a token; or variable {TOKEN}.",
+            help=f"File that holds the token; or set {TOKEN}.",
         ),
     ]
     for option in reversed(options):
@@ -62,16 +69,16 @@ def token_options(command: Command) -> Command:
     file = click.Path(path_type=Path, dir_okay=False)
     for option in (
         click.option(
-            "--token-file", type=file, help="File that holds the token, which `ps` then does not show."
+            "--token-file", type=file, help="File that holds the token; `ps` does not show the token then."
         ),
-        click.option("--token", help=f"Token that the launcher has printed; or variable {TOKEN}."),
+        click.option("--token", help=f"Token that the launcher has printed; or set {TOKEN}."),
     ):
         command = option(command)
     return command
 
 
 def token_of(token: str | None, file: Path | None) -> str | None:
-    """The token of the option, of the file, or of the environment.
+    """The token that --token gives, or the file, or the environment; None where none of them does.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -94,10 +101,10 @@ def listening_of(
     token_file: Path | None,
     workers: int | None,
 ) -> Listening | None:
-    """The settings for other machines; None where training is on this machine alone.
+    """How other machines join the run, by the options; None where the run is on this machine alone.
 
     Raises:
-        ConfigError: an option needs --listen, or the numbers of machines and workers contradict.
+        ConfigError: an option needs --listen, or the numbers of machines and workers contradict each other.
     """
     from gradstream.run.remote.address import Address
     from gradstream.run.remote.listening import Listening, workers_each
@@ -112,7 +119,7 @@ def listening_of(
         for option, value in asked.items():
             if value is not None:
                 raise ConfigError(
-                    f"{option} needs --listen ADDR, the address at which other machines reach this"
+                    f"{option} needs --listen ADDR, the address at which other machines reach this one"
                 )
         return None
     machines = 2 if wait is None else wait

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the job with these settings."""
+"""The options that several commands share, and how they are applied to a job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from gradstream.job.job import Job
 
-__all__ = ["JobCommand", "arguments_of_job", "config_options", "job_options", "json_option", "load_job_with"]
+__all__ = ["JobCommand", "arguments_of_job", "job_options", "json_option", "load_job_with"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -20,14 +20,13 @@ FILE = "gradstream.toml"
 """Name of the file with settings for all jobs in its folder."""
 
 KEYS = {"algorithm": "strategy.algorithm", "lr": "optimizer.lr", "tracker": "trackers"}
-"""Keys of options that differ from the option's name."""
-
+"""Keys of settings that differ from the name of their option."""
 
 ARGUMENTS = f"{__name__}.arguments"
 
 
 class JobCommand(click.Command):
-    """A command about a job: words after "--" are arguments of the job file."""
+    """A command that takes a job; words after "--" are arguments of the job file."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses the words up to "--" as click does."""
@@ -48,28 +47,19 @@ def arguments_of_job() -> list[str]:
 
 def job_options(command: Command) -> Command:
     """Adds the argument JOB and the options of a command that runs a job; see `load_job_with`."""
-    return _decorated(command, [*_job_options(), json_option])
-
-
-def config_options(command: Command) -> Command:
-    """Adds the same as `job_options`, without --json."""
-    return _decorated(command, _job_options())
-
-
-def _job_options() -> list[Callable[[Any], Any]]:
-    return [
+    options = [
         click.argument("job", metavar="JOB"),
         click.option("--strategy", metavar="NAME", help="Name, or file.py:Class."),
         click.option(
-            "--algorithm", metavar="NAME", help="Allreduce algorithm of strategies without a server: ring."
+            "--algorithm", metavar="NAME", help="Algorithm of strategies without a server: ring, for example."
         ),
-        click.option("--optimizer", metavar="NAME", help="Name of an update rule: adam."),
+        click.option("--optimizer", metavar="NAME", help="Name of an update rule: adam, for example."),
         click.option("--lr", type=float, help="Learning rate of the optimizer."),
         click.option("--workers", type=int, help="Number of replicas of the model."),
         click.option("--servers", type=int, help="Number of shards of the parameter server."),
         click.option("--batch-size", type=int, help="Samples per minibatch of one worker."),
         click.option("--epochs", type=int, help="Passes over the data."),
-        click.option("--steps", type=int, help="Minibatches per worker, instead of --epochs."),
+        click.option("--steps", type=int, help="Minibatches of each worker, instead of --epochs."),
         click.option("--device", metavar="NAME", help="Device of the workers: cpu, cuda, cuda:1, auto."),
         click.option("--carrier", metavar="NAME", help="Carrier of chunks: auto, grpc, tcp, shm."),
         click.option("--seed", type=int, help="Seed of parameters, order of samples and dropout."),
@@ -77,7 +67,7 @@ def _job_options() -> list[Callable[[Any], Any]]:
             "--tracker",
             metavar="NAME",
             multiple=True,
-            help="Service that gets the curves: wandb, mlflow, trackio.",
+            help="Service to send the curves to: wandb, mlflow, trackio.",
         ),
         click.option(
             "--run-dir", type=click.Path(path_type=Path, file_okay=False), help="Directory of the run."
@@ -86,7 +76,7 @@ def _job_options() -> list[Callable[[Any], Any]]:
             "--allow-lost",
             is_flag=True,
             default=None,
-            help="Finish without data of a lost worker's own loop.",
+            help="Finish the run even if a lost worker's own loop leaves data undone.",
         ),
         click.option(
             "--record", is_flag=True, default=None, help="Record the order of events, for gradstream replay."
@@ -103,10 +93,8 @@ def _job_options() -> list[Callable[[Any], Any]]:
             type=click.Path(path_type=Path, dir_okay=False, exists=True),
             help=f"TOML file of such fields, instead of {FILE} beside the job.",
         ),
+        json_option,
     ]
-
-
-def _decorated(command: Command, options: Sequence[Callable[[Any], Any]]) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
@@ -114,21 +102,24 @@ def _decorated(command: Command, options: Sequence[Callable[[Any], Any]]) -> Com
 
 def json_option(command: Command) -> Command:
     """Adds the option --json."""
-    return click.option("--json", "as_json", is_flag=True, help="Figures as one JSON object.")(command)
+    return click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")(
+        command
+    )
 
 
 def load_job_with(
     spec: str, *, config: Path | None = None, settings: Sequence[str] = (), **given: Any
 ) -> Job:
-    """Loads the job that a spec names, with its settings.
+    """Loads the job that a spec names, and applies the user's settings to it.
 
-    Later sources are stronger: the job file, a TOML file, the environment, the command line.
+    Of these sources, a later one overrides those before it: the job file, a TOML file, the environment, the
+    command line.
 
     Args:
         spec: as for `gradstream.job.files.load_job`.
         config: the TOML file; None takes the one beside the job, if there is one.
         settings: texts "key=value".
-        given: other options by name; None for one that is not given.
+        given: values of the other options, by name; None for an option that is not given.
 
     Raises:
         ConfigError: there is no such job, a key is unknown, or a value has a wrong type.

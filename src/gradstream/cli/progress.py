@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["ProgressLine"]
 
 WINDOW_S = 10.0
-"""Rates are means over these seconds of the run's own time."""
+"""Period over which rates are averaged, in seconds of the run's own time."""
 
 LINE_BYTES = 1024
 
 LOGGED_SHOWN = 4
-"""Number of a user's own metrics on the line, the loss included; the table at the end has all of them."""
+"""Number of the user's own metrics on the line, the loss included; the table at the end shows all of them."""
 
 LOSS_MEMORY = 0.95
 """The loss shown is an exponential moving average over minibatches, with this decay."""
@@ -47,7 +47,7 @@ class _Window:
 
 @dataclass(slots=True)
 class _MeanLoss:
-    """An exponential moving average of losses, without bias from its first value on; None before it."""
+    """An exponential moving average of losses, corrected for the bias of its first values; None before them."""
 
     value: float | None = None
     weight: float = 0.0
@@ -61,11 +61,11 @@ class _MeanLoss:
 
 @dataclass(slots=True)
 class _Members:
-    """The workers of a run, and the machines of nodes that are elsewhere."""
+    """The workers of a run, and the machines of the nodes that run on other machines than this one."""
 
     expected: int = 0
     workers: set[str] = field(default_factory=set)
-    paused: set[str] = field(default_factory=set)  # by the strategy's drive
+    paused: set[str] = field(default_factory=set)  # by the strategy's participation schedule
     machines: dict[str, str] = field(default_factory=dict)  # by node
 
     def __str__(self) -> str:
@@ -77,7 +77,7 @@ class _Members:
 
 @dataclass(slots=True)
 class _Exchange:
-    """Amounts that nodes have exchanged; they report them from time to time."""
+    """The amounts that nodes have exchanged, as they report them from time to time."""
 
     reported: bool = False
     bytes: _Window = field(default_factory=_Window)
@@ -94,12 +94,12 @@ class _Exchange:
 
 
 class ProgressLine:
-    """Follows a run by its events. It reads no clock: time is the events' own `time_s`.
+    """Follows a run by its events, and describes its state. It reads no clock: events carry their own `time_s`.
 
     Attributes:
-        step: minibatches done over all workers; in a run with rounds: rounds.
-        total_steps: number of them in the whole run, 0 while unknown.
-        logged: latest values that a loop of the user's own has logged, by name; NaN where not finite.
+        step: number of minibatches that the workers have done together; of rounds, in a run with rounds.
+        total_steps: number of steps in the whole run, 0 while unknown.
+        logged: latest values that the user's own loop has logged, by name; NaN for a value that is not finite.
         held_out: the latest evaluation in words; "" while there is none.
     """
 
@@ -113,7 +113,7 @@ class ProgressLine:
         self._exchange = _Exchange()
         self._by_round = False
         self._resumed_at = 0
-        self._steps_ahead: dict[int, int] = {}  # of each worker, in the whole run, as its loop says
+        self._total_of_rank: dict[int, int] = {}  # steps of a worker in the whole run, as its own loop says
         self._steps_of_rank: dict[int, int] = {}
         self._began_s: float | None = None
         self._now_s = 0.0
@@ -154,9 +154,9 @@ class ProgressLine:
                 pass
 
     def notice(self, event: EventDict) -> str:
-        """A line on an event that the user should know of, after `update`; else "".
+        """A line about an event that the user should know of; "" for any other event. Call `update` first.
 
-        Names and reasons in it come from other nodes, so they are escaped.
+        Names and reasons come from other nodes, so they are escaped.
         """
         return escaped(self._notice(event), LINE_BYTES)
 
@@ -200,23 +200,23 @@ class ProgressLine:
         for name, value in event["values"].items():
             self.logged[name] = math.nan if value is None else value
         if event["total_steps"]:
-            ahead = self._steps_ahead
-            ahead[event["rank"]] = event["total_steps"]
-            mean = sum(ahead.values()) / len(ahead)  # also for workers that have not logged it
+            totals = self._total_of_rank
+            totals[event["rank"]] = event["total_steps"]
+            mean = sum(totals.values()) / len(totals)  # also for workers that have not logged theirs
             workers = self._members.expected
-            self.total_steps = max(ahead.values()) if self._by_round else round(mean * workers)
+            self.total_steps = max(totals.values()) if self._by_round else round(mean * workers)
 
     def _rate(self, window: _Window) -> float:
         return 0.0 if self._began_s is None else window.per_s(self._now_s, self._began_s)
 
     @property
     def samples_per_s(self) -> float:
-        """Samples per second of all workers, over the last seconds."""
+        """Samples per second of all workers, averaged over `WINDOW_S`."""
         return self._rate(self._samples)
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds to the end at the present rate; None while unknown."""
+        """Seconds until the run ends at the present rate; None while unknown."""
         rate = self._rate(self._steps)
         return max(self.total_steps - self.step, 0) / rate if rate > 0 and self.total_steps else None
 
@@ -226,7 +226,7 @@ class ProgressLine:
         return min(self.step / self.total_steps, 1.0) if self.total_steps else 0.0
 
     def line(self) -> str:
-        """The run in one line, without figures that are not known yet."""
+        """The state of the run in one line, without figures that are not known yet."""
         return escaped(self._line(), LINE_BYTES)
 
     def _line(self) -> str:
@@ -235,7 +235,9 @@ class ProgressLine:
             return f"starting: {len(members.workers)}/{members.expected or '?'} workers are in"
         parts = [f"step {self.step:,}" + (f"/{self.total_steps:,}" if self.total_steps else "")]
         loss = {} if self.loss is None else {"loss": self.loss}
-        named = list((loss | self.logged).items())  # a loop knows its loss best
+        named = list(
+            (loss | self.logged).items()
+        )  # a loss that the loop has logged replaces the smoothed one
         parts += [f"{name} {value:.4g}" for name, value in named[:LOGGED_SHOWN]]
         if self.held_out:
             parts.append(self.held_out)
@@ -255,7 +257,7 @@ class ProgressLine:
 
 
 def _evaluation(event: EventDict) -> str:
-    """Such as "held out: accuracy 91.2%, top5 0.99"; without values that are None."""
+    """An evaluation in words: "held out: accuracy 91.2%, top5 0.99". Values that are None are left out."""
     named = {"accuracy": event["accuracy"], "loss": event["loss"], **event["metrics"]}
     shown = [
         f"{name} {value:.1%}" if name == "accuracy" else f"{name} {value:.4g}"

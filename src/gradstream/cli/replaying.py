@@ -27,7 +27,7 @@ MANY = 16
 
 @dataclass(frozen=True, slots=True)
 class ReplayQuery:
-    """Where to stop; see the options of `gradstream replay`."""
+    """Where a replay stops, by the options of `gradstream replay`."""
 
     until_update: int | None
     worker: int | None
@@ -38,7 +38,7 @@ class ReplayQuery:
 
     @property
     def found(self) -> Found | None:
-        """A predicate of the update to stop at; None goes to the end. Raises ConfigError for several places."""
+        """Whether to stop at an update; None never stops. Raises ConfigError for several places to stop."""
         if (self.worker is None) != (self.step is None):
             raise ConfigError("--worker and --step go together: --worker 2 --step 120")
         if self.chunk is not None and self.version is None:
@@ -62,7 +62,7 @@ def show_replay(run: Path, asked: ReplayQuery, *, watch: bool, anyway: bool, as_
 
     Raises:
         ConfigError: there is no such update.
-        DivergedError: the replay is not the run.
+        DivergedError: the replay differs from the run.
         As `gradstream.replay.replay`.
     """
     found, stopped = asked.found, None
@@ -90,7 +90,7 @@ def show_replay(run: Path, asked: ReplayQuery, *, watch: bool, anyway: bool, as_
 
 
 def _compared(run: Path, replay: Replay) -> str:
-    """Whether the parameters are those that the run has kept. Raises DivergedError where they are not."""
+    """The result of comparing the parameters with those that the run has kept. Raises DivergedError."""
     kept = Run.load(run).parameters
     if not kept:
         return "the run has kept none to compare with"
@@ -144,7 +144,7 @@ def rows_of(update: ReplayedUpdate) -> list[tuple[str, str]]:
 
 
 def record_of(update: ReplayedUpdate) -> dict[str, Any]:
-    """An update as JSON; numbers that JSON cannot hold are null."""
+    """An update as a JSON object; a number that is not finite becomes null."""
 
     def number(value: float) -> float | None:
         return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The output at the end of a command: figures as a table or as JSON, or an error."""
+"""What a command prints at its end: figures as a table or as JSON, or an error."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ __all__ = [
 
 
 def error_text(error: GradstreamError) -> str:
-    """The message of an error and what helps; of a user's error, its own traceback at the very end.
+    """The message of an error with its notes; for an error in the user's code, its traceback follows.
 
-    A gradient or loss that cannot be used was found by us: where the traceback leads through no file of the
-    user's, the message says all.
+    A gradient that cannot be used is found by gradstream. Where the traceback leads through no file of the
+    user's, the message says everything, and the traceback is left out.
     """
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
     text = "\n".join([f"error: {error}", *notes])
@@ -70,9 +70,9 @@ def evaluate(run: Run) -> Evaluation | None:
 
 
 def keep_evaluation(run: Run, found: Evaluation) -> None:
-    """Adds the evaluation of the final parameters to the run's events, where it is missing.
+    """Adds the evaluation of the final parameters to the run's events, unless they have one.
 
-    Lists and reports show it then. Where the directory cannot be written, a message says so.
+    Then `gradstream runs` and reports show it. Where the directory cannot be written, a message says so.
     """
     if run.path is None or any(row["final"] for row in run.evaluations):
         return
@@ -106,7 +106,7 @@ def json_text(run: Run, evaluation: Evaluation | None) -> str:
 
 
 def show(run: Run, evaluation: Evaluation | None, console: Console | None = None) -> None:
-    """Prints the figures as a table (standard output by default)."""
+    """Prints the figures of a run as a table, on standard output by default."""
     rows = figures(run.summary)
     if run.path is None:  # a simulation
         rows = [("virtual time" if name == "time" else name, value) for name, value in rows]
@@ -119,10 +119,10 @@ def show(run: Run, evaluation: Evaluation | None, console: Console | None = None
 
 
 def print_rows(rows: Sequence[tuple[str, str]], console: Console | None = None) -> None:
-    """Prints (what, figure) in two columns (on standard output by default).
+    """Prints rows (name, figure) in two columns, on standard output by default.
 
-    Long figures are folded on a terminal; elsewhere a row is a line. Both are escaped: they may hold names
-    of files.
+    A terminal folds long figures; elsewhere each row is one line. Names and figures are escaped, since they
+    may hold names of files.
     """
     from rich.console import Console
     from rich.table import Table
@@ -143,7 +143,7 @@ def print_rows(rows: Sequence[tuple[str, str]], console: Console | None = None) 
 
 
 def evaluation_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
-    """(what, figure) of an evaluation."""
+    """The rows (name, figure) of an evaluation."""
     rows = []
     if evaluation.accuracy is not None:
         rows.append(("test accuracy", f"{evaluation.accuracy:.2%} of {evaluation.num_samples:,} samples"))
@@ -156,7 +156,7 @@ def evaluation_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
 
 
 def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """(what, figure with its unit) for people; what a run does not tell is left out."""
+    """The rows (name, figure with unit) of a run's summary; figures that the run lacks are left out."""
     s = summary
     rows = [
         ("model", _of(s["num_parameters"], "{:,} parameters")),
@@ -191,7 +191,7 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _exchanged(s: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """By what was sent: to and from servers, or among workers; nothing where all use one vector."""
+    """Rows on the bytes sent: to and from servers, or among workers. None where all workers share one vector."""
     up, down = size_text(s["pushed_bytes"]), size_text(s["fetched_bytes"])
     if s["servers"] == 0:
         return [("exchanged", f"{up} of gradients in {s['pushes']:,} sums")] if s["pushes"] else []
@@ -207,7 +207,7 @@ def _stale(figures: Mapping[str, Any]) -> str:
 
 
 def _whole(s: Mapping[str, Any]) -> str:
-    """What whole chunks would have been, where not all of them were sent."""
+    """The bytes that whole chunks would have taken, where workers sent only parts of them; else ""."""
     up, down = s.get("whole_pushed_bytes", 0), s.get("whole_fetched_bytes", 0)
     if up <= s["pushed_bytes"] and down <= s["fetched_bytes"]:
         return ""
@@ -215,7 +215,7 @@ def _whole(s: Mapping[str, Any]) -> str:
 
 
 def _peaks(by_node: Mapping[str, int]) -> list[tuple[str, int]]:
-    """The largest of each role: a run may have many nodes."""
+    """The largest peak of each role, in bytes: a run may have many nodes."""
     peaks: dict[str, int] = {}
     for node, size_bytes in by_node.items():
         role = node.partition("-")[0]

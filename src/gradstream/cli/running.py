@@ -18,7 +18,7 @@ OnEvent = Callable[["EventDict"], None]
 
 
 def run_and_show(run_job: Callable[[OnEvent], Run], as_json: bool) -> None:
-    """Runs a job with progress on stderr; prints figures on stdout, as a table or as one JSON object."""
+    """Runs a job, with its progress on stderr, and prints its figures on stdout: a table, or one JSON object."""
     from gradstream.cli.display import Display
     from gradstream.cli.report import evaluate, json_text, show
 
@@ -35,7 +35,7 @@ def show_dry_run(job: Job, as_json: bool) -> None:
     """Checks a job by a dry run, and prints the result of each check.
 
     Raises:
-        PreflightError: a check failed. The results have been printed.
+        PreflightError: a check failed. All results are printed by then.
     """
     import dataclasses
     import json
@@ -48,8 +48,12 @@ def show_dry_run(job: Job, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(result) for result in results]))
     else:
-        verdicts = [f"{'ok' if one.ok else 'FAILED':6}  {one.seconds:4.1f} s" for one in results]
-        print_rows([(f.name, f"{verdict}  {f.detail}") for f, verdict in zip(results, verdicts, strict=True)])
+        print_rows(
+            [
+                (one.name, f"{'ok' if one.ok else 'FAILED':6}  {one.seconds:4.1f} s  {one.detail}")
+                for one in results
+            ]
+        )
         click.echo(f"{sum(one.seconds for one in results):.1f} s in all", err=True)
     last = results[-1]
     if not last.ok:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gradstream.checkpoint.format import of_spec
@@ -12,6 +13,7 @@ from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.own_state import CHECK
 from gradstream.coordinator.instructions import Refuse
 from gradstream.coordinator.nodes import Nodes
+from gradstream.telemetry.events import StartedEvent
 from gradstream.untrusted import parse_json
 from gradstream.wire import v1
 
@@ -48,25 +50,21 @@ class Admission:
             self.model, self._registrar = _spec_of(resume.model), f"the checkpoint {resume.folder}"
         self._rows_open = resume is not None  # a resumed run may exchange other rows of the same model
 
-    @property
-    def num_parameters(self) -> int:
-        """Elements of the vector that are parameters; 0 without a model."""
-        if self.model is None:
-            return 0
-        return self.model.elems - sum(math.prod(one.shape) for one in self.tensors if one.name == CHECK)
-
-    @property
-    def chunk_elems(self) -> int:
-        """Elements in a chunk; 0 without a model."""
-        return self.model.chunk_elems if self.model is not None else 0
-
-    @property
-    def optimizer(self) -> str:
-        """Name of the update rule, where the workers bring it; otherwise ""."""
-        if self.model is None or not self.model.optimizer:
-            return ""
-        name: str = _rule_of(self.model.optimizer)["class"].rpartition(":")[2].lower()
-        return name
+    def with_model(self, started: StartedEvent) -> StartedEvent:
+        """Fills the registered model into the record of a run as planned."""
+        model = self.model
+        if model is None:
+            return started
+        no_parameters = sum(math.prod(one.shape) for one in self.tensors if one.name == CHECK)
+        optimizer = started.optimizer
+        if model.optimizer:  # the workers bring it
+            optimizer = _rule_of(model.optimizer)["class"].rpartition(":")[2].lower() or optimizer
+        return replace(
+            started,
+            num_parameters=model.elems - no_parameters,
+            chunk_elems=model.chunk_elems,
+            optimizer=optimizer,
+        )
 
     def objection(self, request: v1.Join, *, gathering: bool) -> Refuse | None:
         """Returns why a node cannot join; None if it can.

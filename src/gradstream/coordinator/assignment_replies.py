@@ -5,19 +5,42 @@ An answer of None has to wait: the coordinator asks again when something has hap
 
 from __future__ import annotations
 
-from gradstream.coordinator.batch_distribution import BatchDistribution
+from dataclasses import dataclass
+
+from gradstream.coordinator.assignment import BatchAssignment
+from gradstream.coordinator.balance import ShareBalance
 from gradstream.coordinator.instructions import Emit, Instruction, Refuse
 from gradstream.coordinator.message_checks import MessageChecks
 from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.phases import Phases
 from gradstream.coordinator.receipts import receipt_of
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
+from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.reassignment import Epoch
 from gradstream.data.shares import WorkerSpeed
 from gradstream.wire import v1
 
-__all__ = ["AssignmentReplies"]
+__all__ = ["AssignmentReplies", "BatchDistribution"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchDistribution:
+    """The account of all minibatches, and what decides which worker gets which.
+
+    Args:
+        ledger: records which minibatches are in the model.
+        balance: decides the shares of a round by measured speed; None leaves them as planned.
+        assignment: hands out minibatches to workers that ask; None where workers go through rounds, or bring
+            data of their own.
+        participation: which workers take part, where the strategy decides that; None where all do.
+    """
+
+    ledger: Ledger | OpenLedger
+    balance: ShareBalance | None = None
+    assignment: BatchAssignment | None = None
+    participation: ParticipationSchedule | None = None
 
 
 class AssignmentReplies:

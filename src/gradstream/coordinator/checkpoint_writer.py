@@ -17,7 +17,7 @@ from gradstream.checkpoint.manifest import Manifest
 from gradstream.checkpoint.own_state import EXTRA, EXTRA_FILE, OwnState, ask, averaged
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.context import CoordinatorContext
-from gradstream.coordinator.instructions import Commit, Discard, Prepare
+from gradstream.coordinator.instructions import Commit, Discard, Instruction, Prepare
 from gradstream.coordinator.snapshot import Snapshot
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.errors import DataError, GradstreamError
@@ -52,21 +52,13 @@ class CheckpointOptions:
 
 @dataclass(slots=True)
 class _Open:
-    """An open draft, and what goes into it.
-
-    Args:
-        draft: its files.
-        holders: names of the nodes that write into it.
-        own: by worker, its own state.
-        frozen: frozen parameters of the model.
-        rounds: minibatches of each worker.
-    """
+    """An open draft, and what goes into it."""
 
     draft: DraftSnapshot
-    holders: Sequence[str]
-    own: Mapping[str, OwnState]
+    holders: Sequence[str]  # names of the nodes that write into it
+    own: Mapping[str, OwnState]  # by worker
     frozen: Buffers
-    rounds: int
+    rounds: int  # minibatches of each worker
 
 
 class CheckpointWriter:
@@ -99,20 +91,22 @@ class CheckpointWriter:
         await self._runtime.gather(*self._tasks)
 
     async def _work(self, instruction: Prepare | Commit | Discard) -> None:
-        snapshot, membership, context = instruction.snapshot, self._membership, self._context
+        snapshot, rounds, age_s = instruction.snapshot, self._membership.snapshots, self._context.age_s
+        out: list[Instruction] = []
         try:
             if isinstance(instruction, Prepare):
                 places = await self._prepare(snapshot)
-                context.carry_out(membership.prepared(snapshot, places, context.age_s()))
+                out = rounds.prepared(snapshot, places, age_s())
             elif isinstance(instruction, Commit):
                 folder, size_bytes = await self._commit(snapshot)
-                context.carry_out(membership.committed(snapshot, folder, size_bytes, context.age_s()))
+                out = rounds.committed(snapshot, folder, size_bytes, age_s())
             else:
                 await self._discard(snapshot)
+                return
         except (OSError, GradstreamError) as error:
-            why = f"{type(error).__name__}: {error}"
-            failed = membership.snapshot_failed(snapshot, self._runtime.node, why, context.age_s())
-            context.carry_out(failed)
+            if snapshot is rounds.current:
+                out = rounds.fail(self._runtime.node, f"{type(error).__name__}: {error}", age_s())
+        self._context.carry_out([*out, *self._membership.after_snapshot()])
 
     @property
     def resumed_from(self) -> str:

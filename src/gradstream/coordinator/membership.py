@@ -14,21 +14,17 @@ Nothing here waits, sends or writes: the coordinator carries the instructions ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from gradstream.checkpoint.draft import VectorPlace
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.admission import Admission
-from gradstream.coordinator.assignment_replies import AssignmentReplies
-from gradstream.coordinator.batch_distribution import BatchDistribution
+from gradstream.coordinator.assignment_replies import AssignmentReplies, BatchDistribution
 from gradstream.coordinator.instructions import Emit, Instruction, Notify
 from gradstream.coordinator.message_checks import MessageChecks
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.phases import LossTolerance, Phases
 from gradstream.coordinator.progress import SampleProgress
-from gradstream.coordinator.snapshot import Snapshot
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import JoinedEvent, LeftEvent, ParticipationEvent, StartedEvent
@@ -169,7 +165,7 @@ class Membership:
             out += self.snapshots.report(who, report, at_s)
         if self.phases.training:
             out += self.snapshots.tick(at_s)
-        out += self._after_snapshot()
+        out += self.after_snapshot()
         if beat.receipts or beat.verdicts or beat.finished:
             out += self.phases.conclude()
         return out
@@ -205,7 +201,7 @@ class Membership:
         replaced = self.participation is not None and self.participation.lost(who)
         out += self._participation_changed() if replaced else [Notify()]
         out += self.snapshots.lost(who, at_s)
-        return out + self._after_snapshot() + self.replies.rebalance() + self.phases.conclude()
+        return out + self.after_snapshot() + self.replies.rebalance() + self.phases.conclude()
 
     def overdue(self) -> list[Instruction]:
         """Aborts a run in which nodes are missing when the deadline for joining has passed."""
@@ -225,7 +221,7 @@ class Membership:
             return []
         if self.phases.gathering:
             return self.phases.stop()
-        return self.snapshots.stop(at_s) + self._after_snapshot()
+        return self.snapshots.stop(at_s) + self.after_snapshot()
 
     def finish(self, reason: str, at_s: float) -> list[Instruction]:
         """Finishes the run early, with the minibatches that workers have begun. Repeating it changes nothing."""
@@ -245,40 +241,19 @@ class Membership:
         """Aborts the run: the strategy's `drive` has failed."""
         return [] if self.phases.over else self.phases.abort("coordinator", error, message, traceback)
 
-    # ---- snapshots ------------------------------------------------------------------------
-
-    def prepared(self, snapshot: Snapshot, places: Sequence[VectorPlace], at_s: float) -> list[Instruction]:
-        """See `SnapshotRounds.prepared`."""
-        return self.snapshots.prepared(snapshot, places, at_s) + self._after_snapshot()
-
-    def committed(self, snapshot: Snapshot, folder: str, size_bytes: int, at_s: float) -> list[Instruction]:
-        """See `SnapshotRounds.committed`."""
-        return self.snapshots.committed(snapshot, folder, size_bytes, at_s) + self._after_snapshot()
-
-    def snapshot_failed(self, snapshot: Snapshot, who: str, why: str, at_s: float) -> list[Instruction]:
-        """Ends a snapshot whose draft the coordinator could not open or commit."""
-        if snapshot is not self.snapshots.current:
-            return []
-        return self.snapshots.fail(who, why, at_s) + self._after_snapshot()
-
     # ---- consequences ---------------------------------------------------------------------
 
     def _begin(self, at_s: float) -> list[Instruction]:
         """Begins the training, and reports what is trained, and from where."""
-        self.phases.begin()
+        self.phases.phase = v1.Notice.TRAINING
         self.progress.begin(at_s)
         self.nodes.epoch = 1
-        started = replace(
-            self._started,
-            num_parameters=self.admission.num_parameters,
-            chunk_elems=self.admission.chunk_elems,
-            optimizer=self.admission.optimizer or self._started.optimizer,
-        )
+        started = self.admission.with_model(self._started)
         resumed = self.progress.resumed()
         return [Emit(started)] if resumed is None else [Emit(started), Emit(resumed)]
 
-    def _after_snapshot(self) -> list[Instruction]:
-        """Stops the run if the snapshot was made for that."""
+    def after_snapshot(self) -> list[Instruction]:
+        """Stops the run if that is what the latest snapshot was made for."""
         return self.phases.stop() if self.snapshots.stopped and not self.phases.over else []
 
     def _participation_changed(self) -> list[Instruction]:

@@ -94,10 +94,6 @@ class Phases:
         """Whether all nodes have joined, and the run is not over."""
         return self.phase == v1.Notice.TRAINING
 
-    def begin(self) -> None:
-        """Begins the training: all nodes have joined."""
-        self.phase = v1.Notice.TRAINING
-
     def stop(self) -> list[Instruction]:
         """Ends the run with the newest checkpoint."""
         self.phase = v1.Notice.STOPPED

@@ -25,17 +25,6 @@ class Snapshot:
         began_s: when it began, in seconds.
         ends: the run finishes with it: workers only go on to the minibatch where they stop, and no checkpoint
             is written.
-        phase: its present phase.
-        begun: by worker, how many minibatches it had begun.
-        stop_at: by worker, the number of minibatches after which it stops.
-        reached: the workers that have stopped.
-        versions: by holder, the versions of its chunks.
-        sums: by holder, the CRC-32 of each piece that it has written.
-        places: where the vectors go.
-        resumed_s: when the workers resumed, in seconds.
-        progress: the samples in the model.
-        step: step of the checkpoint.
-        ordered: the phase in which its last instruction was given.
     """
 
     number: int
@@ -46,16 +35,16 @@ class Snapshot:
     began_s: float
     ends: bool = False
     phase: v1.Snapshot.Phase = v1.Snapshot.PAUSE
-    begun: dict[str, int] = field(default_factory=dict)
-    stop_at: dict[str, int] = field(default_factory=dict)
-    reached: set[str] = field(default_factory=set)
-    versions: dict[str, Sequence[int]] = field(default_factory=dict)
-    sums: dict[str, Sequence[int]] = field(default_factory=dict)
+    begun: dict[str, int] = field(default_factory=dict)  # by worker, how many minibatches it had begun
+    stop_at: dict[str, int] = field(default_factory=dict)  # and after how many it stops
+    reached: set[str] = field(default_factory=set)  # workers that have stopped
+    versions: dict[str, Sequence[int]] = field(default_factory=dict)  # by holder, of its chunks
+    sums: dict[str, Sequence[int]] = field(default_factory=dict)  # by holder, CRC-32 of its pieces
     places: tuple[VectorPlace, ...] = ()
-    resumed_s: float = 0.0
+    resumed_s: float = 0.0  # when the workers resumed
     progress: DataProgress = field(default_factory=DataProgress)
     step: int = 0
-    ordered: v1.Snapshot.Phase | None = None
+    ordered: v1.Snapshot.Phase | None = None  # phase of the last instruction
 
     @property
     def awaited(self) -> list[str]:

@@ -1,9 +1,9 @@
 """Callbacks: the user's objects that get the events of a run while it goes on.
 
-They run in the process that called `train`, each on a thread of its own with a bounded queue, so that no
-callback can stop or slow down a run. A callback that raises is not called again, and its traceback is
-printed. One that is too slow misses events; their number is printed at the end. A simulation calls them on
-its own thread, during which no virtual time passes.
+They run in the process that called `train`, each on its own thread with a bounded queue, so that no callback can
+stop or slow down a run. A callback that raises is not called again, and its traceback is printed. A callback that
+is too slow misses events; their number is printed at the end. A simulation calls callbacks on its own thread, and
+no virtual time passes meanwhile.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Callbacks:
     Args:
         callbacks: checked by `check_callbacks`.
         info: entries that `on_start` gets besides the fields of the started event: name, run_dir.
-        threads: whether each has a thread of its own; otherwise they are called directly.
+        threads: whether each callback has its own thread; otherwise they are called directly.
         complain: called with messages for the user; None prints them on stderr.
     """
 
@@ -153,7 +153,7 @@ class _Listener:
 
 
 class _Threaded(_Listener):
-    """One callback on a thread of its own."""
+    """One callback, on its own thread."""
 
     def __init__(self, callback: Any, complain: Callable[[str], object]) -> None:
         super().__init__(callback, complain)

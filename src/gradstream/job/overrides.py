@@ -72,8 +72,8 @@ def _check(values: Mapping[str, Any]) -> None:
 def _own_metric(job: Job, name: str) -> str | Metric:
     if name not in job.metrics:
         raise ConfigError(
-            f"metrics[{name!r}] is not in the job file, and has no place that other processes find it by: "
-            "define it at the top level of a file"
+            f"metrics[{name!r}] is not in the job file, and other processes cannot find it: define it at the "
+            "top level of a file"
         )
     return job.metrics[name]
 

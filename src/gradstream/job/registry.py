@@ -196,7 +196,7 @@ def _check_plain(fields: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping) or (
             isinstance(value, list | tuple) and any(isinstance(one, Mapping | list) for one in value)
         ):
-            raise ValueError(f"{name[:80]!r} is a table: a place of code is not taken from a peer")
+            raise ValueError(f"{name[:80]!r} is a table: no peer may name a place of code")
 
 
 def optimizer_of_text(text: str) -> tuple[Optimizer, GroupedRule | None]:
@@ -216,7 +216,9 @@ def optimizer_of_text(text: str) -> tuple[Optimizer, GroupedRule | None]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"an update rule that cannot be read: {text[:80]!r}: {error}") from error
     if rule.place not in OPTIMIZERS.values():
-        raise ConfigError(f"update rule {rule.place[:80]!r} is none of ours: {', '.join(sorted(OPTIMIZERS))}")
+        raise ConfigError(
+            f"update rule {rule.place[:80]!r} is not built in; expected one of {', '.join(sorted(OPTIMIZERS))}"
+        )
     try:
         optimizer = find_optimizer(rule.place, rule.fields)
         if not rule.groups:

@@ -147,14 +147,14 @@ def _check_quorum(job: Job, strategy: Strategy) -> None:
         )
     if job.shares == MEASURED:
         raise ConfigError(
-            f"shares={MEASURED!r} waits for what every worker has measured, and {what} does not wait for all "
+            f"shares={MEASURED!r} waits for the measurements of all workers, and {what} does not wait for all "
             "of them: use one of the two"
         )
     for given, amounts in (("batch_size", job.batch_size), ("shares", job.shares)):
         if isinstance(amounts, Sequence) and 0 in amounts:
             raise ConfigError(
-                f"{given}={list(amounts)}: {what} takes who comes first, and that would always be a worker "
-                "without samples: give each some, or leave out backup"
+                f"{given}={list(amounts)}: {what} takes the workers that come first, and a worker without "
+                "samples would always be one of them: give each worker some, or leave out backup"
             )
 
 
@@ -180,8 +180,8 @@ def _check_hooks(strategy: Strategy) -> None:
     called = [name for name in _HOOKS_OF_SERVERS if hasattr(strategy, name)]
     if called:
         raise ConfigError(
-            f"{type(strategy).__name__} has {', '.join(f'{name}()' for name in called)}, which nobody calls where "
-            "there are no servers; leave out, or derive from gradstream.strategies.ServerStrategy"
+            f"{type(strategy).__name__} has {', '.join(f'{name}()' for name in called)}, which only servers would "
+            "call; leave out, or derive from gradstream.strategies.ServerStrategy"
         )
 
 
@@ -199,8 +199,8 @@ def _check_drive(job: Job, strategy: Strategy) -> None:
         )
     if is_open_ended(job):
         raise ConfigError(
-            f"{name} holds workers back for a while, and others take their minibatches: a training loop of "
-            "your own has data of its own; leave out warm starts and waves"
+            f"{name} pauses workers for a while, and others take their minibatches, but each training loop of "
+            "your own brings its own data; leave out warm starts and waves"
         )
 
 
@@ -219,7 +219,7 @@ def _check_shared(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
 
 
 def check_resumed(job: Job, resume: Resume) -> None:
-    """Raises ConfigError where seed or data changed: the samples that are done are those of another order."""
+    """Raises ConfigError where seed or data changed, and with them the order of the samples."""
     for name, got, expected in (
         ("seed", job.seed, resume.seed),
         ("samples of the data", job.data.num_samples, resume.num_samples),

@@ -1,9 +1,9 @@
-"""`gradstream train --dry-run`: checks a job by a few real minibatches, before hours are spent.
+"""`gradstream train --dry-run`: checks a job with a few real minibatches, before hours are spent.
 
-Everything that a run needs is tried once, cheapest first; the first check that fails is the last one.
-Of a job: the configuration, the model, memory and disk by estimate, then real processes (`job_trial.py`).
-Of a script with a training loop of its own, which must run to say how large its model is: real processes
-first, then what they have needed against what is there (`script_trial.py`).
+A dry run tries everything that a run needs, cheapest first, up to the first check that fails. `job.py` checks the
+configuration and the model of a job, estimates memory and disk, then starts real processes. `script.py` checks a
+script with a training loop of its own. Only the script knows the size of its model, while it runs; so real
+processes come first, and their needs are then compared with the free memory and disk.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from gradstream.job.job import Job, is_script
-from gradstream.preflight.estimates import estimate, samples_per_s
+from gradstream.preflight.base import CheckResult, carry_out, estimate, samples_per_s
 from gradstream.preflight.job import JobDryRun
-from gradstream.preflight.results import CheckResult, carry_out
 from gradstream.preflight.script import ScriptDryRun
 
 __all__ = ["CheckResult", "dry_run", "estimate", "samples_per_s"]

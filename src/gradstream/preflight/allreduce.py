@@ -1,7 +1,7 @@
 """Measures how long an allreduce takes among real processes.
 
-The ranks share only a folder: it holds the plan, and each rank writes its address and, at the end, its times
-there. So ranks may be processes of this machine, or of network namespaces.
+The ranks share only a folder. It holds the plan; each rank writes its address and, at the end, its times into it.
+So ranks may be processes of this machine, or of network namespaces.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradstream.transport.proof import new_secret
 __all__ = ["ALGORITHM_NAMES", "AllreducePlan", "AllreduceResult", "measure_here", "result_of"]
 
 ALGORITHM_NAMES = ("auto", "shared", "hierarchical", "messages", *ALGORITHMS)
-"""The choices: the group that `form_group` chooses, one of its kinds, or one algorithm."""
+"""The choices: "auto" for the group that `form_group` chooses, one of its kinds, or one algorithm."""
 
 RANK = "gradstream.preflight.allreduce_rank:main"
 LIMIT_S = 600.0
@@ -38,18 +38,18 @@ class AllreducePlan:
     """The settings of a measurement.
 
     Args:
-        ranks: processes.
-        elements: float32 of the vector.
-        algorithm: of `ALGORITHM_NAMES`. "auto" is what a strategy's call does: in place where all ranks are
-            on one host, whatever the carrier of a run is.
-        carrier: of messages, where some are sent: "auto", "grpc", "tcp" or "shm".
-        times: how often, after two that do not count.
-        listen: host of each rank; loopback by default. Elsewhere it is plain text.
-        hosts: names of the hosts that the ranks are on; found out by default.
-        secret: of the ranks.
+        ranks: number of processes.
+        elements: length of the vector, in float32.
+        algorithm: one of `ALGORITHM_NAMES`. "auto" measures the call that a strategy makes: in place where all
+            ranks are on one host, whatever the carrier of a run is.
+        carrier: carrier of messages, where the group sends any: "auto", "grpc", "tcp" or "shm".
+        times: number of repetitions, after two that do not count.
+        listen: host that each rank listens on; loopback by default. On other hosts, ranks send plain text.
+        hosts: name of each rank's host; by default each rank finds out its own.
+        secret: secret by which the ranks know one another.
 
     Raises:
-        ConfigError: something that cannot be.
+        ConfigError: a number is below 1, a name is unknown, or two options exclude each other.
     """
 
     ranks: int = 2
@@ -71,8 +71,8 @@ class AllreducePlan:
             raise UnknownNameError("carrier", self.carrier, CHOICES)
         if self.algorithm == "shared" and self.carrier != "auto":
             raise ConfigError(
-                f"algorithm='shared', carrier={self.carrier!r}: what is summed up in place goes by no "
-                "carrier; leave one of the two out"
+                f"algorithm='shared', carrier={self.carrier!r}: ranks that add in place send no messages, and "
+                "need no carrier; leave one of the two out"
             )
 
     @property
@@ -86,23 +86,24 @@ class AllreducePlan:
 
     @classmethod
     def load(cls, folder: Path) -> AllreducePlan:
-        """Reads the plan in a folder."""
+        """Reads the plan that `save` has written."""
         return cls(**json.loads((folder / "plan.json").read_text()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllreduceResult:
-    """What was found. Each time is that of the slowest rank.
+    """The result of a measurement.
 
     Args:
-        plan: what was asked for.
-        kind: of group: "messages", "shared" or "hierarchical".
-        algorithm: that carried it out.
-        carriers: by which rank 0 reached the others, each once; none in place.
-        times_s: of each repetition.
-        figures: alpha_s, beta_s_byte, gamma_s_byte and message_s, measured on the links that carried it,
-            before and after; none in place.
-        predicted_s: by the algorithm's formula with these; None in place and in two storeys.
+        plan: the settings.
+        kind: kind of the group: "messages", "shared" or "hierarchical".
+        algorithm: name of the algorithm that was used.
+        times_s: seconds that the slowest rank took, for each repetition.
+        carriers: carriers by which rank 0 reached the other ranks, each once; none in place.
+        figures: alpha_s, beta_s_byte, gamma_s_byte and message_s, measured before and after the repetitions on
+            the same links; none in place.
+        predicted_s: seconds that the algorithm's formula predicts with these figures; None in place, and for
+            a hierarchical group.
     """
 
     plan: AllreducePlan
@@ -115,7 +116,7 @@ class AllreduceResult:
 
     @property
     def median_s(self) -> float:
-        """Of all repetitions."""
+        """Median of the repetitions, in seconds."""
         return statistics.median(self.times_s)
 
     @property
@@ -130,17 +131,17 @@ class AllreduceResult:
 
     @property
     def predicted_over_median(self) -> float | None:
-        """How far the prediction is off: 1 where it is right, None where there is none."""
+        """The predicted time divided by the median; None without a prediction."""
         return None if self.predicted_s is None else self.predicted_s / self.median_s
 
     @property
     def as_messages(self) -> AllreducePlan | None:
-        """Where it was summed up in place: the plan that measures the same as messages; else None."""
+        """The plan that measures the same sum by messages, where the ranks added in place; else None."""
         in_place = self.kind == "shared" and self.plan.algorithm == "auto"
         return replace(self.plan, algorithm="messages") if in_place else None
 
     def record(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The settings and the results as a JSON object."""
         return {
             "ranks": self.plan.ranks,
             "elements": self.plan.elements,
@@ -161,11 +162,11 @@ class AllreduceResult:
 
 
 def measure_here(plan: AllreducePlan) -> AllreduceResult:
-    """With processes of this machine.
+    """Measures with processes of this machine.
 
     Raises:
         ConfigError: this machine has too little memory.
-        GradstreamError: a rank failed; with what it has said.
+        GradstreamError: a rank failed, with the end of its log; or the ranks took longer than `LIMIT_S`.
     """
     free, least = free_memory_bytes(), ITEMSIZE_BYTES * plan.elements * plan.ranks
     if free is not None and least > free:
@@ -199,7 +200,7 @@ def _wait(cluster: LocalCluster, ranks: int) -> None:
 
 
 def result_of(folder: Path) -> AllreduceResult:
-    """What the ranks have left in their folder, once all have ended."""
+    """Reads the result from the folder of the ranks, once all of them have ended."""
     plan = AllreducePlan.load(folder)
     found = [json.loads((folder / f"result-{rank}.json").read_text()) for rank in range(plan.ranks)]
     slowest = [max(times) for times in zip(*(one["times_s"] for one in found), strict=True)]

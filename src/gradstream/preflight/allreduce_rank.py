@@ -37,11 +37,13 @@ POLL_S = 0.01
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Takes part until all is measured."""
+    """Runs one rank until the measurement has ended; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="what the ranks have in common")
+    parser.add_argument("folder", type=Path, help="folder that the ranks share")
     parser.add_argument("rank", type=int)
-    parser.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)  # nodes are given one
+    parser.add_argument(
+        "--report-fd", type=int, help=argparse.SUPPRESS
+    )  # every process of a `LocalCluster` gets one
     given = parser.parse_args(argv)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     asyncio.run(_Rank(given.folder, given.rank).run())
@@ -99,7 +101,7 @@ class _Rank:
             self._chosen = event
 
     async def _times_s(self, group: Group) -> tuple[list[float], MeasuredCosts | None]:
-        """Seconds of each repetition; and of messages what they cost, before and after, in the mean."""
+        """Seconds of each repetition, and the costs of messages: means of before and after the repetitions."""
         vector = group.allocate(self._plan.elements, torch.float32, "bench")
         vector.tensor.fill_(group.rank + 1.0)
         total = await self._allreduce(group, vector.all)
@@ -122,7 +124,7 @@ class _Rank:
         )
 
     async def _figures(self, group: Group) -> MeasuredCosts | None:
-        """Of messages as long as those of a ring, on the links of this group; None where it sends none."""
+        """The costs of messages as long as a ring's, on the links of this group; None where it sends none."""
         if not isinstance(group, MessageGroup):
             return None
         return await group.measure(max(1, self._plan.elements // group.size))
@@ -154,7 +156,7 @@ class _Rank:
         }
 
     def _leave(self, what: str, value: Any) -> None:
-        """In the folder, all of it at once."""
+        """Writes a value into the folder, where the other ranks see all of it or nothing."""
         path = self._folder / f"{what}-{self._rank}.json"
         path.with_suffix(".part").write_text(json.dumps(value))
         path.with_suffix(".part").rename(path)

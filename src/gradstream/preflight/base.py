@@ -1,21 +1,25 @@
-"""The common part of all dry runs: a few minibatches on real processes, up to a checkpoint."""
+"""What all dry runs share: checks and their results, and a few minibatches on real processes."""
 
 from __future__ import annotations
 
 import dataclasses
 import secrets
+import time
+import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from gradstream._simulate import simulate
 from gradstream._train import launch
-from gradstream.errors import Interrupted, PreflightError
+from gradstream.errors import Interrupted, PreflightError, UserCodeError
 from gradstream.job.job import Job
-from gradstream.preflight.estimates import by_role, count, quiet, samples_per_s
-from gradstream.preflight.results import Check
+from gradstream.model.base import Model
 from gradstream.report.summary import EventDict
 from gradstream.report.units import size_text
 from gradstream.run.local import LocalCluster, node_environment
@@ -23,12 +27,68 @@ from gradstream.run.plan import RunPlan, plan_run
 from gradstream.run.reopen import kept_parameters
 from gradstream.run.result import Run
 from gradstream.runtime.resources import free_disk_bytes
+from gradstream.runtime.simulation import SimulationConfig
 
-__all__ = ["DryRun"]
+__all__ = [
+    "Check",
+    "CheckResult",
+    "DryRun",
+    "by_role",
+    "carry_out",
+    "count",
+    "estimate",
+    "samples_per_s",
+]
 
 STEPS = 1
-"""Minibatches of each worker before the run is asked to stop. The first one warms up, and is not measured; by
-the time that the run stops, each worker has at least begun the next."""
+"""Minibatches of each worker before the run is asked to stop. The first one warms up, and is not measured; when
+the run stops, each worker has at least begun the next one."""
+
+
+Check = Callable[[], str]
+"""A check: returns its figures as a text, or raises an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """The result of one check.
+
+    Args:
+        name: name of the check.
+        ok: whether the check passed.
+        detail: its figures, or what is wrong.
+        seconds: its duration.
+        trace: traceback of the user's code, where that failed.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+    seconds: float = 0.0
+    trace: str = ""
+
+
+def carry_out(checks: Mapping[str, Check]) -> list[CheckResult]:
+    """Runs the checks in their order, up to the first that fails."""
+    results = []
+    for name, check in checks.items():
+        begun_s = time.perf_counter()
+        try:
+            detail = check()
+            results.append(CheckResult(name, True, detail, time.perf_counter() - begun_s))
+        except Exception as error:
+            results.append(_failure(name, error, time.perf_counter() - begun_s))
+            break
+    return results
+
+
+def _failure(name: str, error: Exception, seconds: float) -> CheckResult:
+    ours = hasattr(error, "exit_status")
+    own_code = isinstance(error, UserCodeError) or not ours
+    trace = getattr(error, "traceback_text", "") or (traceback.format_exc() if own_code else "")
+    return CheckResult(
+        name, False, str(error) if ours else f"{type(error).__name__}: {error}", seconds, trace
+    )
 
 
 class DryRun(ABC):
@@ -53,12 +113,12 @@ class DryRun(ABC):
 
     @cached_property
     def plan(self) -> RunPlan:
-        """The job, as its nodes will play it. Raises ConfigError for what is wrong with it."""
+        """The plan of the run. Raises ConfigError where the job is wrong."""
         return plan_run(self.job, "dry-run")
 
     @cached_property
     def run(self) -> Run:
-        """Some minibatches on real processes, up to a checkpoint."""
+        """The trial run: a few minibatches on real processes, up to a checkpoint."""
         steps: Counter[int] = Counter()
         seen: Counter[str] = Counter()
 
@@ -156,3 +216,52 @@ class DryRun(ABC):
         after = sum(event["step"] > 0 for event in steps)
         minibatches = count(after, "minibatch", "es")
         return rate, f"{rate:,.0f} samples/s over the {minibatches} after each worker's first"
+
+
+# ---- figures ----------------------------------------------------------------------------
+
+
+def estimate(job: Job, model: Model) -> dict[str, dict[str, int]]:
+    """Bytes of the vectors of each node, by name.
+
+    The nodes request them in a shape-only simulation, whose vectors have a size and no elements.
+    """
+    little = dataclasses.replace(quiet(job), model=model, epochs=None, steps=1)
+    run = simulate(little, config=SimulationConfig(shape_only=True))
+    return {
+        event["node"]: dict(event["vectors_bytes"])
+        for event in run.events
+        if event["event"] == "memory" and event["vectors_bytes"]
+    }
+
+
+def quiet(job: Job) -> Job:
+    """The job without callbacks, trackers, evaluations and regular checkpoints."""
+    return dataclasses.replace(job, evaluate_every=None, checkpoint_every=None, callbacks=(), trackers=())
+
+
+def samples_per_s(events: Sequence[EventDict]) -> float | None:
+    """Samples per second of all workers, each from the end of its first minibatch to the end of its last."""
+    times: dict[int, list[tuple[float, int]]] = {}
+    for event in events:
+        if event["event"] == "step" and event["samples"]:
+            times.setdefault(event["rank"], []).append((event["time_s"], event["samples"]))
+    rates = [
+        sum(samples for _, samples in steps[1:]) / (steps[-1][0] - steps[0][0])
+        for steps in map(sorted, times.values())
+        if steps[-1][0] > steps[0][0]
+    ]
+    return sum(rates) if rates else None
+
+
+def by_role(by_node: Mapping[str, Any]) -> dict[str, Any]:
+    """The value of the first node of each role: the first shard is the largest one."""
+    roles: dict[str, Any] = {}
+    for node in sorted(by_node):
+        roles.setdefault(node.partition("-")[0], by_node[node])
+    return roles
+
+
+def count(number: int, what: str, many: str = "s") -> str:
+    """A number with its noun: "1 worker", "2 workers"."""
+    return f"{number:,} {what}" + ("" if number == 1 else many)

@@ -12,9 +12,7 @@ from gradstream.errors import PreflightError
 from gradstream.job.job import Job, build_model
 from gradstream.model.base import Model
 from gradstream.model.batch import Batch
-from gradstream.preflight.base import DryRun
-from gradstream.preflight.estimates import by_role, count, estimate
-from gradstream.preflight.results import Check
+from gradstream.preflight.base import Check, DryRun, by_role, count, estimate
 from gradstream.report.units import size_text, time_text
 from gradstream.run.plan import metrics_of
 from gradstream.run.result import Run

@@ -1,8 +1,8 @@
 """A dry run of a script with a training loop of its own.
 
-Only the script knows its model, and only while it runs: so its first steps come first. It is stopped as
-Ctrl-C would stop it, with a checkpoint, in the middle of its loop. What it prints or writes on the way
-there it prints and writes; how it evaluates is its own affair.
+Only the script knows its model, and only while it runs: so its first steps come first. The dry run stops it in
+the middle of its loop, with a checkpoint, as Ctrl-C would. The script may print and write files until then. Its
+evaluation is not checked.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gradstream.errors import PreflightError
-from gradstream.preflight.base import DryRun
-from gradstream.preflight.estimates import by_role
-from gradstream.preflight.results import Check
+from gradstream.preflight.base import Check, DryRun, by_role
 from gradstream.report.summary import EventDict
 from gradstream.report.units import size_text
 from gradstream.runtime.resources import free_memory_bytes

@@ -32,7 +32,6 @@ from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.virtual import VirtualCluster, VirtualRuntime
-from gradstream.server.shard.event_schedule import UpdateDue
 from gradstream.server.shard.node import ShardNode
 from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
 from gradstream.wire.chunks import ChunkMap
@@ -67,7 +66,10 @@ class ReplayCluster:
         self._chunks = ChunkMap(layout.elems, plan.chunk_elems_of(layout), plan.servers)
         samples_of = partial(ids_of, plan.batch_plan())
         self._assembler = UpdateAssembler(self._chunks, layout.dtype, run.model.tree, samples_of, keep=keep)
-        self._schedules = [ReplaySchedule(part, self) for part in run.shard_parts()]
+        self._schedules = [
+            ReplaySchedule(part, self._assembler, self._event_happened, self._diverged)
+            for part in run.shard_parts()
+        ]
         self._shards: list[ShardNode] = []
         self._num_events = 0
         self._progress = asyncio.Event()  # an update is complete, or the replay is over
@@ -128,27 +130,16 @@ class ReplayCluster:
 
     # ---- for the schedules --------------------------------------------------------------
 
-    def event_happened(self) -> None:
-        """See `ReplayListener`."""
+    def _event_happened(self) -> None:
         self._num_events += 1
+        if self._assembler.complete:
+            self._progress.set()
         if all(schedule.over for schedule in self._schedules):
             self._end()
 
-    def update_begins(self, update: UpdateDue) -> None:
-        """See `ReplayListener`."""
-        self._assembler.begin(update)
-
-    def update_applied(self, update: UpdateDue) -> None:
-        """See `ReplayListener`."""
-        self._assembler.applied(update)
-        if self._assembler.complete:
-            self._progress.set()
-
-    def diverged(self, error: DivergedError) -> None:
-        """See `ReplayListener`. Raises the error in the shard, too."""
+    def _diverged(self, error: DivergedError) -> None:
         self.divergence = self.divergence or error
         self._end()
-        raise error
 
     def _end(self) -> None:
         self.over = True

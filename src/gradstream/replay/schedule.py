@@ -10,13 +10,14 @@ point where it was killed. A chunk waits for another one only through the worker
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
-from typing import Protocol
+from typing import NoReturn
 
 from gradstream.errors import DivergedError
 from gradstream.recording import FetchAsked, LogPart, Pushed
 from gradstream.replay.chunk_log import ShardEvent, chunk_logs_of, chunk_time_of
+from gradstream.replay.update_assembler import UpdateAssembler
 from gradstream.server.aggregation import FetchTerms
 from gradstream.server.shard.event_schedule import (
     ChunkRead,
@@ -32,27 +33,7 @@ from gradstream.server.shard.event_schedule import (
 from gradstream.server.shard.recorder import crc_of
 from gradstream.server.shard.state import ShardState
 
-__all__ = ["ReplayListener", "ReplaySchedule"]
-
-
-class ReplayListener(Protocol):
-    """Is notified of the events on a shard of a replay."""
-
-    def event_happened(self) -> None:
-        """A recorded event has happened."""
-        ...
-
-    def update_begins(self, update: UpdateDue) -> None:
-        """The arithmetic of an update begins."""
-        ...
-
-    def update_applied(self, update: UpdateDue) -> None:
-        """The arithmetic of an update is done."""
-        ...
-
-    def diverged(self, error: DivergedError) -> None:
-        """The replay differs from the recording. The listener raises the error."""
-        ...
+__all__ = ["ReplaySchedule"]
 
 
 class ReplaySchedule:
@@ -60,12 +41,22 @@ class ReplaySchedule:
 
     Args:
         part: recording of the shard.
-        listener: is notified of the events.
+        assembler: observes the updates of the shard.
+        on_event: called after each recorded event.
+        on_divergence: called with the error when the replay differs from the recording.
     """
 
-    def __init__(self, part: LogPart, listener: ReplayListener) -> None:
+    def __init__(
+        self,
+        part: LogPart,
+        assembler: UpdateAssembler,
+        on_event: Callable[[], None],
+        on_divergence: Callable[[DivergedError], None],
+    ) -> None:
         self.node = part.node
-        self._listener = listener
+        self._assembler = assembler
+        self._on_event = on_event
+        self._on_divergence = on_divergence
         self._state: ShardState | None = None  # until the model is registered
         self._logs, self._clocks = chunk_logs_of(part)
 
@@ -121,9 +112,11 @@ class ReplaySchedule:
     def _chunk_time(self, chunk: int) -> int:
         return 2 * self._logs[chunk].done + self._busy(chunk)
 
-    def _diverge(self, chunk: int, text: str) -> None:
+    def _diverge(self, chunk: int, text: str) -> NoReturn:
         done = self._logs[chunk].done
-        self._listener.diverged(DivergedError(f"{self.node}, chunk {chunk}, after {done} updates: {text}"))
+        error = DivergedError(f"{self.node}, chunk {chunk}, after {done} updates: {text}")
+        self._on_divergence(error)
+        raise error
 
     # ---- pushes and flushes -------------------------------------------------------------
 
@@ -168,7 +161,7 @@ class ReplaySchedule:
                 self._compare(event, head)
             yield event
             log.ordered.popleft()
-            self._listener.event_happened()
+            self._on_event()
         log.admitting = False
         yield from self._begin_update(chunk)
 
@@ -195,7 +188,7 @@ class ReplaySchedule:
         for chunk in event.chunk_times:
             self._logs[chunk].ordered.popleft()
         yield event.event
-        self._listener.event_happened()
+        self._on_event()
         for chunk in event.chunk_times:
             yield from self._admit_due(chunk)
 
@@ -218,7 +211,7 @@ class ReplaySchedule:
         yield event
         event.clock = log.clocks.get(key, event.clock)
         log.unread[log.done].discard(key)
-        self._listener.event_happened()
+        self._on_event()
         yield from self._begin_update(event.chunk)
 
     # ---- updates ------------------------------------------------------------------------
@@ -230,7 +223,7 @@ class ReplaySchedule:
         if log.due is None or must_wait or log.unread[log.done]:
             return
         update, log.due = log.due, None
-        self._listener.update_begins(update)
+        self._assembler.begin(update)
         yield update
 
     def _applied(self, update: UpdateDue) -> Iterable[Event]:
@@ -240,7 +233,7 @@ class ReplaySchedule:
         crc = log.sums.get(log.done)
         if crc is not None and crc != crc_of(update.parameters):
             self._diverge(chunk, "the parameters are not those of the recorded run")
-        self._listener.update_applied(update)
-        self._listener.event_happened()
+        self._assembler.applied(update)
+        self._on_event()
         yield from log.releases.pop(log.done, ())
         yield from self._admit_due(chunk)

@@ -1,6 +1,6 @@
 """The events of a run as its launcher follows them: it reads them as they come and passes them to a callback.
 
-The coordinator writes them. The launcher adds a few of its own, and prints warnings on stderr.
+The coordinator writes them. The launcher adds a few events itself, and prints warnings on stderr.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class FollowedEvents:
                 self._on_event(event)
 
     def emit(self, event: Event) -> None:
-        """Adds an event of the launcher's own."""
+        """Adds an event of the launcher."""
         self._own.append(encode(event, node="launcher", time_s=0.0))
 
     def mend(self) -> bool:
@@ -102,7 +102,8 @@ class FollowedEvents:
 
         Args:
             text: the message.
-            about: what the disk has not taken; each has a message of its own. The final parameters do too.
+            about: the file or event that could not be written: each gets its own message, as do the final
+                parameters.
         """
         about = text if text.startswith("the final") else about
         now_ns, said_ns = monotonic_ns(), self._said_ns.get(about)
@@ -111,7 +112,7 @@ class FollowedEvents:
         self._said_ns[about] = now_ns
 
     def _say(self, event: Mapping[str, Any]) -> None:
-        """Prints events that the user must know of on stderr."""
+        """Prints the events that the user must know of on stderr."""
         if event["event"] == "checkpoint_failed":
             kept = f"{event['kept']} is kept" if event["kept"] else "none is kept yet"
             text = f"no checkpoint of step {event['step']:,} ({event['who']}: {event['message']}); {kept}"

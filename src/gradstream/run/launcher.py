@@ -60,7 +60,7 @@ BOOT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """How the nodes of a run are started and followed.
+    """How the launcher starts and follows the nodes of a run.
 
     Args:
         on_event: called with each event of the run.
@@ -99,11 +99,11 @@ class Launcher:
         self._events = FollowedEvents(run_dir, options.on_event)
         self._ended = EndedNodes()
         self._machines: MachineRendezvous | None = None  # the other machines, where there are any
-        self._credentials_file: Path | None = None  # read by workers that somebody else starts
+        self._credentials_file: Path | None = None  # for workers that another program starts
         self._meeting = ""  # host:port at which a script's own process group meets
         self._stopping = False  # the coordinator was asked to stop
         self._reachable = False  # the coordinator can be asked to stop
-        self._begins_again = False  # the script did not ask where to go on
+        self._begins_again = False  # a resumed script would begin from its start
         elsewhere = [worker_name(rank) for rank in range(plan.workers)] if options.on_address else []
         self._others = [name for name in plan.node_names if name not in (COORDINATOR, *elsewhere)]
 
@@ -112,10 +112,10 @@ class Launcher:
         with self._held_port():
             self._run(self._prepared())
 
-    def _run(self, made: AbstractContextManager[LocalCluster | ThreadCluster]) -> None:
+    def _run(self, made: AbstractContextManager[Cluster]) -> None:
         try:
             with self._signals, made as cluster:
-                self._cluster: Cluster = cluster
+                self._cluster = cluster
                 with self._machines_joined():
                     self._start_nodes()
                     self._follow()
@@ -146,7 +146,7 @@ class Launcher:
 
     # ---- before nodes are started -------------------------------------------------------
 
-    def _prepared(self) -> AbstractContextManager[LocalCluster | ThreadCluster]:
+    def _prepared(self) -> AbstractContextManager[Cluster]:
         """Writes the files that nodes read, and makes the cluster. Raises DiskError where there is no room."""
         options, logs = self._options, self._run_dir / "logs"
         environment: dict[str, str] = {}
@@ -201,11 +201,11 @@ class Launcher:
 
     @contextmanager
     def _machines_joined(self) -> Iterator[None]:
-        """Waits until all other machines have joined, where there are any; tells them how the run has ended."""
+        """Waits until all other machines have joined, where there are any; reports the end of the run to them."""
         if self._options.listening is None:
             yield
             return
-        # gRPC starts threads when it is imported. The forkserver runs in a process of its own by now.
+        # gRPC starts threads when it is imported. By now the forkserver is a separate process.
         from gradstream.run.remote.machine_rendezvous import MachineRendezvous
 
         spec = dataclasses.asdict(self._spec(()))
@@ -264,7 +264,9 @@ class Launcher:
             message = self._handle_message()
             if message is None:
                 waited += 1
-            elif "address" in message and message.get("from") == COORDINATOR:  # not that of a machine
+            elif (
+                "address" in message and message.get("from") == COORDINATOR
+            ):  # messages on machines have one too
                 self._reachable = True
                 return str(message["address"])
             if self._ended.statuses:

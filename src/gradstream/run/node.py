@@ -57,7 +57,7 @@ __all__ = [
 OK, FAILED, ABORTED = 0, 1, 3
 
 SHOWN = "worker-0"
-"""The node whose warnings the launcher shows: all workers have about the same."""
+"""The node whose warnings the launcher shows: those of the other workers are about the same."""
 
 Say = Callable[..., None]
 WhenAsked = Callable[[Callable[[], None]], None]
@@ -66,7 +66,7 @@ EVENTS = "events.jsonl"
 _ENDS = tuple(
     b'{"event":"%s"' % kind.name.encode() for kind in (StartedEvent, FailedEvent, FinishedEvent, StoppedEvent)
 )
-"""How the events begin that the launcher needs, and gets by its pipe where the disk stays full."""
+"""Beginnings of the events that the launcher needs; where the disk stays full, it gets them by its pipe."""
 
 LOCK = ".lock"
 LOCK_S = 20.0
@@ -97,7 +97,7 @@ async def run_node(
     """Runs a node to its end on the running loop, beside others, and returns its exit status.
 
     Args:
-        plan: of the run: the job is not read again. The node gets a model of its own.
+        plan: plan of the run, so that the job is not read again. The node gets its own copy of the model.
         argv: as for `main`.
         say: sends a message to the launcher.
         log: file for the traceback of an error that ended the node.
@@ -159,7 +159,7 @@ def _failed(error: Exception, name: str, say: Say, log: TextIO) -> int:
 
 
 def say_to(descriptor: int | None) -> Say:
-    """A function that sends messages to the launcher: JSON lines to a file descriptor, or to standard output."""
+    """Makes a function that sends messages to the launcher: JSON lines to a file descriptor, or to standard output."""
 
     def say(**message: Any) -> None:
         data = json.dumps(message).encode() + b"\n"

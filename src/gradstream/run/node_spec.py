@@ -1,4 +1,4 @@
-"""The plan of a run as JSON: what the launcher writes for its nodes, and what they read the job again by."""
+"""The plan of a run as JSON: the launcher writes it, and each node reads the job again by it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,9 @@ from gradstream.job.overrides import overrides, with_overrides
 from gradstream.job.registry import describe, find_optimizer, find_strategy
 from gradstream.run.files import read_record
 from gradstream.run.plan import RunPlan, plan_run
-from gradstream.untrusted import DocumentError, MismatchError, check_record, parse_json
+from gradstream.untrusted import MismatchError, check_record
 
 __all__ = ["NodeSpec"]
-
-MAX_BYTES, MAX_DEPTH = 16 << 20, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +34,10 @@ class NodeSpec:
         strategy, optimizer: as the registry describes them.
         resume: where the run goes on, as `Resume.as_json` gives it; None where it begins.
         script: the user's script, where the workers run a training loop in it; the other nodes do not run it.
-        data: checksums of arrays in memory, by name, which each node compares with those of its own arrays.
+        data: checksums of arrays in memory, by name; each node compares them with the checksums of its arrays.
         trial: whether nothing of the run is kept, so that files need not be synchronized to the disk.
-        elsewhere: whether the nodes are on another machine than the launcher, with a run directory of its
-            own: they write and read checkpoints through the coordinator.
+        elsewhere: whether the nodes are on another machine than the launcher, with another run directory: they
+            write and read checkpoints through the coordinator.
         per_machine: number of workers on each machine, where they run a script.
         meeting: host:port at which the script's own torch.distributed meets; "" where torchrun or another
             launcher has started the script.
@@ -88,21 +86,6 @@ class NodeSpec:
             per_machine=per_machine,
             meeting=meeting,
         )
-
-    @classmethod
-    def of_text(cls, text: str, where: str) -> NodeSpec:
-        """Reads a spec from JSON text. Raises ConfigError where it is none.
-
-        Args:
-            text: JSON.
-            where: name of the document for messages.
-        """
-        try:
-            record = parse_json(text, max_bytes=MAX_BYTES, max_depth=MAX_DEPTH)
-            check_record(cls, record)
-        except (DocumentError, MismatchError) as error:
-            raise ConfigError(f"{where}: written by another version of gradstream: {error}") from None
-        return cls(**record)
 
     @classmethod
     def read(cls, path: Path) -> NodeSpec:

@@ -17,8 +17,8 @@ from gradstream.checkpoint.policy import Policy
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.factory import form_group
 from gradstream.coordinator.assignment import BatchAssignment
+from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.balance import ShareBalance
-from gradstream.coordinator.batch_distribution import BatchDistribution
 from gradstream.coordinator.checkpoint_writer import CheckpointOptions
 from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.coordinator import Coordinator
@@ -56,7 +56,7 @@ __all__ = ["build_coordinator", "build_worker", "member_of", "recording_of", "wo
 def build_coordinator(
     plan: RunPlan, runtime: Runtime, endpoint: Endpoint, on_events: Callable[[bytes], None]
 ) -> Coordinator:
-    """The coordinator of a run; `on_events` gets every event of the run, as JSON lines."""
+    """Builds the coordinator of a run; `on_events` gets every event of the run, as JSON lines."""
     served, deadlines = plan.served, plan.job.deadlines
     ledger = plan.ledger()
     started = _started(plan, ledger)
@@ -74,7 +74,7 @@ def build_coordinator(
 
 def _started(plan: RunPlan, ledger: Ledger | OpenLedger) -> StartedEvent:
     in_rounds = plan.strategy.partitioning == "rounds"
-    total_steps = 0  # nobody knows it
+    total_steps = 0  # unknown
     if isinstance(ledger, Ledger):
         earlier = plan.resume.step if plan.resume is not None else 0
         total_steps = earlier + ledger.num_planned // (plan.workers if in_rounds else 1)
@@ -162,7 +162,7 @@ def _pieces(plan: RunPlan, model: v1.ModelSpec, holders: int) -> list[Sequence[t
 
 
 def build_worker(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, rank: int, model: Model) -> WorkerNode:
-    """One worker, with its own instance of the model; its endpoint knows the coordinator."""
+    """Builds one worker, with its own instance of the model; its endpoint knows the coordinator."""
     config = worker_config(plan, rank, model)
     if plan.job.record:
         config = replace(config, log=recording_of(plan, runtime))
@@ -205,7 +205,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
 
 
 def _update_rule(plan: RunPlan, model: Model, own: OwnData | None) -> UpdateRule:
-    """The rule by which parameters are updated, those of a worker or those of the shards."""
+    """The rule that updates the parameters, on the workers or on the shards."""
     if plan.joint:
         return Replace(), None
     if own is not None and own.optimizer:

@@ -1,4 +1,4 @@
-"""Which worker this process is if `gradstream train` has started it for a script, and the session of the script."""
+"""Tells a process which worker it is, where `gradstream train` has started it, and keeps its script's session."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlacement:
-    """Tells a worker its rank, and where to find the run.
+    """The rank of a worker, and the place of its run.
 
     Args:
         rank: number of this worker.
@@ -65,11 +65,11 @@ class WorkerPlacement:
 
 
 def handed_out(spec: str) -> list[str]:
-    """Command-line arguments with the credentials of a run: a file of this user's beside the specification.
+    """Command-line arguments with the credentials of a run, from the file beside the specification.
 
     Raises:
-        ConfigError: there is no such file that only this user can have written. Other users of the machine
-            can name a specification through torch's store; this check keeps their code from being run.
+        ConfigError: there is no such file, or another user can have written it. Other users of the machine
+            can name a specification through torch's store; this check keeps their code from running here.
     """
     return ["--credentials", str(Credentials.read(Path(spec).parent))]
 
@@ -84,13 +84,13 @@ _assigned: WorkerPlacement | None = None
 
 
 def assign(assignment: WorkerPlacement) -> None:
-    """Sets which worker this process is. Called where `gradstream train` has started it."""
+    """Sets the placement of this process, which `gradstream train` has started."""
     global _assigned
     _assigned = assignment
 
 
 def assigned() -> WorkerPlacement | None:
-    """Which worker this process is; None where `gradstream train` has not started it."""
+    """The placement of this process; None where `gradstream train` has not started it."""
     return _assigned
 
 
@@ -122,12 +122,12 @@ _running: ScriptSession | None = None
 
 
 def enter(session: S) -> S:
-    """Sets the session of this process."""
+    """Makes `session` the session of this process, and returns it."""
     global _running
     _running = session
     return session
 
 
 def running() -> ScriptSession | None:
-    """The session of this process; None until its script has joined a run with others."""
+    """The session of this process; None until its script has joined a run with other workers."""
     return _running

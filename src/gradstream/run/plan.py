@@ -51,7 +51,7 @@ def worker_name(rank: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """A job that was resolved and checked: all that the nodes of a run agree on.
+    """A job that was resolved and checked, on which all nodes of a run agree.
 
     Args:
         id: name of the run; its nodes refuse those of other runs.
@@ -84,7 +84,7 @@ class RunPlan:
 
     @property
     def node_names(self) -> list[str]:
-        """Every node, in the order in which they are best started."""
+        """The names of all nodes, in the order in which they are started."""
         shards = [shard_name(rank) for rank in range(self.servers)]
         return [COORDINATOR, *shards, *(worker_name(rank) for rank in range(self.workers))]
 
@@ -180,7 +180,7 @@ class RunPlan:
 
     @property
     def served(self) -> ServerStrategy | None:
-        """The strategy, where its workers exchange through servers."""
+        """The strategy, where its workers exchange through servers; else None."""
         return self.strategy if isinstance(self.strategy, ServerStrategy) else None
 
     @property
@@ -209,9 +209,9 @@ class RunPlan:
     # ---- chunks -------------------------------------------------------------------------
 
     def chunk_elems_of(self, layout: Layout) -> int:
-        """Elements per chunk, by the model's layout: the same on all nodes, since all have the same model.
+        """Elements per chunk for a model's layout: the same on all nodes, since all have the same model.
 
-        A strategy may exchange blocks of elements that depend on where chunks begin; then the size is fixed.
+        The size is fixed for a strategy that exchanges blocks of elements which depend on where chunks begin.
         """
         if self.chunk_elems is not None:
             return self.chunk_elems

@@ -105,7 +105,7 @@ class Run:
 
         Args:
             path: the run directory.
-            model, data: for `evaluate`; a run directory does not hold them.
+            model, data: the model and the data for `evaluate`; a run directory does not hold them.
 
         Raises:
             ConfigError: this is not a run directory, or a file in it cannot be read.
@@ -151,8 +151,8 @@ class Run:
         """Writes the run as one HTML file, which needs no network, and returns its path.
 
         Args:
-            path: of the file; an existing one is overwritten.
-            price: of one machine for an hour, in any currency; the report then shows the cost of the run.
+            path: the file; an existing one is overwritten.
+            price: price of one machine for an hour, in any currency; the report then shows the cost of the run.
         """
         source = PageSource(
             events=self.events,

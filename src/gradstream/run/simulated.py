@@ -26,11 +26,11 @@ class SimulatedCluster:
     """The nodes of a run on a virtual network.
 
     Args:
-        plan: of the run.
+        plan: plan of the run.
         model: copied for each worker, except in a shape-only simulation, which never runs it.
         config: machines and network.
-        on_events: called with JSON lines of events as they happen.
-        storage: the disk of all nodes; an empty one if None.
+        on_events: called with events, as JSON lines, when they happen.
+        storage: the disk of all nodes; None makes an empty one.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""numpy arrays whose updates a loop asks for: in one process, and on many workers."""
+"""Updates of numpy arrays for a loop that computes its own gradients: in one process, and on many workers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_vector import GradientVector
 
 __all__ = ["ArrayBinding", "ArrayGradients", "ArrayParameters", "LocalUpdates", "rate_of"]
+
+STEPS = EXTRA + "steps"
+"""Name of the array that holds the number of steps, in a checkpoint."""
 
 
 class ArrayBinding(ParameterBinding):
@@ -125,12 +128,12 @@ class LocalUpdates:
 
     Attributes:
         state: vectors of the update rule by name, filled at the first step.
-        counts: the number of steps, as "steps".
+        steps: number of steps made.
     """
 
     def __init__(self) -> None:
         self.state: dict[str, torch.Tensor] = {}
-        self.counts = {"steps": 0}
+        self.steps = 0
 
     def step(self, parameters: Tree, gradients: Tree, rule: Optimizer) -> Tree:
         """Makes one step, in place. Returns the parameters."""
@@ -147,8 +150,8 @@ class LocalUpdates:
         """Makes one step of a flat vector (n,), in place."""
         if not self.state:
             self.state.update({name: torch.full_like(flat, rule.state_init) for name in rule.state_names})
-        self.counts["steps"] += 1
-        rule.apply(flat, gradient, self.state, lr=rate_of(rule), step=self.counts["steps"])
+        self.steps += 1
+        rule.apply(flat, gradient, self.state, lr=rate_of(rule), step=self.steps)
 
 
 class ArrayParameters:
@@ -199,7 +202,7 @@ class ArrayGradients:
         self.binding = ArrayReplicaBinding(self._arrays.by_name, self._vector, self._updates)
 
     def synchronize(self, bridge: LoopBridge) -> None:
-        """Makes a round without a gradient: returns when all workers are there."""
+        """Makes a round without a gradient, and returns when all workers have joined it."""
         vector = bridge.open(1, silent=True).zero_()
         self._vector.finish(vector, [[0.0], [0.0], [0.0]], [0, 0, 0, 0])
         bridge.exchange(math.nan)
@@ -221,7 +224,7 @@ class ArrayGradients:
         broken = not finite(vector[:elems])
         if broken:
             vector.zero_()
-        checks = [self._updates.counts["steps"], 0, 0, 0]
+        checks = [self._updates.steps, 0, 0, 0]
         self._vector.finish(vector, [[1.0], [float(broken)], [1.0]], checks)
         mean = bridge.exchange(math.nan)
         if self._vector.broken(mean):
@@ -239,11 +242,11 @@ class ArrayGradients:
 
 
 class ArrayReplicaBinding(GradientBinding):
-    """Presents numpy arrays to the run, of a loop whose own update rule moves them.
+    """Presents a loop's numpy arrays to the run, where the loop's own update rule makes the steps.
 
     Args:
         arrays: the user's arrays by name.
-        vector: what a round carries.
+        vector: the vector that a round carries.
         updates: state of the update rule, and the number of steps.
     """
 
@@ -260,9 +263,9 @@ class ArrayReplicaBinding(GradientBinding):
 
     def extra(self) -> Mapping[str, np.ndarray[Any, Any]]:
         """See `model.fixed.extra_of`."""
-        rule, counts = self._updates.state, self._updates.counts
+        rule = self._updates.state
         state = {f"{EXTRA}rule.{name}": vector.numpy().copy() for name, vector in rule.items()}
-        return {**state, **{f"{EXTRA}{name}": np.array(count) for name, count in counts.items()}}
+        return {**state, STEPS: np.array(self._updates.steps)}
 
     def load_fixed(self, frozen: Buffers) -> None:
         """See `ParameterBinding.load_fixed`."""
@@ -271,8 +274,8 @@ class ArrayReplicaBinding(GradientBinding):
                 self._arrays[name][...] = value
             elif name.startswith(f"{EXTRA}rule."):
                 self._updates.state[name.removeprefix(f"{EXTRA}rule.")] = torch.from_numpy(value.copy())
-            elif name.startswith(EXTRA):
-                self._updates.counts[name.removeprefix(EXTRA)] = int(value)
+            elif name == STEPS:
+                self._updates.steps = int(value)
 
     def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
         """The user's arrays."""

@@ -26,7 +26,7 @@ __all__ = ["GradientBinding", "ModuleBinding", "ParameterBinding"]
 
 
 class ParameterBinding(ABC):
-    """Presents the parameters of a user's loop to the run, as a `Model` whose gradients the loop computes."""
+    """Presents the parameters of a user's loop to the run as a `Model`; the loop computes its gradients."""
 
     reduction: Reduction = "mean"
     layout: Layout
@@ -58,7 +58,7 @@ class ParameterBinding(ABC):
         """
 
     def buffers(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Copies of the buffers (running means), which each worker has of its own."""
+        """Copies of this worker's buffers (running means)."""
         return {}
 
     def snapshot_buffers(self) -> None:  # noqa: B027  needed only where the loop moves the parameters
@@ -84,19 +84,19 @@ class ParameterBinding(ABC):
 
     def gradient(self, *_: Any, **__: Any) -> float:
         """Raises InternalError: the user's loop computes the gradients."""
-        raise InternalError("the gradients of a loop of the user's come from the loop")
+        raise InternalError("the user's own loop computes its gradients")
 
     def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
         """Raises InternalError: the user's loop computes the outputs."""
         del parameters, inputs
-        raise InternalError("the outputs of a loop of the user's are computed in the loop")
+        raise InternalError("the user's own loop computes its outputs")
 
 
 class GradientBinding(ParameterBinding):
-    """A binding for loops that exchange only gradients, which other code writes and reads.
+    """A binding for loops that exchange only gradients; the loop's own thread writes and reads the vector.
 
     Args:
-        vector: what a round carries.
+        vector: the vector that a round carries.
     """
 
     def __init__(self, vector: GradientVector) -> None:

@@ -44,12 +44,12 @@ class LoopBridge:
         binding: the user's parameters.
         log: figures that the user's loop logs; None where it logs none.
         joint: only gradients are exchanged: a turn is a backward, and `stepped` says when a step was made.
-        on_step: called by `stepped`.
+        on_step: called after each step of the loop.
 
     Attributes:
         ended: whether the user's loop has ended well.
         visible: the parameters (E,) that the user sees; None before the first turn.
-        counts: what the loop has handed over.
+        counts: numbers of gradients, samples and steps that the loop has handed over.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class LoopBridge:
         return self.counts.samples
 
     def fetch(self) -> torch.Tensor:
-        """Fetches the servers' present parameters (E,). Called from the user's thread, between steps.
+        """Fetches the servers' present parameters (E,). Call it from the user's thread, between steps.
 
         Raises:
             PeerLostError, DeadlineError: a server does not answer.
@@ -107,7 +107,7 @@ class LoopBridge:
     ) -> Block | None:
         """Asks the coordinator for minibatches of lost workers: see `Reassignment.take`.
 
-        Called from the user's thread, between steps.
+        Call it from the user's thread, between steps.
 
         Raises:
             PeerLostError, DeadlineError: the coordinator does not answer.
@@ -223,7 +223,7 @@ class LoopBridge:
 
     @property
     def round_samples(self) -> int:
-        """Samples of the round that is open, or was last."""
+        """Number of samples of the open round, or else of the last one."""
         return self._turn.samples
 
     def report(self, elems: int) -> None:

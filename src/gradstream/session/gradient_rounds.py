@@ -57,12 +57,12 @@ class GradientRounds:
 
     Args:
         wrapped: the parameters.
-        vector: what a round carries.
+        vector: the vector that a round carries.
         bridge: the worker beside the loop, which makes the exchange.
         loss: returns the loss of the backward that ends, or NaN.
 
     Attributes:
-        steps: steps that this loop's wrapped optimizers have made.
+        steps: number of steps that this loop's wrapped optimizers have made; the caller counts them.
     """
 
     def __init__(
@@ -80,27 +80,17 @@ class GradientRounds:
         self._loss = loss
         self._digest = Digest(dict(zip(wrapped.names, wrapped.parameters, strict=True)))
 
-    def open(self, samples: int, *, silent: bool = False) -> torch.Tensor:
-        """Begins a round: see `LoopBridge.open`."""
-        return self._bridge.open(samples, silent=silent)
-
-    @property
-    def samples(self) -> int:
-        """Samples behind this worker's gradient, of the round that is open or was last."""
-        return self._bridge.round_samples
-
-    def step(self) -> None:
-        """Counts a step that an optimizer has made."""
-        self.steps += 1
-
     def exchange(
         self, gradient: torch.Tensor, fired: set[int], broken: set[int], present: set[int]
     ) -> RoundResult | None:
-        """Ends the round that is open, whose gradients are written. None where no worker has samples.
+        """Ends the open round, whose gradients are written, and returns its result.
 
         Args:
             gradient: the vector (E,) of the open round.
             fired, broken, present: this worker's flags, as indices of parameters.
+
+        Returns:
+            The result; None where no worker has samples.
 
         Raises:
             ReplicasDifferError: the workers are not at the same point of the same training.
@@ -111,7 +101,7 @@ class GradientRounds:
         flags = [[float(index in found) for index in range(total)] for found in (fired, broken, present)]
         vector.finish(gradient, flags, checks)
         mean = self._bridge.exchange(self._loss())
-        if not self.samples and vector.differing(mean, [self._rounds - 1]) == []:
+        if not self._bridge.round_samples and vector.differing(mean, [self._rounds - 1]) == []:
             self._rounds += 1
             return None  # the vector is still the mean of the round before
         self._check(vector.differing(mean, checks), name)
@@ -148,7 +138,7 @@ class GradientRounds:
         broken: set[int] = set()
         for start in range(0, total, room):
             piece = flat[start : start + room]
-            gradient = self.open(self.samples, silent=True)
+            gradient = self._bridge.open(self._bridge.round_samples, silent=True)
             gradient[: len(piece)] = piece
             checks = [self._rounds, self.steps, start // room, total]
             flags = [float(index in own_broken) for index in range(len(parameters))]

@@ -52,7 +52,7 @@ class GradientVector:
     Attributes:
         bounds: [start, stop) of each gradient in the vector.
         gradient_elems: elements of all gradients together.
-        layout: names and shapes of what the vector holds.
+        layout: names and shapes of the parts of the vector.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], num_parameters: int, dtype: torch.dtype) -> None:

@@ -36,7 +36,7 @@ class GradientReducer:
 
     Args:
         wrapped: the parameters, and the optimizers that step them.
-        vector: what a round carries.
+        vector: the vector that a round carries.
         bridge: the worker beside the loop, which exchanges the vectors.
         samples: returns the number of samples behind the gradients since the last round.
         forget: called at the end of a round: forward passes of the backward that ends, which activation
@@ -134,7 +134,7 @@ class GradientReducer:
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Notes that a step was made: the parameters now contain all exchanged gradients."""
-        self._rounds.step()
+        self._rounds.steps += 1
         self._states.not_finite.clear()
         self._states.own_not_finite.clear()
         for index in self._wrapped.indices_of(optimizer, self._rounds.steps):
@@ -205,13 +205,13 @@ class GradientReducer:
 
     def _begin(self, *, silent: bool = False, samples: int | None = None) -> None:
         samples = self._samples() if samples is None else samples
-        self._writer.begin(self._rounds.open(samples, silent=silent))
+        self._writer.begin(self._bridge.open(samples, silent=silent))
 
     def _write(self, index: int) -> None:
         """Writes a gradient into its place; without samples, zeros."""
         if index < len(self._bounds):
             gradient = self._wrapped.parameters[index].grad
-            self._writer.write(index, gradient if self._rounds.samples else None)
+            self._writer.write(index, gradient if self._bridge.round_samples else None)
 
     def _end(self, *, by_hand: bool = False) -> None:
         """Ends the round: writes the gradients that are missing, and replaces all by their means.

@@ -1,4 +1,4 @@
-"""`gradstream.join()`: finds out how this process was started, and joins the run of the others."""
+"""`gradstream.join()`: finds out how this process was started, and joins its run as a worker."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Whole minibatches are distributed in turn: worker r of W takes the minibatches r, r + W, r + 2W, ... in the
 order of one process. Or each minibatch is split: worker r takes its samples r, r + W, ... Either way order,
 sizes, dropped remainders and samplers are the user's own. Under a synchronous strategy a round consists of W
-minibatches of one process, or of one that was split; a worker for which the last round has no minibatch
+minibatches of one process, or of the W pieces of one. A worker for which the last round has no minibatch
 repeats one, which counts no samples.
 
 A DataLoader becomes a DataLoader with the same settings, class and attributes.
@@ -59,17 +59,17 @@ class SamplerEpoch:
 
 
 class ShardedBatchSampler:
-    """A distributed sampler: gives one worker's minibatches, as sample indices. Else it is as the user's sampler.
+    """Gives one worker's minibatches, as sample indices; otherwise it behaves as the user's sampler.
 
     Args:
         batches: the user's sampler. Each iteration gives the minibatches of an epoch, as lists of indices; or,
             for a loader that does not collate, keys of its dataset.
-        part: which minibatches the worker takes.
+        part: the worker's part of the data.
         collated: whether the loader makes minibatches out of samples.
 
     Attributes:
         latest: the latest iteration, which may be ahead of the loop; None before the first.
-        orders: all minibatches of the last epochs, by epoch, where workers take over those of lost ones.
+        orders: all minibatches of the last epochs, by epoch, where workers take over those of lost workers.
     """
 
     def __init__(self, batches: Iterable[Any], part: LoaderPart, *, collated: bool) -> None:
@@ -176,13 +176,13 @@ class ShardedLoader(DataLoader[Any]):
             yield batch
         if steps is not None:
             try:
-                yield from self._left_over(sampler, steps)
+                yield from self._taken_over(sampler, steps)
             except GeneratorExit:  # the loop may not have used the last minibatch
                 steps.used()
                 raise
 
-    def _left_over(self, sampler: ShardedBatchSampler, steps: EpochSteps) -> Iterator[Any]:
-        """Minibatches of lost workers, block by block, until none is left."""
+    def _taken_over(self, sampler: ShardedBatchSampler, steps: EpochSteps) -> Iterator[Any]:
+        """The minibatches that this worker takes over from lost workers, block by block, until none is left."""
         parts: dict[tuple[int, int], list[tuple[Any, int | None]]] = {}
         while (block := steps.take(sampler.parts, sampler.orders)) is not None:
             where = block.epoch.number, block.rank
@@ -221,10 +221,11 @@ class ShardedStream(DataLoader[Any]):
 
 
 def _part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any]:
-    """The part of one worker.
+    """The part of a DataLoader that one worker takes.
 
     Raises:
-        ConfigError: the loader is a part already, or that of another worker, or its order differs by worker.
+        ConfigError: the loader is a part already, or gives the part of another worker, or its order differs
+            between workers.
     """
     if isinstance(loader, ShardedLoader | ShardedStream):
         raise ConfigError("session.shard: the loader is this worker's part already; call shard once")
@@ -262,7 +263,7 @@ class ShardedIterable:
 
     Args:
         batches: all minibatches. Those of other workers are made and dropped.
-        part: which of them the worker takes.
+        part: the worker's part of the data.
     """
 
     def __init__(self, batches: Iterable[Any], part: LoaderPart) -> None:
@@ -277,7 +278,7 @@ class ShardedIterable:
 
 
 def part_of(data: Any, part: LoaderPart) -> Any:
-    """The part of one worker: see `Session.shard`."""
+    """The part of `data` that one worker takes: see `Session.shard`."""
     if isinstance(data, DataLoader):
         return _part_of_loader(data, part)
     if isinstance(data, IterableDataset):

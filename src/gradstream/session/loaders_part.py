@@ -1,6 +1,6 @@
-"""Which minibatches a worker takes, and how many samples each of them counts.
+"""Decides which minibatches a worker takes, and how many samples each of them counts.
 
-Also recognises DataLoaders whose sampler or dataset gives each worker its part already (those of torch,
+It also recognises DataLoaders whose sampler or dataset gives each worker its part already (those of torch,
 accelerate and others). Such a loader must not be divided once more, or most samples would never be used. An
 object that divides data has two attributes: the number of processes, and the index of this one.
 """
@@ -21,7 +21,7 @@ from gradstream.session.loaders_takeover import Takeover
 __all__ = ["LoaderPart", "cut_of", "is_divided", "length_of"]
 
 _NAMES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
-"""Attributes of torch's and most samplers; of accelerate's; of mmengine's and of `datasets`."""
+"""Attributes of most samplers, torch's included; of accelerate's samplers; of mmengine's and of `datasets`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ class EpochSteps:
         self._given += 1
 
     def take(self, parts: Callable[[int], list[int]], orders: dict[int, TakeoverOrder]) -> Block | None:
-        """The minibatches to take over next; None where there are none.
+        """The block of minibatches to take over next; None where there is none.
 
         Args:
             parts: returns the number of minibatches of each worker in an epoch of `orders`.
@@ -122,7 +122,7 @@ class EpochSteps:
         return bridge.take_over(self._epoch, self._begin, steps, self._parts, self._per_step or 0, oldest)
 
     def used(self) -> bool:
-        """Whether the loop has made one step of what it took over last. If not, tells the coordinator."""
+        """Whether the loop has made one step with the block that it took over last. Else reports that it is unclear."""
         if self._asked is None or self._takeover.steps() == self._asked + 1:
             return True
         self._report(unclear=True)

@@ -1,4 +1,4 @@
-"""Runs the worker's node in a thread beside the user's loop, from joining the run to leaving it."""
+"""Runs a worker node in a thread beside the user's loop, from joining the run to leaving it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,97 +26,36 @@ from gradstream.session.host import Host
 from gradstream.session.job import OwnLoop
 from gradstream.session.log import SessionLog
 
-__all__ = ["LoopNode", "RunConnection"]
+__all__ = ["RunConnection"]
 
 FAREWELL_S = 15.0
-"""How long a script that has failed waits until the others know."""
-
-
-class LoopNode:
-    """Exchanges for a loop until the run is over.
-
-    Args:
-        place: which worker this is.
-        binding: the user's parameters.
-        bridge: connects the node to the user's loop.
-        rule: the update rule that the loop's optimizer asks for, as text.
-
-    Attributes:
-        aborted: whether the run has ended because of another node.
-    """
-
-    def __init__(
-        self, place: WorkerPlacement, binding: ParameterBinding, bridge: LoopBridge, rule: str
-    ) -> None:
-        self._place = place
-        self._binding = binding
-        self._bridge = bridge
-        self._rule = rule
-        self.aborted = False
-        self._thread = threading.Thread(target=self._live, name="gradstream", daemon=True)
-
-    def start(self) -> None:
-        """Begins to join the run."""
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._thread.start()
-
-    def join(self, timeout_s: float | None = None) -> None:
-        """Waits until the node has left the run."""
-        self._thread.join(timeout_s)
-
-    def _live(self) -> None:
-        try:
-            asyncio.run(self._run())
-        except RunAbortedError as aborted:
-            self.aborted = True
-            self._bridge.over(_original_error(aborted))
-        except RunStoppedError:
-            self._bridge.over(self._interrupted())
-        except BaseException as error:
-            self._bridge.over(error)
-        else:
-            self._bridge.over(None)
-
-    def _interrupted(self) -> Interrupted:
-        if self._place.node_spec().elsewhere:
-            return Interrupted(None, "its newest checkpoint, on the first machine")
-        path = Path(self._place.node_spec().run_dir)
-        folder = newest_in(path)
-        return Interrupted(path, folder, f"gradstream resume {shlex.quote(str(path))}")
-
-    async def _run(self) -> None:
-        own = OwnLoop(self._bridge, self._rule)
-        parts: dict[str, Any] = {"model": self._binding, "data": own}
-        await run_worker(dataclasses.replace(self._place.job(), **parts), self._place.arguments)
+"""How long a script that has failed waits until the other nodes know of it."""
 
 
 class RunConnection:
     """A loop's connection to its run: joins it with the loop's parameters, and leaves it.
 
     Args:
-        place: which worker this is.
+        place: the rank of this worker, and the place of its run.
         log: figures that the loop logs.
-        host: what this process runs for all workers, waited for at the end; or None.
+        host: coordinator and servers, where this process runs them for all workers; waited for at the end.
 
     Attributes:
-        bridge: connects the loop to its node; None before `join`.
+        bridge: connects the loop to its worker node, which runs in another thread; None before `join`.
+        aborted: whether the run has ended because of another node, which reports the reason.
     """
 
     def __init__(self, place: WorkerPlacement, log: SessionLog, host: Host | None) -> None:
         self.bridge: LoopBridge | None = None
+        self.aborted = False
         self._place = place
         self._log = log
         self._host = host
         self._binding: ParameterBinding | None = None
-        self._node: LoopNode | None = None
-
-    @property
-    def aborted(self) -> bool:
-        """Whether the run has ended because of another node, which reports why."""
-        return self._node is not None and self._node.aborted
+        self._thread: threading.Thread | None = None
 
     def join(self, binding: ParameterBinding, rule: str, *, joint: bool) -> LoopBridge:
-        """Joins the run. Returns when all workers are there, with the same parameters.
+        """Joins the run. Returns when all workers have joined, with the same parameters.
 
         Args:
             binding: the user's parameters.
@@ -127,20 +67,22 @@ class RunConnection:
         """
         self._binding = binding
         bridge = self.bridge = LoopBridge(binding, self._log, joint=joint, on_step=binding.snapshot_buffers)
-        self._node = LoopNode(self._place, binding, bridge, rule)
-        self._node.start()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        node = partial(self._live, binding, bridge, rule)
+        self._thread = threading.Thread(target=node, name="gradstream", daemon=True)
+        self._thread.start()
         bridge.first()
         self._log.open()
         return bridge
 
     def check_unchanged(self, where: str) -> None:
-        """Raises ConfigError where the script has changed what the exchange would overwrite."""
+        """Raises ConfigError where the script has changed parameters that the exchange would overwrite."""
         if self._binding is not None and self.bridge is not None and self.bridge.error is None:
             self._binding.check_unchanged(where)
 
     @contextmanager
     def newest_parameters(self) -> Iterator[None]:
-        """Inside, the user sees the parameters that are on the servers now."""
+        """Shows the user the parameters that are on the servers now, until the context ends."""
         assert self._binding is not None and self.bridge is not None
         own = self.bridge.visible
         self._binding.set_parameters(self.bridge.fetch())
@@ -157,12 +99,12 @@ class RunConnection:
             GradstreamError: the run has ended with this error.
         """
         self._log.close()
-        if self.bridge is None or self._node is None:
+        if self.bridge is None:
             return
-        assert self._binding is not None
+        assert self._binding is not None and self._thread is not None
         self._binding.release()
         self.bridge.end()
-        self._node.join()
+        self._thread.join()
         if self._host is not None:
             self._host.join()
         error = self.bridge.error or (self._host.error if self._host is not None else None)
@@ -172,15 +114,39 @@ class RunConnection:
     def fail(self, error: BaseException) -> None:
         """Ends the run for all workers, with the traceback of the script's error. Never raises."""
         self._log.close()
-        if self.bridge is None or self._node is None:
+        if self.bridge is None or self._thread is None:
             return
         if self.bridge.error is None:
             text = "".join(traceback.format_exception(error))
             message = f"worker-{self._place.rank}: the script raised {type(error).__name__}: {error}"
             self.bridge.end(error if isinstance(error, UserCodeError) else UserCodeError(message, text))
-            self._node.join(FAREWELL_S)
+            self._thread.join(FAREWELL_S)
         if self._host is not None:
             self._host.join(FAREWELL_S)
+
+    # ---- the worker node, in its thread -------------------------------------------------
+
+    def _live(self, binding: ParameterBinding, bridge: LoopBridge, rule: str) -> None:
+        try:
+            parts: dict[str, Any] = {"model": binding, "data": OwnLoop(bridge, rule)}
+            job = dataclasses.replace(self._place.job(), **parts)
+            asyncio.run(run_worker(job, self._place.arguments))
+        except RunAbortedError as aborted:
+            self.aborted = True
+            bridge.over(_original_error(aborted))
+        except RunStoppedError:
+            bridge.over(self._interrupted())
+        except BaseException as error:
+            bridge.over(error)
+        else:
+            bridge.over(None)
+
+    def _interrupted(self) -> Interrupted:
+        spec = self._place.node_spec()
+        if spec.elsewhere:
+            return Interrupted(None, "its newest checkpoint, on the first machine")
+        path = Path(spec.run_dir)
+        return Interrupted(path, newest_in(path), f"gradstream resume {shlex.quote(str(path))}")
 
 
 def _original_error(error: RunAbortedError) -> GradstreamError:

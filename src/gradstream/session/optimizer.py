@@ -210,7 +210,7 @@ def _members(optimizer: torch.optim.Optimizer) -> list[list[int]]:
 
 
 class StepBinding(ModuleBinding):
-    """A `ModuleBinding` for an optimizer that makes its steps on the worker. Hands over how far each has gone.
+    """A `ModuleBinding` for an optimizer that makes its steps on the worker; it hands over the length of each step.
 
     The difference before - after is the gradient of an SGD step at rate 1 that makes the same step, up to the
     rounding of w - (w - w').
@@ -244,7 +244,7 @@ class StepBinding(ModuleBinding):
 def push_steps(
     optimizer: torch.optim.Optimizer, binding: StepBinding, step: Step, where: Callable[[], str]
 ) -> None:
-    """Has every step of an optimizer handed over. The optimizer stays the user's own, with its state and hooks.
+    """Makes an optimizer hand over each of its steps. It remains the user's own, with its state and hooks.
 
     Its `step` is replaced by one that first does the same as before, with closures, hooks and skipped
     parameters, and then hands over how far the step has gone. So any optimizer can be used, and the script may

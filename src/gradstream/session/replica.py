@@ -1,8 +1,8 @@
-"""The state of a loop's own modules and optimizers, as named arrays that can be saved and sent.
+"""The state of a loop's own modules and optimizers, as named arrays that a run can save and send.
 
-Where only gradients are exchanged, every worker has a whole replica, and its own optimizer moves it. The run
-saves the replica in three parts: the modules' parameters, which a saved model has; their buffers, which are
-averaged over workers; and what only the loop needs to go on, such as momentum.
+Where only gradients are exchanged, every worker has a whole replica, which its own optimizer updates. The run
+saves the replica in three parts: the modules' parameters, for the saved model; their buffers, averaged over the
+workers; and the state that only the loop needs to go on, for example momentum.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from gradstream.errors import ConfigError
 from gradstream.model.buffers import Buffers
 from gradstream.model.fixed import Fixed
 from gradstream.session.binding import GradientBinding
-from gradstream.session.gradient_vector import GradientVector
+from gradstream.session.gradient_vector import vector_of
 
-__all__ = ["LoopState", "ReplicaBinding"]
+__all__ = ["ReplicaBinding"]
 
 Array = np.ndarray[Any, Any]
 PLAIN = EXTRA + "plain"
-"""Name of the array that holds numbers and flags of optimizers, and the loop's counts, as JSON."""
+"""Name of the array that holds the numbers and flags of optimizers, as JSON."""
 
 
-class LoopState:
-    """Reads and writes the state of the modules and optimizers that a loop trains with.
+class ReplicaBinding(GradientBinding):
+    """Presents the modules and optimizers of a loop to the run, where the loop's own optimizers make the steps.
 
     Args:
         modules: modules of the loop. If there are several, names begin with their number: "1.fc.weight".
@@ -38,13 +38,16 @@ class LoopState:
 
     Attributes:
         parameters: all parameters of the modules and optimizers, each once, under its first name.
-        counts: numbers from which a resumed loop goes on.
+        names: the names of `parameters`, those with a place in the vector first.
+        vector: the vector that a round carries.
+
+    Raises:
+        ConfigError: see `vector_of`.
     """
 
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._modules = modules
         self._optimizers = optimizers
-        self.counts: dict[str, int] = {}
         self._snapshot: dict[int, torch.Tensor] = {}
         self._places = [
             (part._buffers, key)
@@ -63,18 +66,20 @@ class LoopState:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 self.parameters[f"other.{index}"] = parameter
+        self.names, self.vector = vector_of(self.parameters)
+        super().__init__(self.vector)
 
     def saved(self) -> dict[str, Array]:
         """Copies of the parameters under all of their names, as `load_state_dict` expects them."""
         return {name: _array(p).copy() for name, p in self._all_parameters()}
 
     def buffers(self) -> dict[str, Array]:
-        """Copies of the persistent buffers (running means). While the loop runs: as they were at its last step."""
+        """See `ParameterBinding.buffers`. While the loop runs, they are those of its last step."""
         state = {name: tensor for name, tensor in self._state() if not isinstance(tensor, nn.Parameter)}
         return {name: _array(self._snapshot.get(id(buffer), buffer)).copy() for name, buffer in state.items()}
 
     def snapshot_buffers(self) -> None:
-        """Copies all buffers after a step: a checkpoint before the next step has these."""
+        """See `ParameterBinding.snapshot_buffers`."""
         tensors = [tensor for folder, key in self._places if (tensor := folder.get(key)) is not None]
         if [*self._snapshot] != [id(tensor) for tensor in tensors]:
             self._snapshot = {id(tensor): tensor.detach().clone() for tensor in tensors}
@@ -82,23 +87,32 @@ class LoopState:
             torch._foreach_copy_(list(self._snapshot.values()), tensors)
 
     def release(self) -> None:
-        """Drops the copies: the loop is over, and its buffers do not change any more."""
+        """See `ParameterBinding.release`."""
         self._snapshot, self._places = {}, []
 
     def load_buffers(self, buffers: Buffers) -> None:
-        """Sets the buffers that are named."""
+        """See `ParameterBinding.load_buffers`."""
         for name, tensor in self._state():
             if name in buffers and not isinstance(tensor, nn.Parameter):
                 _set(tensor, buffers[name])
 
-    def extra(self) -> dict[str, Array]:
-        """State of the optimizers, buffers that are not persistent, and counts: names begin with `EXTRA`.
+    def fixed(self) -> Fixed:
+        """All parameters, since no round carries them."""
+        return Fixed(self.saved())
+
+    def tree(self, parameters: torch.Tensor) -> Mapping[str, Array]:
+        """The parameters of the modules."""
+        del parameters
+        return self.saved()
+
+    def extra(self) -> Mapping[str, Array]:
+        """The state of the optimizers and the buffers that are not persistent; names begin with `EXTRA`.
 
         Raises:
             ConfigError: the state of an optimizer has a value that is neither a tensor nor a number.
         """
         arrays = {f"{EXTRA}buffer.{name}": _array(tensor).copy() for name, tensor in self._unsaved()}
-        plain: dict[str, Any] = {"counts": self.counts}
+        plain: dict[str, Any] = {}
         for name, value in self._remembered():
             if isinstance(value, torch.Tensor):
                 arrays[name] = _array(value).copy()
@@ -112,21 +126,19 @@ class LoopState:
                 )
         return {**arrays, PLAIN: np.frombuffer(json.dumps(plain).encode(), np.uint8)}
 
-    def load(self, arrays: Mapping[str, Array]) -> None:
-        """Sets the arrays that `saved` and `extra` have returned; ignores names that it does not know."""
+    def load_fixed(self, frozen: Buffers) -> None:
+        """Sets the arrays that `saved` and `extra` have returned; ignores other names."""
         for name, parameter in self._all_parameters():
-            if name in arrays:
-                _set(parameter, arrays[name])
+            if name in frozen:
+                _set(parameter, frozen[name])
         for name, buffer in self._unsaved():
-            if (key := f"{EXTRA}buffer.{name}") in arrays:
-                _set(buffer, arrays[key])
-        if PLAIN in arrays:
-            plain = json.loads(arrays[PLAIN].tobytes())
-            self.counts.update(plain.pop("counts"))
-            self._load_optimizers(arrays, plain)
+            if (key := f"{EXTRA}buffer.{name}") in frozen:
+                _set(buffer, frozen[key])
+        if PLAIN in frozen:
+            self._load_optimizers(frozen, json.loads(frozen[PLAIN].tobytes()))
 
     def _load_optimizers(self, arrays: Mapping[str, Array], plain: Mapping[str, Any]) -> None:
-        """Sets the state only: learning rates and other options of the groups stay as the script set them."""
+        """Sets the optimizers' state. Learning rates and other options of groups stay as the script set them."""
         for number, optimizer in enumerate(self._optimizers):
             for place, parameter in enumerate(_parameters_of(optimizer)):
                 prefix = f"{EXTRA}optimizer.{number}.{place}."
@@ -157,7 +169,7 @@ class LoopState:
             yield from _parameters_of(optimizer)
 
     def _all_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Under every name of a state dict; then those that only an optimizer has."""
+        """The parameters under every name of a state dict; then those that only an optimizer has."""
         for name, tensor in self._state():
             if isinstance(tensor, nn.Parameter):
                 yield name, tensor
@@ -181,52 +193,6 @@ class LoopState:
         several = len(self._modules) > 1
         for index, module in enumerate(self._modules):
             yield f"{index}." if several else "", module
-
-
-class ReplicaBinding(GradientBinding):
-    """Presents a loop whose own optimizers move its modules to the run.
-
-    Args:
-        replica: state of the modules and optimizers.
-        vector: what a round carries.
-    """
-
-    def __init__(self, replica: LoopState, vector: GradientVector) -> None:
-        super().__init__(vector)
-        self._replica = replica
-
-    def buffers(self) -> dict[str, Array]:
-        """See `ParameterBinding.buffers`."""
-        return self._replica.buffers()
-
-    def snapshot_buffers(self) -> None:
-        """See `ParameterBinding.snapshot_buffers`."""
-        self._replica.snapshot_buffers()
-
-    def release(self) -> None:
-        """See `ParameterBinding.release`."""
-        self._replica.release()
-
-    def load_buffers(self, buffers: Buffers) -> None:
-        """See `ParameterBinding.load_buffers`."""
-        self._replica.load_buffers(buffers)
-
-    def fixed(self) -> Fixed:
-        """All parameters, since no round carries them."""
-        return Fixed(self._replica.saved())
-
-    def extra(self) -> Mapping[str, Array]:
-        """See `model.fixed.extra_of`."""
-        return self._replica.extra()
-
-    def load_fixed(self, frozen: Buffers) -> None:
-        """See `ParameterBinding.load_fixed`; sets the arrays of `extra` too."""
-        self._replica.load(frozen)
-
-    def tree(self, parameters: torch.Tensor) -> Mapping[str, Array]:
-        """Parameters of the modules."""
-        del parameters
-        return self._replica.saved()
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

@@ -20,7 +20,6 @@ from gradstream.job.registry import text_of_optimizer
 from gradstream.optim import SGD, Adagrad, Adam, AdamW
 from gradstream.optim.base import Optimizer, skips_zeros
 from gradstream.optim.groups import groups_of
-from gradstream.server.aggregation import PushHeader
 from gradstream.session.watch import INSTEAD
 from gradstream.strategies.base import ServerStrategy, Strategy
 
@@ -223,6 +222,8 @@ def objection(strategy: Strategy, workers: int) -> str:
     for option, off in (("local_lr", None), ("local_momentum", 0.0)):
         if getattr(strategy, option, off) != off:
             return f"{name}({option}=...) scales a worker's local steps, and a pushed step contains its rate already"
+    from gradstream.server.aggregation import PushHeader  # runs without servers do not import it
+
     late, early = (PushHeader(f"worker-{r}", r, 1, 1, samples=1 + r, base_version=r * 8) for r in range(2))
     if any(weight != 1.0 for weight in strategy.rule(workers, "mean").weights(8, [late, early])):
         return (

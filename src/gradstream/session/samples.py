@@ -32,9 +32,9 @@ class _Minibatch:
 
 
 class SampleCount:
-    """Counts samples between two exchanges.
+    """Counts the samples between two exchanges.
 
-    Three sources are tried, in this order: the number that the script has set (`Session.samples`); the
+    It takes the first number that is known: the one that the script has set (`Session.samples`); the samples of the
     minibatches that it has taken from loaders of `shard`; the length of the model's inputs in training mode.
     A repeated minibatch, with which a worker fills a round, always counts 0. A minibatch that only an
     evaluation has used does not count. If the model was called in evaluation mode alone, the script trains it

@@ -23,7 +23,6 @@ from gradstream.session.arrays import ArrayGradients, ArrayParameters, rate_of
 from gradstream.session.binding import ParameterBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_states import WrappedParameters
-from gradstream.session.gradient_vector import vector_of
 from gradstream.session.gradients import GradientReducer
 from gradstream.session.host import Host
 from gradstream.session.loaders import LoaderPart, part_of
@@ -32,7 +31,7 @@ from gradstream.session.log import SessionLog
 from gradstream.session.node import RunConnection
 from gradstream.session.optimizer import several, take_over
 from gradstream.session.progress import ResumePoint
-from gradstream.session.replica import LoopState, ReplicaBinding
+from gradstream.session.replica import ReplicaBinding
 from gradstream.session.rules import description_of
 from gradstream.session.samples import BeforeForward, SampleCount
 from gradstream.session.session import M, O, Session
@@ -45,9 +44,9 @@ class WorkerSession(Session):
     """The session of one of several workers.
 
     Args:
-        place: which worker this is.
+        place: the rank of this worker, and the place of its run.
         seed: seed of the order in which `shard` shuffles, the same on all workers.
-        host: what this process runs for all workers, waited for at the end; or None.
+        host: coordinator and servers, where this process runs them for all workers; waited for at the end.
     """
 
     def __init__(self, place: WorkerPlacement, seed: int, host: Host | None = None) -> None:
@@ -73,7 +72,7 @@ class WorkerSession(Session):
         return self._steps_made()
 
     def _next_step(self) -> int | None:
-        """See `ResumePoint.next_step`; None while there is nothing to make steps with."""
+        """See `ResumePoint.next_step`; None before `wrap` or `exchange`."""
         bridge = self._connection.bridge
         return None if bridge is None else self._resume_point.next_step(bridge.batches)
 
@@ -139,12 +138,12 @@ class WorkerSession(Session):
                     "or another optimizer that computes its step from the gradient"
                 )
         self._optimizers = optimizers
-        replica = LoopState(modules, optimizers)
-        names, vector = vector_of(replica.parameters)
-        bridge = self._begin(ReplicaBinding(replica, vector), description_of(*optimizers))
-        wrapped = WrappedParameters(names, [replica.parameters[name] for name in names], optimizers)
+        binding = ReplicaBinding(modules, optimizers)
+        bridge = self._begin(binding, description_of(*optimizers))
+        parameters = [binding.parameters[name] for name in binding.names]
+        wrapped = WrappedParameters(binding.names, parameters, optimizers)
         reducer = self._reducer = GradientReducer(
-            wrapped, vector, bridge, self._taken_samples, self._samples.clear, self._log.step
+            wrapped, binding.vector, bridge, self._taken_samples, self._samples.clear, self._log.step
         )
         reducer.synchronize()
         hook = BeforeForward(self._samples.forward)
@@ -256,7 +255,7 @@ class WorkerSession(Session):
             raise changed
 
     def finish(self) -> None:
-        """Ends the session of a script that has ended, and will not read its parameters any more."""
+        """Ends the session where the script has ended, and reads its parameters no more."""
         if self._closed:
             return
         self._closed = True
@@ -286,7 +285,7 @@ class WorkerSession(Session):
         return f"worker-{self.rank}, step {self._resume_point.steps + made}"
 
     def _check_unchanged(self) -> None:
-        """Raises ConfigError where the script has changed what the exchange would overwrite."""
+        """Raises ConfigError where the script has changed parameters that the exchange would overwrite."""
         if not self._closed:
             self._connection.check_unchanged(self._where())
 

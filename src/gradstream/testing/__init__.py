@@ -1,4 +1,4 @@
-"""Public: the suites that the built-in carriers and strategies pass, for your own ones too."""
+"""The public suites that every built-in carrier and strategy passes, for your own ones too."""
 
 from gradstream.testing.endpoints import CHECKS, ConformanceError, MakePair, Pair, check_endpoint, run_check
 from gradstream.testing.strategies import (

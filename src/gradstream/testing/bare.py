@@ -1,7 +1,7 @@
 """Begins connections by hand, step by step, over sockets and gRPC, as a program without gradstream would.
 
-Each step is a separate call, and returns the message that it has sent, so that tests of other programs and
-of attackers can omit, change or replay a step::
+Each step is a separate call and returns the message that it has sent. So tests that play other programs or
+attackers can omit, change or replay a step::
 
     bare = Bare(Identity("job", "worker-9", 1, secret=...), called="shard-0")
     async with BareSocket(address) as raw:          # or a connected socket
@@ -173,7 +173,7 @@ class BareSocket:
         return (await self.hear())[1].challenge
 
     async def show(self, greeting: v1.Greeting) -> v1.Proven:
-        """Sends any greeting and returns the answer. Raises Refused."""
+        """Sends a greeting, valid or not, and returns the answer. Raises Refused."""
         await self.say(packed(GREETING, 0, v1.Frame(greeting=greeting)))
         answer = (await self.hear())[1]
         if answer.HasField("refuse"):
@@ -181,9 +181,10 @@ class BareSocket:
         return answer.proven
 
     async def greet(self, bare: Bare, **fields: Any) -> tuple[v1.Greeting, v1.Proven]:
-        """Does all steps: challenge, greeting, proven. Raises Refused.
+        """Takes all steps: challenge, greeting, proof. Raises Refused.
 
         Args:
+            bare: the caller and the called node.
             fields: see `Bare.greeting`.
         """
         greeting = bare.greeting(await self.challenge(), **fields)
@@ -212,7 +213,7 @@ class BareSession:
         self.passes = CallerSession(proven.session, key)
 
     def metadata(self) -> grpc.aio.Metadata:
-        """The metadata of one more stream; to use it twice is a replay."""
+        """The metadata of one more stream; a second use of it is a replay."""
         return pass_metadata(self.passes.next_pass())
 
     async def ended(self) -> None:
@@ -240,7 +241,7 @@ async def challenge(channel: grpc.aio.Channel) -> v1.Challenge:
 
 
 async def show(channel: grpc.aio.Channel, bare: Bare, greeting: v1.Greeting | bytes) -> BareSession:
-    """Begins a session with any greeting. Raises Refused."""
+    """Begins a session with a greeting, valid or not. Raises Refused."""
     raw = greeting if isinstance(greeting, bytes) else greeting.SerializeToString()
     metadata = grpc.aio.Metadata((GREETING_METADATA, raw))
     call = PeerStub(channel).Session(metadata=metadata)  # type: ignore[no-untyped-call]
@@ -252,9 +253,11 @@ async def show(channel: grpc.aio.Channel, bare: Bare, greeting: v1.Greeting | by
 
 
 async def open_session(channel: grpc.aio.Channel, bare: Bare, **fields: Any) -> BareSession:
-    """Does all steps: challenge, greeting, proven. Raises Refused.
+    """Takes all steps: challenge, greeting, proof. Raises Refused.
 
     Args:
+        channel: the connection.
+        bare: the caller and the called node.
         fields: see `Bare.greeting`.
     """
     session = await show(channel, bare, bare.greeting(await challenge(channel), **fields))

@@ -1,4 +1,4 @@
-"""Conformance checks: streams end regularly, by cancel, by deadline, and by the death of the peer."""
+"""Conformance checks of how streams end: regularly, by cancel, by deadline, and by the death of the peer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from gradstream.errors import ClosedError, DeadlineError, PeerLostError
 from gradstream.memory import Vector
 from gradstream.testing.pieces import (
     SILENCE_S,
+    Check,
     HeldReference,
     Pair,
     body_frame,
@@ -23,18 +24,7 @@ from gradstream.testing.pieces import (
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
 
-__all__ = [
-    "cancel_by_called",
-    "cancel_by_caller",
-    "closing",
-    "deadline",
-    "early_finish",
-    "ends",
-    "peer_death",
-    "sender_deadline",
-    "unknown_peer",
-    "waiting_resets",
-]
+__all__ = ["CHECKS"]
 
 
 async def ends(pair: Pair) -> None:
@@ -108,7 +98,7 @@ async def cancel_by_called(pair: Pair) -> None:
 
 
 async def deadline(pair: Pair) -> None:
-    """Silence raises a DeadlineError that names the peer and the nodes it waits for; the peer learns of it."""
+    """Silence raises a DeadlineError that names the peer and the nodes that it waits for; the peer learns of it."""
     held, silence_s = HeldReference(), 4 * pair.tick_s
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
@@ -120,7 +110,7 @@ async def deadline(pair: Pair) -> None:
     expect(took_s >= 0.9 * silence_s, f"the deadline of {silence_s} s came after {took_s:.3f} s")
     assert isinstance(error, DeadlineError)
     expect(error.peer == "far", f"the error is about {error.peer}")
-    expect("worker-9" in str(error), f"it does not say whom the peer waits for: {error}")
+    expect("worker-9" in str(error), f"it does not name the node that the peer waits for: {error}")
     await raises(DeadlineError, stream.send(body_frame()), "send after the deadline")
     closed = await until_closed(pair.far_runtime, far_stream, pair.tick_s)
     expect(isinstance(closed, ClosedError), f"the called side got {closed!r}")
@@ -143,7 +133,7 @@ async def waiting_resets(pair: Pair) -> None:
 
 
 async def sender_deadline(pair: Pair) -> None:
-    """A tagged send to a peer that does not receive ends by its deadline, and names the peer."""
+    """A tagged send to a peer that does not receive ends by its deadline; the error names the peer."""
     vector = Vector("x", torch.ones(10))
     work = pair.near.send("far", 1, vector.all, silence_s=4 * pair.tick_s)
     error = await raises(DeadlineError, work, "send that nobody receives")
@@ -195,3 +185,18 @@ async def closing(pair: Pair) -> None:
     work = pair.near.call("far", "held", v1.Tensor(), v1.Tensor, silence_s=SILENCE_S)
     await raises(PeerLostError, work, "call to a closed endpoint")
     await raises(ClosedError, pair.far.open("near", "echo", v1.Tensor()), "open by a closed endpoint")
+
+
+CHECKS: tuple[Check, ...] = (
+    ends,
+    early_finish,
+    cancel_by_caller,
+    cancel_by_called,
+    deadline,
+    waiting_resets,
+    sender_deadline,
+    peer_death,
+    unknown_peer,
+    closing,
+)
+"""In the order in which they are run."""

@@ -4,102 +4,24 @@ A carrier supplies a `MakePair`, which makes two endpoints that know each other,
 `check_endpoint` runs all of `CHECKS`; a test suite may run them one by one::
 
     async def test_order():
-        await run_check(order, make_pair)
+        await run_check(flow_checks.order, make_pair)
 
-A check raises `ConformanceError` when a promise is broken; an unexpected exception of an endpoint passes
-through. Each check takes bounded time: a carrier that loses a frame fails by deadline.
+A check raises `ConformanceError` where the carrier breaks a promise. Unexpected exceptions of an endpoint pass
+through. Each check takes bounded time: for a carrier that loses a frame, it fails by deadline.
 """
 
 from __future__ import annotations
 
 from gradstream.errors import GradstreamError
-from gradstream.testing.ending_checks import (
-    cancel_by_called,
-    cancel_by_caller,
-    closing,
-    deadline,
-    early_finish,
-    ends,
-    peer_death,
-    sender_deadline,
-    unknown_peer,
-    waiting_resets,
-)
-from gradstream.testing.flow_checks import (
-    callers_window,
-    concurrent_calls,
-    credit,
-    credit_then_send,
-    independence,
-    largest_chunk,
-    order,
-    priority,
-)
-from gradstream.testing.memory_checks import (
-    landing,
-    lending,
-    lent_while_waiting,
-    ownership_after_deadline,
-    ownership_after_half,
-    taken_over,
-    tensors,
-)
-from gradstream.testing.pieces import (
-    LIMIT_S,
-    Check,
-    ConformanceError,
-    MakePair,
-    Pair,
-)
-from gradstream.testing.refusal_checks import (
-    absent,
-    bad_answers,
-    bad_chunks,
-    handler_errors,
-    identity,
-    wrong_tensor,
-)
+from gradstream.testing.ending_checks import CHECKS as ENDING_CHECKS
+from gradstream.testing.flow_checks import CHECKS as FLOW_CHECKS
+from gradstream.testing.memory_checks import CHECKS as MEMORY_CHECKS
+from gradstream.testing.pieces import LIMIT_S, Check, ConformanceError, MakePair, Pair
+from gradstream.testing.refusal_checks import CHECKS as REFUSAL_CHECKS
 
-__all__ = [
-    "CHECKS",
-    "Check",
-    "ConformanceError",
-    "MakePair",
-    "Pair",
-    "absent",
-    "bad_answers",
-    "bad_chunks",
-    "callers_window",
-    "cancel_by_called",
-    "cancel_by_caller",
-    "check_endpoint",
-    "closing",
-    "concurrent_calls",
-    "credit",
-    "credit_then_send",
-    "deadline",
-    "early_finish",
-    "ends",
-    "handler_errors",
-    "identity",
-    "independence",
-    "landing",
-    "largest_chunk",
-    "lending",
-    "lent_while_waiting",
-    "order",
-    "ownership_after_deadline",
-    "ownership_after_half",
-    "peer_death",
-    "priority",
-    "run_check",
-    "sender_deadline",
-    "taken_over",
-    "tensors",
-    "unknown_peer",
-    "waiting_resets",
-    "wrong_tensor",
-]
+__all__ = ["CHECKS", "Check", "ConformanceError", "MakePair", "Pair", "check_endpoint", "run_check"]
+
+CHECKS: tuple[Check, ...] = (*FLOW_CHECKS, *ENDING_CHECKS, *MEMORY_CHECKS, *REFUSAL_CHECKS)
 
 
 async def check_endpoint(make_pair: MakePair) -> None:
@@ -123,38 +45,3 @@ async def run_check(check: Check, make_pair: MakePair) -> None:
             raise ConformanceError(f"{check.__name__}: not done in {LIMIT_S:g} s") from None
         except ConformanceError as error:
             raise ConformanceError(f"{check.__name__}: {error}") from None
-
-
-CHECKS: tuple[Check, ...] = (
-    order,
-    largest_chunk,
-    independence,
-    credit,
-    callers_window,
-    credit_then_send,
-    priority,
-    concurrent_calls,
-    ends,
-    early_finish,
-    cancel_by_caller,
-    cancel_by_called,
-    deadline,
-    waiting_resets,
-    sender_deadline,
-    peer_death,
-    unknown_peer,
-    closing,
-    tensors,
-    taken_over,
-    landing,
-    lending,
-    lent_while_waiting,
-    ownership_after_deadline,
-    ownership_after_half,
-    identity,
-    bad_chunks,
-    bad_answers,
-    wrong_tensor,
-    absent,
-    handler_errors,
-)

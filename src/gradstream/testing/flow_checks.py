@@ -1,4 +1,4 @@
-"""Conformance checks: order, independence, credit and priority of streams."""
+"""Conformance checks of the flow of frames: order, independence, credit and priority of streams."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from gradstream.errors import ClosedError
 from gradstream.testing.pieces import (
     SILENCE_S,
+    Check,
     ConformanceError,
     HeldReference,
     Pair,
@@ -29,16 +30,7 @@ from gradstream.transport.base import Priority, Stream
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES
 
-__all__ = [
-    "callers_window",
-    "concurrent_calls",
-    "credit",
-    "credit_then_send",
-    "independence",
-    "largest_chunk",
-    "order",
-    "priority",
-]
+__all__ = ["CHECKS"]
 
 PING_SHARE = 0.03
 """Share of a bulk transfer's time that the median control call beside it may take; a queued call takes half."""
@@ -78,7 +70,7 @@ async def order(pair: Pair) -> None:
 
 
 async def largest_chunk(pair: Pair) -> None:
-    """A chunk of the protocol's greatest length arrives, both ways."""
+    """A chunk of the protocol's greatest length arrives unchanged, both ways."""
     elems = MAX_PAYLOAD_BYTES // 8
     pair.far.serve("echo", echo)
     stream = await pair.near.open("far", "echo", v1.Tensor())
@@ -90,14 +82,14 @@ async def largest_chunk(pair: Pair) -> None:
 
 
 async def independence(pair: Pair) -> None:
-    """A stream that nobody reads does not delay another."""
+    """A stream that the other side does not read delays no other stream."""
     held = HeldReference()
     pair.far.serve("held", held)
     stuck = await pair.near.open("far", "held", v1.Tensor())
     filler = pair.runtime.spawn(fill(stuck, 10 * pair.window, []), name="filler")
     await held.arrived()
     await order(pair)
-    expect(not filler.done(), "a sender was not held back although nobody reads")
+    expect(not filler.done(), "a sender went on although the other side does not read")
     stuck.cancel()
     await raises(ClosedError, filler, "sending on a cancelled stream")
     held.released.set()
@@ -176,7 +168,7 @@ async def priority(pair: Pair) -> None:
         return (pair.runtime.now() - begun) / 1e9
 
     idle_s = statistics.median([await pinged() for _ in range(5)])
-    for _ in range(3):  # a busy machine may be late; a carrier that queues is so each time
+    for _ in range(3):  # a busy machine may be late once; a carrier that queues is late each time
         transfer = pair.runtime.spawn(bulk(), name="bulk")
         await pair.runtime.sleep(pair.tick_s / 10)
         times_s = []
@@ -189,7 +181,7 @@ async def priority(pair: Pair) -> None:
             return
     raise ConformanceError(
         f"a ping behind {pair.bulk_bytes} bytes takes {median_s * 1e3:.4g} ms (median, third attempt): "
-        f"expected at most {limit_s * 1e3:.4g} ms, {PING_SHARE:.0%} of what the bytes take, or {PING_TIMES} "
+        f"expected at most {limit_s * 1e3:.4g} ms, {PING_SHARE:.0%} of the time of the bytes, or of {PING_TIMES} "
         "idle pings"
     )
 
@@ -202,3 +194,16 @@ async def concurrent_calls(pair: Pair) -> None:
     works += [pair.far.call("near", "reply", v1.Tensor(tag=tag), v1.Tensor) for tag in range(50, 60)]
     replies = await pair.runtime.gather(*works)
     expect([reply.tag for reply in replies] == list(range(60)), f"replies are {[r.tag for r in replies]}")
+
+
+CHECKS: tuple[Check, ...] = (
+    order,
+    largest_chunk,
+    independence,
+    credit,
+    callers_window,
+    credit_then_send,
+    priority,
+    concurrent_calls,
+)
+"""In the order in which they are run."""

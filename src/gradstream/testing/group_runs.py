@@ -1,4 +1,4 @@
-"""Ranks of a group on virtual time: each runs the same coroutine, and any can be killed at any chunk."""
+"""Ranks of a group on virtual time. Each runs the same coroutine; a test can kill one of them at any chunk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RankWork = Callable[[Group], Awaitable[Any]]
 
 
 class VirtualRanks:
-    """A group of `size` ranks, "worker-0" and so on, each on a machine of its own.
+    """A group of `size` ranks, "worker-0" and so on, each on its own machine.
 
     Args:
         size: number of ranks.
@@ -32,7 +32,7 @@ class VirtualRanks:
     Attributes:
         outcomes: result or error of each rank's work; None for a rank that was killed.
         ended_s: virtual time at which each rank's work ended, in seconds.
-        killed: (rank, seconds) of the rank that was killed, once it has happened.
+        killed: (rank, virtual time in seconds) of the kill; None before it.
         num_chunks: number of chunks that have arrived so far, at all ranks.
     """
 
@@ -71,7 +71,7 @@ class VirtualRanks:
             work: work of each rank.
             how: see `form_group`.
             hosts: host of each rank; by default each has its own.
-            absent: ranks that never come.
+            absent: ranks that never start.
             options: further arguments of `form_group`.
         """
         hosts = hosts or self.names

@@ -1,6 +1,6 @@
-"""A worker that leaks: a member's knowledge of a run, written to a file for a test that attacks that run.
+"""A worker that leaks its knowledge of a run into a file, for tests that attack the run with it.
 
-For tests of a run's secrets and defences. A process that holds this file is a malicious member.
+A process that holds this file can act as a malicious member of the run.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Leak:
     """A worker's knowledge of its run.
 
     Args:
-        job, name, incarnation, fingerprint, epoch: its identity.
-        secret: of the run, in hexadecimal.
-        tls: PEM of its authority, certificate and key, by name; empty for a run in plain text.
-        coordinator: address of the coordinator. The run's events have those of all other nodes.
+        job, name, incarnation, fingerprint, epoch: the worker's identity.
+        secret: secret of the run, in hexadecimal.
+        coordinator: address of the coordinator. The run's events have the addresses of all other nodes.
+        tls: the worker's "authority", "certificate" and "key" as PEM; empty for a run in plain text.
     """
 
     job: str
@@ -43,7 +43,7 @@ class Leak:
 
     @classmethod
     def read(cls, path: Path) -> Leak:
-        """Reads the `Leak` of an `Insider`."""
+        """Reads the file that an `Insider` has written."""
         return cls(**json.loads(path.read_text()))
 
     def identity(self, **changed: Any) -> Identity:
@@ -60,7 +60,7 @@ class Leak:
 
 @dataclass(frozen=True, slots=True)
 class Insider(Downpour):
-    """Downpour, whose last worker leaves a `Leak` at `path` once it begins to train."""
+    """Downpour whose last worker writes a `Leak` to `path` when it begins to train."""
 
     path: str = ""
 

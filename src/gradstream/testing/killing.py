@@ -1,4 +1,4 @@
-"""SIGKILL to the nodes of a run on this machine, at an event of the run and not at a time."""
+"""Kills nodes of a run on this machine by SIGKILL, at an event of the run, which is repeatable; a time is not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Killer"]
 
 PATIENCE_S = 0.2
 QUIET = 100
-"""So often nothing may be heard for `PATIENCE_S` while somebody still runs."""
+"""How many periods of `PATIENCE_S` without a message `bury` accepts while a node still runs."""
 
 
 class Killer:
@@ -20,9 +20,9 @@ class Killer:
 
     Args:
         cluster: the nodes.
-        kind: of event: "step".
+        kind: kind of the events: "step".
         times: number of such events before the kill.
-        victims: names of nodes; none means all that run at that time.
+        victims: names of the nodes to kill; without any, all that run at that time.
     """
 
     def __init__(self, cluster: LocalCluster, kind: str, times: int, *victims: str) -> None:
@@ -32,7 +32,7 @@ class Killer:
         self._victims = victims
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        """Counts an event, and kills at the last one."""
+        """Counts an event; kills the nodes at the last one."""
         self._left -= event["event"] == self._kind
         if self._left == 0:
             self._left = -1
@@ -40,12 +40,12 @@ class Killer:
                 self._cluster.signal(name, signal.SIGKILL)
 
     def bury(self) -> None:
-        """Waits for every death, so that the cluster can have another run.
+        """Waits until every node has ended, so that the cluster can serve another run.
 
         Raises:
             AssertionError: the kill never fired, or a node still runs.
         """
-        assert self._left < 0, f"no kill: {self._left} more events {self._kind!r} were to come before"
+        assert self._left < 0, f"no kill: {self._left} more events {self._kind!r} should have come before it"
         quiet = 0
         while True:
             if self._cluster.message(PATIENCE_S) is not None:

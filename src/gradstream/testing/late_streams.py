@@ -1,4 +1,4 @@
-"""A fake device for tests of `model.staging`: a second memory, and copies that are made late."""
+"""A fake device for tests of `model.staging`: it has its own memory, and makes copies late."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["LateStreams"]
 
 
 class LateStreams(Streams):
-    """Copies into main memory are made in order, and only when the caller has asked for their event.
+    """Makes copies into main memory in order, and only when the caller waits for them or asks often enough.
 
-    Until then the place of a copy holds NaN (a number that is none of the results, where it is of integers),
-    and its source is not read: a caller that reads the one or writes the other too early gets other bits.
+    Until then the target of a copy holds NaN (-1 for integers), and its source is not read. So a caller that reads
+    the target or overwrites the source too early gets wrong bits.
 
     Args:
-        late: number of questions that are answered with no before a copy is made.
+        late: how often `query` answers no before the copy is made.
 
     Attributes:
-        asked, made: how many copies were asked for, and how many have been made.
+        asked, made: numbers of copies requested and made.
         pinned: addresses of pinned memory.
     """
 

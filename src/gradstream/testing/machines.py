@@ -1,11 +1,11 @@
 """Several machines on one: network namespaces with an address, a network card and a memory limit each.
 
     machine 0 ──eth0──┐
-    machine 1 ──eth0──┤ bridge, in a namespace of its own
+    machine 1 ──eth0──┤ bridge, in its own namespace
     machine 2 ──eth0──┘
 
-Nothing of this machine's own network is touched or reached. Each card sends and receives at `rate`
-at most, by `tc tbf`. It takes root, `ip` and `tc`: `unavailable` names the missing ones.
+They neither change nor reach the real machine's network. Each card sends and receives at `rate` at most, by
+`tc tbf`. They need root, `ip` and `tc`; `unavailable` names what is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradstream.errors import ConfigError
 __all__ = ["Machine", "Machines", "NetworkCut", "unavailable"]
 
 GIGABIT = "1gbit"
-BURST = "256kb"  # of a card: more than one packet that the kernel has not cut up yet
+BURST = "256kb"  # of a card: more than one packet before the kernel segments it
 LATENCY = "50ms"  # of a card's queue
 
 # Classic BPF as `tc` writes it: the number of instructions, then "code jt jf k" of each; 2 drops a packet.
@@ -40,7 +40,7 @@ CGROUPS = (
 
 
 def unavailable() -> str:
-    """Why machines cannot be made here, in words; "" where they can."""
+    """The reason why machines cannot be made here; "" where they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for program in ("ip", "tc"):
@@ -63,19 +63,19 @@ def unavailable() -> str:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Locks out other processes that make namespaces: ip mounts them, and walks through all."""
+    """Locks out other processes that make namespaces, since `ip` mounts them and walks through all."""
     with open("/run/gradstream-machines.lock", "w") as lock:  # root alone can write there
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 class Machine:
-    """One of them.
+    """One machine.
 
     Attributes:
         name: "a", "b", ...
-        address: number on the bridge.
-        memory_limited: whether its processes are held to the limit; not where cgroups are read-only.
+        address: its IP address on the bridge.
+        memory_limited: whether the memory limit holds for its processes; False where cgroups are read-only.
     """
 
     def __init__(self, name: str, address: str, namespace: str, group: Path | None) -> None:
@@ -94,7 +94,7 @@ class Machine:
         stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
     ) -> subprocess.Popen[str]:
-        """Starts a program there; the process that is returned is the program's own."""
+        """Starts a program on this machine, and returns the program's process."""
         command = ["ip", "netns", "exec", self._namespace, *argv]
         if self._group is not None:
             into = 'echo $$ > "$1" && shift && exec "$@"'
@@ -110,7 +110,7 @@ class Machine:
         )
 
     def kill(self) -> int:
-        """Kills every process there with SIGKILL; returns how many there were."""
+        """Kills every process of this machine with SIGKILL; returns their number."""
         pids = _ip("netns", "pids", self._namespace).split()
         for pid in pids:
             try:
@@ -120,7 +120,7 @@ class Machine:
         return len(pids)
 
     def peak_memory_bytes(self) -> int | None:
-        """The most memory that its processes have had together, page cache included; None if unknown."""
+        """Peak memory of its processes together, page cache included; None if unknown."""
         for name in ("memory.max_usage_in_bytes", "memory.peak"):
             if self._group is not None and (self._group / name).is_file():
                 return int((self._group / name).read_text())
@@ -128,17 +128,17 @@ class Machine:
 
 
 class NetworkCut:
-    """A context manager: while it is open, packets of one direction vanish without an error.
+    """Drops the packets of one direction without an error. A context manager.
 
-    Only IPv4 is dropped: neighbours go on finding each other's hardware addresses, as beyond a router.
+    It drops only IPv4: neighbours go on finding each other's hardware addresses, as beyond a router.
 
     Args:
         switch: namespace of the bridge.
-        port: of it, at which the machine is.
+        port: port of the bridge to which the machine is connected.
         hook: "ingress" for packets from the machine, "egress" for packets to it.
 
     Attributes:
-        num_dropped: how many packets were dropped, once it is closed.
+        num_dropped: number of dropped packets, once the context has ended.
     """
 
     def __init__(self, switch: str, port: str, hook: Literal["ingress", "egress"]) -> None:
@@ -168,22 +168,22 @@ class NetworkCut:
         return _run("tc", "-n", self._switch, "-s", "qdisc", "show", "dev", self._port)
 
     def _dropped(self) -> int:
-        """Packets, of both hooks: one of them is in use at a time."""
+        """Number of dropped packets at both hooks, only one of which is in use."""
         found = re.search(r"qdisc clsact.*?dropped (\d+)", self._count(), re.DOTALL)
         assert found is not None
         return int(found[1])
 
 
 class Machines:
-    """A context manager: machines that exist while it is open; afterwards they and their processes are gone.
+    """Machines that exist inside the context. At its end, they and their processes are removed.
 
     Args:
-        count: how many, 1 to 250.
-        rate: of each card and direction, as `tc` writes it.
-        memory_bytes: of each machine.
+        count: number of machines, 1 to 250.
+        rate: rate of each card in each direction, as `tc` writes it.
+        memory_bytes: memory limit of each machine.
 
     Raises:
-        ConfigError: they cannot be made; `unavailable` says so beforehand.
+        ConfigError: they cannot be made; `unavailable` gives the reason beforehand.
     """
 
     def __init__(self, count: int, *, rate: str = GIGABIT, memory_bytes: int = 6 << 30) -> None:
@@ -217,7 +217,7 @@ class Machines:
         return self.machines[index]
 
     def cut(self, index: int, direction: Literal["from", "to"]) -> NetworkCut:
-        """Loses all packets from a machine, or all to it, as long as the context is open."""
+        """Drops all packets from a machine, or all to it, inside the context."""
         return NetworkCut(
             f"{self._prefix}switch", f"port{index}", "ingress" if direction == "from" else "egress"
         )

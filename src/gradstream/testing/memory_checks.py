@@ -1,4 +1,4 @@
-"""Conformance checks: ownership of memory before and after each call."""
+"""Conformance checks of memory: its owner before and after each call."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from gradstream.errors import (
 from gradstream.memory import Vector
 from gradstream.testing.pieces import (
     SILENCE_S,
+    Check,
     ConformanceError,
     HeldReference,
     Pair,
@@ -27,15 +28,7 @@ from gradstream.testing.pieces import (
 )
 from gradstream.wire import v1
 
-__all__ = [
-    "landing",
-    "lending",
-    "lent_while_waiting",
-    "ownership_after_deadline",
-    "ownership_after_half",
-    "taken_over",
-    "tensors",
-]
+__all__ = ["CHECKS"]
 
 
 async def tensors(pair: Pair) -> None:
@@ -78,7 +71,7 @@ async def taken_over(pair: Pair) -> None:
 
 
 async def landing(pair: Pair) -> None:
-    """A payload lies in a fitting place that `land` has named, or in the carrier's memory; `landed` says which."""
+    """A payload lies in the place that `land` has named, if it fits, or in the carrier's memory; `landed` tells."""
     held, memory = HeldReference(), torch.zeros(3, 64)
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
@@ -92,7 +85,7 @@ async def landing(pair: Pair) -> None:
         if received.landed:
             expect(index == 0, f"chunk {index} has landed where it does not belong")
             expect(bool((memory[0] == 1).all()), "a payload that has landed is not in its place")
-    expect(not memory[1:].any(), "memory was written that no payload fits, or that was not named")
+    expect(not memory[1:].any(), "the carrier wrote memory that no payload fits, or that was not named")
     await stream.send(chunk_frame(0, 64), numbered(7, 64))
     far_stream.cancel()
     memory.fill_(5)
@@ -116,7 +109,7 @@ async def lending(pair: Pair) -> None:
         vector.tensor.fill_(index)
         lent = await stream.lend(chunk_frame(index, elems), vector.all)
         received = await take_chunk(far_stream)
-        expect(vector.lent is not lent.returned, "the book of loans says something else")
+        expect(vector.lent is not lent.returned, "the vector and the loan disagree on whether it is lent")
         expect(received.payload is not None and bool((received.payload == index).all()), "it arrived changed")
         del received
         await lent.back(SILENCE_S)
@@ -155,7 +148,7 @@ async def lent_while_waiting(pair: Pair) -> None:
             vector.give_back(vector.borrow(0, 64, write=True, to="the check"))
         except LentMemoryError:
             continue
-        raise ConformanceError(f"{vector.name} could be written while the carrier had it")
+        raise ConformanceError(f"{vector.name} could be written while the carrier borrowed it")
     stream.cancel()
     await raises(ClosedError, filler, "a blocked send on a cancelled stream")
     await pair.far.send("near", 7, source.all, silence_s=SILENCE_S)
@@ -179,7 +172,7 @@ async def ownership_after_deadline(pair: Pair) -> None:
 
 
 async def ownership_after_half(pair: Pair) -> None:
-    """The same where the first half had arrived; the sender learns of the deadline."""
+    """The same holds where the first half had arrived; the sender learns of the deadline."""
     into = Vector("into", torch.zeros(8))
     request = v1.Tensor(tag=8, elems=8, dtype=v1.FLOAT32, sequence=1000)
     stream = await pair.far.open("near", "tensor", request)
@@ -194,3 +187,15 @@ async def ownership_after_half(pair: Pair) -> None:
         pass
     await until_closed(pair.far_runtime, stream, pair.tick_s)
     expect(into.tensor.tolist() == [5.0] * 8, f"late data was written: {into.tensor.tolist()}")
+
+
+CHECKS: tuple[Check, ...] = (
+    tensors,
+    taken_over,
+    landing,
+    lending,
+    lent_while_waiting,
+    ownership_after_deadline,
+    ownership_after_half,
+)
+"""In the order in which they are run."""

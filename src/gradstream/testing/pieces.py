@@ -95,7 +95,7 @@ def body_frame(data: bytes = b"") -> v1.Frame:
 
 
 def numbered(index: int, elems: int = 1) -> torch.Tensor:
-    """A payload whose elements are the index of its chunk."""
+    """A payload in which every element is the index of its chunk."""
     return torch.full((elems,), float(index))
 
 
@@ -144,7 +144,7 @@ async def ping(pair: Pair, count: int) -> None:
 
 
 async def settle(pair: Pair, sent: list[int], expected: int) -> None:
-    """Gives a sender time to send more than its credit; it must have sent `expected` chunks."""
+    """Gives a sender time to send more than its credit; checks that it has sent `expected` chunks."""
     for _ in range(200):
         await ping(pair, 1)
         if len(sent) >= expected:
@@ -163,7 +163,7 @@ class HeldReference:
         self.stream: Stream | None = None
 
     async def __call__(self, stream: Stream) -> None:
-        """Serves: holds the stream until released."""
+        """Handles a stream: holds it until released."""
         self.stream = stream
         self.opened.set()
         await self.released.wait()
@@ -176,18 +176,18 @@ class HeldReference:
 
 
 async def until_closed(runtime: Runtime, stream: Stream, tick_s: float) -> GradstreamError:
-    """Waits until a stream is known to be over."""
+    """Waits until a stream is over, and returns its error."""
     for _ in range(200):
         try:
             await stream.waiting([])
         except GradstreamError as error:
             return error
         await runtime.sleep(tick_s)
-    raise ConformanceError(f"the stream from {stream.peer} was not told that it is over")
+    raise ConformanceError(f"the stream from {stream.peer} does not learn that it is over")
 
 
 async def fill(stream: Stream, count: int, sent: list[int]) -> None:
-    """Sends chunks, and adds to `sent` each that the carrier has taken over."""
+    """Sends chunks, and adds the index of each to `sent` once the carrier has taken it over."""
     for index in range(count):
         await stream.send(chunk_frame(index, 64), numbered(index, 64))
         sent.append(index)

@@ -1,4 +1,4 @@
-"""The properties that every strategy must have, each with its check. All on virtual time, with seeds.
+"""The properties that every strategy must have, each with its check, on virtual time and with seeds.
 
 A check is a function of a strategy. It returns its figures in one line, and raises `BrokenPropertyError`
 where the property does not hold. The first line of its docstring is the property.
@@ -186,7 +186,7 @@ def converges(strategy: Strategy) -> str:
 
 
 def complete(strategy: Strategy) -> str:
-    """Every sample of every epoch is in the model once: what is pushed is applied, or dropped and said so."""
+    """Every sample of every epoch is in the model once: each push is applied, or dropped and reported."""
     samples = dropped = 0
     for seed in range(SEEDS):
         outcome = token_run(strategy, epochs=EPOCHS, seed=seed)
@@ -227,10 +227,10 @@ def _counted(outcome: TrialOutcome, where: str) -> None:
 
 
 def _counts(run: Run, outcome: TrialOutcome, where: str) -> np.ndarray[Any, Any]:
-    """How often each sample is in the model, or in what workers have of their own: (chunks, samples).
+    """How often each sample is in the model or in the workers' own parameters: shape (chunks, samples).
 
-    An exchange of differences moves shares of a count between a worker and the server: x̃, and how far each
-    x_i has moved, have all of it.
+    An exchange of differences moves shares of a count between a worker and the server: the sum of x̃ and of the
+    distances that all x_i have moved is the whole count.
     """
     if not outcome.record.own:
         return token_counts(run, NUM_SAMPLES)
@@ -281,7 +281,7 @@ def repeatable(strategy: Strategy) -> str:
 
 
 def seeded(strategy: Strategy) -> str:
-    """Another seed is another history: another order of contributions, or other parameters."""
+    """Another seed gives another history: another order of contributions, or other parameters."""
     outcomes = [_learnt(strategy, seed) for seed in range(4)]
     orders = {tuple(outcome.record.arrivals) for outcome in outcomes}
     ends = {_bytes_of(outcome) for outcome in outcomes}
@@ -318,7 +318,7 @@ def ends(strategy: Strategy) -> str:
 
 
 def resumes(strategy: Strategy) -> str:
-    """Stopped and resumed, it has every sample once; in rounds it ends with the bytes of one that was not."""
+    """Stopped and resumed, a run has every sample once; in rounds it ends with the bytes of an uninterrupted one."""
     stops, rng = 0, random.Random(2)
     if strategy.partitioning == "rounds":
         whole = _bytes_of(_learnt(strategy, 0))
@@ -327,7 +327,7 @@ def resumes(strategy: Strategy) -> str:
             if _bytes_of(outcome) != whole:
                 raise BrokenPropertyError(
                     f"stopped after {seconds:g} s and resumed it ends with other parameters than a run that "
-                    "was not stopped: train() begins again then, and what it has kept for itself is lost"
+                    "was not stopped: train() begins again then, and loses the state that it keeps itself"
                 )
             stops += outcome.count("resumed")
     for seed in range(SEEDS):
@@ -342,7 +342,7 @@ def resumes(strategy: Strategy) -> str:
 
 
 def _accounted(run: Run, where: str) -> None:
-    """Workers with parameters of their own exchange means, in which samples cannot be counted: the receipts can."""
+    """Checks the receipts: workers with their own parameters exchange means, in which samples cannot be counted."""
     accounted = run.summary["samples_accounted"]
     if accounted != NUM_SAMPLES * EPOCHS:
         raise BrokenPropertyError(
@@ -351,7 +351,7 @@ def _accounted(run: Run, where: str) -> None:
 
 
 def deaths(strategy: Strategy) -> str:
-    """A worker's death is survived if it says so, with nothing lost; otherwise it ends the run by name."""
+    """It survives a worker's death without a loss if it claims to; otherwise the death ends the run by name."""
     died, rng = 0, random.Random(1)
     for seed in range(SEEDS):
         name = f"worker-{seed % 3}"

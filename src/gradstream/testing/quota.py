@@ -1,4 +1,4 @@
-"""A part of a core for some processes, by a cgroup: an uneven machine for tests and measurements."""
+"""Limits processes to a part of a core, by a cgroup: for tests and measurements of uneven machines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from types import TracebackType
 __all__ = ["CpuQuota", "no_quota"]
 
 PERIOD_US = 10_000
-"""Short, so that a process is slowed down within each of its computations."""
+"""Period of the quota, in µs: short, so that it slows down every computation of a process."""
 
 
 def _root() -> tuple[Path, bool] | None:
-    """The folder of groups, and whether they are of version 1; None where none can limit CPU time."""
+    """The folder of cgroups, and whether they are of version 1; None where none can limit CPU time."""
     first = Path("/sys/fs/cgroup/cpu")
     if (first / "cgroup.procs").is_file():
         return first, True
@@ -24,7 +24,7 @@ def _root() -> tuple[Path, bool] | None:
 
 
 def no_quota() -> str:
-    """Why no process can be given a part of a core here; "" where one can."""
+    """The reason why `CpuQuota` does not work on this machine; "" where it does."""
     root = _root()
     if root is None:
         return "no cgroups that limit CPU time"
@@ -38,13 +38,13 @@ def no_quota() -> str:
 
 
 class CpuQuota:
-    """A context manager: processes that are put in share `cores` of CPU time.
+    """Limits the CPU time of the processes that `put` adds, together. A context manager.
 
     Args:
-        cores: 0.5 is half of one; 0.1 at least.
+        cores: the limit: 0.5 is half a core; at least 0.1.
 
     Raises:
-        OSError: cgroups cannot be written, see `no_quota`; or `cores` is less than Linux can give.
+        OSError: cgroups cannot be written, see `no_quota`; or `cores` is less than Linux allows.
     """
 
     def __init__(self, cores: float) -> None:

@@ -14,6 +14,7 @@ from gradstream.errors import (
 from gradstream.memory import Vector
 from gradstream.testing.pieces import (
     SILENCE_S,
+    Check,
     HeldReference,
     Pair,
     body_frame,
@@ -30,14 +31,7 @@ from gradstream.transport.base import Stream
 from gradstream.wire import v1
 from gradstream.wire.frames import ABSENT, MAX_PAYLOAD_BYTES, PROTOCOL
 
-__all__ = [
-    "absent",
-    "bad_answers",
-    "bad_chunks",
-    "handler_errors",
-    "identity",
-    "wrong_tensor",
-]
+__all__ = ["CHECKS"]
 
 
 async def _refused(pair: Pair, code: str, method: str = "reply", *words: str) -> None:
@@ -102,7 +96,7 @@ async def bad_chunks(pair: Pair) -> None:
 
 
 async def bad_answers(pair: Pair) -> None:
-    """A caller refuses a bad chunk of the called side too, and that side learns of it."""
+    """A caller also refuses a bad chunk from the called side, which learns of it."""
     held = HeldReference()
     pair.far.serve("held", held)
     stream = await pair.near.open("far", "held", v1.Tensor())
@@ -131,7 +125,7 @@ async def _raises_config(work: Awaitable[object]) -> None:
 
 
 async def absent(pair: Pair) -> None:
-    """A chunk flagged absent arrives as None, and counts as a chunk."""
+    """A chunk with the flag ABSENT arrives as None, and counts as a chunk."""
     pair.far.serve("echo", echo)
     stream = await pair.near.open("far", "echo", v1.Tensor())
     for index in range(2 * pair.window):
@@ -165,3 +159,14 @@ async def handler_errors(pair: Pair) -> None:
         expect(error.code == code and word in str(error), f"expected {code} {word!r}, got {error}")
         await raises(RefusedError, stream.send(body_frame()), "send on a refused stream")
     await pair.near.call("far", "reply", v1.Tensor(), v1.Tensor)
+
+
+CHECKS: tuple[Check, ...] = (
+    identity,
+    bad_chunks,
+    bad_answers,
+    wrong_tensor,
+    absent,
+    handler_errors,
+)
+"""In the order in which they are run."""

@@ -2,12 +2,11 @@
 
 Three models with results that can be computed on paper:
 
-* `least_squares`: linear regression. On small integers, with parameters looked at on a grid,
-  every sum is exact in any order, so that a distributed run can be compared bit for bit with one
-  node that goes through the joined batch.
-* `Tokens`: each sample adds 1 to elements of its own in every chunk, so that the final
-  parameters are the count of what was applied, by sample and chunk. One number catches a
-  push that was lost, applied twice, torn between shards, or sent to the wrong one.
+* `least_squares`: linear regression. On small integers, with parameters rounded to a grid, every sum is exact
+  in any order; so a distributed run can be compared bit for bit with one node that computes the joined batch.
+* `Tokens`: each sample adds 1 to its own element of every chunk, so the final parameters count the applied
+  samples, chunk by chunk. One number shows a push that was lost, applied twice, torn between shards, or sent
+  to the wrong shard.
 * `Sized`: layers of given sizes and no arithmetic, for shape-only simulations.
 """
 
@@ -43,10 +42,10 @@ __all__ = [
 ]
 
 QUICK = Deadlines(join_s=5.0, silence_s=0.2, lease_s=2.0, retry_s=30.0)
-"""Deadlines for a simulated network that loses frames: a lost one is noticed soon."""
+"""Short deadlines, for a simulated network that loses frames."""
 
 TOKENS_PER_CHUNK = 64
-"""The smallest chunk: as many samples can be told apart."""
+"""Elements of the smallest chunk, and so the largest number of samples that `Tokens` can count separately."""
 
 
 def least_squares(
@@ -62,12 +61,13 @@ def least_squares(
     """Linear regression: loss = Σ (x·w - y)² / 2 over samples, or its mean; w begins at 0.
 
     Args:
-        seed: of the data.
-        whole: integers from -2 to 2; otherwise normally distributed numbers.
-        grid: the gradient is taken at w rounded to multiples of this. With whole numbers and a
-            power of 2 its sums are then exact in any order, for any number of steps.
-        reduction: of loss and gradient over samples.
-        dtype: of the parameters: "float32" or "float64".
+        num_samples, num_features: size of the data.
+        seed: seed of the data.
+        whole: whether the data are integers from -2 to 2; otherwise they are normally distributed.
+        grid: the gradient is computed at w rounded to multiples of this number. With a power of 2 and `whole`, its
+            sums are exact in any order, for any number of steps.
+        reduction: reduction of loss and gradient over samples.
+        dtype: dtype of the parameters, "float32" or "float64".
     """
     rng = np.random.default_rng(seed)
     x, y = rng.standard_normal((num_samples, num_features)), rng.standard_normal(num_samples)
@@ -97,8 +97,8 @@ def busy(num_samples: int, *, passes: int = 150) -> tuple[Model, ArrayDataset]:
     """`least_squares` of 2000 features whose gradient takes some milliseconds, in proportion to its samples.
 
     Args:
-        num_samples: of the data.
-        passes: over the minibatch, for one gradient, so that computing takes the time.
+        num_samples: number of samples of the data.
+        passes: number of passes over the minibatch for one gradient, so that computing takes the time.
     """
     model, data = least_squares(num_samples, 2000)
     inner: Any = model.gradient
@@ -113,7 +113,7 @@ def busy(num_samples: int, *, passes: int = 150) -> tuple[Model, ArrayDataset]:
 
 
 def numbered(num_samples: int) -> ArrayDataset:
-    """Samples that are their own numbers, for `Tokens`."""
+    """A data set in which each sample is its own number, for `Tokens`."""
     numbers = np.arange(num_samples, dtype=np.int64)
     return from_arrays(numbers, numbers)
 
@@ -127,27 +127,27 @@ class _Silent:
         self.layout = layout
 
     def init(self, seed: int, parameters: torch.Tensor) -> None:
-        """Zeros."""
+        """Fills the parameters with zeros."""
         parameters.zero_()
 
     def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
-        """The inputs: there is nothing to learn."""
+        """Returns the inputs: there is nothing to learn."""
         return torch.as_tensor(np.asarray(inputs))
 
     def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
-        """Tensors by name."""
+        """The tensors by name."""
         return {name: view.numpy() for name, view in self.layout.views(parameters)}
 
 
 class Tokens(_Silent):
     """Each sample of a batch has the gradient -1 in its own element of every chunk, else 0.
 
-    With plain SGD of rate 1 the parameters count what was applied (exact below 2²⁴). Samples are
-    told apart by their number, so use `numbered` data of at most 64, and chunks of 64 elements.
-    Gradients are sums, whatever `reduction` says: a batch counts each of its samples whole.
+    With plain SGD of rate 1 the parameters count the applied samples (exact below 2²⁴). The number of a sample
+    selects its element, so use `numbered` data of at most 64 samples, and chunks of 64 elements. Gradients are
+    sums, whatever `reduction` says.
 
     Args:
-        num_chunks: number of counts of each sample.
+        num_chunks: number of chunks.
     """
 
     def __init__(self, num_chunks: int) -> None:
@@ -170,7 +170,7 @@ class Tokens(_Silent):
 
 
 class Sized(_Silent):
-    """Layers of these sizes, in the order in which a backprop finishes them. Gradients are 0.
+    """Layers of given sizes, in the order in which a backward pass finishes them. Gradients are 0.
 
     Args:
         layers_elems: elements of each layer.
@@ -207,16 +207,16 @@ def kill_at(name: str, seconds: float) -> Script:
 
 
 def token_counts(run: Run, num_samples: int) -> np.ndarray[Any, Any]:
-    """How often each sample is in the model: (chunks, samples). Of a run of `Tokens`."""
+    """How often each sample is in the model of a run of `Tokens`: shape (chunks, samples)."""
     counts: np.ndarray[Any, Any] = np.rint(run.parameters["tokens"]).astype(np.int64)
     return counts[:, :num_samples]
 
 
 def check_exactly_once(run: Run, num_samples: int, epochs: int) -> None:
-    """Checks that every sample of every data epoch was applied once to every chunk, by the shards' counts too.
+    """Checks that every sample of every data epoch was applied once to every chunk.
 
     Raises:
-        AssertionError: which sample and chunk, how often, and how often it should have been.
+        AssertionError: it was not; the message has the sample, the chunk, and the numbers got and expected.
     """
     counts = token_counts(run, num_samples)
     for chunk, sample in np.argwhere(counts != epochs):
@@ -233,7 +233,7 @@ def check_nothing_lost(run: Run, num_samples: int, epochs: int) -> None:
     had arrived: these may be in the model twice, in some chunks or in all.
 
     Raises:
-        AssertionError: a sample is missing in a chunk, or twice more often than batches were redone.
+        AssertionError: a sample is missing in a chunk, or more samples are repeated than minibatches were.
     """
     counts = token_counts(run, num_samples)
     for chunk, sample in np.argwhere(counts < epochs):

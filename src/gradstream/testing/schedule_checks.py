@@ -1,7 +1,7 @@
 """Executes the schedules of all ranks on plain arrays, and counts: the pure twin of `MessageGroup`.
 
-Sends never wait here, and a receive waits for its message. So schedules that stop here would stop on any network,
-and those that end need no more than the order of messages between two ranks.
+A send never waits here; a receive waits for its message. So a schedule that blocks here would block on any network,
+and one that ends depends on nothing but the order of messages between two ranks.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def execute(schedules: Sequence[Schedule], vectors: Sequence[Array]) -> Schedule
     """Executes the schedules on `vectors`, one for each rank, in place.
 
     Raises:
-        InternalError: ranks wait for each other for ever, a message is longer or shorter than its receiver
-            expects, or is never received.
+        InternalError: ranks wait for each other for ever; or a message has another length than its receiver
+            expects, or no rank receives it.
     """
     return _AllRanks(schedules, vectors).execute()
 
 
 class _AllRanks:
-    """How far each rank is, and which messages are under way between ranks."""
+    """The position of each rank in its schedule, and the messages under way between ranks."""
 
     def __init__(self, schedules: Sequence[Schedule], vectors: Sequence[Array]) -> None:
         self._schedules = [[step for step in schedule if step.stop > step.start] for schedule in schedules]

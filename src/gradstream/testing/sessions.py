@@ -1,4 +1,4 @@
-"""A loop of the user's own on several workers, all in threads of this process: for tests of loops."""
+"""Runs a user's own loop on several workers, all of them threads of this process: for tests of loops."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ T = TypeVar("T")
 
 
 def loop_in_threads(loop: Callable[[Session], T], workers: int = 2, **options: object) -> list[T]:
-    """Runs `loop(session)` as each of several workers, and returns what they return, by rank.
+    """Runs `loop(session)` on each of several workers, and returns the results by rank.
 
-    The threads share torch's global generators, so let the loop draw from one of its own. A session
-    that the loop has not closed is closed when it returns.
+    The threads share torch's global generators, so let each loop draw from its own generator. When a loop returns,
+    its session is closed.
 
     Args:
-        loop: a script's work with the session that `gradstream.join` gives it.
-        workers: how many.
-        options: of `gradstream.join`: strategy, servers, deadlines, ...
+        loop: the work of a script, with the session that `gradstream.join` would return.
+        workers: number of workers.
+        options: options of `gradstream.join`: strategy, servers, deadlines, ...
 
     Raises:
-        The first error that a worker raised itself, and did not get from another.
+        Exception: the error of the worker that failed first, not one that another worker got because of it.
     """
     with tempfile.TemporaryDirectory() as folder:
         job: Job = dataclasses.replace(
@@ -45,31 +45,30 @@ def loop_in_threads(loop: Callable[[Session], T], workers: int = 2, **options: o
         host = Host(job, processes=False)
         spec, coordinator = host.start()
         given = handed_out(spec)
-        players = [
-            _Player(loop, WorkerPlacement(rank, workers, spec, coordinator, given)) for rank in range(workers)
-        ]
-        for player in players:
-            player.thread.start()
-        for player in players:
-            player.thread.join()
+        places = [WorkerPlacement(rank, workers, spec, coordinator, given) for rank in range(workers)]
+        loops = [_LoopThread(loop, place) for place in places]
+        for one in loops:
+            one.thread.start()
+        for one in loops:
+            one.thread.join()
         host.join()
-    failed = sorted((p for p in players if p.error is not None), key=lambda p: p.session.aborted)
+    failed = sorted((one for one in loops if one.error is not None), key=lambda one: one.session.aborted)
     if failed:
         assert failed[0].error is not None
         raise failed[0].error
-    return [player.result for player in players]
+    return [one.result for one in loops]
 
 
-class _Player(Generic[T]):
+class _LoopThread(Generic[T]):
     """One worker's loop, in its thread."""
 
     def __init__(self, loop: Callable[[Session], T], place: WorkerPlacement) -> None:
         self.session = WorkerSession(place, seed=0)
         self.error: BaseException | None = None
         self.result: T
-        self.thread = threading.Thread(target=self._play, args=(loop,), name=f"loop-{place.rank}")
+        self.thread = threading.Thread(target=self._run, args=(loop,), name=f"loop-{place.rank}")
 
-    def _play(self, loop: Callable[[Session], T]) -> None:
+    def _run(self, loop: Callable[[Session], T]) -> None:
         try:
             self.result = loop(self.session)
             self.session.close()

@@ -1,4 +1,4 @@
-"""A node of a simulation stands still for some time, as by SIGSTOP: timers late, frames unread."""
+"""Suspends a node of a simulation for some time, as SIGSTOP would: its timers fire late, its frames wait unread."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gradstream.transport.simulated import endpoint
 __all__ = ["Standstill"]
 
 READ_S = 1e-3
-"""A process that wakes up finds its timers expired first; what has come is read this much later."""
+"""A process that wakes up finds its timers expired first; it reads the waiting frames this much later."""
 
 
 class _Late:
-    """A timer that may have been held up."""
+    """A timer that may fire late."""
 
     def __init__(self, standstill: Standstill, callback: Callable[[], None]) -> None:
         self._standstill = standstill
@@ -32,30 +32,32 @@ class _Late:
             self.timer.cancel()
 
     def fire(self) -> None:
-        if self._standstill.stands:
+        if self._standstill.suspended:
             self._standstill.late.append(self.fire)
         elif self._callback is not None:
             self._callback()
 
 
 class Standstill:
-    """A context manager; make it before the run, and have the run within it.
+    """Suspends one node. A context manager: make it before the run, and run within it.
 
     Args:
         cluster: the machines.
-        node: which of them.
-        begin_s, end_s: virtual time.
-        noticed: the node notices on waking that it stood still. If not, it takes the gap for silence, as a
-            node without `runtime.stalls` would, and a test can fail.
+        node: name of the node.
+        begin_s, end_s: period, in seconds of virtual time.
+        noticed: whether the node notices on waking that it was suspended. If not, it takes the gap for silence of
+            the others, as a node without `runtime.stalls` would.
 
     Attributes:
-        num_held: timers and frames that were held up.
+        suspended: whether the node is suspended now.
+        late: callbacks of timers that have expired meanwhile.
+        num_held: number of timers and frames that were delayed.
     """
 
     def __init__(
         self, cluster: VirtualCluster, node: str, begin_s: float, end_s: float, *, noticed: bool = True
     ) -> None:
-        self.stands = False
+        self.suspended = False
         self.late: list[Callable[[], None]] = []
         self.num_held = 0
         self._unread: list[Callable[[], None]] = []
@@ -73,7 +75,7 @@ class Standstill:
             return late
 
         def hold(end: Any, *given: Any) -> None:
-            if standstill.stands and end.out.source == node:
+            if standstill.suspended and end.out.source == node:
                 standstill._unread.append(partial(take, end, *given))
             else:
                 take(end, *given)
@@ -94,13 +96,13 @@ class Standstill:
         for one in self._patches:
             one.stop()
         if kind is None and not self.num_held:
-            raise AssertionError("nothing was held up: the node did nothing, and nobody spoke to it")
+            raise AssertionError("nothing was delayed: the node had no timers, and got no frames")
 
     def _begin(self) -> None:
-        self.stands = True
+        self.suspended = True
 
     def _end(self) -> None:
-        self.stands = False
+        self.suspended = False
         self.num_held = len(self.late) + len(self._unread)
         if self._noticed:
             self._runtime.stalls.add(self._begin_ns, self._end_ns)

@@ -1,4 +1,4 @@
-"""SIGSTOP to a node of a run on this machine: its process stands still, and its system goes on."""
+"""Suspends a node of a run on this machine by SIGSTOP: its process stops, while the system keeps its connections."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ LOOK_S = 0.01
 
 
 class Stopper:
-    """Stops a node for some time, once or again and again. Give it to the run as `on_event`.
+    """Suspends a node once or several times. Give it to the run as `on_event`.
 
     Args:
         cluster: the nodes.
-        node: name of the one that is stopped.
-        seconds: how long each time.
-        times: how often.
-        gap_s: how long it runs in between, and before.
-        kind: the first event of this kind begins it.
+        node: name of the node to suspend.
+        seconds: duration of each stop.
+        times: number of stops.
+        gap_s: time before each stop, in which the node runs, in seconds.
+        kind: the first event of this kind begins the stops.
 
     Attributes:
-        stopped_s: how long each stop was, from the time at which the system reports the process as stopped.
+        stopped_s: duration of each stop, from the time at which the system reports the process as stopped.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Stopper:
             self._thread.start()
 
     def check(self) -> None:
-        """Returns when it is done.
+        """Waits for the last stop.
 
         Raises:
-            AssertionError: it never began, or a stop did not stop the node.
+            AssertionError: no stop began, or a signal did not stop the node.
         """
         assert self._thread is not None, f"no stop: no event {self._kind!r} came"
         self._thread.join()
@@ -95,5 +95,5 @@ class Stopper:
 
 
 def _state(pid: int) -> str:
-    """Its state, as Linux calls it: "T" is stopped."""
+    """The state of a process as Linux names it; "T" is stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -1,7 +1,7 @@
-"""Disks that fail: the power goes between any two operations, or there is no space left.
+"""Disks that fail: the power fails between any two operations, or no space is left.
 
-`CrashingStorage` keeps two states: the one that processes see, and the one that would survive. A name is durable once
-its folder was synced; a change that was not synced may be there after the crash, or not: tests look at both.
+`CrashingStorage` keeps two states: the one that processes see, and the one that survives a crash. A name is durable
+once its folder was synced. A change that was not synced may survive or not: tests look at both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["CrashingStorage", "FailingStorage", "FullStorage", "PowerCutError"]
 
 
 class PowerCutError(Exception):
-    """The power went."""
+    """The power has failed."""
 
 
 def _parent(path: str) -> str:
@@ -25,11 +25,12 @@ def _parent(path: str) -> str:
 
 
 class CrashingStorage(MemoryStorage):
-    """Goes down in its `crash_at`-th operation that changes anything (from 0), in the middle of it.
+    """A disk whose power fails in the middle of an operation.
 
     Args:
         files: durable content of the disk.
-        crash_at: None never goes down.
+        crash_at: number of the operation that crashes, counting those that change anything from 0; None never
+            crashes.
     """
 
     def __init__(self, files: dict[str, bytes] | None = None, crash_at: int | None = None) -> None:
@@ -41,17 +42,17 @@ class CrashingStorage(MemoryStorage):
         self._left = crash_at
 
     def survivors(self) -> list[dict[str, bytes]]:
-        """The possible contents after the crash: only the synced ones, or everything."""
+        """The possible contents after the crash: without the changes that were not synced, or with them."""
         return [dict(self._disk), dict(self.files)]
 
     def write(self, path: str, data: bytes) -> None:
-        """Atomic and durable: a crash leaves the old content."""
+        """Writes atomically and durably: a crash leaves the old content."""
         self._operate()
         super().write(path, data)
         self._disk[path] = data
 
     def patch(self, path: str, pieces: Iterable[tuple[int, Buffer]]) -> None:
-        """A crash leaves the first half of the pieces."""
+        """Writes the pieces; a crash leaves the first half of them."""
         pieces = list(pieces)
         if self._left == 0:
             super().patch(path, pieces[: len(pieces) // 2])
@@ -75,13 +76,13 @@ class CrashingStorage(MemoryStorage):
                     del self._disk[path]
 
     def rename(self, old: str, new: str) -> None:
-        """Durable once the parent was synced."""
+        """Renames; durable once the parent folder was synced."""
         self._operate()
         super().rename(old, new)
         self._renames.append((old, new))
 
     def remove(self, path: str) -> None:
-        """After a crash the file may be there or not."""
+        """Removes a file; after a crash it may be there or not."""
         self._operate()
         super().remove(path)
 
@@ -97,9 +98,9 @@ class FailingStorage(MemoryStorage):
     """A disk that fails while `error` is set: ENOSPC, EDQUOT, EIO, EROFS.
 
     Attributes:
-        error: errno that every operation raises that needs room; 0 for none.
-        fits: number of records of the first failing append that are still written.
-        num_failed: how often it has failed.
+        error: errno of the OSError that operations raise; 0 for none. Only EIO and EROFS also stop `remove`.
+        fits: number of records that the first failing append still writes.
+        num_failed: number of operations that have failed.
     """
 
     def __init__(self) -> None:
@@ -109,12 +110,12 @@ class FailingStorage(MemoryStorage):
         self.num_failed = 0
 
     def write(self, path: str, data: bytes) -> None:
-        """As on a disk, the old file stands."""
+        """Writes a file; where it fails, the old content remains, as on a disk."""
         self._fail(path)
         super().write(path, data)
 
     def append(self, path: str, *records: bytes) -> int:
-        """Some records may fit."""
+        """Appends records; where it fails, some of them may still fit."""
         if self.error and self.fits:
             fits, self.fits = min(self.fits, len(records)), 0
             return super().append(path, *records[:fits])
@@ -122,19 +123,19 @@ class FailingStorage(MemoryStorage):
         return super().append(path, *records)
 
     def patch(self, path: str, pieces: Iterable[tuple[int, Buffer]]) -> None:
-        """Some of the pieces are written."""
+        """Writes the pieces; where it fails, the first of them is written."""
         if self.error and self.error != errno.EROFS:
             super().patch(path, list(pieces)[:1])
         self._fail(path)
         super().patch(path, pieces)
 
     def rename(self, old: str, new: str) -> None:
-        """Needs room in the folder."""
+        """Renames, which needs room in the folder."""
         self._fail(new)
         super().rename(old, new)
 
     def remove(self, path: str) -> None:
-        """Needs no room."""
+        """Removes a file, which needs no room."""
         if self.error in (errno.EIO, errno.EROFS):
             self._fail(path)
         super().remove(path)
@@ -146,7 +147,7 @@ class FailingStorage(MemoryStorage):
 
 
 class FullStorage(MemoryStorage):
-    """Has no space left for checkpoints from the `full_from`-th write to them on (from 0)."""
+    """A disk that is full for checkpoints from the `full_from`-th write to them on, counted from 0."""
 
     def __init__(self, full_from: int) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ class PropertyResult:
     """One property, and the result of its check.
 
     Args:
-        name: of the property.
+        name: name of the property.
         says: the property in a sentence.
         holds: whether the strategy has it.
         seen: the figures of the check, or the counterexample.
@@ -34,11 +34,11 @@ class PropertyResult:
 
 @dataclass(frozen=True, slots=True)
 class StrategyReport:
-    """The results of all checks of one strategy. As text, a line for each.
+    """The results of all checks of one strategy; `str` of it has a line for each.
 
     Args:
-        strategy: its class and options, as text.
-        results: in the order of `properties.PROPERTIES`.
+        strategy: class and options of the strategy, as text.
+        results: the results, in the order of `properties.PROPERTIES`.
     """
 
     strategy: str
@@ -65,7 +65,7 @@ class BrokenPropertiesError(AssertionError):
 
 
 def check_strategy(strategy: str | type[Strategy] | Strategy, **options: Any) -> StrategyReport:
-    """Runs a strategy through some hundred small simulations, and reports which properties hold.
+    """Runs a strategy in about a hundred small simulations, and reports which properties hold.
 
     It takes seconds and no processes. The properties and their checks are in `gradstream.testing.properties`.
     Where pushes are sums of gradients (by `accumulate` and `update`, without momentum), the checks count them
@@ -79,8 +79,8 @@ def check_strategy(strategy: str | type[Strategy] | Strategy, **options: Any) ->
         options: fields of the strategy, where it is not an object.
 
     Raises:
-        BrokenPropertiesError: some do not hold; the message names each with its figures, and `report` is the
-            `StrategyReport`.
+        BrokenPropertiesError: some properties do not hold; the message names each with its figures, and `report`
+            is the `StrategyReport`.
         ConfigError: there is no such strategy, or it refuses the options.
     """
     made = find_strategy(strategy, options)  # type: ignore[arg-type]  # it takes classes too

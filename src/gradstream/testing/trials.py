@@ -40,10 +40,10 @@ WORLD = SimulationConfig(costs=COSTS, network=Network(link=Link(latency_s=1e-3, 
 
 
 def bad_world(workers: int, servers: int) -> SimulationConfig:
-    """Between workers and shards frames are lost, and streams come late, overtaken or twice.
+    """A network that loses frames between workers and shards, and delivers streams late, in any order or twice.
 
-    Where there are no servers, it is between workers: late and overtaken there. A group that has lost a
-    message, or got one twice, is broken, and says so.
+    Without servers, it delivers messages between workers late and in any order: a group that loses a message or
+    gets one twice is broken, and says so.
     """
     ends = [(f"worker-{one}", f"shard-{other}") for one in range(workers) for other in range(servers)]
     ends = ends or list(itertools.combinations((f"worker-{rank}" for rank in range(workers)), 2))
@@ -59,13 +59,14 @@ class Record:
     """The questions to the rules of a run, and their answers.
 
     Args:
-        unweighted: updates take every contribution as it came, with weight 1 and no outer momentum, whatever
+        unweighted: whether updates take every contribution with weight 1 and without outer momentum, whatever
             the strategy says, so that the samples in the model can be counted.
-        arrivals: (sender, sequence) of every chunk that came in, in order.
-        dropped_samples: of contributions that came too late, over all chunks.
-        awaited: for whom the next update waited, at the last question.
+        arrivals: (sender, sequence) of every chunk that arrived, in order.
+        dropped_samples: number of samples of the contributions that came too late, over all chunks.
+        awaited: names of the workers that the next update waited for, when the rule was last asked.
         faults: errors of the rule, one line each.
-        own: of strategies that push differences: how far each worker's own parameters have moved, by rank.
+        own: for strategies that push differences, the distance that each worker's own parameters have moved, by
+            rank.
     """
 
     unweighted: bool = False
@@ -150,9 +151,9 @@ class RecordedRule(AggregationRule):
 
 
 def observed(strategy: Strategy, record: Record) -> Strategy:
-    """The same strategy, of a new class whose rule is observed in `record`.
+    """The same strategy, of a new class that records its rule's answers.
 
-    Without servers there is no rule: the weight of each gradient is recorded there.
+    A strategy without servers has no rule: the class records the weight of each gradient.
     """
     cls: Any = type(strategy)
 
@@ -170,7 +171,7 @@ def observed(strategy: Strategy, record: Record) -> Strategy:
         compute, began = worker.gradient, list[Any]()
 
         async def gradient(batch: Any) -> Any:
-            if not began:  # here, and not at zeros: it may have come late
+            if not began:  # not before training: a worker that joins late does not begin at zeros
                 began.append(worker.parameters.tensor.numpy().copy())
             return await compute(batch)
 
@@ -200,9 +201,9 @@ class TrialOutcome:
 
     Args:
         run: the finished run; None where an error ended it.
-        error: that ended it; None where it finished.
-        events: of the run.
-        record: of the rules.
+        error: the error that ended it; None where it finished.
+        events: events of the run.
+        record: questions to the rules, and their answers.
     """
 
     run: Run | None
@@ -212,7 +213,7 @@ class TrialOutcome:
 
     @property
     def hung(self) -> bool:
-        """Whether it had to be stopped."""
+        """Whether it was still running after `LIMIT_S`."""
         return self.run is None and bool(self.events) and getattr(self.error, "peer", "") == COORDINATOR
 
     @property
@@ -227,15 +228,15 @@ class TrialOutcome:
 
     @property
     def lost(self) -> list[str]:
-        """Nodes that died, as the coordinator noticed."""
+        """Names of the nodes whose death the coordinator noticed."""
         return [event["who"] for event in self.events if event["event"] == "left" and event["lost"]]
 
     def count(self, event: str) -> int:
-        """How many events of one name there were."""
+        """Number of events of one name."""
         return sum(entry["event"] == event for entry in self.events)
 
     def total(self, event: str, field: str) -> int:
-        """Σ of a number over all events of one name."""
+        """Sum of a field over all events of one name."""
         return sum(entry[field] for entry in self.events if entry["event"] == event)
 
 
@@ -252,10 +253,10 @@ def trial(
     """Simulates one run, and returns its result or its error.
 
     Args:
-        strategy: a dataclass.
+        strategy: the strategy to try.
         model, data, options: as for `simulate`; `config` is `WORLD` unless given.
-        kill: name of a node, and the time of its death, s.
-        stop: time of a stop with a checkpoint, s. The run is resumed at once.
+        kill: name of a node, and the virtual time of its death, in seconds.
+        stop: virtual time at which the run stops with a checkpoint, in seconds; it is resumed at once.
         unweighted: see `Record`.
     """
     record, events = Record(unweighted), list[Any]()
@@ -293,9 +294,9 @@ async def _direct(
 def token_run(
     strategy: Strategy, *, workers: int = 3, servers: int = 2, epochs: int = 2, **options: Any
 ) -> TrialOutcome:
-    """A trial in which the samples in the model can be counted; see `Tokens`.
+    """Runs a trial in which the samples in the model can be counted; see `Tokens`.
 
-    Where the model is a mean of the workers' parameters, each of W workers makes steps W times as long.
+    Where the model is the mean of W workers' parameters, each worker makes steps W times as long.
     """
     averaged = isinstance(strategy, ServerStrategy) and strategy.pushes == "parameters"
     options = {"optimizer": SGD(lr=float(workers) if averaged else 1.0), "batch_size": 2, **options}

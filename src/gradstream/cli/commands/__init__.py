@@ -1,3 +1,3 @@
-"""The commands: each module holds the one of its own name, and imports nothing heavy at its top."""
+"""The subcommands: each module holds the command of its name, and imports nothing heavy at its top."""
 
 __all__ = ()

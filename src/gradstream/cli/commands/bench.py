@@ -22,32 +22,35 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option("--ranks", type=int, default=2, show_default=True, help="Processes.")
-@click.option("--elements", type=int, default=1_000_000, show_default=True, help="float32 of the vector.")
+@click.option("--ranks", type=int, default=2, show_default=True, help="Number of processes.")
+@click.option(
+    "--elements", type=int, default=1_000_000, show_default=True, help="Length of the vector, in float32."
+)
 @click.option(
     "--algorithm",
     metavar="NAME",
     default="auto",
     show_default=True,
-    help="auto (what a strategy does), messages (the cheapest that sends), or one by name: ring.",
+    help="auto (as a strategy chooses), messages (the fastest that sends messages), or a name: ring.",
 )
 @click.option(
     "--carrier",
     metavar="NAME",
     default="auto",
     show_default=True,
-    help="Of messages: auto, grpc, tcp or shm.",
+    help="Carrier of messages: auto, grpc, tcp or shm.",
 )
-@click.option("--times", type=int, default=9, show_default=True, help="Repetitions.")
+@click.option("--times", type=int, default=9, show_default=True, help="Number of repetitions.")
 @json_option
 def allreduce(ranks: int, elements: int, algorithm: str, carrier: Choice, times: int, as_json: bool) -> None:
-    """Starts RANKS processes that sum up a vector, and shows how long that takes.
+    """Starts RANKS processes that sum up a vector, and measures how long that takes.
 
-    It measures what a strategy's call does: on one machine ranks sum up in place, in shared memory, whatever
-    the carrier of the run. Then it measures the same as messages, which --algorithm messages does alone.
+    It measures the call that a strategy makes: on one machine the ranks add in place, in shared memory,
+    whatever the carrier. Then it measures the same sum by messages; --algorithm messages does only that.
 
-    Beside the median: bandwidth, and for messages what the algorithm's formula predicts, with the alpha
-    (seconds of a message) and beta (seconds of a byte) of the very sockets that carried it.
+    It prints the median and the bandwidth. For messages it also prints the time that the algorithm's
+    formula predicts, from alpha (seconds for a message) and beta (seconds for a byte) as measured on the
+    same sockets.
 
     \b
     Examples:
@@ -67,7 +70,7 @@ def allreduce(ranks: int, elements: int, algorithm: str, carrier: Choice, times:
 
 
 def lines_of(result: AllreduceResult) -> list[str]:
-    """The result as rows of a table; the first describes the measurement."""
+    """The lines of a result; the first describes the measurement."""
     plan = result.plan
     how = " over ".join([result.algorithm, *filter(None, [", ".join(result.carriers)])])
     called = ", as a strategy calls it" if plan.algorithm == "auto" else ""
@@ -90,7 +93,7 @@ def lines_of(result: AllreduceResult) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """A time in a suitable unit."""
+    """A duration as text, in s, ms or µs."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= unit:
             return f"{seconds / unit:.3g} {name}"

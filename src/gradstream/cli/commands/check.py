@@ -17,7 +17,8 @@ __all__ = ["check"]
 def check(strategy: str, as_json: bool) -> None:
     """Checks the properties of a STRATEGY: a name, or FILE.py:Class.
 
-    Some hundred small runs on virtual time; takes seconds. Exit status 1 if one does not hold.
+    It makes about a hundred small runs on virtual time, in seconds. Exit status 1 if a property does
+    not hold.
 
     \b
     Examples:

@@ -19,9 +19,9 @@ def config() -> None:
 @config.command(cls=JobCommand)
 @job_options
 def show(job: str, as_json: bool, **given: Any) -> None:
-    """Prints the configuration in effect, each value with its origin.
+    """Prints the configuration in effect, and the origin of each value.
 
-    It is TOML, and can be given to --config. Nothing is started.
+    The output is TOML, which --config reads. No run is started.
 
     \b
     Examples:

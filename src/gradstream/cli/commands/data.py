@@ -20,7 +20,7 @@ def data() -> None:
 def get(name: str, url: str | None) -> None:
     """Downloads a data set into the cache folder, verifies it, and prints its path.
 
-    An interrupted download goes on where it stopped. The folder is
+    It continues an interrupted download where that stopped. The cache folder is
     $XDG_CACHE_HOME/gradstream or ~/.cache/gradstream.
 
     \b
@@ -36,7 +36,7 @@ def get(name: str, url: str | None) -> None:
     if source is not None and source.packed is not None:
         click.echo(find(source) or fetch(source, url=url))
     elif "download" in inspect.signature(make).parameters:
-        make(download=True)  # another package's data set knows how
+        make(download=True)  # a data set of another package downloads itself
     else:
         click.echo(f"{name}: nothing to download", err=True)
 
@@ -44,7 +44,7 @@ def get(name: str, url: str | None) -> None:
 @data.command()
 @click.argument("name", required=False)
 def info(name: str | None) -> None:
-    """Shows licence, citation, page and files of a data set; without NAME of all data sets.
+    """Shows licence, citation, page and files of a data set, or of all data sets.
 
     \b
     Examples:
@@ -67,7 +67,7 @@ def _text(name: str, origin: str) -> str:
 
     source = SOURCES.get(name) if origin == BUILT_IN else None
     if source is None:
-        about = inspect.getdoc(class_of("data set", name)) or "says nothing about itself"
+        about = inspect.getdoc(class_of("data set", name)) or "no description"
         return f"{name}" + (f" ({origin})" if origin else "") + f"\n  {about.splitlines()[0]}"
     lines = [
         name,

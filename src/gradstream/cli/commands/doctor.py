@@ -24,12 +24,14 @@ MARKS = {"ok": " ", "warning": "!", "failed": "✗"}
 @click.command()
 @click.argument("address", metavar="[ADDR:PORT]", required=False)
 @token_options
-@click.option("--fingerprint", metavar="sha256:…", help="Fingerprint of the launcher's certificate.")
+@click.option(
+    "--fingerprint", metavar="sha256:…", help="Fingerprint of the launcher's certificate, as printed."
+)
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path(),
-    help="Folder for runs; by default this one.",
+    help="Folder for runs; the current one by default.",
 )
 def doctor(
     address: str | None,
@@ -40,9 +42,9 @@ def doctor(
 ) -> None:
     """Checks whether this machine can train, alone or with the launcher at ADDR:PORT.
 
-    Alone: versions, memory, disk, limits, addresses. With the address of a launcher that waits or
-    trains: name, TCP and TLS; with the token also gRPC, round trip, clock, speed each way and the
-    versions there. Exit status 3 if a check fails.
+    Without an address, it checks versions, memory, disk, limits and addresses. With the address of a
+    launcher that waits or trains, it also checks its name, TCP and TLS; with the token, gRPC, round
+    trip, clock, the speed each way and the launcher's versions. Exit status 3 if a check fails.
 
     \b
     Examples:

@@ -13,14 +13,18 @@ __all__ = ["evaluate"]
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--checkpoint", metavar="NAME", help="step-…, or final; by default the newest.")
+@click.option(
+    "--checkpoint",
+    metavar="NAME",
+    help="step-…, or final. By default the final parameters, or else the newest checkpoint.",
+)
 @click.option("--data", metavar="DATA", help="Another data set: a name, or file.py:function.")
 @json_option
 def evaluate(run: Path, checkpoint: str | None, data: str | None, as_json: bool) -> None:
     """Evaluates the parameters of a run on the held-out samples of its data.
 
-    RUN is a run directory. The job is read again from its file, which must not have changed. Of a
-    run that has failed, the newest checkpoint is evaluated.
+    RUN is a run directory. The command reads the job again from its file, which must not have changed.
+    For a run that has failed, it evaluates the newest checkpoint.
 
     \b
     Examples:

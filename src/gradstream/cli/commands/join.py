@@ -20,7 +20,7 @@ __all__ = ["join"]
 @token_options
 @click.option("--fingerprint", metavar="sha256:…", help="Fingerprint of the launcher's certificate.")
 @click.option("--name", help="Name of this machine; by default its host name.")
-@click.option("--insecure", is_flag=True, help="Plain text, as the launcher with --insecure.")
+@click.option("--insecure", is_flag=True, help="Send plain text; the launcher must have --insecure too.")
 @click.option("--run-dir", type=click.Path(path_type=Path, file_okay=False), help="Folder for logs.")
 def join(
     address: str,
@@ -32,10 +32,11 @@ def join(
     insecure: bool,
     run_dir: Path | None,
 ) -> None:
-    """Takes part in a run that `gradstream train JOB --listen` on another machine has started.
+    """Takes part in a run that `gradstream train JOB --listen` has started on another machine.
 
-    That command prints the whole line. JOB is this machine's own copy of the file, and the data
-    are its own; the run is refused where they differ. The exit status is the run's.
+    That command prints the line to run here. JOB is this machine's copy of the job file, with this
+    machine's copy of the data; where either differs from the launcher's, the launcher refuses this
+    machine. The exit status is that of the run.
 
     \b
     Examples:

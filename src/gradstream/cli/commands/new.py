@@ -17,7 +17,7 @@ __all__ = ["new"]
 @click.option("--numpy", "kind", flag_value="numpy", help="Three functions on numpy arrays.")
 @click.option("--jax", "kind", flag_value="jax", help="Two functions for JAX.")
 def new(name: str, kind: str) -> None:
-    """Writes a job file NAME.py that runs as it is: a model, data, evaluation.
+    """Writes a job file NAME.py that runs unchanged: a model, data, an evaluation.
 
     \b
     Examples:
@@ -29,7 +29,7 @@ def new(name: str, kind: str) -> None:
     path = Path(name if name.endswith(".py") else f"{name}.py")
     if not path.stem.isidentifier():
         raise ConfigError(
-            f"{path.name}: nodes import it by its name, so that has to be letters, digits and _"
+            f"{path.name}: nodes import the file by its name, which must be letters, digits and _"
         )
     try:
         with open(path, "x") as file:

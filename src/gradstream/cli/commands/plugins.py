@@ -21,8 +21,8 @@ __all__ = ["plugins"]
 def plugins(as_json: bool) -> None:
     """Lists strategies, optimizers and data sets by name, with the package that each comes from.
 
-    Plugins of installed packages are imported to check them. One that cannot be imported, or has the
-    name of another, is a warning on stderr, and cannot be used by that name.
+    It imports the plugins of installed packages to check them. A plugin that cannot be imported, or has
+    the name of another one, cannot be used by that name: a warning on stderr says so.
 
     \b
     Examples:
@@ -45,7 +45,7 @@ def plugins(as_json: bool) -> None:
 
 
 def examined(offers: list[Plugin]) -> list[tuple[Plugin, str]]:
-    """Each member of one family with its fault, or ""; built-in members are not loaded."""
+    """Each member of one family with its fault, or "". Built-in members are not loaded."""
     from gradstream.errors import ConfigError
     from gradstream.job.plugins import BUILT_IN, key_of
 

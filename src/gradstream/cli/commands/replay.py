@@ -15,8 +15,10 @@ __all__ = ["replay"]
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path, file_okay=False), metavar="RUN")
 @click.option("--until-update", type=click.IntRange(min=1), metavar="N", help="Stop at the N-th update.")
-@click.option("--worker", type=click.IntRange(min=0), metavar="RANK", help="With --step: stop at its update.")
-@click.option("--step", type=click.IntRange(min=0), metavar="STEP", help="Of --worker, from 0.")
+@click.option(
+    "--worker", type=click.IntRange(min=0), metavar="RANK", help="Stop at the update of this worker's --step."
+)
+@click.option("--step", type=click.IntRange(min=0), metavar="STEP", help="Step of --worker, counted from 0.")
 @click.option(
     "--version", type=click.IntRange(min=1), metavar="V", help="Stop at the update that made this version..."
 )
@@ -24,18 +26,20 @@ __all__ = ["replay"]
 @click.option(
     "--find",
     type=click.Choice(["nan", "jump"]),
-    help="Stop where a parameter is no number any more; where the loss is 3 times what it was.",
+    help="Stop at the first parameter that is not a number (nan), or where the loss has tripled (jump).",
 )
-@click.option("--watch", is_flag=True, help="A line for each update on the way.")
-@click.option("--anyway", is_flag=True, help="Though packages or the processor are others than they were.")
+@click.option("--watch", is_flag=True, help="Print a line for each update.")
+@click.option(
+    "--anyway", is_flag=True, help="Replay although packages or the processor differ from the run's."
+)
 @json_option
 def replay(run: Path, watch: bool, anyway: bool, as_json: bool, **place: Any) -> None:
     """Repeats a recorded run bit for bit, and stops at any update.
 
-    RUN is a run directory made with --record. All nodes run in this process, in the order that was
-    recorded; the job is read again from its file. Says of the update whose it was, of which samples, on
-    which version it was computed and to which it was applied. Without a place to stop it goes to the end,
-    and compares the parameters with those that the run has kept.
+    RUN is the directory of a run with --record. All nodes run in this process, in the recorded order;
+    the job is read again from its file. The command prints the worker and the samples of the update, the
+    version it was computed on, and the version it was applied to. Without an update to stop at, it goes
+    to the end, and compares the parameters with those that the run has kept.
 
     \b
     Examples:

@@ -15,24 +15,24 @@ __all__ = ["report"]
     "-o",
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File; RUN/report.html by default.",
+    help="File to write; RUN/report.html by default.",
 )
 @click.option(
     "--price",
     type=click.FloatRange(min=0),
     metavar="PER_MACHINE_HOUR",
-    help="Of a machine: says what the run cost.",
+    help="Price of a machine for an hour; the report shows the cost of the run.",
 )
 @click.option(
     "--tensorboard",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="FOLDER",
-    help="Writes TensorBoard event files there, too.",
+    help="Write TensorBoard event files there, too.",
 )
 def report(run: Path, output: Path | None, price: float | None, tensorboard: Path | None) -> None:
     """Makes one HTML file of a run: curves, timeline, and why it is slow.
 
-    RUN is a run directory, also of a run that failed or is still going on. The file needs no network.
+    RUN is a run directory; the run may have failed, or still be going on. The file needs no network.
 
     \b
     Examples:

@@ -16,28 +16,31 @@ __all__ = ["resume"]
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--workers", type=int, help="Another number of replicas of the model.")
-@click.option("--servers", type=int, help="Another number of shards of the parameter server.")
-@click.option("--batch-size", type=int, help="Another number of samples per minibatch of one worker.")
-@click.option("--epochs", type=int, help="Passes over the data, those before included.")
-@click.option("--steps", type=int, help="Minibatches per worker, those before included.")
+@click.option("--workers", type=int, help="New number of replicas of the model.")
+@click.option("--servers", type=int, help="New number of shards of the parameter server.")
+@click.option("--batch-size", type=int, help="New number of samples per minibatch of one worker.")
+@click.option("--epochs", type=int, help="Passes over the data, including those before.")
+@click.option("--steps", type=int, help="Minibatches of each worker, including those before.")
 @click.option("--device", metavar="NAME", help="Another device to compute on.")
 @click.option(
-    "--allow-lost", is_flag=True, default=None, help="Finish without data of a lost worker's own loop."
+    "--allow-lost",
+    is_flag=True,
+    default=None,
+    help="Finish the run even if a lost worker's own loop leaves data undone.",
 )
 @click.option(
     "--from-start",
     is_flag=True,
-    help="Begin again although there are checkpoints, all of them damaged.",
+    help="Begin again where all checkpoints are damaged.",
 )
 @listen_options
 @json_option
 def resume(run: Path, as_json: bool, **given: Any) -> None:
     """Continues a run that was stopped or killed from its newest good checkpoint.
 
-    RUN is a run directory. The job is read again from its file, which must not have changed. The run
-    goes on in the same directory, and repeats the steps after the checkpoint. Where a file of a
-    checkpoint is damaged, the one before is taken; where all are damaged, nothing is started.
+    RUN is a run directory. The command reads the job again from its file, which must not have changed.
+    The run goes on in the same directory, and repeats the steps after the checkpoint. Where a checkpoint
+    is damaged, the run goes on from the one before; where all are damaged, it does not start.
 
     \b
     Examples:

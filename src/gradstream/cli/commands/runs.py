@@ -13,11 +13,11 @@ NAME_BYTES = 128
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=Path("runs"))
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 def runs(folder: Path, as_json: bool) -> None:
     """Lists the run directories in FOLDER (runs by default), the newest last.
 
-    Accuracy is that of the latest evaluation: during the run (see evaluate_every), at the end of
+    The accuracy is from the latest evaluation: during the run (see evaluate_every), at the end of
     `gradstream train`, or by `gradstream evaluate`.
 
     \b

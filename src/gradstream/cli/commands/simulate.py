@@ -17,15 +17,19 @@ __all__ = ["simulate"]
 
 @click.command(cls=JobCommand)
 @job_options
-@click.option("--shape-only", is_flag=True, help="No arithmetic: cost and bytes only, for large models.")
-@click.option("--latency", type=float, metavar="SECONDS", help="From any node to any other.")
-@click.option("--bandwidth", type=float, metavar="BYTES/S", help="Of each direction of a network card.")
+@click.option(
+    "--shape-only", is_flag=True, help="Count time and bytes, without arithmetic: for large models."
+)
+@click.option("--latency", type=float, metavar="SECONDS", help="Latency from any node to any other.")
+@click.option(
+    "--bandwidth", type=float, metavar="BYTES/S", help="Bandwidth of a network card, in each direction."
+)
 @click.option("--gradient-s", type=float, metavar="SECONDS", help="Mean time of one minibatch's gradient.")
 @click.option("--jitter", type=float, metavar="SIGMA", help="Log-normal jitter of computing times.")
 def simulate(job: str, as_json: bool, **given: Any) -> None:
-    """Runs the same nodes in one process, on virtual time.
+    """Runs the nodes of a job in one process, on virtual time.
 
-    One seed is one history. Times in the figures are virtual seconds.
+    The same seed gives the same history. Times in the figures are virtual seconds.
 
     \b
     Examples:
@@ -35,12 +39,12 @@ def simulate(job: str, as_json: bool, **given: Any) -> None:
     from gradstream._simulate import simulate as run_job
 
     names = ("shape_only", "latency", "bandwidth", "gradient_s", "jitter")
-    config = make_world(**{name: given.pop(name) for name in names})
+    config = simulation_config_of(**{name: given.pop(name) for name in names})
     chosen = load_job_with(job, **given)
     run_and_show(lambda on_event: run_job(chosen, config=config, on_event=on_event), as_json)
 
 
-def make_world(
+def simulation_config_of(
     *,
     shape_only: bool = False,
     latency: float | None = None,
@@ -48,7 +52,7 @@ def make_world(
     gradient_s: float | None = None,
     jitter: float | None = None,
 ) -> SimulationConfig:
-    """The default `SimulationConfig` with what was given on the command line; None is not given."""
+    """The default `SimulationConfig` with the values of the command line; None stands for an option not given."""
     import dataclasses
 
     from gradstream.runtime.simulation import Cost, LogNormal, SimulationConfig

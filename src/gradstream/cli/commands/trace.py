@@ -12,10 +12,13 @@ __all__ = ["trace"]
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN")
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="File; RUN/trace.json by default."
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write; RUN/trace.json by default.",
 )
 def trace(run: Path, output: Path | None) -> None:
-    """Makes a Chrome trace of a run: who computed, waited, pushed and fetched when.
+    """Makes a Chrome trace of a run: when each worker computed, waited, pushed and fetched.
 
     Open the file at https://ui.perfetto.dev (it stays on your machine) or in chrome://tracing.
 

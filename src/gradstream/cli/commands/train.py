@@ -16,16 +16,16 @@ __all__ = ["train"]
 @click.command(cls=JobCommand)
 @job_options
 @listen_options
-@click.option("--dry-run", is_flag=True, help="Check the job by a few minibatches, and keep nothing.")
+@click.option("--dry-run", is_flag=True, help="Check the job with a few minibatches, and keep nothing.")
 def train(job: str, as_json: bool, dry_run: bool, **given: Any) -> None:
     """Trains with worker and server processes, on this machine or on several.
 
     With --listen it prints the line that joins another machine, and begins when N machines have
-    joined. --workers always means the workers of all machines together.
+    joined. --workers is the number of workers on all machines together.
 
     With --dry-run it checks the job and keeps nothing: it builds the model, checks memory and disk,
-    and with real processes on this machine it pushes, fetches, makes a checkpoint and evaluates it.
-    Exit status 0, or 3 if a check fails.
+    then starts processes on this machine that push, fetch, make a checkpoint and evaluate it. Exit
+    status 0, or 3 if a check fails.
 
     Progress goes to stderr, figures to stdout.
 
@@ -43,9 +43,8 @@ def train(job: str, as_json: bool, dry_run: bool, **given: Any) -> None:
     names = ("listen", "wait", "workers_per_machine", "servers_on", "wait_s", "insecure", "token_file")
     machines = {name: given.pop(name) for name in names}
     chosen = load_job_with(job, **given)
-    workers = (
-        chosen.workers if "workers" in chosen.origins else None
-    )  # the job file's number is for one machine
+    # The number in a job file is for one machine.
+    workers = chosen.workers if "workers" in chosen.origins else None
     listening = listening_of(**machines, workers=workers)
     if dry_run:
         show_dry_run(chosen, as_json)

@@ -14,7 +14,7 @@ def render(kind: str, file: str) -> str:
 
     Args:
         kind: one of `KINDS`.
-        file: the name that it will have: "mine.py".
+        file: name of the job file: "mine.py".
     """
     text = resources.files(__name__).joinpath(f"{kind}.py.txt").read_text()
     return text.format(name=file.removesuffix(".py"), file=file)

@@ -28,8 +28,8 @@ OF_THE_JOB = frozenset({"argv", "callbacks", "model", "data", "spec", "origins",
 def apply(job: Job, layers: Iterable[Sequence[Setting]]) -> Job:
     """The job with these settings; its `origins` hold the origin of each value.
 
-    A layer that names a strategy or an optimizer begins from the defaults of that: options of weaker layers
-    were for another one. A key that is no field of a job may be one of the strategy.
+    A layer that names a strategy or an optimizer begins from its defaults: options of weaker layers were meant for
+    another one. A key that is no field of a job may be a field of the strategy.
 
     Args:
         job: as its file gives it.

@@ -223,7 +223,7 @@ def _record(value: Any, member: Any) -> Any:
 
 
 def _read(word: Word, otherwise: Any) -> Any:
-    """What a word says as JSON."""
+    """The value of a word that is JSON; else `otherwise`."""
     try:
         return parse_json(word)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The launcher's side of the forkserver: starts nodes, receives their messages, and leaves none running."""
+"""Starts the nodes of a run on this machine, receives their messages, and leaves none running."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import queue
 import subprocess
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from gradstream.errors import InternalError
 
-__all__ = ["NODE", "SCRIPT", "LocalCluster"]
+__all__ = ["NODE", "SCRIPT", "Cluster", "LocalCluster"]
 
 NODE, SCRIPT = "gradstream.run.node:main", "gradstream.run.script:main"
 """Main functions of processes: a node, and a worker that is a script with a training loop of its own."""
@@ -26,8 +27,75 @@ OF_SERVERS = "gradstream.run.shard", "gradstream.worker.exchange.server"
 HANG_UP_S = 5.0
 
 
-class LocalCluster:
-    """Processes of one run on this machine. Use it as a context manager.
+class Cluster(ABC):
+    """The nodes of one run on this machine. Use it as a context manager.
+
+    Args:
+        logs: folder for the logs of nodes; made when missing.
+
+    Attributes:
+        running: process id of each node that runs.
+    """
+
+    def __init__(self, logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self.logs = logs
+        self.running: dict[str, int] = {}
+        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def start(self, name: str, argv: Sequence[str], *, main: str = NODE) -> None:
+        """Starts a node with these arguments; {"started": name} follows."""
+
+    @abstractmethod
+    def signal(self, name: str, number: int) -> None:
+        """Sends a signal to a node, if it still runs."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends every node that still runs. Idempotent."""
+
+    def post(self, message: dict[str, Any]) -> None:
+        """Adds a message from elsewhere, which `message` returns in its turn. May be called from any thread."""
+        self._messages.put(message)
+
+    def message(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next message, or None after `timeout_s`.
+
+        It is {"started": name, "pid": n}, {"exited": name, "status": code or -signal}, or a message of a
+        node, with {"from": name}.
+        """
+        try:
+            message = self._messages.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if "started" in message:
+            self.running[message["started"]] = message["pid"]
+        elif "exited" in message:
+            self.running.pop(message["exited"], None)
+        return message
+
+    def log_tail(self, name: str, num_lines: int = 30) -> str:
+        """The last lines of a node's log."""
+        path = self.logs / f"{name}.log"
+        if not path.is_file():
+            return ""
+        return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+class LocalCluster(Cluster):
+    """Nodes as processes, forked from one warm process, the forkserver.
 
     Args:
         logs: folder for the output of nodes; made when missing.
@@ -36,10 +104,7 @@ class LocalCluster:
     """
 
     def __init__(self, logs: Path, environment: Mapping[str, str], *, shards: bool = False) -> None:
-        logs.mkdir(parents=True, exist_ok=True)
-        self.logs = logs
-        self.running: dict[str, int] = {}
-        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        super().__init__(logs)
         source = str(Path(__file__).resolve().parents[3])  # the folder of the package
         path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
         with open(logs / "forkserver.log", "ab") as log:
@@ -54,57 +119,25 @@ class LocalCluster:
         self._listener = threading.Thread(target=self._listen, name="forkserver-replies", daemon=True)
         self._listener.start()
 
-    def __enter__(self) -> LocalCluster:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def start(self, name: str, argv: Sequence[str], *, main: str = NODE) -> None:
-        """Starts a node with `argv` and a file descriptor for messages; {"started": name} follows."""
+        """See `Cluster.start`; the process also gets a file descriptor for messages."""
         log = str(self.logs / f"{name}.log")
         self._order({"start": name, "main": main, "argv": list(argv), "log": log})
 
     def signal(self, name: str, number: int) -> None:
-        """Sends a signal to a node, if it still runs."""
+        """See `Cluster.signal`."""
         self._order({"signal": name, "number": number})
 
-    def post(self, message: dict[str, Any]) -> None:
-        """Adds a message from elsewhere, which `message` returns in its turn. May be called from any thread."""
-        self._messages.put(message)
-
     def message(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next message, or None after `timeout_s`.
-
-        It is {"started": name, "pid": n}, {"exited": name, "status": code or -signal}, or a message of a
-        node, with {"from": name}.
+        """See `Cluster.message`.
 
         Raises:
             InternalError: the forkserver itself has ended, and with it all nodes.
         """
-        try:
-            message = self._messages.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        if "gone" in message:
+        message = super().message(timeout_s)
+        if message is not None and "gone" in message:
             raise InternalError(f"the forkserver has ended; see {self.logs / 'forkserver.log'}")
-        if "started" in message:
-            self.running[message["started"]] = message["pid"]
-        elif "exited" in message:
-            self.running.pop(message["exited"], None)
         return message
-
-    def log_tail(self, name: str, num_lines: int = 30) -> str:
-        """The last lines that a node has printed."""
-        path = self.logs / f"{name}.log"
-        if not path.is_file():
-            return ""
-        return "\n".join(path.read_text(errors="replace").splitlines()[-num_lines:])
 
     def close(self) -> None:
         """Kills every node that still runs. Returns when all are gone. Idempotent."""

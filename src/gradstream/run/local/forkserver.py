@@ -7,8 +7,8 @@ gRPC does, so only the children import it.
 One JSON object per line. In:  {"start": name, "main": "module:function", "argv": [...], "log": path}
                           and  {"signal": name, "number": 9}
 Out: {"ready": pid}, {"started": name, "pid": n}, {"exited": name, "status": code or -signal}, and
-each message of a node to its launcher, with {"from": name} added. The modules are imported before the forks,
-besides `WARM`.
+each message of a node to its launcher, with {"from": name} added. The forkserver imports the modules of its
+command line, besides `WARM`, before it forks.
 
 No process outlives the launcher: when its end of the pipe closes, even by SIGKILL, this process kills
 all nodes; where this process is killed, the kernel kills them.

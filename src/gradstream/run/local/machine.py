@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,6 +18,7 @@ __all__ = [
     "SWITCH_INTERVAL_S",
     "describe_machine",
     "git_commit",
+    "interfaces",
     "node_environment",
     "num_cores",
     "versions",
@@ -23,8 +27,11 @@ __all__ = [
 SWITCH_INTERVAL_S = 2e-4
 """Seconds for which a computing thread keeps Python's GIL while the event loop waits for it.
 
-The default of 5 ms would be added to nearly every hop of a message.
+With the default of 5 ms, nearly every hop of a message would take 5 ms longer.
 """
+
+SIOCGIFADDR = 0x8915
+"""Linux: the request for the IPv4 address of a network interface."""
 
 PACKAGES = ("gradstream", "torch", "numpy", "grpcio", "protobuf", "safetensors")
 
@@ -51,6 +58,19 @@ NO_FORK_HANDLERS = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def interfaces() -> dict[str, str]:
+    """IPv4 addresses of this machine's network interfaces, by name; interfaces without one are left out."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
 
 
 def node_environment(workers: int, *, shards: bool = False) -> dict[str, str]:

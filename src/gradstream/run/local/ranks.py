@@ -5,17 +5,14 @@ The variables are those of torchrun, so that the script's own `init_process_grou
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
 
 from gradstream.errors import ConfigError
+from gradstream.run.local.machine import interfaces
 from gradstream.transport.addresses import is_loopback
 
 __all__ = ["hold_port", "set_environment"]
-
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of a network interface
 
 
 def hold_port(host: str, port: int = 0) -> socket.socket:
@@ -67,23 +64,9 @@ def set_environment(rank: int, size: int, per_machine: int, master: tuple[str, i
         "MASTER_PORT": master[1],
     }
     os.environ.update({name: str(value) for name, value in values.items()})
-    os.environ.pop(
-        "TORCHELASTIC_USE_AGENT_STORE", None
-    )  # set by a torchrun around us, whose store is not there
-    device = None if is_loopback(own) else _interface_of(own)
-    if device is not None:
+    # A torchrun that has started the launcher sets it, but its store is not at MASTER_ADDR.
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    names = [name for name, address in interfaces().items() if address == own and not is_loopback(own)]
+    if names:
         # Without it gloo takes the address of the host name, which on many systems no other machine reaches.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
-
-
-def _interface_of(host: str) -> str | None:
-    """The network interface that has an IPv4 address; None where the system names none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            try:
-                found = fcntl.ioctl(asked, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # it has no address
-            if socket.inet_ntoa(found[20:24]) == host:
-                return name
-    return None
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])

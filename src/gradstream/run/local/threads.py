@@ -1,16 +1,15 @@
 """Runs all nodes of a run in this process, for code that no other process can find, as in a notebook.
 
-Two threads serve all nodes. One runs the event loop, on which every node has a runtime and an endpoint of
-its own, on loopback; the other one does their arithmetic in turns. So seeds have the same effect as in
-processes (torch's generator belongs to the process), and each gradient may use all cores; but nothing is
-computed at the same time, and all nodes share Python's global lock.
+Two threads serve all nodes. One runs the event loop, with a runtime and an endpoint on loopback for each node;
+the other computes for one node after the other. So seeds have the same effect as in processes (torch's
+generator belongs to the process), and each gradient may use all cores. But no two nodes compute at the same
+time, and all share Python's global lock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import signal
 import sys
 import threading
@@ -18,47 +17,17 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
-from gradstream.run.local.cluster import NODE
+from gradstream.run.local.cluster import NODE, Cluster
 from gradstream.run.local.machine import SWITCH_INTERVAL_S
 
-__all__ = ["Cluster", "RunNode", "ThreadCluster"]
+__all__ = ["RunNode", "ThreadCluster"]
 
 HANG_UP_S = 10.0
 GOODBYE_S = 2.0  # longer than an endpoint takes to close: interrupted, it would leave a server behind
 CANCELLED = -9
 """Exit status of a node that was cancelled: that of a process killed by SIGKILL."""
-
-
-class Cluster(Protocol):
-    """Starts and follows the nodes of a run on this machine; see `LocalCluster`."""
-
-    @property
-    def running(self) -> dict[str, int]:
-        """Nodes that run, with their process ids."""
-        ...
-
-    def start(self, name: str, argv: Sequence[str], *, main: str = NODE) -> None:
-        """Starts a node."""
-        ...
-
-    def signal(self, name: str, number: int) -> None:
-        """Sends a signal to a node, if it still runs."""
-        ...
-
-    def message(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next message, or None after `timeout_s`."""
-        ...
-
-    def post(self, message: dict[str, Any]) -> None:
-        """Adds a message from elsewhere."""
-        ...
-
-    def log_tail(self, name: str, num_lines: int = 30) -> str:
-        """The last lines of a node's log."""
-        ...
 
 
 class RunNode(Protocol):
@@ -77,8 +46,8 @@ class RunNode(Protocol):
         ...
 
 
-class ThreadCluster:
-    """The nodes of one run in this process. Use it as a context manager; otherwise as `LocalCluster`.
+class ThreadCluster(Cluster):
+    """Nodes in this process.
 
     The output of nodes is that of this process. A signal ends a node, except for SIGTERM to the coordinator,
     which asks the run to stop.
@@ -89,11 +58,8 @@ class ThreadCluster:
     """
 
     def __init__(self, logs: Path, run_node: RunNode) -> None:
-        logs.mkdir(parents=True, exist_ok=True)
-        self.logs = logs
-        self.running: dict[str, int] = {}
+        super().__init__(logs)
         self._run_node = run_node
-        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stops: dict[str, Callable[[], None]] = {}  # how a node is asked to stop
         self._core = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gradstream-compute")
@@ -106,19 +72,8 @@ class ThreadCluster:
         self._thread.start()
         self._ready.wait()
 
-    def __enter__(self) -> ThreadCluster:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def start(self, name: str, argv: Sequence[str], *, main: str = NODE) -> None:
-        """Starts a node; {"started": name} follows. Only nodes of a run can be started here."""
+        """See `Cluster.start`. Only nodes of a run can be started here."""
         assert main == NODE
         self._loop.call_soon_threadsafe(self._begin, name, list(argv))
 
@@ -127,31 +82,10 @@ class ThreadCluster:
         stop = self._stops.get(name) if number == signal.SIGTERM else None
         self._loop.call_soon_threadsafe(stop or partial(self._cancel, name))
 
-    def post(self, message: dict[str, Any]) -> None:
-        """Adds a message from elsewhere; see `LocalCluster.post`."""
-        self._messages.put(message)
-
-    def message(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next message, or None after `timeout_s`; see `LocalCluster.message`."""
-        try:
-            message = self._messages.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        if "started" in message:
-            self.running[message["started"]] = message["pid"]
-        elif "exited" in message:
-            self.running.pop(message["exited"], None)
-        return message
-
-    def log_tail(self, name: str, num_lines: int = 30) -> str:
-        """The last lines that a node has logged of its failure."""
-        path = self.logs / f"{name}.log"
-        return "\n".join(path.read_text().splitlines()[-num_lines:]) if path.is_file() else ""
-
     def close(self) -> None:
-        """Stops every node that still runs, and waits for a computation that has begun. Idempotent.
+        """Stops every node that still runs, and waits some seconds for the present computation. Idempotent.
 
-        It waits for some seconds only: unlike a process, a thread cannot be killed.
+        Unlike a process, a thread cannot be killed.
         """
         if self._thread.is_alive() and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._closing.set)

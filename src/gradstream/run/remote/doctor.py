@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import resource
 import shutil
-import socket
-import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +15,7 @@ from typing import Literal
 
 from gradstream._version import __version__
 from gradstream.errors import GradstreamError
+from gradstream.run.local.machine import interfaces
 from gradstream.run.remote.address import Address, new_token
 from gradstream.run.remote.certificate_authority import LAUNCHER
 from gradstream.run.remote.join_service import JOB
@@ -40,9 +38,6 @@ MIN_FILES = 256
 CLOCK_WARNING_S = 60.0
 CLOCK_FAILED_S = 3600.0
 """Certificates are valid from an hour before they were made."""
-
-SIOCGIFADDR = 0x8915
-"""Linux: the address of a network interface."""
 
 PROBE_BYTES = 32 << 20
 NUM_PINGS = 20
@@ -100,8 +95,9 @@ def look_here(folder: Path) -> Iterator[DoctorResult]:
     few = soft != resource.RLIM_INFINITY and soft < MIN_FILES
     hint = f"; expected at least {MIN_FILES}: ulimit -n 1024" if few else ""
     yield DoctorResult("open files", f"at most {soft} a process{hint}", "failed" if few else "ok")
+    addresses = [f"{ip} ({name})" for name, ip in interfaces().items() if not ip.startswith("127.")]
     yield DoctorResult(
-        "addresses", ", ".join(_addresses()) or "only loopback: no other machine reaches this one"
+        "addresses", ", ".join(addresses) or "only loopback: no other machine reaches this one"
     )
 
 
@@ -126,19 +122,6 @@ def _enough(what: str, free: int, least: int, text: str) -> DoctorResult:
     if free >= least:
         return DoctorResult(what, text)
     return DoctorResult(what, f"{text}: a node of a small model takes about {least / 1e9:.0f} GB", "warning")
-
-
-def _addresses() -> list[str]:
-    """IPv4 addresses of this machine's network interfaces, without loopback."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # an interface without an IPv4 address
-            found.append(f"{socket.inet_ntoa(answer[20:24])} ({name})")
-    return [entry for entry in found if not entry.startswith("127.")]
 
 
 # ---- the way to a launcher --------------------------------------------------------------
@@ -224,7 +207,7 @@ def clock_finding(offset_s: float) -> DoctorResult:
             "clock", f"{text}: certificates are not valid yet; set the clocks (NTP)", "failed"
         )
     if abs(offset_s) > CLOCK_WARNING_S:
-        return DoctorResult("clock", f"{text}: training does not mind, who reads the logs will", "warning")
+        return DoctorResult("clock", f"{text}: training works, but times in logs will differ", "warning")
     return DoctorResult("clock", text)
 
 

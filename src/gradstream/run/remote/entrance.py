@@ -102,7 +102,7 @@ class Entrance:
         except PeerLostError as error:
             raise PeerLostError(LAUNCHER, f"is gone, and the run with it ({error})") from error
         if received is None:
-            raise PeerLostError(LAUNCHER, "hung up before the run was over")
+            raise PeerLostError(LAUNCHER, "closed the connection before the run was over")
         return v1.Order.FromString(received.frame.body.data)
 
     async def report(self, report: v1.Report) -> None:

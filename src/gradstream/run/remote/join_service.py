@@ -75,7 +75,8 @@ class JoinService:
         invitation: the description of the run that they get.
         on_message: called from the service's thread with these messages:
             {"machine": name, "state": "joined" | "left" | "refused", "address", "nodes", "reason"},
-            {"from": node, "error", "message", "traceback"}, {"exited": node, "status": code}.
+            {"from": node, "error", "message", "traceback"}, {"exited": node, "status": code}, and
+            {"insecure": address} while the run is in plain text.
         secret: the token of the run; a machine has to prove that it knows it.
     """
 
@@ -227,7 +228,7 @@ class JoinService:
             del self._bells[bell]
             if self._over is None:
                 self._members.left(seat)
-                self._report(seat, "left", reason or "it hung up")
+                self._report(seat, "left", reason or "it closed the connection")
 
     def _grant(self, seat: Seat, request: v1.Enrol) -> v1.Grant:
         authority = self._authority
@@ -264,7 +265,9 @@ class JoinService:
         while (received := await stream.recv()) is not None:
             report = v1.Report.FromString(received.frame.body.data)
             if report.who not in seat.nodes:
-                raise RefusedError(LAUNCHER, "BAD_REQUEST", f"{seat.machine} reports on a node of another's")
+                raise RefusedError(
+                    LAUNCHER, "BAD_REQUEST", f"{seat.machine} reports on a node of another machine"
+                )
             if report.error:
                 self._on_message(
                     {

@@ -1,4 +1,4 @@
-"""Gathers the other machines of a run at its launcher, and records what becomes of them."""
+"""Waits at the launcher for the other machines of a run, and records when they join and leave."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REMIND_S = 30.0
 """Seconds between two events that say for how many machines a run waits."""
 
 REASON_BYTES = 512
-"""Longest reason that is kept of why a machine left."""
+"""Longest reason for leaving that is recorded, in bytes."""
 
 INVITE = "on each other machine, beside its own copy of the job file:\n\n    {}\n\n"
 
@@ -175,7 +175,7 @@ class MachineRendezvous:
         return [*listen, "--credentials", str(self._authority.credentials(name, secret))]
 
     def _job_argument(self) -> str:
-        """The job as one types it in the folder of its file."""
+        """The job as a user names it in the folder of its file."""
         spec = str(self._job.spec)
         return spec[spec.rfind("/") + 1 :]
 

@@ -36,7 +36,7 @@ class LinkSpeed:
 
 
 def machine_facts() -> dict[str, str]:
-    """This machine in words: values that may explain why two machines do not work together."""
+    """Describes this machine, to find out why two machines do not work together."""
     found = versions()
     return {
         "host": socket.gethostname(),

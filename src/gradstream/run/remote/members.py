@@ -37,7 +37,7 @@ class Seat:
 
 
 class MachineMembers:
-    """The machines of one run.
+    """Decides which machines may join a run, and which nodes each of them runs.
 
     Args:
         own: name of the launcher's machine, which has the first shard and the first workers.

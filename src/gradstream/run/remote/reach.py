@@ -61,7 +61,7 @@ def reach(address: Address, *, fingerprint: str | None, insecure: bool) -> Reach
         raise JoinRefusedError(
             str(address),
             "PLAIN_TEXT",
-            "who answers there speaks plain text: nobody knows whether it is the launcher. If it was started "
+            "it answers in plain text, so that its identity cannot be verified. If the launcher was started "
             "with --insecure, and you trust the network, join with --insecure too",
         )
     check_fingerprint(address, certificate, fingerprint)
@@ -120,7 +120,7 @@ def shake_hands(address: Address, timeout_s: float = CONNECT_S) -> bytes | None:
             if _speaks_plain_http2(address, timeout_s):
                 return None
             raise JoinRefusedError(
-                str(address), "NOT_GRADSTREAM", f"who answers there is no launcher ({error}): check the port"
+                str(address), "NOT_GRADSTREAM", f"it answers, but is no launcher ({error}): check the port"
             ) from None
 
 
@@ -129,8 +129,8 @@ def check_fingerprint(address: Address, certificate: bytes, expected: str | None
     shown = fingerprint_of(certificate)
     if expected is None:
         raise ConfigError(
-            f"{address} shows a certificate with fingerprint {shown}. If that is what the launcher has "
-            f"printed, give it: --fingerprint {shown}"
+            f"{address} shows a certificate with fingerprint {shown}. If the launcher has printed this "
+            f"fingerprint, give it: --fingerprint {shown}"
         )
     if shown != expected.lower():
         raise JoinRefusedError(
@@ -148,16 +148,17 @@ def _socket(address: Address, timeout_s: float) -> socket.socket:
         raise DeadlineError(
             str(address),
             f"no answer to a TCP connection in {timeout_s:g} s: the address is wrong, the machine is down, "
-            "or a firewall drops what comes",
+            "or a firewall drops the packets",
         ) from None
     except ConnectionRefusedError:
         raise PeerLostError(
             str(address),
-            "the machine is there, but nobody listens at this port: is the launcher still running?",
+            "the machine answers, but no program listens at this port: is the launcher still running?",
         ) from None
     except OSError as error:
         raise PeerLostError(
-            str(address), f"no way leads there ({error.strerror or error}): are both machines in one network?"
+            str(address),
+            f"it cannot be reached ({error.strerror or error}): are both machines in one network?",
         ) from None
 
 
