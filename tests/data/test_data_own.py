@@ -387,7 +387,7 @@ def test_a_stream_of_unknown_length_goes_on_into_its_next_epoch() -> None:
     ("stream", "message"),
     [
         (lambda *_: iter(()), "no batches for rank 0 in data epoch 1"),
-        (lambda *_: 7, "gave int for rank 0, data epoch 0; expected an iterator"),
+        (lambda *_: 7, "returned int for rank 0, data epoch 0; expected an iterator"),
         (lambda *_: iter([("a", "b")]), r"batch 0 of '<lambda>' \(rank 0, data epoch 0\) has no arrays"),
         (lambda *_: iter([(np.ones(2), np.ones(3))]), r"several lengths \(inputs: 2, targets: 3\)"),
     ],

@@ -35,7 +35,7 @@ def pictures(num_samples: int = 64, num_test: int = 40) -> Any:
 
 
 def score(model: TorchModel, flat: torch.Tensor, data: Any) -> tuple[float, float]:
-    """(accuracy, mean of the outputs): what a wrong buffer changes."""
+    """(accuracy, mean of the outputs): a wrong buffer changes both."""
     outputs = model.outputs(flat, data.test_inputs)
     return float((outputs.argmax(1).numpy() == data.test_targets).mean()), float(outputs.mean())
 

@@ -1,4 +1,4 @@
-"""Models computed on a device: what leaves main memory, what comes back, and when it may be read."""
+"""Models computed on a device: the copies to it and back, and the time at which they may be read."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def differentiate(
 
 
 def early(model: TorchModel, batch: Batch) -> list[int]:
-    """The reports of a gradient that came before what they report was there."""
+    """The reports of a gradient that came before their elements had arrived."""
     _, expected = differentiate(net(), batch)
     reports: list[tuple[int, bool]] = []
 
@@ -355,7 +355,7 @@ def test_what_has_no_device_of_ours_is_refused() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_layers_are_not_kept_as_factors_where_any_worker_may_have_a_device() -> None:
-    """All workers exchange the same, also one whose machine has no accelerator."""
+    """All workers exchange the same vectors, also a worker on a machine without an accelerator."""
     wide = from_torch(lambda: nn.Linear(1024, 1024), F.mse_loss)
     assert wide.factored_layers
     assert not on_device(wide, "auto").factored_layers

@@ -1,4 +1,4 @@
-"""Gradients of wide layers as factors: what is kept, what is sent, and that the updates are the same."""
+"""Gradients of wide layers as factors: the kept factors, the sent ones, and equal updates."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def bytes_of(run: gs.Run) -> int:
     return sum(event["pushed_bytes"] for event in run.events if event["event"] == "exchange")
 
 
-# ---- what a model keeps -----------------------------------------------------------------
+# ---- kept factors -----------------------------------------------------------------------
 
 
 def test_a_model_offers_wide_layers_of_their_own_and_keeps_their_factors() -> None:
@@ -86,11 +86,11 @@ def test_a_model_offers_wide_layers_of_their_own_and_keeps_their_factors() -> No
     batch = Batch(torch.ones(3, 8), torch.ones(3, CLASSES), 3, np.arange(3))
     expected, gradient = torch.empty_like(flat), torch.full_like(flat, 7.0)
     model.gradient(flat, batch, expected, seed=0, report=lambda _: None)
-    kept = FactorPair(layer, torch.empty(3, WIDE), torch.empty(3, WIDE))
-    model.gradient(flat, batch, gradient, seed=0, report=lambda _: None, kept={layer.name: kept})
-    assert kept.state == "kept"
+    pair = FactorPair(layer, torch.empty(3, WIDE), torch.empty(3, WIDE))
+    model.gradient(flat, batch, gradient, seed=0, report=lambda _: None, factors={layer.name: pair})
+    assert pair.state == "kept"
     assert (layer.place(gradient) == 7.0).all()  # left as it was
-    layer.place(gradient).copy_(kept.delta.t() @ kept.x)
+    layer.place(gradient).copy_(pair.delta.t() @ pair.x)
     assert torch.equal(gradient, expected)
 
 
@@ -103,9 +103,9 @@ def test_what_is_no_single_product_is_refused_and_formed(times: int, rows: int) 
     batch = Batch(torch.ones(3, 8), torch.ones(3, CLASSES), 3, np.arange(3))
     expected, gradient = torch.empty_like(flat), torch.empty_like(flat)
     model.gradient(flat, batch, expected, seed=0, report=lambda _: None)
-    kept = FactorPair(layer, torch.empty(rows, WIDE), torch.empty(rows, WIDE))
-    model.gradient(flat, batch, gradient, seed=0, report=lambda _: None, kept={layer.name: kept})
-    assert kept.state == "refused"
+    pair = FactorPair(layer, torch.empty(rows, WIDE), torch.empty(rows, WIDE))
+    model.gradient(flat, batch, gradient, seed=0, report=lambda _: None, factors={layer.name: pair})
+    assert pair.state == "refused"
     torch.testing.assert_close(gradient, expected)
 
 

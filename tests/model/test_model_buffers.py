@@ -1,4 +1,4 @@
-"""What a module holds besides trained parameters (buffers, frozen, tied), and losses of other shapes."""
+"""Tensors of a module besides trained parameters (buffers, frozen, tied), and losses of other shapes."""
 
 from __future__ import annotations
 

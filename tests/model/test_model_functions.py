@@ -1,4 +1,4 @@
-"""`from_functions`: user functions on numpy arrays, and what they are told when they go wrong."""
+"""`from_functions`: user functions on numpy arrays, and the errors for wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Row-sparse gradients as models give them: the rows are what the whole gradient has, and nothing else."""
+"""Row-sparse gradients of models: the rows equal those of the whole gradient, and the rest is zero."""
 
 from __future__ import annotations
 

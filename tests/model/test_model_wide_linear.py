@@ -26,7 +26,7 @@ def parameters_of(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
 def both(
     forward: Forward, shapes: list[tuple[int, ...]], inputs: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
-    """Gradients with the direct path, by autograd alone, and what was reported."""
+    """Gradients with the direct path, gradients by autograd alone, and the reports."""
     plain = parameters_of(*shapes)
     forward(plain, inputs.clone()).square().sum().backward()  # type: ignore[no-untyped-call]
     expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain]

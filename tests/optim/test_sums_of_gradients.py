@@ -1,4 +1,4 @@
-"""Updates that are sums of gradients: weight decay and changing rates are those of every single gradient."""
+"""Updates that are sums of gradients: each gradient has its own weight decay and its own rate."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_rule_with_state_makes_one_update_a_push_of_gradients_with_their_decay
 
 
 def test_adamw_takes_its_decay_off_the_parameters_once_a_push() -> None:
-    """With a rate of local steps of 0 all gradients of a period are of what the server has."""
+    """With local steps of rate 0 all gradients of a period are computed on the server's parameters."""
     server = {"a": np.full(100, 0.5), "b": np.full(100, -0.25)}
     mean, square = ({name: np.zeros(100) for name in server} for _ in range(2))
     todo = batches(regression()[1])
@@ -199,7 +199,7 @@ def test_decay_is_refused_where_only_rows_travel_and_where_nobody_would_add_it()
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_significance_keeps_the_sum_of_changes_when_the_rate_changes(overlap: bool) -> None:
-    """What is left of a sum goes on at its own rate: everything pushed is Σ η_i·g_i, as without."""
+    """The rest of a sum keeps its rate: all pushes add up to Σ η_i·g_i, as without significance."""
     lr = gs.schedules.StepDecay(0.04, 3, 0.5, unit="steps")
     options: dict[str, Any] = {"overlap": overlap, "local_lr": 0.0, "fetch_every": 100}
     plain = run_of(gs.Downpour(push_every=2, **options), gs.optim.SGD(lr))

@@ -23,7 +23,7 @@ from gradstream.server.correction import SenderStates
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.service import ShardService
 from gradstream.server.shard.state import Acknowledge, Instruction, Parked, ShardState
-from gradstream.strategies.dc_asgd import AdaptiveCompensation
+from gradstream.strategies.dc_asgd import Compensation
 from gradstream.testing.pairs import memory_pairs
 from gradstream.testing.runs import QUICK, kill_at, least_squares
 from gradstream.transport.base import Caller, Handler, Identity, Received
@@ -97,7 +97,7 @@ def test_a_push_that_came_before_its_sender_left_is_used_and_a_copy_of_it_is_not
 
 def test_the_state_of_a_correction_is_freed() -> None:
     memory, chunks = Memory(), ChunkMap(2 * CHUNK, CHUNK, 1)
-    states = SenderStates(memory, chunks, 2 * CHUNK, torch.float32, AdaptiveCompensation(0.1, 0.9, 1e-7))
+    states = SenderStates(memory, chunks, 2 * CHUNK, torch.float32, Compensation(0.1, 0.9, 1e-7))
     most_bytes = 0
     for number in range(MANY):
         sender = f"worker-{number}"

@@ -97,7 +97,7 @@ def test_a_fetch_that_is_there_before_its_own_late_push_is_answered() -> None:
     assert [type(one) for one in answers] == [Acknowledge, Release]
 
 
-# ---- the result is that of the accepted samples -------------------------------------------
+# ---- the result depends on the accepted samples alone -------------------------------------
 
 
 def rounds_of(run: Run) -> list[EventDict]:
@@ -323,7 +323,7 @@ def test_a_round_that_all_begin_together_takes_the_order_statistic() -> None:
 
 
 def recursion(needed: int, backup: int, rounds: int, seed: int) -> float:
-    """Mean seconds a round where a late worker first finishes what it computes, then begins the newest."""
+    """Mean seconds a round where a late worker finishes its gradient, then begins the newest round."""
     rng = random.Random(seed)
     workers = needed + backup
     ends = [(rng.expovariate(1.0), rank, 0) for rank in range(workers)]
@@ -353,7 +353,7 @@ def test_rounds_in_a_row_take_longer_since_who_is_late_still_computes() -> None:
     assert np.mean(times) == pytest.approx(expected, abs=3 * float(np.std(times)) / math.sqrt(steps))
 
 
-# ---- what cannot be -------------------------------------------------------------------------
+# ---- refused combinations --------------------------------------------------------------------
 
 
 def test_backup_that_makes_no_sense() -> None:

@@ -1,4 +1,4 @@
-"""What the paper's algorithm promises, each seen, and each check seen to fail on a planted fault."""
+"""The promises of the paper's algorithm: each holds, and each check fails on a planted fault."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ LATE = SimulationConfig(  # the network is slower than the gradients, and each c
 
 @dataclass(frozen=True)
 class Watched(gs.Downpour):
-    """Notes, at each boundary, the worker's own parameters and what the server has."""
+    """Records, at each boundary, the worker's own parameters and the server's."""
 
     boundaries: ClassVar[list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]] = []
 
-    async def _fetch(self, worker: Any, asked: Arrival | None, *, overlap: bool) -> Arrival | None:
+    async def fetch(self, worker: Any, pending: Arrival | None, *, overlap: bool) -> Arrival | None:
         own = worker.parameters.tensor.numpy().copy()
-        found = await super()._fetch(worker, asked, overlap=overlap)
+        found = await super().fetch(worker, pending, overlap=overlap)
         if worker.step:
             self.boundaries.append((own, worker.parameters.tensor.numpy().copy()))
         return found
@@ -60,14 +60,14 @@ def test_at_each_boundary_the_server_has_what_k_local_steps_made(k: int) -> None
 
 
 def test_a_fetch_that_overtakes_the_push_before_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def satisfied(self: ShardState, chunk: int, state: Any, terms: Any) -> bool:
+    def satisfied(self: ShardState, state: Any, terms: Any) -> bool:
         return bool(state.version >= max(terms.min_version, 0))
 
     monkeypatch.setattr(ShardState, "_satisfied", satisfied)
     assert any(boundaries_differ(3))
 
 
-# ---- several workers: what is pushed is what is applied ------------------------------------------
+# ---- several workers: every push is applied ------------------------------------------------------
 
 
 def pushed_and_applied(strategy: gs.Strategy, seed: int) -> tuple[int, int, int]:
@@ -89,7 +89,7 @@ def test_the_sum_of_what_is_pushed_is_the_sum_of_what_is_applied(seed: int) -> N
 
 @dataclass(frozen=True)
 class Doubling(gs.Downpour):
-    """Takes what it has accumulated a second time: the swap with zero is not atomic."""
+    """Takes the accumulated sum a second time: the swap with zero is not atomic."""
 
     async def train(self, worker: Any) -> None:
         async for batch in worker.batches():
@@ -113,7 +113,7 @@ class Halved(EveryPush):
 
 @dataclass(frozen=True)
 class Losing(gs.Downpour):
-    """Its server loses what is pushed third."""
+    """Its server loses the third push."""
 
     def rule(self, num_workers: int, reduction: Any) -> AggregationRule:
         return Halved()
@@ -128,7 +128,7 @@ def test_a_gradient_that_is_doubled_or_lost_would_be_noticed() -> None:
 
 
 def upstream_bytes(strategy: gs.Strategy) -> int:
-    """What two workers send up in 20 steps each, initial parameters left out."""
+    """Bytes that two workers send to the server in 20 steps each, without initial parameters."""
     model, data = least_squares(64, 300)
     run = simulate(
         model, data, strategy=strategy, optimizer=gs.optim.SGD(lr=LR), workers=2, servers=2, batch_size=4, steps=20,

@@ -1,4 +1,4 @@
-"""Warm starts, waves, an end alone: who is held back loses nothing, and is let in at the right sample."""
+"""Warm starts, waves, an end by one worker: a paused worker loses nothing, and resumes at the right sample."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from gradstream.report.timeline import lanes_of
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.strategies.api import Participation
-from gradstream.strategies.downpour import ALONE
+from gradstream.strategies.staged import ALONE
+from gradstream.strategies.stale import StaleGradients
 from gradstream.testing import properties
 from gradstream.testing.runs import (
     QUICK,
@@ -71,7 +72,7 @@ def turns(run: gs.Run) -> list[EventDict]:
 
 
 def steps_between(run: gs.Run, begin_s: float, end_s: float) -> set[str]:
-    """Who has begun a minibatch in this time."""
+    """Names of the workers that have begun a minibatch in this time."""
     steps = [event for event in run.events if event["event"] == "step"]
     return {
         event["node"]
@@ -85,7 +86,7 @@ def steps_between(run: gs.Run, begin_s: float, end_s: float) -> set[str]:
 
 @pytest.mark.parametrize(("seed", "overlap"), [(0, False), (1, True)])
 @pytest.mark.parametrize("drive", DRIVES)
-def test_every_sample_once_and_nobody_works_who_is_held_back(drive: str, overlap: bool, seed: int) -> None:
+def test_every_sample_once_and_no_paused_worker_computes(drive: str, overlap: bool, seed: int) -> None:
     run = tokens(gs.Downpour(push_every=2, overlap=overlap, **DRIVES[drive]), seed=seed)
     check_exactly_once(run, NUM_TOKENS, EPOCHS)
     ledger = [event for event in run.events if event["event"] == "ledger"]
@@ -93,7 +94,7 @@ def test_every_sample_once_and_nobody_works_who_is_held_back(drive: str, overlap
     told = turns(run)
     for event, after in zip(told, [*told[1:], None], strict=True):
         end_s = after["time_s"] if after is not None else 1e9
-        # Clocks of nodes differ by the time that a notice takes, and so does what they have heard.
+        # A notice takes time, so nodes know of it at slightly different instants.
         assert not steps_between(run, event["time_s"] + 0.01, end_s - 0.01) & set(event["paused"]), event
     if "finish_alone" in DRIVES[drive]:
         assert told[-1]["active"] == ["worker-0"]
@@ -103,8 +104,8 @@ def test_every_sample_once_and_nobody_works_who_is_held_back(drive: str, overlap
     assert told[0]["samples"] == 0
 
 
-def test_who_joins_and_leaves_when_so_many_samples_are_in_the_model() -> None:
-    """Gradients of 3 s, so that what is heard a quarter of a second late is at most a step of everybody."""
+def test_workers_join_and_leave_when_so_many_samples_are_in_the_model() -> None:
+    """Gradients of 3 s: a report that is a quarter of a second late is then at most one step of each worker."""
     slow = SimulationConfig(costs={"gradient": Cost(base_s=3.0)}, network=WORLD.network)
     told = turns(tokens(gs.Downpour(**DRIVES["all"]), config=slow))
     assert [len(event["active"]) for event in told] == [1, 2, 3, 4, 0, 1]
@@ -116,7 +117,7 @@ def test_who_joins_and_leaves_when_so_many_samples_are_in_the_model() -> None:
 
 @dataclass(frozen=True)
 class Restless(gs.Downpour):
-    """Its workers come and go as a seed has it."""
+    """Its workers join and leave at random, by a seed."""
 
     seed: int = 0
 
@@ -145,12 +146,12 @@ def check_restless(*seeds: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_workers_come_and_go_on_a_bad_network(seed: int) -> None:
-    """Some are let in again while an answer that was meant for the turn before is on its way."""
+    """Some resume while an answer for their previous interval is on its way."""
     check_restless(seed)
 
 
-def test_what_was_handed_out_in_an_earlier_turn_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planted fault: answers say that they are of the turn in which they are used."""
+def test_minibatches_of_an_earlier_interval_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: answers claim to be of the interval in which they are used."""
     inner = AssignmentReplies.assign
 
     def of_any_turn(self: AssignmentReplies, who: str, request: v1.Ask, at_s: float) -> Any:
@@ -168,7 +169,7 @@ def test_what_was_handed_out_in_an_earlier_turn_is_dropped(monkeypatch: pytest.M
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("drive", DRIVES)
 def test_a_worker_is_lost_whoever_and_whenever(drive: str, rank: int) -> None:
-    """In the warm start another takes the place of the one that is lost."""
+    """In the warm start another worker takes the place of a lost one."""
     script = kill_at(f"worker-{rank}", random.Random(f"{rank} {drive}").uniform(0.01, 1.0))
     run = tokens(gs.Downpour(push_every=2, **DRIVES[drive]), seed=rank, script=script)
     check_nothing_lost(run, NUM_TOKENS, EPOCHS)
@@ -221,7 +222,7 @@ def test_a_resumed_run_has_its_warm_start_behind_it() -> None:
 
 
 class Owners:
-    """Three workers that go through the minibatches that they are handed."""
+    """Three workers that go through their minibatches."""
 
     def __init__(self, batch_size: int, queue: bool) -> None:
         self.ledger = Ledger((QueuePlan if queue else PartitionPlan)(18, batch_size, 3), epochs=2)
@@ -256,7 +257,7 @@ class Owners:
         self.in_hand[rank].clear()
 
     def end(self) -> None:
-        """One of those that are left ends the run alone."""
+        """One of the workers that are left ends the run alone."""
         survivor, *others = [rank for rank in range(3) if rank not in self.lost]
         for rank in others:
             self.lose(rank)
@@ -268,7 +269,7 @@ class Owners:
 
 @settings(max_examples=150)
 @given(st.data())
-def test_whoever_is_held_back_or_lost_each_minibatch_has_one_owner(data: st.DataObject) -> None:
+def test_whichever_worker_is_paused_or_lost_each_minibatch_has_one_owner(data: st.DataObject) -> None:
     run = Owners(data.draw(st.integers(1, 3)), data.draw(st.booleans()))
     working, away = (
         [Owners.ask, Owners.take, Owners.take, Owners.hold],
@@ -297,7 +298,7 @@ FEATURES = 200
 
 @dataclass(frozen=True)
 class Solo(gs.Downpour):
-    """One replica from the begin to the end, while the others are held back."""
+    """One replica trains from the beginning to the end, while the others are paused."""
 
     def drives(self) -> bool:
         return True
@@ -308,7 +309,7 @@ class Solo(gs.Downpour):
 
 @pytest.mark.parametrize("shards", [1, 2])
 def test_alone_a_replica_is_one_node_that_goes_through_all_of_the_data(shards: int) -> None:
-    """Bit for bit: in the order of samples of one node, with the server's own rule."""
+    """Bit for bit, in the order of samples of one node, with the server's own rule."""
     model, data = least_squares(96, FEATURES, whole=False, reduction="mean")
     rule = gs.optim.Adagrad(lr=0.05, initial_accumulator=0.01)
     w, gradient = torch.zeros(2, FEATURES, dtype=torch.float64)
@@ -341,11 +342,11 @@ def adagrad_counts(**options: Any) -> np.ndarray[Any, Any]:
 
 
 def test_adagrads_sums_are_carried_through_the_drive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever pushes when, the k-th push of a sample is a step of 1 / √(½ + k)."""
+    """Whichever worker pushes at whichever time, the k-th push of a sample is a step of 1 / √(½ + k)."""
     expected = sum(1 / math.sqrt(0.5 + k) for k in range(1, EPOCHS + 1))
     assert np.allclose(adagrad_counts(), expected, rtol=1e-6)
 
-    # The planted fault: the sums begin anew with the 37th update, when the others are let in.
+    # The planted fault: the sums begin anew with the 37th update, when the others join.
     inner = gs.optim.Adagrad.apply
 
     def forgets(
@@ -359,15 +360,46 @@ def test_adagrads_sums_are_carried_through_the_drive(monkeypatch: pytest.MonkeyP
     assert not np.allclose(adagrad_counts(), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("law", ["plain", "repeatable", "ends", "resumes", "deaths"])
-def test_the_laws_of_strategies_hold_for_one_that_is_driven(law: str) -> None:
-    assert getattr(properties, law)(gs.Downpour(warm_start=6, waves=2, finish_alone=4))
+STAGES: dict[str, Any] = {"warm_start": 6, "waves": 2, "finish_alone": 4}
+STAGED: dict[str, Any] = {
+    "downpour": gs.Downpour(**STAGES),
+    "staleness-aware": gs.StalenessAware(**STAGES),
+    "softsync": gs.Softsync(**STAGES),
+    "asysg": gs.AsySG(gradients=2, **STAGES),
+    "dc-asgd": gs.DCASGD(overlap=True, **STAGES),
+}
 
 
-# ---- what is said of it -----------------------------------------------------------------------
+@pytest.mark.parametrize("law", ["travels", "plain", "repeatable", "ends", "resumes", "deaths"])
+@pytest.mark.parametrize("name", STAGED)
+def test_the_laws_of_strategies_hold_for_one_that_is_staged(name: str, law: str) -> None:
+    assert getattr(properties, law)(STAGED[name])
 
 
-def test_who_is_held_back_is_neither_slow_nor_dead() -> None:
+def test_a_worker_that_joins_late_begins_with_the_newest_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With overlap it has a fetch of the run's first instant; the 24 gradients of the warm start came after it."""
+    strategy = gs.DCASGD(strength=0.0, overlap=True, warm_start="2epochs", waves=2, finish_alone="1epoch")
+    run = tokens(strategy)
+    check_exactly_once(run, NUM_TOKENS, EPOCHS)
+    assert [len(event["active"]) for event in turns(run)] == [1, 2, 4, 0, 1]
+    assert run.summary["staleness_max"] < 24
+
+    # The planted fault: the worker computes on that fetch.
+    monkeypatch.setattr(StaleGradients, "fetch", fetch_as_in_the_middle_of_a_phase)
+    assert tokens(strategy).summary["staleness_max"] >= 24
+
+
+async def fetch_as_in_the_middle_of_a_phase(
+    self: StaleGradients, worker: Any, pending: Any, *, overlap: bool
+) -> Any:
+    await worker.swap_in(pending or worker.server.fetch_soon())
+    return worker.server.fetch_soon() if overlap else None
+
+
+# ---- progress and report ------------------------------------------------------------------
+
+
+def test_a_paused_worker_is_neither_slow_nor_dead() -> None:
     run = tokens(gs.Downpour(warm_start="3epochs"))
     progress = ProgressLine()
     said, lines = list[str](), list[str]()
@@ -393,12 +425,12 @@ def test_who_is_held_back_is_neither_slow_nor_dead() -> None:
     assert "paused" not in workers(figures_of(tokens(gs.Downpour()).events), {})
 
 
-# ---- what is refused --------------------------------------------------------------------------
+# ---- refused ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Idle(Solo):
-    """Its drive waits for progress that nobody can make."""
+    """Its drive waits for progress while no worker takes part."""
 
     async def drive(self, run: Participation) -> None:
         await run.until(samples=1)
@@ -471,6 +503,6 @@ class DrivenGroup(gs.AllReduce):
         await run.set_active_workers(1)
 
 
-def test_hooks_that_nobody_would_call_are_refused() -> None:
+def test_hooks_that_no_server_would_call_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"DrivenGroup has drive\(\), which only servers would call"):
         tokens(DrivenGroup())

@@ -91,7 +91,7 @@ def test_what_only_a_worker_can_know_ends_the_run_with_words() -> None:
     broken = sparse.from_samples([("w", (2,))], touched, lambda w, t, i, where, count, into: 0.0, most=1)
     for model_, data_, options, match in (
         (model, data, {"clip_norm": 1.0}, "is not clipped"),
-        (model, gs.from_arrays(np.ones((4, 2)), np.ones(4)), {}, "goes through sparse data"),
+        (model, gs.from_arrays(np.ones((4, 2)), np.ones(4)), {}, "needs sparse data"),
         (broken, data, {}, r"worker-0, step 0 .* the model raised TypingError"),
         (model, data, {"optimizer": gs.optim.SGD(1e30), "epochs": 5}, "the loss is"),
     ):

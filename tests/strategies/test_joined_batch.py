@@ -1,4 +1,4 @@
-"""What synchronous training by four workers has in common with one machine that takes their joined batch.
+"""Synchronous training by four workers compared with one machine that takes their joined batch.
 
 Each test is a row of the table in docs/strategies/synchronous.md.
 """

@@ -1,4 +1,4 @@
-"""Synchronous SGD in a group of workers is one node with the joined batch, and what `Synchronous` gives."""
+"""Synchronous SGD in a group of workers equals one node with the joined batch, and equals `Synchronous`."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_one_worker_has_the_bits_of_a_plain_loop(dtype: str) -> None:
 
 
 def test_a_stream_says_how_many_samples_only_when_it_is_read() -> None:
-    """The workers tell one another; the weights are those of the server, which is told with each push."""
+    """Workers tell each other their samples; the weights equal the server's, which learns them with each push."""
     model, data = least_squares(60, FEATURES, grid=GRID)
 
     def batches(rank: int, num_workers: int, epoch: int, seed: int) -> Any:
@@ -225,7 +225,7 @@ def test_a_gradient_that_is_not_finite_changes_nobodys_parameters() -> None:
 
 
 def test_the_last_bucket_waits_for_the_end_of_the_gradient() -> None:
-    """All elements are there, but nobody has looked yet whether they are finite: one bucket stays behind."""
+    """All elements are computed, but not yet known to be finite: one bucket stays behind."""
     left: list[int] = []
 
     class Alone:

@@ -68,7 +68,7 @@ def test_one_worker_is_plain_sgd_whatever_the_period(every: int | None, momentum
 
 
 def quadratic(curvatures: Sequence[float]) -> Run:
-    """Four workers, 12 rounds of full gradients, an average every 3: sample s pulls to a place of its own.
+    """Four workers, 12 rounds of full gradients, an average every 3: each sample s pulls to another place.
 
     Its gradient is A·w - b_s, with A of `curvatures`, by worker: all alike, or one for each.
     """
@@ -173,7 +173,7 @@ def test_averaged_state_is_the_mean_of_all() -> None:
     assert not np.allclose(simulate(model, data, **options).parameters["w"], w.numpy(), rtol=0, atol=1e-6)
 
 
-# ---- who is not there -----------------------------------------------------------------------------
+# ---- absent workers -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("every", "state"), [(3, "own"), (3, "averaged"), (None, "own")])
@@ -224,7 +224,7 @@ def test_a_checkpoint_is_an_average_and_a_run_goes_on_from_it(every: int | None,
 
 
 def test_what_was_found_before_a_stop_is_not_lost_by_it() -> None:
-    """One worker has come to its end when the run is stopped: what both have found is in the checkpoint."""
+    """One worker has finished when the run is stopped: the results of both are in the checkpoint."""
 
     async def stop(cluster: SimulatedCluster) -> None:
         await cluster.virtual.runtime("director").sleep(10.5)

@@ -18,7 +18,7 @@ from gradstream.runtime.simulation import Cost, Exponential, Link, Network, Simu
 from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
 from gradstream.server.correction import Correction, SenderStates
 from gradstream.strategies import ServerWorker
-from gradstream.strategies.dc_asgd import DCASGD, AdaptiveCompensation, Compensation
+from gradstream.strategies.dc_asgd import DCASGD, Compensation
 from gradstream.testing import check_strategy
 from gradstream.testing.runs import QUICK, Sized, least_squares, numbered
 from gradstream.testing.trials import bad_world
@@ -36,7 +36,7 @@ LR = 2.0**-5
 
 
 def error_at(gap: float, correction: Correction | None) -> float:
-    """|what is used - the gradient at x| of -log x, whose g² is f''; x has gone on by `gap` from 1.3."""
+    """|corrected gradient - gradient at x| of -log x, whose g² is f''; x has gone on by `gap` from 1.3."""
     basis, now = torch.tensor([1.3], dtype=torch.float64), torch.tensor([1.3 + gap], dtype=torch.float64)
     used = -1 / basis
     if correction is not None:
@@ -63,7 +63,7 @@ def test_the_adaptive_one_divides_by_the_root_of_the_mean_square(monkeypatch: py
     elems = 2 * 128 + 5  # the last block is ragged
     now, mean_square = torch.randn(elems, generator=generator), torch.zeros(elems)
     expected_square = torch.zeros(elems)
-    correction = AdaptiveCompensation(strength=2.0, decay=0.95, eps=1e-7)
+    correction = Compensation(strength=2.0, decay=0.95, eps=1e-7)
     for _ in range(3):
         g, basis = torch.randn(elems, generator=generator), torch.randn(elems, generator=generator)
         expected_square = 0.95 * expected_square + (1 - 0.95) * g * g
@@ -78,7 +78,7 @@ def test_where_nothing_has_gone_on_a_gradient_keeps_its_bits() -> None:
     g, w = torch.randn(300), torch.randn(300)
     assert torch.equal(Compensation(0.7).correct(g, w, w.clone(), {}), g)
     kept = {"mean square": torch.zeros(300)}
-    assert torch.equal(AdaptiveCompensation(2.0, 0.95, 1e-7).correct(g, w, w.clone(), kept), g)
+    assert torch.equal(Compensation(2.0, 0.95, 1e-7).correct(g, w, w.clone(), kept), g)
 
 
 # ---- runs -------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ COMPUTED: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by rank: pa
 
 
 class Listening(EveryPush):
-    """Notes what is applied."""
+    """Records every gradient that is applied."""
 
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         """1."""
@@ -99,7 +99,7 @@ class Listening(EveryPush):
 
 @dataclass(frozen=True)
 class Followed(DCASGD):
-    """DC-ASGD that notes what was computed on what, and what was applied in which order."""
+    """DC-ASGD that records the version of each gradient, and the order in which gradients are applied."""
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         return Listening()
@@ -134,7 +134,7 @@ def end(strategy: gs.Strategy, seed: int = 0, **options: Any) -> np.ndarray[Any,
 def followed(
     strategy: Followed, seed: int, config: SimulationConfig
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """How a run ends, and how it should by what was computed on what."""
+    """The final parameters of a run, and those that follow from the recorded versions."""
     APPLIED.clear()
     COMPUTED.clear()
     got = end(strategy, seed, config=config)

@@ -131,7 +131,7 @@ def test_the_outer_step_is_torchs_bit_for_bit() -> None:
         assert torch.equal(w, theirs.data)
 
 
-# ---- what it collapses to --------------------------------------------------------------------------
+# ---- special cases ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
@@ -169,12 +169,12 @@ def test_the_same_seed_has_the_same_bits_on_any_network() -> None:
     assert len({trained(gs.DiLoCo(every=3), 3, **case).tobytes() for case in cases}) == 1
 
 
-# ---- who is not there -------------------------------------------------------------------------------
+# ---- absent workers ---------------------------------------------------------------------------------
 
 
 @dataclass
 class Pushed:
-    """What workers push, by the version that it is of."""
+    """The workers' pushes, by the version that they were computed on."""
 
     deltas: dict[int, dict[int, Array]]
 

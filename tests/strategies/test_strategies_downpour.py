@@ -131,7 +131,7 @@ def test_a_fetch_that_does_not_wait_for_own_pushes_would_be_noticed(
     """The planted fault: the server answers fetches whatever the worker has pushed before."""
     from gradstream.server.shard.state import ShardState
 
-    def satisfied(self: ShardState, chunk: int, state: Any, terms: Any) -> bool:
+    def satisfied(self: ShardState, state: Any, terms: Any) -> bool:
         return bool(state.version >= max(terms.min_version, 0))
 
     model, data = least_squares(64, FEATURES, whole=False)

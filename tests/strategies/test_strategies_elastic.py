@@ -1,4 +1,4 @@
-"""Elastic averaging: what one side of an exchange loses the other gains, and all meet at the optimum."""
+"""Elastic averaging: one side of an exchange gains exactly the other's loss, and all meet at the optimum."""
 
 from __future__ import annotations
 

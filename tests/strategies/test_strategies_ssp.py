@@ -1,4 +1,4 @@
-"""Stale synchronous parallel: nobody reads what is older than its bound, and nobody waits for less."""
+"""Stale synchronous parallel: no worker reads parameters older than the bound, and none waits before it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def config(*, jitter_s: float = 2e-2) -> SimulationConfig:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a worker's gradient was computed on.
+    """The parameters that a worker's gradient was computed on.
 
     Args:
         rank: of the worker.
@@ -61,7 +61,7 @@ class Read:
 
 
 class Witness(Tokens):
-    """Tokens that look at what they are computed on: parameters say which minibatches are in them."""
+    """Tokens that record their parameters, which show the minibatches that are in them."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(num_chunks=2)
@@ -187,7 +187,7 @@ def test_the_checker_notices_a_shard_that_does_not_wait(monkeypatch: pytest.Monk
         check_bound(reads_of(gs.SSP(3), 0), 3)
 
 
-# ---- what it equals ---------------------------------------------------------------------------
+# ---- equal methods ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ def test_bound_0_is_synchronous_bit_for_bit(optimizer: Callable[..., gs.optim.SG
         assert not np.array_equal(end(gs.SSP(bound=2), lr, seed), expected)
 
 
-# At bound 0, by 4 workers: a rule, and that of synchronous SGD which does the same.
+# At bound 0, by 4 workers: a rule, and the rule of synchronous SGD with the same result.
 SAME_AS_SYNCHRONOUS: dict[str, tuple[Optimizer, Optimizer]] = {
     "sgd": (gs.optim.SGD(1e-3), gs.optim.SGD(4e-3)),
     "momentum": (
@@ -271,7 +271,7 @@ def test_it_obeys_the_laws() -> None:
 
 @pytest.mark.parametrize("bound", [0, 1, 3, 7])
 def test_like_workers_fetch_every_s_to_s_plus_1_steps(bound: int) -> None:
-    """A copy serves until it is s clocks old; of others' latest updates it has what was there."""
+    """A copy serves until it is s clocks old; it has the others' updates that the server had at its fetch."""
     even = SimulationConfig(
         costs={"gradient": Cost(base_s=0.1, jitter=NoJitter())}, network=Network(link=Link(1e-4))
     )
@@ -283,7 +283,7 @@ def test_like_workers_fetch_every_s_to_s_plus_1_steps(bound: int) -> None:
     assert SAMPLES / (bound + 1) <= fetches <= SAMPLES / max(1, bound) + WORKERS
 
 
-# ---- who holds whom back ----------------------------------------------------------------------
+# ---- waiting workers --------------------------------------------------------------------------
 
 
 def test_who_is_through_or_never_begins_holds_nobody_back() -> None:
@@ -297,7 +297,7 @@ def test_who_is_through_or_never_begins_holds_nobody_back() -> None:
 
 @pytest.mark.parametrize("bound", [0, 2])
 def test_deaths_hold_nobody_back(bound: int) -> None:
-    """Nothing is lost, and each of those left is through; who takes minibatches over takes part again."""
+    """Nothing is lost, and each remaining worker finishes; one that takes minibatches over takes part again."""
     for seed in range(4):
         outcome = token_run(
             gs.SSP(bound), workers=4, epochs=3, seed=seed, kill=(f"worker-{seed % 4}", 0.02 + 0.015 * seed)

@@ -1,4 +1,4 @@
-"""Gradients that others have overtaken: how large a rate may be, how stale they are, what they weigh."""
+"""Gradients that others have overtaken: the largest stable rate, their staleness, their weight."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_mean_staleness_of_softsync(splits: int) -> None:
         assert set(counts) == {0, 1, 2}
 
 
-# ---- what they weigh ----------------------------------------------------------------------------------
+# ---- weights ------------------------------------------------------------------------------------------
 
 
 def contribution(base_version: int, sequence: int = 1) -> PushHeader:
@@ -196,7 +196,7 @@ def test_a_gradient_of_version_j_at_version_100(base_version: int, weight: float
 
 
 def test_momentum_is_not_scaled_but_the_gradient_is() -> None:
-    """v ← μ·v + g/τ, w ← w - α·v: what the velocity holds already goes on undiminished."""
+    """v ← μ·v + g/τ, w ← w - α·v: earlier gradients in the velocity are not scaled again."""
     store = ShardStore(Memory(), ChunkMap(64, 64, 1), 0, torch.float64, gs.optim.SGD(lr=1.0, momentum=0.5))
     rule = WeightedMean(1, "power", 1.0)
     one = torch.ones(64, dtype=torch.float64)
@@ -260,7 +260,7 @@ def test_options_are_checked(make: Any, message: str) -> None:
         make()
 
 
-# ---- what becomes of learning -------------------------------------------------------------------------
+# ---- learning ------------------------------------------------------------------------------------------
 
 
 def loss_after(strategy: Strategy, lr: float, *, workers: int = 15) -> float:
@@ -340,7 +340,7 @@ def test_at_a_rate_that_does_not_fall_it_would_not() -> None:
 
 @pytest.mark.usefixtures("few_seeds")
 def test_they_obey_the_laws() -> None:
-    """All of them in full; of the two that are parts of it, what takes no time."""
+    """All properties of one strategy; of the two that are derived from it, the quick ones."""
     check_strategy(gs.Softsync(splits=2))
     for strategy in (gs.StalenessAware(), gs.AsySG(gradients=4)):
         for law in (documented, travels, plain, complete):

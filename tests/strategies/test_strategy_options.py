@@ -1,4 +1,4 @@
-"""Options of strategies that would do nothing, or something else than they say: refused, with what to do."""
+"""Options of strategies that would have no effect, or a wrong one, are refused with a remedy."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_what_a_rule_raises_is_raised_before_anything_starts() -> None:
 
 
 def test_a_rule_that_is_no_aggregation_rule_is_refused_before_the_run() -> None:
-    """Otherwise the shards would die of it, each of its own missing method."""
+    """Otherwise each shard would fail at the missing method."""
 
     class Bare(gs.Downpour):
         def rule(self, num_workers: int, reduction: Any) -> Any:

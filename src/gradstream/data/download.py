@@ -221,7 +221,7 @@ def _fill(
             failures = 1 if partial.read().num_bytes > before else failures + 1
             if failures >= ATTEMPTS:
                 raise DataError(
-                    f"{file.url} cannot be had: {error} ({ATTEMPTS} attempts). Look at the network, and at "
+                    f"{file.url} cannot be downloaded: {error} ({ATTEMPTS} attempts). Look at the network, and at "
                     "https_proxy where there is a proxy, or name a mirror; "
                     f"{partial.read().num_bytes:,} of {file.num_bytes:,} bytes are kept for the next attempt"
                 ) from error
@@ -245,7 +245,7 @@ def _try(file: RemoteFile, partial: _Partial, on_progress: Progress, silence_s: 
         start = body_begins_at(answer.status, answer.headers, part, file)
         if start is None:
             partial.drop()
-            raise _InterruptedError("the server sent another range than it was asked for")
+            raise _InterruptedError("the server sent another range than the requested one")
         if start == 0:
             partial.begin(validator_of(answer.headers))
         with open(partial.path, "ab") as out:
@@ -329,6 +329,6 @@ def _verified(partial: _Partial, file: RemoteFile, *, last: bool) -> bool:
     if last:
         raise DataError(
             f"{file.url} has the SHA-256 {got}, expected {file.sha256}: it was damaged or changed on the "
-            "way. It was deleted; start again, and if it stays so, use another network or a mirror"
+            "way. It was deleted; start again, and if this happens again, use another network or a mirror"
         )
     return False

@@ -20,7 +20,9 @@ def plan_of(data: Dataset, spec: PartitionSpec) -> BatchPlan:
         plan: BatchPlan = own(spec)
         return plan
     if data.num_samples is None:
-        raise ConfigError(f"data set {data.name!r} does not say how many samples it has, nor has it a plan()")
+        raise ConfigError(
+            f"data set {data.name!r} has neither a number of samples (num_samples) nor a plan()"
+        )
     return plan_samples(data.num_samples, spec)
 
 

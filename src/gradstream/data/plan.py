@@ -129,7 +129,7 @@ class EpochPlan(BatchSequence):
 
     def _check_measured(self) -> None:
         raise ConfigError(
-            "shares='measured': each worker has a partition of its own, which stays as it is; give numbers, "
+            "shares='measured': each worker has its own fixed partition; give numbers, "
             'or leave assignment="partitions" out'
         )
 

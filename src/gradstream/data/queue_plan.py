@@ -46,9 +46,9 @@ class QueuePlan(EpochPlan):
     def _divide(self, batch_size: int | Sequence[int], shares: Sequence[float] | None) -> None:
         if shares is not None:
             raise ConfigError(
-                f"shares={list(shares)}: workers take minibatches from one queue as they need them, so "
-                "nobody has a share, and a fast worker does more by itself; leave shares out. "
-                'assignment="partitions" begins with parts of these sizes, of which others take what is left'
+                f"shares={list(shares)}: workers take minibatches from one queue when they need them, so "
+                "there are no shares, and a fast worker takes more; leave shares out. "
+                'assignment="partitions" begins with parts of these sizes; fast workers help slow ones at the end'
             )
         common = math.gcd(*self.batch_sizes)
         finest = max(1, common // FINENESS)

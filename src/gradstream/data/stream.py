@@ -140,12 +140,12 @@ class StreamDataset:
 
     def batch(self, ids: Ids) -> Batch:
         """Raises InternalError, since samples of a stream have no ids."""
-        raise InternalError(f"samples of the stream {self.name!r} were asked for by number")
+        raise InternalError(f"samples of the stream {self.name!r} were requested by id")
 
     def test_batch(self, ids: Ids) -> Batch:
         """The held-out samples with these ids, in this order."""
         if self._test is None:
-            raise DataError(f"data set {self.name!r} holds no samples out")
+            raise DataError(f"data set {self.name!r} has no held-out samples")
         return self._test.batch(ids)
 
     def plan(self, spec: PartitionSpec) -> StreamPlan:
@@ -162,7 +162,7 @@ class StreamDataset:
         if self._batches is None and spec.steps is None:
             raise ConfigError(
                 f"epochs={spec.epochs}: the number of batches in an epoch of {self.name!r} is unknown; "
-                "give steps= instead, or say it: from_stream(f, batches=...), __len__ of an IterableDataset"
+                "give steps= instead, or declare it: from_stream(f, batches=...), __len__ of an IterableDataset"
             )
         counts = self._counts(spec)
         size = spec.batch_size
@@ -255,7 +255,7 @@ class StreamFeed:
             made = self._stream(partition, self._plan.num_partitions, epoch, self._seed)
             if not isinstance(made, Iterable):
                 raise DataError(
-                    f"the stream {self._name!r} gave {type(made).__name__} for rank {partition}, data epoch "
+                    f"the stream {self._name!r} returned {type(made).__name__} for rank {partition}, data epoch "
                     f"{epoch}; expected an iterator of batches"
                 )
             return made
@@ -282,7 +282,7 @@ class StreamFeed:
             )
         return DataError(
             f"the stream {self._name!r} of rank {ref.partition} ended after {ref.batch} of its "
-            f"{self._plan.counts[ref.partition]} batches (data epoch {ref.epoch}): say how many it has"
+            f"{self._plan.counts[ref.partition]} batches (data epoch {ref.epoch}): declare how many it has"
         )
 
     def _where(self, epoch: int, ref: BatchRef) -> str:
@@ -327,8 +327,8 @@ def from_stream(
     """
     if not callable(stream):  # a user may pass anything
         raise ConfigError(
-            f"from_stream: {type(stream).__name__} is no function; expected one that makes an iterator of "
-            "batches out of (rank, world, epoch, seed)"
+            f"from_stream: {type(stream).__name__} is no function; expected one of (rank, world, epoch, seed) "
+            "that returns an iterator of batches"
         )
     if batches is not None and (type(batches) is not int or batches < 1):
         raise ConfigError(f"from_stream: batches={batches!r}; expected a whole number of at least 1, or None")

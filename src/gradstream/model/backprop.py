@@ -49,15 +49,15 @@ class Sink:
     Args:
         view: the parameter's place in the flat gradient vector, in its own shape.
         of: the pass that fills it.
-        kept: takes the factors of a gradient that is one product; None where the product is computed.
+        factors: takes the sufficient factors of a gradient that is one product; None computes the product.
     """
 
-    __slots__ = ("kept", "of", "ready", "view", "written")
+    __slots__ = ("factors", "of", "ready", "view", "written")
 
-    def __init__(self, view: torch.Tensor, of: Pass, kept: FactorPair | None = None) -> None:
+    def __init__(self, view: torch.Tensor, of: Pass, factors: FactorPair | None = None) -> None:
         self.view = view
         self.of = of
-        self.kept = kept
+        self.factors = factors
         self.written = False
         self.ready = False
 
@@ -74,7 +74,7 @@ class Sink:
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
         """Adds the contribution left @ right, without a temporary tensor."""
-        if self.kept is not None and not self.written and self.kept.take(left, right):
+        if self.factors is not None and not self.written and self.factors.take(left, right):
             self.written = True
             return
         self._form()
@@ -86,15 +86,15 @@ class Sink:
 
     def clear(self) -> None:
         """Sets the gradient to zero: there is no contribution."""
-        if self.kept is not None:
-            self.kept.clear()
+        if self.factors is not None:
+            self.factors.clear()
         else:
             self.view.zero_()
 
     def _form(self) -> None:
-        if self.kept is not None:
-            self.kept.refuse(self.view)
-            self.kept = None
+        if self.factors is not None:
+            self.factors.refuse(self.view)
+            self.factors = None
 
 
 class RowSink:
@@ -145,8 +145,8 @@ class Backprop:
         parameters: the leaves, one per slot of the layout, in its order.
         gradient: (E,) the flat vector to fill.
         report: called with the length of the finished prefix as it grows.
-        kept: layers whose gradients are kept as factors. Their places in `gradient` are not written.
-        rows: takes the gradients of row-sparse parameters; `gradient` is then that of `layout.rest`.
+        factors: take the sufficient factors of some layers, whose places in `gradient` are not written.
+        rows: takes the gradients of row-sparse parameters; `gradient` then has the layout `layout.rest`.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Backprop:
         parameters: Sequence[nn.Parameter],
         gradient: torch.Tensor,
         report: Report,
-        kept: FactorPairs | None = None,
+        factors: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> None:
         landing = layout if rows is None else layout.rest
@@ -173,7 +173,7 @@ class Backprop:
         self.sinks: list[Sink | RowSink] = [
             RowSink(rows, slot, self._pass)
             if rows is not None and slot.row_sparse
-            else Sink(views[slot.name], self._pass, (kept or {}).get(slot.name))
+            else Sink(views[slot.name], self._pass, (factors or {}).get(slot.name))
             for slot in layout.slots
         ]
 

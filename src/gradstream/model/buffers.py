@@ -1,4 +1,4 @@
-"""Buffers: arrays besides the parameters that each replica has of its own, such as running means.
+"""Buffers: arrays of a model besides its parameters, such as running means. Each replica has its own.
 
 They are neither trained nor exchanged during training. For an evaluation or a checkpoint, which need one model,
 the buffers of all workers are averaged, weighted by the samples that each has trained on.
@@ -57,8 +57,8 @@ def average_buffers(replicas: Sequence[tuple[float, Buffers]]) -> dict[str, np.n
     distances between the replicas' means.
 
     Args:
-        replicas: (number of samples that it has trained on, its buffers) of each. If no replica has any
-            samples, all have the same weight.
+        replicas: (number of samples that the replica has trained on, its buffers) of each replica. If no
+            replica has any samples, all have the same weight.
 
     Raises:
         ConfigError: replicas differ in names or shapes.

@@ -1,4 +1,4 @@
-"""Checks vectors for NaN and infinities."""
+"""Checks of a model's arguments, of its loss, and of vectors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import math
 
 import torch
 
-__all__ = ["finite"]
+from gradstream.errors import ConfigError, GradientError
+
+__all__ = ["check_option", "finite", "finite_loss"]
+
+
+def check_option(function: str, option: str, got: object, *names: str) -> None:
+    """Raises ConfigError unless an argument of a `from_...` function is one of these names."""
+    if got not in names:
+        expected = " or ".join(map(repr, names))
+        raise ConfigError(f"{function}: {option} is {got!r}; expected {expected}")
 
 
 def finite(tensor: torch.Tensor) -> bool:
@@ -18,3 +27,12 @@ def finite(tensor: torch.Tensor) -> bool:
     if math.isfinite(tensor.sum().item()):
         return True
     return bool(torch.isfinite(tensor).all().item())
+
+
+def finite_loss(value: float) -> float:
+    """Raises GradientError unless the loss is a finite number. Returns it."""
+    if not math.isfinite(value):
+        raise GradientError(
+            f"loss is {value}, expected a finite number: lower the learning rate, or check this batch's inputs"
+        )
+    return value

@@ -15,11 +15,12 @@ from gradstream.model.backprop import Backprop
 from gradstream.model.base import Reduction
 from gradstream.model.batch import Batch, map_leaves
 from gradstream.model.built_module import Build, BuiltModule
+from gradstream.model.check import finite_loss
 from gradstream.model.devices import Streams, device_of, streams_of
 from gradstream.model.factors import FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.model.staging import Staging
-from gradstream.model.torch_module import Loss, LossOf, TorchModel, finite_loss, usable
+from gradstream.model.torch_module import Loss, LossOf, TorchModel, usable
 from gradstream.runtime.base import Report
 
 __all__ = ["DeviceModel", "on_device"]
@@ -78,7 +79,7 @@ class DeviceModel(TorchModel):
         *,
         seed: int,
         report: Report,
-        kept: FactorPairs | None = None,
+        factors: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> float:
         """See `TorchModel.gradient`. Waits for the device only after the whole backward pass is queued."""
@@ -90,7 +91,7 @@ class DeviceModel(TorchModel):
             streams.pin(parameters)
             self._show(built, parameters)
             built.training(True)
-            backprop = Backprop(built.layout, built.parameters, landing.source, landing.ready, kept, rows)
+            backprop = Backprop(built.layout, built.parameters, landing.source, landing.ready, factors, rows)
             with torch.enable_grad(), backprop, torch.random.fork_rng(devices=streams.generators):
                 torch.manual_seed(seed)
                 loss = usable(self._loss_of(built, batch))

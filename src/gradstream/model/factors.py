@@ -3,7 +3,7 @@
     y = x Wᵀ + b on a batch of K rows:   ∇W = δᵀ x,   δ = ∂ℓ/∂y (K×M),   x (K×Q)
 
 These are K(M+Q) numbers instead of M·Q. A model that offers them has an attribute `factored_layers`, and its
-`gradient` takes `kept`. The strategy decides which layers are exchanged as factors.
+`gradient` takes `factors`. The strategy decides which layers are exchanged as factors.
 
 Reference:
     Zhang and others, Poseidon: an efficient communication architecture for distributed deep learning on GPU

@@ -1,6 +1,6 @@
-"""Parts of a model's state that no run changes: frozen parameters, and second names of tied ones.
+"""Parts of a model's state that no run changes: frozen parameters, and second names of tied parameters.
 
-A file of parameters must have them too, since `module.load_state_dict(tensors)` is strict.
+A file of parameters must have them too, since `module.load_state_dict(tensors)` demands every name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def fixed_of(model: object) -> Fixed:
 
 
 def extra_of(model: object) -> Mapping[str, np.ndarray[Any, Any]]:
-    """The further state from which a user's own loop goes on, such as that of its optimizer.
+    """The further state of a user's own loop, such as its optimizer's, from which the loop resumes.
 
     Names begin with `checkpoint.own_state.EXTRA`. {} for a model without such a method.
     """

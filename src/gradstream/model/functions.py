@@ -14,6 +14,7 @@ from gradstream.errors import ConfigError, GradientError, UnknownNameError
 from gradstream.model.arrays import for_numpy, numpy_dtype
 from gradstream.model.base import Layout, Reduction, Slot
 from gradstream.model.batch import Batch
+from gradstream.model.check import check_option, finite_loss
 from gradstream.model.rows import RowGradient, Rows
 from gradstream.model.tree import Tree, leaves, rebuild
 from gradstream.runtime.base import Report
@@ -50,7 +51,7 @@ def from_functions(
         loss: function from (outputs, targets) to a number, used where `gradients` returns no loss. Without it
             the loss of such a model is unknown (NaN).
         reduction: whether gradients and loss are the mean or the sum over samples.
-        dtype: dtype of the parameters. Floating-point inputs and targets are cast to it.
+        dtype: dtype of the parameters, to which floating-point inputs and targets are cast.
         row_sparse: names of arrays (nested names joined by dots) of which a minibatch uses few rows.
             `gradients` returns `gradstream.model.Rows` for them; strategies that support it send only these.
 
@@ -66,10 +67,8 @@ def from_functions(
         >>> model.layout.elems
         2
     """
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(f"from_functions: reduction is {reduction!r}; expected 'mean' or 'sum'")
-    if dtype not in ("float32", "float64"):
-        raise ConfigError(f"from_functions: dtype is {dtype!r}; expected 'float32' or 'float64'")
+    check_option("from_functions", "reduction", reduction, "mean", "sum")
+    check_option("from_functions", "dtype", dtype, "float32", "float64")
     if isinstance(row_sparse, str):
         raise ConfigError(f"from_functions: row_sparse is {row_sparse!r}; expected a list of names")
     names = tuple(row_sparse)
@@ -146,7 +145,7 @@ class FunctionsModel:
         """Writes the user's gradients into `gradient`; see `Model.gradient`. `seed` is not used.
 
         Args:
-            rows: takes the gradients of row-sparse arrays; `gradient` is then that of `layout.rest`.
+            rows: takes the gradients of row-sparse arrays; `gradient` then has the layout `layout.rest`.
 
         Raises:
             GradientError: a gradient is missing, unexpected, of the wrong shape or dtype, or the
@@ -275,9 +274,4 @@ def _loss_value(loss: Any) -> float:
             f"loss is {type(loss).__name__} of shape {array.shape} and dtype {array.dtype}, "
             "expected one number"
         )
-    value = float(array.reshape(())[()])
-    if not math.isfinite(value):
-        raise GradientError(
-            f"loss is {value}, expected a finite number: lower the learning rate, or check this batch's inputs"
-        )
-    return value
+    return finite_loss(float(array.reshape(())[()]))

@@ -7,7 +7,6 @@ change JAX's configuration, and does not use `jax.distributed`.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from gradstream.errors import ConfigError, GradientError
 from gradstream.model.arrays import for_numpy
 from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
+from gradstream.model.check import check_option, finite_loss
 from gradstream.runtime.base import Report
 
 __all__ = ["JaxModel", "from_jax"]
@@ -67,10 +67,8 @@ def from_jax(
         ...     loss=lambda p, batch: ((batch[0] @ p["w"] - batch[1]) ** 2).mean(),
         ... )  # doctest: +SKIP
     """
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(f"from_jax: reduction is {reduction!r}; expected 'mean' or 'sum'")
-    if dtype not in ("float32", "float64"):
-        raise ConfigError(f"from_jax: dtype is {dtype!r}; expected 'float32' or 'float64'")
+    check_option("from_jax", "reduction", reduction, "mean", "sum")
+    check_option("from_jax", "dtype", dtype, "float32", "float64")
     return JaxModel(init, outputs, loss, reduction, getattr(torch, dtype))
 
 
@@ -148,12 +146,7 @@ class JaxModel:
         with self._precision():
             loss, tree = functions.loss_and_gradient(self._tree(parameters), whole, _seed32(seed))
             leaves = dict(zip(functions.names, functions.treedef.flatten_up_to(tree), strict=True))
-            value = float(loss)
-            if not math.isfinite(value):
-                raise GradientError(
-                    f"loss is {value}, expected a finite number: lower the learning rate, or check this "
-                    "batch's inputs"
-                )
+            value = finite_loss(float(loss))
             # Results are read in JAX's memory, and copied once, to their places.
             for slot, (name, view) in zip(
                 functions.layout.slots, functions.layout.views(gradient), strict=True
@@ -172,12 +165,12 @@ class JaxModel:
         return torch.from_numpy(array.copy())
 
     def tree(self, parameters: torch.Tensor) -> Mapping[str, Array]:
-        """Parameters by name, as numpy views of the flat vector, in the tree's own order."""
+        """Parameters by name, as numpy views of the flat vector, in the order of the tree."""
         views = dict(self.layout.views(parameters))
         return {name: views[name].numpy() for name in self._functions.names}
 
     def _tree(self, parameters: torch.Tensor) -> Any:
-        """The user's tree with views. JAX has read them when its results are there."""
+        """The user's tree with views. JAX has finished reading them when its results are complete."""
         return self._functions.treedef.unflatten(self.tree(parameters).values())
 
     def _precision(self) -> AbstractContextManager[Any]:

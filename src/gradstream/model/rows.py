@@ -22,7 +22,7 @@ __all__ = ["RowGradient", "Rows", "TableRows", "merged"]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What `gradients` of `from_functions` returns for a row-sparse array: the rows that have a gradient.
+    """The rows of a row-sparse array that have a gradient, as `gradients` of `from_functions` returns them.
 
     Args:
         numbers: (n,) integers, indices of rows along the first axis. Values of a repeated row are added up.

@@ -3,7 +3,7 @@
     parameters (E,)  ── one copy ──▶  flat on the device; the module's parameters are views of it
     gradient (E,)    ◀── a copy as often as enough of it is ready, while backprop goes on ──  flat there
 
-Copies to main memory run on a stream of their own, after the computations that they need and beside those that
+Copies to main memory run on a separate stream, after the computations that they need and beside those that
 follow. Elements are reported when the event of their copy says that they have arrived.
 """
 
@@ -40,7 +40,7 @@ class Staging:
         self._gradient = torch.empty_like(self.parameters)
 
     def show(self, parameters: torch.Tensor) -> None:
-        """Copies parameters (E,) to the device, for the next computations. They may change once those have ended."""
+        """Copies parameters (E,) to the device, for the next computations; they may change once these have ended."""
         self.parameters.copy_(parameters, non_blocking=True)
 
     @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -17,12 +16,13 @@ from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import Build, BuiltModule, as_numpy, build_module, trained_of
+from gradstream.model.check import check_option, finite_loss
 from gradstream.model.factors import FactoredLayer, FactorPairs
 from gradstream.model.fixed import Fixed
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
-__all__ = ["Loss", "LossOf", "TorchModel", "finite_loss", "from_torch", "usable"]
+__all__ = ["Loss", "LossOf", "TorchModel", "from_torch", "usable"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 LossOf = Literal["outputs", "batch"]
@@ -42,7 +42,7 @@ def from_torch(
 
     Parameters that require a gradient are trained, under their own names. Tied weights count once, and are
     saved under each of their names. Frozen parameters come from a `build()` under a fixed seed, so all workers
-    have the same; they are saved too. Each worker has buffers (a BatchNorm's running means) of its own while it
+    have the same; they are saved too. Each worker has its own buffers (a BatchNorm's running means) while it
     trains; for an evaluation and for the saved model they are averaged, weighted by samples. Buffers that are
     not persistent are never exchanged. Gradients are computed in the modes in which `build` left its modules,
     outputs in eval() mode. For each gradient, torch's generator is seeded by (run seed, worker, step), so
@@ -77,10 +77,8 @@ def from_torch(
             "since each worker has its own: pass a function, such as lambda: Net()"
         )
     _check_loss(loss)
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(f"from_torch: reduction is {reduction!r}; expected 'mean' or 'sum'")
-    if loss_of not in ("outputs", "batch"):
-        raise ConfigError(f"from_torch: loss_of is {loss_of!r}; expected 'outputs' or 'batch'")
+    check_option("from_torch", "reduction", reduction, "mean", "sum")
+    check_option("from_torch", "loss_of", loss_of, "outputs", "batch")
     return TorchModel(build, loss, reduction, loss_of, spread)
 
 
@@ -101,7 +99,7 @@ class TorchModel:
     It must not be used from two threads at once. Made by `from_torch`.
 
     Attributes:
-        given: its arguments: `TorchModel(*model.given)` is the same model, not yet built.
+        given: the arguments of the constructor: `TorchModel(*model.given)` is the same model, not yet built.
         offers_factors: whether `factored_layers` may have layers.
     """
 
@@ -146,15 +144,15 @@ class TorchModel:
         *,
         seed: int,
         report: Report,
-        kept: FactorPairs | None = None,
+        factors: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> float:
         """Writes the gradient at `parameters` into `gradient`; see `Model.gradient`.
 
         Args:
-            kept: layers of `factored_layers` whose gradient is kept as factors. Their places in `gradient`
-                are not written, unless the layer is refused.
-            rows: takes the gradients of row-sparse parameters; `gradient` is then that of `layout.rest`.
+            factors: take the sufficient factors of some `factored_layers`, whose places in `gradient` are not
+                written, unless the layer is refused.
+            rows: takes the gradients of row-sparse parameters; `gradient` then has the layout `layout.rest`.
 
         Raises:
             GradientError: the loss is not one finite number that depends on the parameters. The
@@ -167,7 +165,7 @@ class TorchModel:
             return 0.0
         built.point_at(parameters)
         built.training(True)
-        backprop = Backprop(built.layout, built.parameters, gradient, report, kept, rows)
+        backprop = Backprop(built.layout, built.parameters, gradient, report, factors, rows)
         with torch.enable_grad(), backprop, built.wide(backprop), torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             loss = usable(self._loss_of(built, batch))
@@ -276,12 +274,3 @@ def usable(loss: torch.Tensor) -> torch.Tensor:
             "no_grad() between the parameters and the loss"
         )
     return loss
-
-
-def finite_loss(value: float) -> float:
-    """Raises GradientError unless the loss is a finite number. Returns it."""
-    if not math.isfinite(value):
-        raise GradientError(
-            f"loss is {value}, expected a finite number: lower the learning rate, or check this batch's inputs"
-        )
-    return value

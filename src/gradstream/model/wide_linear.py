@@ -30,7 +30,7 @@ class WideLinear(TorchFunctionMode):
 
     Args:
         weights: the weights of the wide layers.
-        sinks: what collects the gradient of each.
+        sinks: the collectors of their gradients, in the same order.
     """
 
     def __init__(self, weights: Iterable[nn.Parameter], sinks: Iterable[Sink | RowSink]) -> None:
@@ -77,7 +77,7 @@ def _plain(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 class _Linear(torch.autograd.Function):
     """y = x Wᵀ + b, whose backward adds dL/dW = (dL/dy)ᵀ x to a sink instead of returning it.
 
-    In a backward pass other than the sink's, which a loss runs for gradients of its own, it returns dL/dW.
+    In a backward pass other than the sink's, which a loss runs for its own purposes, it returns dL/dW.
     """
 
     @staticmethod

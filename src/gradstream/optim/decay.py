@@ -1,7 +1,7 @@
 """Weight decay as a part of the gradient: g ← g + λ·w, where w are the parameters at which g was computed.
 
 An update rule adds λ·w once for each update. That is too little where an update is the sum of several gradients,
-or where a worker makes steps of its own in between. Then the worker adds λ·w to each gradient, and the shards
+or where a worker makes local steps in between. Then the worker adds λ·w to each gradient, and the shards
 apply the rule without it (`Strategy.decays_gradients`).
 """
 

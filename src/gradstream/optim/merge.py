@@ -46,7 +46,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Replace(Add):
-    """w ← x, for pushes of parameters x: those of one worker, or a weighted sum of several workers'.
+    """w ← x, for pushes of parameters x: one worker's, or a weighted sum of several workers'.
 
     Args:
         states: names of the state vectors of the workers' rule, where workers push these too.
@@ -81,7 +81,7 @@ class Replace(Add):
 
 @dataclass(frozen=True, slots=True)
 class Outer:
-    """An outer update rule with its own learning rate: it ignores that of a push, which is of local steps.
+    """An outer update rule with its own learning rate. It ignores the rate of a push, which is for local steps.
 
     Args:
         rule: update rule of the shards; its `lr` is a number.

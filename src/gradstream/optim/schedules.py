@@ -1,7 +1,7 @@
-"""Learning rates that change: pure functions of where a minibatch lies in the run.
+"""Learning rates that change: pure functions of a minibatch's position in the run.
 
 A schedule is a function from a `Position` to a learning rate: an instance of one of these classes, or a function
-of your own at the top level of a file. The position is that of the minibatch, not that of the worker or of a
+of your own at the top level of a file. The position belongs to the minibatch, not to the worker or to a
 server's version. So the rate does not depend on the number of shards, on the worker that computes the minibatch
 (a minibatch of a dead worker keeps its rate), or on how often the run was stopped.
 
@@ -46,12 +46,12 @@ Unit = Literal["steps", "epochs"]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a minibatch lies in its run.
+    """The position of a minibatch in its run.
 
     Args:
-        step: number of rounds before it; without rounds, of minibatches before it, divided by the W workers.
+        step: number of rounds before it; without rounds, number of minibatches before it, divided by W workers.
         num_steps: number of steps of the whole run.
-        steps_per_epoch: of a data epoch.
+        steps_per_epoch: number of steps of a data epoch.
 
     Example:
         >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
@@ -134,7 +134,7 @@ def nominal_rate(lr: Rate) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """The same rate at every step, as a plain number means.
+    """The same rate at every step, like a plain number.
 
     Args:
         lr: learning rate, > 0.
@@ -163,7 +163,7 @@ class StepDecay:
         lr: rate at the start, > 0.
         every: length of an interval, > 0.
         factor: factor of the rate after each interval, > 0.
-        unit: what `every` counts: "epochs" or "steps".
+        unit: unit of `every`, "epochs" or "steps".
 
     Example:
         >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
@@ -197,7 +197,7 @@ class BackOff:
         lr: rate of phase 0, > 0.
         first: length of phase 0, > 0.
         factor: factor of the rate from one phase to the next, in (0, 1).
-        unit: what `first` counts: "epochs" or "steps".
+        unit: unit of `first`, "epochs" or "steps".
 
     Reference:
         Niu, Recht, Ré, Wright, HOGWILD!, 2011: the back-off scheme of §5, which needs neither the strong
@@ -363,7 +363,7 @@ class Warmup:
     Args:
         then: a rate, or a schedule of the whole run, these steps included.
         length: n, > 0.
-        unit: what `length` counts: "steps" or "epochs".
+        unit: unit of `length`, "steps" or "epochs".
 
     Reference:
         Goyal and others, Accurate, large minibatch SGD, 2017.
@@ -402,7 +402,7 @@ class Chain:
         first: schedule of the steps before `at`. Its run is the whole one.
         at: start of the second schedule, > 0.
         then: schedule of the steps from `at` on. A `Cosine` covers the rest of the run.
-        unit: what `at` counts: "steps" or "epochs".
+        unit: unit of `at`, "steps" or "epochs".
 
     Example:
         >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)

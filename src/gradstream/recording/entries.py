@@ -242,7 +242,7 @@ def decode(data: bytes) -> Iterator[Entry]:
             entry, at = _decoded(kind, data, at)
             yield entry
     except (IndexError, ValueError) as error:
-        raise DataError(f"a recording has no whole entry at byte {at} of its block: {error}") from error
+        raise DataError(f"a recording has no complete entry at byte {at} of its block: {error}") from error
 
 
 def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
@@ -289,7 +289,9 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
                 raise IndexError("it ends inside a phase")
             return IntervalBegun(begun, number, data[at : at + size].decode()), at + size
         case other:
-            raise DataError(f"a recording has an entry of kind {other}, which this gradstream does not know")
+            raise DataError(
+                f"a recording has an entry of kind {other}, which this version of gradstream does not know"
+            )
 
 
 def _signed(number: int) -> int:

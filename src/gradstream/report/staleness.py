@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
-from typing import Literal, overload
+from typing import Literal
 
 from gradstream.report.charts import histogram
 from gradstream.report.summary import EventDict
@@ -71,45 +71,25 @@ class StalenessRow:
         return f"mean {self.mean:.2f}, p50 {self.p50}, p99 {self.p99}, largest {self.largest}"
 
 
-class Staleness(Sequence[StalenessRow]):
-    """Rows of staleness that show as a table at a prompt and in a notebook.
+class Staleness(tuple[StalenessRow, ...]):
+    """Rows of staleness, by worker and then by shard, that show as a table at a prompt and in a notebook."""
 
-    Args:
-        rows: the rows, by worker and then by shard.
-    """
-
-    def __init__(self, rows: Sequence[StalenessRow]) -> None:
-        self._rows = tuple(rows)
-
-    @overload
-    def __getitem__(self, index: int) -> StalenessRow: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[StalenessRow]: ...
-
-    def __getitem__(self, index: int | slice) -> StalenessRow | Sequence[StalenessRow]:
-        return self._rows[index]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[StalenessRow]:
-        return iter(self._rows)
+    __slots__ = ()
 
     def __repr__(self) -> str:
-        if not self._rows:
+        if not self:
             return "Staleness: none, workers exchanged without a parameter server or shared memory"
         head = f"{'worker':<12}{'shard':<12}{'chunks':>9}{'mean':>8}{'p50':>6}{'p99':>6}{'largest':>9}"
         lines = [
             f"{row.worker:<12}{row.shard:<12}{row.chunks:>9,}{row.mean:>8.2f}{row.p50:>6}{row.p99:>6}"
             f"{row.largest:>9}"
-            for row in self._rows
+            for row in self
         ]
         return "\n".join([head, *lines])
 
     def _repr_html_(self) -> str:
         """The table with a histogram in each row."""
-        if not self._rows:
+        if not self:
             return f"<p>{escape(repr(self))}</p>"
         names = ("worker", "shard", "chunks", "mean", "p50", "p99", "largest", "")
         head = "".join(f"<th>{name}</th>" for name in names)
@@ -129,7 +109,7 @@ class Staleness(Sequence[StalenessRow]):
                 )
             )
             + "</tr>"
-            for row in self._rows
+            for row in self
         )
         style = (
             ".gradstream .fill { fill: #4c8fd0; } .gradstream .axis { stroke: currentColor; opacity: .5; }"
@@ -160,7 +140,7 @@ def staleness_by(events: Iterable[EventDict], by: By = "link") -> Staleness:
                 {int(tau): int(count) for tau, count in event["staleness"].items()}
             )
     keys = sorted(counts, key=lambda key: [(len(name), name) for name in key])
-    return Staleness([StalenessRow(*key, dict(sorted(counts[key].items()))) for key in keys])
+    return Staleness(StalenessRow(*key, dict(sorted(counts[key].items()))) for key in keys)
 
 
 def quantile(counts: Mapping[int, int], share: float) -> int:

@@ -9,7 +9,9 @@ Reference: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,6 +28,9 @@ EVERY = 1 << 62
 
 Slice = dict[str, Any]
 
+Pids = defaultdict[str, int]
+"""Number of the process of each node, by its name."""
+
 
 def trace_json(events: Sequence[EventDict]) -> str:
     """The trace of a run as the text of a file."""
@@ -36,8 +41,9 @@ def trace_json(events: Sequence[EventDict]) -> str:
 def trace_events(events: Sequence[EventDict]) -> Iterator[Slice]:
     """The records of the trace: metadata, slices, counters, instants."""
     figures = figures_of(events)
-    pids = {node.name: pid for pid, node in enumerate(figures.nodes, start=1)}
-    for name, pid in pids.items():
+    pids: Pids = defaultdict(itertools.count(1).__next__)
+    for node in figures.nodes:
+        name, pid = node.name, pids[node.name]
         yield _named("process_name", pid, 0, name)
         role = name.partition("-")[0]
         tracks = {"worker": TRACKS[:-1], "shard": TRACKS[-1:]}.get(role, ())
@@ -50,13 +56,7 @@ def trace_events(events: Sequence[EventDict]) -> Iterator[Slice]:
     for node in figures.nodes:
         for what, series in (("cores in use", node.cpu), ("own memory, bytes", node.memory)):
             for time_s, value in series:
-                yield {
-                    "ph": "C",
-                    "name": what,
-                    "pid": pids[node.name],
-                    "ts": _us(time_s),
-                    "args": {"": value},
-                }
+                yield _counter(pids[node.name], what, time_s, {"": value})
     for moment in figures.story:
         text = f"{moment.kind}: {moment.text}"
         yield {"ph": "i", "s": "g", "name": text, "pid": 0, "tid": 0, "ts": _us(moment.time_s)}
@@ -68,6 +68,10 @@ def _us(seconds: float) -> float:
 
 def _named(kind: str, pid: int, tid: int, name: str) -> Slice:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _counter(pid: int, name: str, time_s: float, values: dict[str, float]) -> Slice:
+    return {"ph": "C", "name": name, "pid": pid, "ts": _us(time_s), "args": values}
 
 
 def _slice(pid: int, track: str, name: str, begin_s: float, end_s: float, **args: Any) -> Slice:
@@ -83,14 +87,13 @@ def _slice(pid: int, track: str, name: str, begin_s: float, end_s: float, **args
     }
 
 
-def _steps(events: Sequence[EventDict], pids: dict[str, int]) -> Iterator[Slice]:
+def _steps(events: Sequence[EventDict], pids: Pids) -> Iterator[Slice]:
     timeline = lanes_of(events, max_steps=EVERY, max_lanes=EVERY)
     for lane in timeline.lanes:
-        pid = pids.setdefault(lane.name, len(pids) + 1)
         for span in lane.steps:
-            yield from _step(span, lane.name, pid)
+            yield from _step(span, lane.name, pids[lane.name])
         for band in lane.evaluations:
-            yield _slice(pid, "evaluate", "held-out samples", band.begin_s, band.end_s)
+            yield _slice(pids[lane.name], "evaluate", "held-out samples", band.begin_s, band.end_s)
 
 
 def _step(span: StepSpan, me: str, pid: int) -> Iterator[Slice]:
@@ -105,30 +108,23 @@ def _step(span: StepSpan, me: str, pid: int) -> Iterator[Slice]:
             yield _slice(pid, "wait", name, piece.begin_s, piece.end_s, step=span.step)
 
 
-def _transfers(events: Iterable[EventDict], pids: dict[str, int]) -> Iterator[Slice]:
+def _transfers(events: Iterable[EventDict], pids: Pids) -> Iterator[Slice]:
     for event in events:
         if event["event"] == "transfer":
-            pid = pids.setdefault(event["node"], len(pids) + 1)
-            begin_s, end_s = event["time_s"] - event["seconds"], event["time_s"]
-            yield _slice(pid, event["kind"], event["kind"], begin_s, end_s, bytes=event["size_bytes"])
+            pid, kind, end_s = pids[event["node"]], event["kind"], event["time_s"]
+            yield _slice(pid, kind, kind, end_s - event["seconds"], end_s, bytes=event["size_bytes"])
 
 
-def _stale(events: Iterable[EventDict], pids: dict[str, int]) -> Iterator[Slice]:
+def _stale(events: Iterable[EventDict], pids: Pids) -> Iterator[Slice]:
     """A counter for each worker: mean and largest staleness since its previous report."""
     for event in events:
         if event["event"] == "exchange" and event["staleness"]:
             row = StalenessRow("", "", {int(tau): count for tau, count in event["staleness"].items()})
-            pid = pids.setdefault(event["node"], len(pids) + 1)
-            yield {
-                "ph": "C",
-                "name": "staleness",
-                "pid": pid,
-                "ts": _us(event["time_s"]),
-                "args": {"mean": round(row.mean, 3), "largest": row.largest},
-            }
+            values = {"mean": round(row.mean, 3), "largest": row.largest}
+            yield _counter(pids[event["node"]], "staleness", event["time_s"], values)
 
 
-def _applies(events: Iterable[EventDict], pids: dict[str, int]) -> Iterator[Slice]:
+def _applies(events: Iterable[EventDict], pids: Pids) -> Iterator[Slice]:
     """The updates of a shard between two reports, as one slice at the begin of the interval."""
     since_s: dict[str, float] = {}
     done_s: dict[str, float] = {}
@@ -142,13 +138,6 @@ def _applies(events: Iterable[EventDict], pids: dict[str, int]) -> Iterator[Slic
             begin_s, spent_s = since_s.get(node, 0.0), total_s - done_s.get(node, 0.0)
             count = updates.pop(node)
             if spent_s > 0:
-                pid = pids.setdefault(node, len(pids) + 1)
-                yield _slice(
-                    pid,
-                    "apply",
-                    f"{count} chunk updates",
-                    begin_s,
-                    begin_s + spent_s,
-                    until_s=event["time_s"],
-                )
+                end_s, name = begin_s + spent_s, f"{count} chunk updates"
+                yield _slice(pids[node], "apply", name, begin_s, end_s, until_s=event["time_s"])
             since_s[node], done_s[node] = event["time_s"], total_s

@@ -118,6 +118,14 @@ class AggregationRule(ABC):
         """
         return False
 
+    @property
+    def paced(self) -> bool:
+        """Whether the shard reads the pushes of a round side by side; see `push_pacer.py`.
+
+        True only where each update needs a push of every worker.
+        """
+        return False
+
     def drops(self, version: int, new: PushHeader) -> bool:
         """Whether a push comes too late for its update. That is an expected outcome and no error."""
         return False

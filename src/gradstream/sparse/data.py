@@ -225,8 +225,8 @@ def from_csr(
     num_values = sum(len(part[1]) for part in arrays)
     if num_features is None and largest > FEW_FEATURES + FEATURES_PER_VALUE * num_values:
         raise DataError(
-            f"{name}: feature {largest - 1} in {num_values} values: memory for so many is taken only "
-            "where num_features says that there are so many"
+            f"{name}: feature {largest - 1} in {num_values} values: give num_features if there are so many, "
+            "since they take memory"
         )
     if largest > d:
         raise DataError(f"{name}: feature {largest - 1} of num_features={d}: features are numbered from 0")
@@ -279,7 +279,7 @@ def from_ratings(
         i, j, v = np.asarray(i), np.asarray(j), np.asarray(v)
         if not len(i) == len(j) == len(v):
             raise DataError(
-                f"{name}: {len(i)} rows, {len(j)} columns and {len(v)} values; expected as many of each"
+                f"{name}: {len(i)} rows, {len(j)} columns and {len(v)} values; expected the same number of each"
             )
         if len(i) and not (i.min() >= 0 and j.min() >= 0 and i.max() < shape[0] and j.max() < shape[1]):
             raise DataError(f"{name}: an entry is outside of the {shape[0]} × {shape[1]} matrix")
@@ -325,7 +325,7 @@ def _checked(part: tuple[Any, Any, Any, Any], which: str) -> tuple[Array, Array,
             )
     if indptr.ndim != 1 or not len(indptr) or indptr[0] != 0 or (np.diff(indptr) < 0).any():
         raise DataError(
-            f"indptr of the {which} samples: expected (n+1,) numbers that begin at 0 and never fall"
+            f"indptr of the {which} samples: expected (n+1,) numbers that begin at 0 and never decrease"
         )
     if not len(indices) == len(values) == indptr[-1] or len(targets) != len(indptr) - 1:
         raise DataError(

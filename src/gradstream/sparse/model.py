@@ -159,7 +159,7 @@ class SparseModel:
         """The samples of a minibatch. Raises GradientError if they are not sparse."""
         if not isinstance(batch.inputs, SparseRows):
             raise GradientError(
-                f"inputs are {type(batch.inputs).__name__}; a sparse model goes through sparse data: "
+                f"inputs are {type(batch.inputs).__name__}; a sparse model needs sparse data: "
                 "gradstream.sparse.from_csr, from_ratings or from_svmlight"
             )
         return batch.inputs

@@ -1,6 +1,6 @@
 """One algorithm, one file, readable beside the paper's pseudo-code.
 
-Each name is imported when it is first asked for: a run without servers imports nothing of `gradstream.server`.
+Each name is imported at its first use: a run without servers imports nothing of `gradstream.server`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gradstream.strategies.hogwild import Hogwild
     from gradstream.strategies.softsync import Softsync
     from gradstream.strategies.ssp import SSP
+    from gradstream.strategies.staged import StagedStrategy
     from gradstream.strategies.staleness_aware import StalenessAware
     from gradstream.strategies.synchronous import Synchronous
 
@@ -42,6 +43,7 @@ __all__ = [
     "SharedMemoryStrategy",
     "SharedMemoryWorker",
     "Softsync",
+    "StagedStrategy",
     "StalenessAware",
     "Strategy",
     "Synchronous",
@@ -66,6 +68,7 @@ _MODULE_OF = {
     "SharedMemoryStrategy": "base",
     "SharedMemoryWorker": "api",
     "Softsync": "softsync",
+    "StagedStrategy": "staged",
     "StalenessAware": "staleness_aware",
     "Strategy": "base",
     "Synchronous": "synchronous",

@@ -2,23 +2,23 @@
 
     g_i = ∇ℓ(w; B_i) on each worker i,   ĝ = Σ_i |B_i| g_i / Σ_i |B_i|   (allreduce),   w ← Opt(w, ĝ)
 
-Every worker holds all parameters and makes the update itself, of the same bits: so all have the same
-parameters after each round, and the run equals one node with the joined batch. It equals `Synchronous`
-bit for bit where the group's algorithm sums in the order of ranks.
+Each worker holds all parameters and makes the update itself, from the same bits. So all workers have the same
+parameters after each round, and the run equals one node with the joined batch. It equals `Synchronous` bit for bit
+where the group's algorithm sums in the order of ranks.
 
-    sharded: reduce-scatter instead, each worker updates its own 1/W of w by its own 1/W of the
-    optimizer's state, and all-gather brings the parameters together.
+    sharded: a reduce-scatter in place of the allreduce. Each worker updates its own 1/W of w, with its own
+    1/W of the optimizer's state, and an all-gather gives every worker all parameters.
 
-Wait-free backprop: the vector is cut into buckets, in backward order. A bucket leaves as soon as
-backprop has passed its end, and backprop goes on meanwhile. The last one leaves when the whole gradient is
-known to be finite, and the update is made when all buckets are there: so a worker that dies or fails in
-the middle of a round leaves the others with the parameters of the last whole one. (Where they are updated
-in shards, one that dies during the update itself leaves them undefined: what counts is the checkpoint.)
+Wait-free backprop: the vector is divided into buckets, in backward order. A bucket is sent as soon as backprop has
+passed its end, and backprop continues meanwhile. The last bucket is sent when the whole gradient is known to be
+finite, and the update is made when all buckets have arrived. So a worker that dies or fails in the middle of a round
+leaves the others with the parameters of the last complete round. (With `sharded`, a death during the update itself
+leaves the parameters undefined; the run goes back to its checkpoint.)
 
     bucket l ready at r_l, exchanged in a_l:  s_l = max(r_l, e_{l+1}),  e_l = s_l + a_l,  T = e_1 + t_update
 
-Bytes a step and worker: 2·4N·(W-1)/W sent, by ring or halving-doubling (float32). A dead worker stops the
-run, naming it; a worker without samples in a round contributes zeros.
+Bytes a step and worker: 2·4N·(W-1)/W sent, by ring or halving-doubling (float32). A dead worker ends the run with
+an error that names it. A worker without samples in a round contributes zeros.
 
 References: Patarasuk and Yuan 2009 (the ring); Zhang and others 2017 ("Poseidon", wait-free backprop);
 Rajbhandari and others 2020 ("ZeRO", whose first stage is `sharded`).
@@ -51,19 +51,18 @@ class AllReduce(GroupStrategy):
     """Synchronous SGD in a group of workers; see the module.
 
     Args:
-        algorithm: how the group sums: "auto" measures and chooses, else a name ("ring").
-        exchange: who moves the bytes: "auto" is gradstream itself; "torch" is torch.distributed, with the
-            backend that suits, or "gloo", "nccl" or "mpi" of it. Then torch has the algorithm.
-        sharded: each worker updates its slice alone: the optimizer's state takes 1/W of the memory. None
-            does so where the workers share memory, and parameters are one vector for all of them. By messages
-            it takes the halves of `algorithm`: of "halving-doubling" those of a ring where the workers are no
-            power of two, of "hierarchical" those of a ring too.
-        overlap: exchange buckets while backprop goes on; False does one after the other, with the
-            same bits.
-        bucket_mib: size of a bucket, in MiB: large ones have fewer delays, small ones leave earlier. None is
-            4; where all workers share memory, a sixteenth of a large model, up to 16.
-        factors: whether the gradients of wide linear layers go as factors; None decides layer by layer,
-            and never between workers of one machine, where bytes cost less than the arithmetic.
+        algorithm: algorithm of the sum: "auto" measures and chooses; "ring" and others are named.
+        exchange: library that moves the bytes: "auto" is gradstream itself; "torch" is torch.distributed with a
+            backend that suits; "gloo", "nccl" and "mpi" are its backends. Then torch chooses the algorithm.
+        sharded: True lets each worker update its slice alone, so that the optimizer's state takes 1/W of the
+            memory. None does so where the workers share memory, and parameters are one vector for all of them.
+            By messages, reduce-scatter and all-gather are the halves of `algorithm`; for "hierarchical", and for
+            "halving-doubling" where W is no power of two, they are those of a ring.
+        overlap: exchange buckets during backprop; False exchanges after it, with the same bits.
+        bucket_mib: size of a bucket, in MiB. Large buckets cause fewer delays, small ones are sent earlier. None
+            is 4; where all workers share memory, a sixteenth of a large model, at most 16.
+        factors: True sends the gradients of wide linear layers as factors. None decides layer by layer, and
+            sends no factors between workers of one machine, where bytes cost less than the arithmetic.
 
     Example:
         >>> strategy = gs.AllReduce(algorithm="ring")
@@ -105,7 +104,7 @@ class AllReduce(GroupStrategy):
         if self.sharded and self.algorithm in ALGORITHMS and self.algorithm not in PARTS:
             raise ConfigError(
                 f"AllReduce(algorithm={self.algorithm!r}, sharded=True): it has no reduce-scatter and no "
-                f"all-gather of its own; expected {', '.join(PARTS)}, or 'auto'"
+                f"all-gather; expected {', '.join(PARTS)}, or 'auto'"
             )
         if self.bucket_mib is not None and not 1e-4 <= self.bucket_mib <= 1 << 20:
             raise ConfigError(f"AllReduce(bucket_mib={self.bucket_mib}): expected MiB, 0.0001 to 1048576")
@@ -136,19 +135,19 @@ class AllReduce(GroupStrategy):
                 await group.all_gather()
 
     def as_factors(self, layer: FactoredLayer, rows: int, workers: int, near: bool) -> bool:
-        """Whether K(M+Q)(W-1) is less than 2·M·Q·(W-1)/W, of a layer of Q inputs and M outputs.
+        """Whether K(M+Q)(W-1) is less than 2·M·Q·(W-1)/W, for a layer of Q inputs and M outputs.
 
-        That is what a worker sends in an all-gather of the factors, and in an allreduce of the gradient by
-        ring or halving-doubling. (By one server it sends M·Q and gets as much, by the butterfly lg W · M·Q,
-        at the root of a tree up to ⌈lg W⌉·M·Q.) Every worker then forms the product of the joined batch:
-        2·K·W·M·Q operations where 2·K·M·Q made its own.
+        A worker sends the former in an all-gather of the factors, and the latter in an allreduce of the gradient
+        by ring or halving-doubling. (Through one server it sends M·Q and receives as much; it sends lg W · M·Q in
+        the butterfly, and up to ⌈lg W⌉·M·Q at the root of a tree.) With factors each worker forms the product of
+        the joined batch: 2·K·W·M·Q operations, where the product of its own batch takes 2·K·M·Q.
         """
         if self.factors is not None:
             return self.factors
         return not near and layer.factor_elems(rows) * workers < 2 * layer.elems
 
     def bucket_elems(self, itemsize_bytes: int, chunk_elems: int) -> int:
-        """`bucket_mib`, in whole blocks of 64 elements."""
+        """`bucket_mib` in elements, a multiple of 64."""
         if self.bucket_mib is None:
             return GroupStrategy.bucket_elems(self, itemsize_bytes, chunk_elems)
         return max(64, int(self.bucket_mib * (1 << 20)) // itemsize_bytes // 64 * 64)

@@ -1,4 +1,4 @@
-"""All that a strategy may call: its worker, what the worker exchanges through, and the run's participation.
+"""Everything that a strategy may call: its worker, the worker's means of exchange, and the run's participation.
 
     Minibatch ──▶ Gradient ──▶ Server │ Peers │ Shared
          ▲                               │
@@ -6,7 +6,7 @@
 
 There is one worker for each way of exchange: `ServerWorker`, `GroupWorker`, `SharedMemoryWorker`. None has a
 socket or a file. `gradstream.worker` implements them, and `gradstream.coordinator` implements `Participation`;
-a strategy of your own needs no more than these protocols.
+your own strategy needs no more than these protocols.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Minibatch(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """Number of its samples; may be 0 in a round.
+        """Number of samples; may be 0 in a round.
 
-        In a training loop of the user's own it is -1 until the gradient is done.
+        In a user's own training loop it is -1 until the gradient is done.
         """
         ...
 
 
 class Gradient(Protocol):
-    """A gradient that is being computed, or has been."""
+    """A gradient, possibly still being computed."""
 
     @property
     def vector(self) -> Vector:
@@ -61,20 +61,20 @@ class Gradient(Protocol):
 
     @property
     def samples(self) -> int:
-        """Training samples behind it, once it is done; one of no samples changes nothing wherever it is used."""
+        """Number of training samples behind it, once it is done. A gradient of 0 samples changes nothing."""
         ...
 
     async def done(self) -> None:
-        """Returns when it is complete; raises the error that computing it raised."""
+        """Returns when the gradient is complete; raises the error of its computation."""
         ...
 
 
 class Server(Protocol):
-    """The parameter server as a worker sees it: see `gradstream.server.ServerClient`."""
+    """The parameter server as a worker sees it; see `gradstream.server.ServerClient`."""
 
     @property
     def clock(self) -> int:
-        """Number of updates that this worker has made with `advance_clock`."""
+        """Number of updates that this worker has pushed with `advance_clock`."""
         ...
 
     def fetch_soon(self, *, min_version: int = 0, own: bool = True, min_clock: int = 0) -> Arrival:
@@ -82,29 +82,28 @@ class Server(Protocol):
 
         Args:
             min_version: version that every chunk must have reached.
-            own: wait for this worker's own pushes.
-            min_clock: number of updates of every participating worker to wait for.
+            own: whether to wait for this worker's own pushes.
+            min_clock: number of updates, by the clock of every participating worker, to wait for.
         """
         ...
 
     async def push_soon(self, update: Update, *, advance_clock: bool = False) -> None:
-        """Starts a push once the one before it is done; raises the error that one failed with.
+        """Starts a push once the one before it is done; raises the error of the one before.
 
         Args:
             update: gradients or parameters to push.
-            advance_clock: count this update on the worker's clock.
+            advance_clock: whether this update counts on the worker's clock.
         """
         ...
 
     async def flush(self) -> None:
-        """Returns once every shard has acknowledged the last push; raises the error that it failed with."""
+        """Returns once every shard has acknowledged the last push; raises the error of that push."""
         ...
 
     async def pause(self) -> None:
         """From now on no update waits for this worker, until it calls `resume`. Its pushes must be flushed.
 
-        For rules that wait for workers (`AggregationRule.among`). A worker that takes its
-        minibatches from `batches(waited_for=True)` calls neither.
+        For rules that wait for workers (`AggregationRule.among`). `batches(waited_for=True)` calls both methods.
         """
         ...
 
@@ -114,60 +113,60 @@ class Server(Protocol):
 
 
 class Peers(Protocol):
-    """The workers of a run without servers, as one of them sees them: see `gradstream.worker.replica.peers`.
+    """The workers of a run without servers, as one of them sees them; see `gradstream.worker.replica.peers`.
 
     All of them call the same methods in the same order.
     """
 
     @property
     def sharded(self) -> bool:
-        """Whether each worker updates its own slices alone: as the strategy says, or else the group."""
+        """Whether each worker updates its own slices alone: as the strategy says, or as the group decides."""
         ...
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """The parts of the flat vector that are exchanged one after the other, in backward order."""
+        """The parts of the flat vector, which are exchanged one after the other, in backward order."""
         ...
 
     async def samples(self, gradient: Gradient) -> Sequence[int]:
-        """Training samples behind this round's gradient of each worker, by rank. May wait for the workers."""
+        """Number of samples behind each worker's gradient in this round, by rank. May wait for the workers."""
         ...
 
     async def allreduce(self, gradient: Gradient, bucket: Bucket, weight: float) -> None:
-        """Σ weight·gradient over all workers, of one bucket: as soon as backprop is done with it.
+        """Computes Σ weight·gradient over all workers for one bucket, as soon as backprop has finished the bucket.
 
         Raises:
-            PeerLostError, DeadlineError: a worker, which is named, was lost. This round makes no update.
-            Exception: the error that computing the gradient raised.
+            PeerLostError, DeadlineError: the named worker was lost. This round makes no update.
+            Exception: the error of the gradient's computation.
         """
         ...
 
     async def reduce_scatter(self, gradient: Gradient, bucket: Bucket, weight: float) -> None:
-        """The same, but each worker gets its own slice of the sum alone."""
+        """Like `allreduce`, but each worker gets its own slice of the sum alone."""
         ...
 
     async def update(self, gradient: Gradient) -> None:
-        """One update w ← Opt(w, Σ), of all elements whose sums this worker has; at the rate of this round.
+        """Makes one update w ← Opt(w, Σ) of all elements whose sums this worker has, at the rate of this round.
 
-        A round in which no worker had samples changes nothing. The minibatch counts as done afterwards.
+        A round in which no worker had samples changes nothing. Afterwards the minibatch counts as done.
         """
         ...
 
     async def all_gather(self) -> None:
-        """Sends every worker's slices of the parameters to all: afterwards each has all of them."""
+        """Sends every worker's slices of the parameters to all workers; afterwards each has all parameters."""
         ...
 
 
 class Shared(Protocol):
-    """The parameters of a run whose workers have one vector in shared memory; see `strategies.hogwild`.
+    """The parameters of a run, in one vector in memory that the workers share; see `strategies.hogwild`.
 
-    Both methods read and write it while other workers do; `update` says how: one of `sparse.updates.UPDATES`.
-    When they return, the update is in the model.
+    Both methods read and write the vector while other workers do, in the way that `update` names, one of
+    `sparse.updates.UPDATES`. When they return, the update is in the model.
     """
 
     @property
     def sparse(self) -> bool:
-        """Whether the model can go through single samples."""
+        """Whether the model can compute the gradients of single samples."""
         ...
 
     async def sweep(self, batch: Minibatch, update: str) -> None:
@@ -175,12 +174,12 @@ class Shared(Protocol):
 
         Raises:
             GradientError: the loss is not finite. The parameters hold the update already.
-            DeadlineError: a worker, which is named, keeps a lock.
+            DeadlineError: the named worker keeps a lock.
         """
         ...
 
     async def add(self, gradient: Gradient, update: str) -> None:
-        """Component by component, w ← w - η·gradient, at the rate of its minibatch. Raises DeadlineError."""
+        """Makes w ← w - η·gradient component by component, η the rate of the minibatch. Raises DeadlineError."""
         ...
 
 
@@ -190,18 +189,18 @@ class Worker(Protocol):
     rank: int
     num_workers: int
     reduction: Reduction  # whether gradients are means or sums over their samples
-    step: int  # minibatches of this worker so far, the present one excluded
-    version: int  # of the parameters that gradients are computed on; of their oldest chunk
+    step: int  # number of this worker's minibatches before the present one
+    version: int  # version of the parameters that gradients are computed on, in their oldest chunk
 
     async def gradient(self, batch: Minibatch) -> Gradient:
-        """The mean gradient over a minibatch, at the worker's parameters.
+        """Computes the mean gradient over a minibatch, at the worker's parameters.
 
-        It includes weight decay where the strategy says `decays_gradients`.
+        It includes weight decay where the strategy's `decays_gradients` is True.
         """
         ...
 
     def gradient_soon(self, batch: Minibatch) -> Gradient:
-        """Starts computing a gradient, as the model gives it: the mean or the sum over samples."""
+        """Starts computing a gradient: the mean or the sum over samples, by the model's `reduction`."""
         ...
 
 
@@ -223,7 +222,7 @@ class SharedMemoryWorker(Worker, Protocol):
 
     @property
     def shared(self) -> Shared:
-        """The vector of all workers."""
+        """The vector that all workers share."""
         ...
 
     def batches(self) -> AsyncIterator[Minibatch]:
@@ -234,10 +233,8 @@ class SharedMemoryWorker(Worker, Protocol):
 class ServerWorker(Worker, Protocol):
     """A worker that pushes to the shards of a parameter server, and fetches from them."""
 
-    since: (
-        int  # like `step`, since it was set active or has come to its phase: all before that is in the model
-    )
-    clock: int  # updates of every participating worker that its parameters have; its own all, where applied
+    since: int  # number of minibatches since the worker was set active or its phase began
+    clock: int  # number of updates of every participating worker that its parameters have
 
     @property
     def resumed(self) -> bool:
@@ -246,12 +243,12 @@ class ServerWorker(Worker, Protocol):
 
     @property
     def unpushed(self) -> int:
-        """Minibatches in no update yet: accumulated, or gone through by `optimize`."""
+        """Number of minibatches in no update yet: accumulated, or used by `optimize`."""
         ...
 
     @property
     def phase(self) -> str:
-        """The name that `drive` gives to the present phase, as of this minibatch; "" without a drive."""
+        """Name of this minibatch's phase, which `drive` has set; "" without a drive."""
         ...
 
     @property
@@ -268,22 +265,22 @@ class ServerWorker(Worker, Protocol):
         """This worker's minibatches, in order; ends when every sample of the run is accounted for.
 
         Args:
-            flush: awaited before this worker waits for others, at the end and for a checkpoint: returns
-                when everything that it has computed is in the model. None pushes the accumulated gradients.
-            before: awaited before each minibatch. The place to wait for other workers' clocks: a worker that
-                waits there can stop for a checkpoint, for which the others stop too. With it this worker
+            flush: awaited before this worker waits for others, at the end and for a checkpoint. It returns when
+                all results of this worker are in the model. None pushes the accumulated gradients.
+            before: awaited before each minibatch. Wait for other workers' clocks there and nowhere else: a worker
+                that waits there can pause for a checkpoint, for which the others pause too. With it this worker
                 takes part in clocks, except while it has nothing to do: then no worker waits for it.
-            waited_for: updates wait for this worker (its rule is an `AggregationRule` with `among`), except
-                from a `flush` to the next minibatch: then it is paused.
+            waited_for: whether updates wait for this worker (its rule is an `AggregationRule` with `among`). It is
+                paused from a `flush` to the next minibatch.
         """
         ...
 
     async def swap_in(self, arrival: Arrival) -> None:
-        """Waits for a fetch; from then on its vector holds the worker's parameters."""
+        """Waits for a fetch; its vector holds the worker's parameters from then on."""
         ...
 
     async def pull(self, *, own: bool = True, min_clock: int = 0) -> None:
-        """Fetches and swaps in at once, between two gradients: needs no back buffer; see `Server`."""
+        """Fetches and swaps in, between two gradients; needs no back buffer. See `Server.fetch_soon`."""
         ...
 
     async def apply(self, gradient: Gradient, lr: float | None = None) -> None:
@@ -291,9 +288,9 @@ class ServerWorker(Worker, Protocol):
         ...
 
     async def accumulate(self, gradient: Gradient) -> None:
-        """Adds to the sum that `take_accumulated` returns. The first gradient's vector becomes the sum.
+        """Adds a gradient to the sum that `take_accumulated` returns. The first gradient's vector becomes the sum.
 
-        The sum is applied at the rate of its first gradient; each other one is weighed by its own rate over that.
+        The sum is applied at the rate of its first gradient; each later one is weighed by its own rate over that.
         """
         ...
 
@@ -302,74 +299,73 @@ class ServerWorker(Worker, Protocol):
         ...
 
     def take_accumulated(self) -> Update:
-        """The sum of gradients accumulated since the last call, to be pushed."""
+        """The sum of the gradients accumulated since the last call, to be pushed."""
         ...
 
     def update(self, gradient: Gradient) -> Update:
-        """One gradient to be pushed as it becomes ready, for the version it was computed on."""
+        """One gradient, to be pushed chunk by chunk while it is computed."""
         ...
 
-    # ---- parameters of the worker's own: `pushes` other than "gradients" -------------------------
+    # ---- the worker's own parameters: `pushes` other than "gradients" -------------------------
 
     async def optimize(self, gradient: Gradient) -> None:
-        """One update of this worker's own parameters by the run's rule: w ← Opt(w, gradient).
+        """Makes one update of this worker's own parameters by the run's rule: w ← Opt(w, gradient).
 
-        Its minibatch is part of the next `pull_towards`, `take_parameters` or `take_outer_gradient`. The
-        rule's state (a velocity, say) is this worker's own, in as many vectors as the rule has; a checkpoint
-        leaves it out.
+        Its minibatch is part of the next `pull_towards`, `take_parameters` or `take_outer_gradient`. The worker
+        keeps the rule's state (a velocity, say) in as many vectors as the rule has; no checkpoint has it.
         """
         ...
 
     async def pull_towards(self, arrival: Arrival, share: float) -> Update:
-        """Moves this worker's parameters x some of the way to the fetched ones, y: an elastic pull.
+        """Moves this worker's parameters x by a share of their distance to the fetched ones, y: an elastic pull.
 
-        d = share·(x - y), computed once;  x ← x - d. Pushed, d moves the server's as far towards x.
-        It lies in the vector of the fetch, which is the back buffer again once the push is done.
+        d = share·(x - y), computed once;  x ← x - d. When d is pushed, the server's parameters move as far
+        towards x. d lies in the vector of the fetch, which is the back buffer again once the push is done.
 
         Returns:
-            d, to be pushed, on behalf of all minibatches since the last push.
+            d, to be pushed for all minibatches since the last push.
         """
         ...
 
     async def start_from(self, arrival: Arrival) -> None:
-        """Waits for a fetch: this worker's own parameters begin as a copy of it, w_start.
+        """Waits for a fetch, and makes this worker's own parameters a copy of it, w_start.
 
-        w_start stays in the vector of the fetch, which is the back buffer again, until the next fetch.
+        The vector of the fetch, which is the back buffer again, holds w_start until the next fetch.
         """
         ...
 
     async def take_outer_gradient(self) -> Update:
-        """w_start - w, to be pushed, on behalf of all minibatches since the last push; see `start_from`.
+        """w_start - w, to be pushed for all minibatches since the last push; see `start_from`.
 
-        It takes the place of w_start. Call `start_from` before the next step.
+        It overwrites w_start. Call `start_from` before the next step.
         """
         ...
 
     def take_parameters(self) -> Update:
-        """This worker's own parameters, to be pushed, on behalf of all minibatches since the last push.
+        """This worker's own parameters, to be pushed for all minibatches since the last push.
 
-        Nothing may change them until the push is done: fetch, and swap in the result.
+        They must not change until the push is done: fetch, and swap in the result.
         """
         ...
 
     def take_state(self, beside: Update) -> Sequence[Update]:
-        """The state vectors of this worker's rule, each to be pushed to the shards' own of its name.
+        """The state vectors of this worker's rule, each to be pushed to the shards' vector of the same name.
 
         Args:
-            beside: the push of the parameters, whose weight they get.
+            beside: the push of the parameters; the state vectors get its weight.
         """
         ...
 
     async def refresh_state(self) -> None:
-        """Replaces this worker's own state vectors by those of the shards."""
+        """Replaces this worker's state vectors by the shards' vectors."""
         ...
 
 
 class Participation(Protocol):
     """A run as its strategy's `drive` sees it, on the coordinator.
 
-    No worker takes part before the first `set_active_workers`. Progress is counted in samples that are in the
-    model, those before a resume included: a drive that goes by progress continues where it was.
+    No worker takes part before the first `set_active_workers`. Progress is the number of samples in the model,
+    including those before a resume; so a drive that waits for progress goes on where it was.
     """
 
     @property
@@ -379,38 +375,38 @@ class Participation(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """Samples of a data epoch. Raises ConfigError in a stream, which does not count them."""
+        """Number of samples of a data epoch. Raises ConfigError for a stream, whose samples are not counted."""
         ...
 
     @property
     def total_samples(self) -> int:
-        """Samples that the run goes through in all. Raises the same."""
+        """Number of samples of the whole run. Raises as `num_samples`."""
         ...
 
     @property
     def samples(self) -> int:
-        """Samples that are in the model. Raises the same."""
+        """Number of samples in the model. Raises as `num_samples`."""
         ...
 
     async def set_active_workers(self, count: int, phase: str = "") -> None:
-        """From now on `count` workers take part: those of the lowest ranks; the next rank replaces a lost one.
+        """Lets `count` workers take part from now on: those of the lowest ranks; the next rank replaces a lost one.
 
         The others are paused: they finish their present minibatch and push everything, and other workers may
-        take the rest of their data. Returns when they have.
+        take the rest of their data. Returns when all of them are paused.
 
         Args:
-            count: number of workers; a larger number than there are means all.
-            phase: value of `ServerWorker.phase` from the next minibatch on. A worker pushes everything before
-                it enters another phase.
+            count: number of workers; more than there are means all.
+            phase: value of `ServerWorker.phase` from the next minibatch on. A worker pushes everything before it
+                enters another phase.
         """
         ...
 
     async def until(self, *, samples: float | None = None, seconds: float | None = None) -> None:
         """Returns once so many samples are in the model, or so many seconds of training have passed.
 
-        The count of samples follows the workers' reports, about a quarter of a second late.
+        The number of samples follows the workers' reports, about a quarter of a second late.
 
         Raises:
-            UserCodeError: no worker takes part, so there will be no progress.
+            UserCodeError: no worker takes part, so there can be no progress.
         """
         ...

@@ -1,25 +1,26 @@
-"""AsySG-con: plain asynchronous SGD, an update of the sum of M gradients, each of a whole older version.
+"""AsySG-con: plain asynchronous SGD, with one update for the sum of M gradients of older versions.
 
     client:                                 server:
       x ← fetch()                             x_{k+1} = x_k - γ · Σ_{m=1..M} G(x_{k-τ_{k,m}}, ξ_{k,m})
       push(∇ℓ(x; batch))
 
-Consistent: every gradient is of one version of the parameters. Here that is so within each chunk; two chunks
-may show different numbers of updates at one instant, as the paper's analysis for shared memory allows
-(AsySG-incon). Nobody waits for anybody; M gradients make an update, of whichever workers.
+Consistent means that each gradient is computed on one version of the parameters. Here that holds within each
+chunk: two chunks may show different numbers of updates at one instant, as the paper's analysis for shared memory
+allows (AsySG-incon). No worker waits for another; any M gradients make an update, whichever workers they are of.
 
-For smooth functions, gradients without bias and of variance σ², and delays of at most T, the mean of E|∇f|²
+For a smooth function f, gradients without bias and of variance σ², and delays of at most T, the mean of E|∇f|²
 over K updates falls as 1/√(M·K), the rate of SGD with batches of M, once K is large against T²: with
 
     γ = √((f(x_1) - f*) / (M·K·L·σ²)),     mean of E|∇f(x_k)|² ≤ 4·σ·√((f(x_1) - f*)·L / (M·K))
 
-G is the gradient of the loss with its weight decay: each of the M brings λ·x of the version that it is of.
-Under a schedule each goes at its own rate: γ is that of the first of the M, and each weighs its own over γ.
+So the best γ is proportional to 1/√K: tune it again for a longer run.
 
-So the rate goes with 1/√K: tune it again for a longer run.
+G is the gradient of the loss with weight decay: each of the M gradients adds λ·x of the version that it was
+computed on. Under a schedule each gradient has its own rate: γ is the rate of the first of the M, and each is
+weighed by its own rate over γ.
 
-Bytes a step and worker: 4N up, 4N down (float32). A dead worker stops nobody. What is in the sum when the run
-ends, or a checkpoint is made, is applied as it is.
+Bytes a step and worker: 4N up, 4N down (float32). A dead worker stops no other. At the end of a run, and for a
+checkpoint, the server applies an incomplete sum as it is.
 
 Reference: Lian, Huang, Li, Liu, "Asynchronous Parallel Stochastic Gradient for Nonconvex Optimization",
 NIPS 2015 (arXiv 1506.08272). Different here: a gradient is the mean over a minibatch.
@@ -43,10 +44,10 @@ __all__ = ["AsySG"]
 
 @dataclass(frozen=True, slots=True)
 class AsySG(StaleGradients):
-    """Plain asynchronous SGD; see the module.
+    """Plain asynchronous SGD; see the module. Warm starts and waves are options of `StagedStrategy`.
 
     Args:
-        gradients: M, at least 1: so many are summed in an update.
+        gradients: M, the number of gradients in an update, at least 1.
 
     Example:
         >>> strategy = gs.AsySG(gradients=2)
@@ -60,17 +61,18 @@ class AsySG(StaleGradients):
     plain: ClassVar[Mapping[str, object] | None] = {"gradients": 1}
 
     def __post_init__(self) -> None:
+        StaleGradients.__post_init__(self)
         check_count("AsySG", "gradients", self.gradients, "gradients")
 
     @property
     def decays_gradients(self) -> bool:
-        """Where an update is a sum."""
+        """Whether an update is a sum: each of its gradients then has its own decay."""
         return self.gradients > 1
 
     def optimizer(self) -> Optimizer:
-        """SGD without momentum, as the paper has it."""
+        """SGD without momentum, as in the paper."""
         return SGD(lr=0.01)
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
-        """The sum of M."""
+        """One update for the sum of M gradients."""
         return EveryN(self.gradients)

@@ -1,36 +1,36 @@
-"""Parameter averaging: each worker trains alone, and all take the mean of where they have got to.
+"""Parameter averaging: each worker trains alone, and all of them take the mean of their parameters.
 
-    client:                                           server, once all who take part have pushed:
+    client:                                           server, once every worker that takes part has pushed:
       w_i ← Opt(w_i, ∇ℓ(w_i; batch))                    w ← Σ a_i·w_i,   Σ a_i = 1
       every H steps:  push(w_i);  w_i ← fetch()
 
-H = ∞ (`every=None`) is one-shot averaging: the workers meet once, at the end. A finite H is periodic
-averaging, or local SGD. With one worker w = w_1, whatever H: it is plain SGD, bit for bit.
+H = ∞ (`every=None`) is one-shot averaging: the workers average once, at the end. A finite H is periodic averaging,
+or local SGD. With one worker w = w_1, whatever H: that is plain SGD, bit for bit.
 
-How w_1 and w_2 are put together, a_i in proportion to
+The weight a_i of worker i is proportional to
 
     "mean":     1
-    "samples":  n_i, those that worker i has gone through since it took part in an average
-    "loss":     exp(-ℓ_i), ℓ_i its mean loss over them: the likelihood of what it has seen
-    a function: whatever it returns
+    "samples":  n_i, its samples since it took part in an average
+    "loss":     exp(-ℓ_i), ℓ_i its mean loss over them: the likelihood of the samples that it has seen
+    a function: the number that the function returns
 
-The update rule is carried out by each worker alone (any rule), and its state, a velocity for one, stays with
-the worker over all averages. `state="averaged"` averages that too, alike: another 4N each way for each of the
-rule's vectors, and a round more; then it is in checkpoints, and a resumed run has it.
+Each worker carries out the update rule alone (any rule). The rule's state, such as a velocity, stays with the worker
+over all averages. `state="averaged"` averages the state too, with the same weights: another 4N each way for each
+vector of the rule, and one more round. The state is then in checkpoints, and a resumed run has it.
 
-Bytes a step and worker: 4N/H up, 4N/H down (float32); one-shot 4N up in all. Everybody waits for the slowest
-at each average, so once in H steps; minibatches of measured sizes (`shares="measured"`) let all be there at
-the same time. A lost worker is left out from then on, and the others go through what is left. A worker for
-which there are no minibatches waits for nobody and keeps nobody waiting.
+Bytes a step and worker: 4N/H up, 4N/H down (float32); one-shot 4N up in all. At each average, once in H steps, all
+workers wait for the slowest; minibatches of measured sizes (`shares="measured"`) let them arrive at the same time. A
+lost worker is left out from then on, and the others go through its remaining samples. A worker for which there are
+no minibatches waits for no other, and none waits for it.
 
-A cut brings everything into the model, so workers average for a checkpoint too, with however many steps they
-have made, and go on from the mean. A resumed run begins with the mean on all workers. Of a one-shot run
-nothing is in the model before its end, so no checkpoint is due; only stopping it makes one.
+For a checkpoint everything must be in the model. So workers average then too, after however many steps, and go on
+from the mean; a resumed run begins with the mean on all workers. A one-shot run has nothing in the model before its
+end, so no checkpoint is due in it; only stopping it makes one.
 
 References: McDonald, Hall, Mann, "Distributed training strategies for the structured perceptron", 2010;
 Zinkevich, Weimer, Li, Smola, "Parallelized stochastic gradient descent", 2010 (one-shot); Stich, "Local SGD
-converges fast and communicates little", 2019 (periodic). Different here: workers need not have made as many
-steps, and it can be chosen how each counts.
+converges fast and communicates little", 2019 (periodic). Different here: workers may have made different numbers of
+steps, and the weights can be chosen.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ __all__ = ["Averaged", "Combine", "ParameterAveraging"]
 
 Name = Literal["mean", "samples", "loss"]
 Combine = Name | Callable[[Sequence[PushHeader]], Sequence[float]]
-"""A name, or a function of contributions (with `rank`, `samples`, `loss`) that gives each a number."""
+"""A name, or a function that returns a number for each contribution (with `rank`, `samples`, `loss`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Averaged(Barrier):
-    """The server: the weighted mean of the parameters of all who take part."""
+    """The server: the weighted mean of the parameters of all workers that take part."""
 
     combine: Combine = "mean"
 
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
-        """a_i; of a single worker exactly 1.
+        """The weights a_i; the weight of a single worker is exactly 1.
 
         Raises:
-            UserCodeError: they have no finite, positive sum.
+            UserCodeError: the numbers of `combine` have no finite, positive sum.
         """
         raw = self._raw(update)
         total = math.fsum(raw)
@@ -96,7 +96,7 @@ class Averaged(Barrier):
 
 
 def _likelihoods(update: Sequence[PushHeader]) -> list[float]:
-    """exp(-ℓ_i), times a number that keeps them from vanishing all together."""
+    """exp(-ℓ_i), times a common factor, without which all could underflow to 0."""
     for one in update:
         if math.isnan(one.loss):
             raise UserCodeError(
@@ -113,8 +113,8 @@ class ParameterAveraging(ServerStrategy):
 
     Args:
         every: H, local steps between two averages, at least 1; None averages once, at the end.
-        combine: "mean", "samples", "loss", or a function; see the module.
-        state: of the update rule, a velocity for one: each worker's "own", or "averaged", too.
+        combine: how the weights are chosen: "mean", "samples", "loss", or a function; see the module.
+        state: whether the update rule's state, such as a velocity, is each worker's "own", or "averaged" too.
 
     Example:
         >>> strategy = gs.ParameterAveraging(every=4)
@@ -140,11 +140,11 @@ class ParameterAveraging(ServerStrategy):
             raise UnknownNameError("state of ParameterAveraging", self.state, ("own", "averaged"))
 
     def optimizer(self) -> Optimizer:
-        """Of the workers: SGD with momentum."""
+        """SGD with momentum, on the workers."""
         return SGD(lr=0.01, momentum=0.9)
 
     def outer_optimizer(self, inner: Optimizer) -> Optimizer:
-        """The mean is what the shards have; where state is averaged, of that too."""
+        """The shards take the weighted mean as it is: of the parameters, and of the state where it is averaged."""
         return Replace(states=inner.state_names if self.state == "averaged" else (), begin=inner.state_init)
 
     async def train(self, worker: ServerWorker) -> None:
@@ -166,5 +166,5 @@ class ParameterAveraging(ServerStrategy):
         await train_together(worker, self.every, push, fetch)
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
-        """See `Averaged`."""
+        """The weighted mean; see `Averaged`."""
         return Averaged(frozenset(range(num_workers)), self.combine)

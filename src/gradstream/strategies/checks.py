@@ -1,4 +1,4 @@
-"""Checks of a strategy's options, with one wording for all."""
+"""Checks of strategies' options, with one wording for all."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def check_choice(strategy: str, option: str, got: object, names: Sequence[str]) 
     """Demands one of these names, or a function.
 
     Raises:
-        UnknownNameError: it is another name.
-        ConfigError: it is the place of a function, which settings look up, and Python does not.
+        UnknownNameError: the value is another name.
+        ConfigError: the value is the place of a function, "file.py:function", which only settings look up.
     """
     if callable(got) or got in names:
         return
@@ -30,14 +30,15 @@ def check_choice(strategy: str, option: str, got: object, names: Sequence[str]) 
 def check_count(
     strategy: str, option: str, got: object, what: str, *, least: int = 1, other: str = ""
 ) -> None:
-    """Demands a whole number; a period of 1.5 steps would never come, and so be none at all.
+    """Demands a whole number: a period of 1.5 steps would never be over.
 
     Args:
-        what: it is a number of, for the message.
-        other: what may be given besides.
+        what: the things that are counted, for the message.
+        least: smallest number that is allowed.
+        other: alternatives to a number, for the message.
 
     Raises:
-        ConfigError: it is another kind of number, or too small.
+        ConfigError: the value is no whole number, or too small.
     """
     if not isinstance(got, int) or isinstance(got, bool) or got < least:
         raise ConfigError(
@@ -46,13 +47,13 @@ def check_count(
 
 
 def check_flag(strategy: str, option: str, got: object, *, may_be_none: bool = False) -> None:
-    """Demands True or False; of another value, as "no", Python would say that it is true.
+    """Demands True or False: Python takes other values, such as "no", for true.
 
     Args:
-        may_be_none: None is an answer too.
+        may_be_none: None is allowed too.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the value is something else.
     """
     if not isinstance(got, bool) and not (may_be_none and got is None):
         expected = "True, False or None" if may_be_none else "True or False"
@@ -63,10 +64,10 @@ def check_not_negative(strategy: str, option: str, got: object, what: str = "num
     """Demands a finite number of 0 or above.
 
     Args:
-        what: kind of number it is, for the message.
+        what: kind of number, for the message.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the value is no such number.
     """
     if isinstance(got, bool) or not isinstance(got, int | float) or not 0 <= got < math.inf:
         raise ConfigError(f"{strategy}({option}={got!r}): expected a finite {what} of at least 0")

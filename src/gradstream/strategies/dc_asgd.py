@@ -1,25 +1,26 @@
-"""DC-ASGD: asynchronous SGD whose server moves each stale gradient to the parameters that it meets.
+"""DC-ASGD: asynchronous SGD whose server corrects each stale gradient for the parameters that it is applied to.
 
     client m:                           server, on a gradient g of worker m, computed on w_bak:
       w ← fetch()                         w ← w - η·(g + λ·g⊙g⊙(w - w_bak))
       push(∇ℓ(w; batch))                adaptive:
                                           v_m ← d·v_m + (1 - d)·g⊙g,   λ = λ₀ / √(v_m + ε)
 
-The gradient at w is that at w_bak plus the Hessian times how far the server has gone meanwhile; g⊙g stands
-in the Hessian's place. That is its diagonal in the mean, where the loss is the negative logarithm of a
-likelihood and the model is near the truth; for one sample, not for the mean over b, whose square is smaller.
-So λ is to be tuned like a rate, unless it is adaptive: λ·g⊙g is then about λ₀·|g|, whatever their scale.
+The gradient at w is the gradient at w_bak plus the Hessian times w - w_bak, the way that the server has gone
+meanwhile. λ·g⊙g takes the place of the Hessian. The mean of g⊙g over samples is the Hessian's diagonal where the
+loss is a negative log-likelihood and the model is near the truth. Here g is the mean over a minibatch of b samples,
+and its square is smaller. So tune λ like a rate, unless it is adaptive: λ·g⊙g is then about λ₀·|g|, whatever the
+scale of the gradients.
 
-Where nothing has overtaken a gradient, w = w_bak, it is used as it is: one worker is plain SGD. λ = 0 is
-asynchronous SGD. The shards keep a copy of what they have given each worker: N elements for each, 2N with
-`overlap`; adaptive keeps v_m besides. Bytes a step and worker are those of asynchronous SGD: 4N up,
-4N down (float32). A dead worker stops nobody.
+A gradient that no other has overtaken (w = w_bak) is used as it is, so one worker is plain SGD. λ = 0 is
+asynchronous SGD. The shards keep a copy of the parameters that each worker computes on: N elements for each
+worker, 2N with `overlap`, and v_m besides where λ is adaptive. Bytes a step and worker, as in
+asynchronous SGD: 4N up, 4N down (float32). A dead worker stops no other.
 
 Reference: Zheng, Meng, Wang, Chen, Yu, Ma, Liu, "Asynchronous stochastic gradient descent with delay
-compensation", ICML 2017, Algorithms 1 and 2, §5. Different here: w_bak is kept chunk by chunk, of the version
-that the gradient was computed on, whatever else its worker was given since; the update rule may be
-another than SGD, which then gets the compensated gradient; and v_m is a mean square for each worker m, of
-its own gradients alone, as in the authors' code, where Algorithm 2 writes one MeanSquare(t) without m.
+compensation", ICML 2017, Algorithms 1 and 2, §5. Different here: the shards keep w_bak chunk by chunk, of the
+version that the gradient was computed on, even where its worker has fetched another one since; the update rule may
+be another than SGD, and then gets the corrected gradient; v_m is a mean square for each worker m, of that worker's
+gradients alone, as in the authors' code, where Algorithm 2 writes one MeanSquare(t) without m.
 """
 
 from __future__ import annotations
@@ -39,59 +40,33 @@ from gradstream.server.correction import Correction
 from gradstream.strategies.checks import check_not_negative
 from gradstream.strategies.stale import StaleGradients
 
-__all__ = ["DCASGD", "AdaptiveCompensation", "Compensation"]
+__all__ = ["DCASGD", "Compensation"]
 
 DECAY, EPS = 0.95, 1e-7
-"""d and ε, where they are not given."""
+"""Defaults of d and ε."""
 
-BLOCK_ELEMS = 1 << 17  # of four float32 vectors: 2 MiB
-
-
-def _blocks(elems: int) -> list[slice]:
-    """Parts that stay in the processor's cache while several operations go over them."""
-    return [slice(start, start + BLOCK_ELEMS) for start in range(0, elems, BLOCK_ELEMS)]
+BLOCK_ELEMS = 1 << 17
+"""Four float32 vectors of this length, 2 MiB, stay in the processor's cache over several operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compensation:
-    """g + λ·g⊙g⊙(w - w_bak), in the memory of w_bak.
+    """g + λ·g⊙g⊙(w - w_bak), in the memory of w_bak; λ is a number, or λ₀ / √(v + ε) element by element.
 
     Args:
-        strength: λ.
-    """
-
-    strength: float
-    state_names: ClassVar[Sequence[str]] = ()
-
-    def correct(
-        self,
-        gradient: torch.Tensor,
-        parameters: torch.Tensor,
-        base: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
-        """See `Correction`."""
-        for block in _blocks(len(gradient)):
-            g, there = gradient[block], base[block]
-            torch.sub(parameters[block], there, out=there).mul_(g).mul_(g)
-            torch.add(g, there, alpha=self.strength, out=there)
-        return base
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptiveCompensation:
-    """v ← d·v + (1 - d)·g⊙g;  g + λ₀ / √(v + ε)·g⊙g⊙(w - w_bak), in the memory of w_bak.
-
-    Args:
-        strength: λ₀.
-        decay: d.
+        strength: λ or λ₀.
+        decay: d, in v ← d·v + (1 - d)·g⊙g; None for a constant λ.
         eps: ε.
     """
 
     strength: float
-    decay: float
-    eps: float
-    state_names: ClassVar[Sequence[str]] = ("mean square",)
+    decay: float | None = None
+    eps: float = EPS
+
+    @property
+    def state_names(self) -> Sequence[str]:
+        """The mean square v, if λ is adaptive."""
+        return () if self.decay is None else ("mean square",)
 
     def correct(
         self,
@@ -101,25 +76,27 @@ class AdaptiveCompensation:
         state: Mapping[str, torch.Tensor],
     ) -> torch.Tensor:
         """See `Correction`."""
-        for block in _blocks(len(gradient)):
-            g, there, mean_square = gradient[block], base[block], state["mean square"][block]
-            mean_square.mul_(self.decay).addcmul_(g, g, value=1 - self.decay)
+        for start in range(0, len(gradient), BLOCK_ELEMS):
+            block = slice(start, start + BLOCK_ELEMS)
+            g, there = gradient[block], base[block]
             torch.sub(parameters[block], there, out=there).mul_(g).mul_(g)
-            there.div_(mean_square.add(self.eps).sqrt_())
+            if self.decay is not None:
+                v = state["mean square"][block].mul_(self.decay).addcmul_(g, g, value=1 - self.decay)
+                there.div_(v.add(self.eps).sqrt_())
             torch.add(g, there, alpha=self.strength, out=there)
         return base
 
 
 @dataclass(frozen=True, slots=True)
 class DCASGD(StaleGradients):
-    """Delay-compensated asynchronous SGD; see the module.
+    """Delay-compensated asynchronous SGD; see the module. Warm starts and waves are options of `StagedStrategy`.
 
     Args:
-        adaptive: λ follows the size of the gradients, element by element (DC-ASGD-a); else it is constant
-            (DC-ASGD-c).
-        strength: λ₀ or λ, at least 0; 0 compensates nothing. None is 2 where adaptive, else 0.04.
-        decay: d of the mean square, in [0, 1); where adaptive.
-        eps: ε beside it, > 0; where adaptive.
+        adaptive: True lets λ follow the size of the gradients, element by element (DC-ASGD-a); with False it is
+            constant (DC-ASGD-c).
+        strength: λ₀ or λ, at least 0; 0 corrects nothing. None is 2 where λ is adaptive, else 0.04.
+        decay: d of the mean square, in [0, 1), where λ is adaptive.
+        eps: ε, > 0, where λ is adaptive.
         overlap: fetch while computing, at the price of one more step of delay.
 
     Example:
@@ -138,6 +115,7 @@ class DCASGD(StaleGradients):
     plain: ClassVar[Mapping[str, object] | None] = {"overlap": False}
 
     def __post_init__(self) -> None:
+        StaleGradients.__post_init__(self)
         if self.strength is not None:
             check_not_negative("DCASGD", "strength", self.strength)
         if not 0 <= self.decay < 1:
@@ -151,19 +129,14 @@ class DCASGD(StaleGradients):
             )
 
     def optimizer(self) -> Optimizer:
-        """SGD, as the paper has it."""
+        """SGD, as in the paper."""
         return SGD(lr=0.01)
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
-        """Every push is an update of its own, as it comes."""
+        """Each push is one update, in the order of arrival."""
         return EveryPush()
 
     def correction(self) -> Correction | None:
-        """See `Compensation` and `AdaptiveCompensation`."""
-        default = 2.0 if self.adaptive else 0.04
-        strength = default if self.strength is None else self.strength
-        if strength == 0:
-            return None
-        if self.adaptive:
-            return AdaptiveCompensation(strength, self.decay, self.eps)
-        return Compensation(strength)
+        """See `Compensation`; None where λ = 0."""
+        strength = (2.0 if self.adaptive else 0.04) if self.strength is None else self.strength
+        return Compensation(strength, self.decay if self.adaptive else None, self.eps) if strength else None

@@ -1,27 +1,28 @@
-"""DiLoCo: workers train alone, and an outer optimizer takes how far they have come as a gradient.
+"""DiLoCo: workers train alone, and an outer optimizer takes the distance that they have come as a gradient.
 
-    client i, each round:                              server, once all who take part have pushed:
+    client i, each round:                              server, once every worker that takes part has pushed:
       w_i ← w_start ← fetch()                            Δ ← mean_i Δ_i
       H times:  w_i ← InnerOpt(w_i, ∇ℓ(w_i; batch))      v ← μ·v + Δ
       Δ_i ← w_start - w_i;  push(Δ_i)                    w ← w - ν·(Δ + μ·v)
 
-The inner optimizer is the run's, any rule; its state (Adam's moments, say) stays with each worker over all
-rounds, and is in no checkpoint. The outer one is SGD with Nesterov's momentum on the shards,
-`torch.optim.SGD(lr=ν, momentum=μ, nesterov=True)`; checkpoints have its v, and a resumed run goes on with it.
+The inner optimizer is the run's, any rule. Its state (Adam's moments, say) stays with each worker over all rounds,
+and is in no checkpoint. The outer optimizer is SGD with Nesterov's momentum on the shards,
+`torch.optim.SGD(lr=ν, momentum=μ, nesterov=True)`. Checkpoints have its v, and a resumed run goes on with it.
 
-With ν = 1, μ = 0 it is parameter averaging, w ← mean_i w_i, and with one worker the inner optimizer alone:
-to the rounding of w - (w - w_i). With `nesterov=False` the last line is w ← w - ν·v. That is SlowMo, v = γ·u,
+With ν = 1 and μ = 0 it is parameter averaging, w ← mean_i w_i, and with one worker the inner optimizer alone, to
+the rounding of w - (w - w_i). With `nesterov=False` the last line is w ← w - ν·v. That is SlowMo, with v = γ·u,
 where the inner rate γ is constant. (SlowMo divides Δ by the rate of its round. Under a schedule it is another
 method: v here is not rescaled when the rate changes.)
 
-Bytes a step and worker: 4N/H up, 4N/H down (float32). All wait for the slowest once in H steps. A lost worker
-is left out from then on, and Δ is the mean of the others. No Δ_i is stale: all are of the same w_start. For a
-checkpoint, and at the end, workers end their round early: an outer step more, of what they have.
+Bytes a step and worker: 4N/H up, 4N/H down (float32). All workers wait for the slowest once in H steps. A lost
+worker is left out from then on, and Δ is the mean over the others. No Δ_i is stale: all are differences from the
+same w_start. For a checkpoint, and at the end, workers end their round early: the steps that they have made by then
+are one more outer step.
 
 References: Douillard and others, "DiLoCo: distributed low-communication training of language models", 2023,
 Algorithm 1 (H = 500, AdamW inside, ν = 0.7, μ = 0.9); Wang, Tantia, Ballas, Rabbat, "SlowMo: improving
-communication-efficient distributed SGD with slow momentum", ICLR 2020, Algorithm 1. Different here: workers
-need not have made as many steps, where minibatches run out or a round ends early; each counts alike.
+communication-efficient distributed SGD with slow momentum", ICLR 2020, Algorithm 1. Different here: workers may have
+made different numbers of steps, where minibatches run out or a round ends early; each worker counts alike.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ class DiLoCo(ServerStrategy):
 
     Args:
         every: H, inner steps between two outer ones, at least 1.
-        outer_lr: ν, rate of the outer steps, > 0.
-        outer_momentum: μ, share of the outer velocity that is kept, in [0, 1).
-        nesterov: the outer momentum is Nesterov's; else the plain one, as SlowMo's. Of μ = 0 there is none.
+        outer_lr: ν, learning rate of the outer steps, > 0.
+        outer_momentum: μ, share of the outer velocity that each step keeps, in [0, 1).
+        nesterov: True is Nesterov's outer momentum, False the plain one, as in SlowMo; without effect at μ = 0.
 
     Example:
         >>> strategy = gs.DiLoCo(every=4)
@@ -87,11 +88,11 @@ class DiLoCo(ServerStrategy):
             ) from error
 
     def optimizer(self) -> Optimizer:
-        """Of the workers: AdamW, as in the paper."""
+        """AdamW on the workers, as in the paper."""
         return AdamW(lr=4e-4, weight_decay=0.1)
 
     def outer_optimizer(self, inner: Optimizer) -> Optimizer:
-        """Of the shards: SGD with Nesterov's momentum."""
+        """SGD with Nesterov's momentum, on the shards."""
         del inner
         return self._outer()
 
@@ -112,5 +113,5 @@ class DiLoCo(ServerStrategy):
         await train_together(worker, self.every, push, fetch)
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
-        """The mean of what all who take part have pushed."""
+        """The mean of the pushes of all workers that take part."""
         return Averaged(frozenset(range(num_workers)))

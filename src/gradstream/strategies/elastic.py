@@ -1,24 +1,25 @@
-"""Elastic averaging: each worker explores on its own, held to a common centre by a spring.
+"""Elastic averaging: each worker explores on its own, and a spring holds it near a common centre.
 
     client, after each τ local steps:                server:
       x ← x_i;  y ← fetch()                            x̃ ← x̃ + d    on each push
       d ← α·(x_i - y);  x_i ← x_i - d;  push(d)
       x_i ← Opt(x_i, ∇ℓ(x; batch))                   (the local step, which every step has)
 
-x_i, the worker's own parameters, are kept, not overwritten; x̃, the server's, are the centre, which is
-evaluated, kept in checkpoints and saved. d is computed once: what x_i loses is what x̃ gains, so an exchange
-leaves Σ x_i + x̃ as it was. The gradient of the step in which one falls is of x_i as it was before, as in the
-paper: so y arrives while it is computed, and d leaves while the next ones are.
+A worker keeps its own parameters x_i; a fetch does not overwrite them. The server's parameters x̃ are the centre,
+which is evaluated, checkpointed and saved. d is computed once: x̃ gains exactly the loss of x_i, so an exchange
+leaves Σ x_i + x̃ unchanged. In a step with an exchange the gradient is taken at x_i before the exchange, as in the
+paper. So y arrives while that gradient is computed, and d is sent while the next ones are.
 
-`synchronous=True`: all d of an exchange are of one version of x̃, and are added together, which makes it
-x̃ ← (1 - β)·x̃ + β·mean(x_i), β = W·α. A worker waits for the others from one exchange to the next, with its
-own τ steps between.
+`synchronous=True`: all d of an exchange are computed from one version of x̃ and added together, which makes it
+x̃ ← (1 - β)·x̃ + β·mean(x_i), β = W·α. A worker then waits for the others from one exchange to the next; its τ
+steps lie between.
 
-Momentum is the local rule's, `optimizer=gs.optim.SGD(lr, momentum=0.9)`; with Nesterov's, δ = 0.99, this is EAMSGD.
+Momentum is an option of the local rule: `optimizer=gs.optim.SGD(lr, momentum=0.9)`. With Nesterov's momentum δ = 0.99
+this is EAMSGD.
 
-Bytes a step and worker: 4N/τ up, 4N/τ down (float32). A dead worker stops nobody, and takes with it what of
-its x_i the centre had not got; the samples behind its pushes count as gone through. For a checkpoint, and at
-the end, each worker makes one more exchange. x_i itself is not kept: a resumed run begins with x_i = x̃.
+Bytes a step and worker: 4N/τ up, 4N/τ down (float32). A dead worker stops no other. The part of its x_i that it had
+not pushed to the centre is lost; the samples behind its pushes count as done. For a checkpoint, and at the end, each
+worker makes one more exchange. No checkpoint has the x_i: a resumed run begins with x_i = x̃.
 
 Reference: Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD", NIPS 2015, equations 5 and
 6, Algorithms 1 and 2. Different here, with Nesterov's momentum: the spring pulls at x_i + δ·v_i, where the
@@ -47,7 +48,7 @@ from gradstream.strategies.together import Barrier
 __all__ = ["EAMSGD", "ElasticAveraging"]
 
 BETA = 0.9
-"""β = W·α, where α is not given: the paper's."""
+"""β = W·α of the default α, as in the paper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,9 @@ class ElasticAveraging(ServerStrategy):
 
     Args:
         every: τ, local steps between two exchanges, at least 1.
-        moving_rate: α, how much of the way to the centre a worker is pulled, 0 to 1; 0.9/W if None.
-        synchronous: all workers exchange together; else each when it gets there. Takes an α of at most 1/W.
+        moving_rate: α, share of its distance to the centre by which a worker is pulled, 0 to 1; None is 0.9/W.
+        synchronous: True lets all workers exchange together, for an α of at most 1/W; with False each worker
+            exchanges at its own pace.
 
     Example:
         >>> strategy = gs.ElasticAveraging(every=4)
@@ -73,7 +75,7 @@ class ElasticAveraging(ServerStrategy):
     partitioning: ClassVar[Partitioning] = "queue"
     survives_worker_loss: ClassVar[bool] = True
     pushes: ClassVar[Pushes] = "differences"
-    # Alone until the end, and then all of the way: the centre is where the worker has got to.
+    # One exchange, at the end, with all of the way: the centre is then at the worker's parameters.
     plain: ClassVar[Mapping[str, object] | None] = {"every": 1 << 30, "moving_rate": 1.0}
 
     def __post_init__(self) -> None:
@@ -85,11 +87,11 @@ class ElasticAveraging(ServerStrategy):
             )
 
     def optimizer(self) -> Optimizer:
-        """Of the workers: plain SGD."""
+        """Plain SGD, on the workers."""
         return SGD(lr=0.01)
 
     def partitioning_of_run(self) -> Partitioning:
-        """Where all exchange together, none can do more than the others."""
+        """Partitions where all exchange together, since then no worker can do more than the others."""
         return "partitions" if self.synchronous else "queue"
 
     async def train(self, worker: ServerWorker) -> None:
@@ -111,10 +113,10 @@ class ElasticAveraging(ServerStrategy):
             await worker.optimize(gradient)
 
     def quorum(self, num_workers: int) -> None:
-        """Left to the rule. Says before anything is started if all together would pass their own mean, β > 1.
+        """None: the rule decides. The number of workers is known here first, so α is checked against it.
 
         Raises:
-            ConfigError: α is above 1/W, where all exchange together.
+            ConfigError: α is above 1/W where all exchange together, so that the centre overshoots (β > 1).
         """
         if self.synchronous and self.moving_rate is not None and self.moving_rate > 1 / num_workers:
             raise ConfigError(
@@ -124,7 +126,7 @@ class ElasticAveraging(ServerStrategy):
             )
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
-        """Differences are added, each as it comes or those of all workers together."""
+        """Adds the differences of all workers together, or each in the order of arrival."""
         return Barrier(frozenset(range(num_workers))) if self.synchronous else EveryPush()
 
 
@@ -140,5 +142,5 @@ class EAMSGD(ElasticAveraging):
     """
 
     def optimizer(self) -> Optimizer:
-        """Of the workers: δ = 0.99, and a rate that suits: steps add up to a hundred times it."""
+        """SGD with δ = 0.99 on the workers. Its rate is small, since momentum multiplies a steady step by 100."""
         return SGD(lr=0.001, momentum=0.99, nesterov=True)

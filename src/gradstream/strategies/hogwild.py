@@ -5,28 +5,28 @@
                                    g ← ∂f_e(w), on these components alone
       for each touched v:          w_v ← w_v - η·g_v
 
-Nothing else happens: there is no server, no message, and no consistent read. Where samples are sparse, two
-workers rarely touch the same component at the same time, and what is overwritten or read half way is noise
-that hardly slows convergence down. `update` says what one component's update is:
+There is no server, no message, and no consistent read. Where samples are sparse, two workers rarely touch the same
+component at the same time. An update that is overwritten, or read half way, is noise that hardly slows convergence
+down. `update` says how one component is updated:
 
-    "atomic"             an atomic add: no update is lost. The algorithm as it is analysed
-    "plain"              load, add, store: of two that meet, one may be lost
+    "atomic"             an atomic add: no update is lost. This is the algorithm as the paper analyses it
+    "plain"              load, add, store: of two updates at the same time, one may be lost
 
-and for comparison there are workers that do wait for each other, each with plain stores:
+and, for comparison, four ways in which workers wait for each other, each with plain stores:
 
     "lock"               one lock of the whole vector, held for the whole step
-    "short_lock"         the same lock, taken when it is known what e touches: held from the first read of w
-                         to the last write, and no longer
+    "short_lock"         the same lock, taken when it is known which components e touches: held from the first
+                         read of w to the last write
     "component_locks"    AIG of the paper: the components of e are locked from read to write
-    "round_robin"        RR, the paper's main baseline: gradients are computed at the same time, and written
-                         in a fixed order, each when its worker's turn comes; who is away is passed over
+    "round_robin"        RR, the paper's main baseline: workers compute gradients at the same time and write them
+                         in a fixed order, each in its turn; the turn of a worker that has left is passed over
 
-With a dense model (a network of torch's) each worker computes the gradient of a minibatch on the live vector
-and adds it; locks are held while it is added, and turns go round among those who have one to add. The theory
-does not cover that.
+With a dense model (a network of torch's) each worker computes the gradient of a minibatch on the shared vector and
+adds it. Locks are held during the addition, and turns go round among the workers that have a gradient to add. The
+theory does not cover that.
 
-Bytes: none; what it costs is traffic of cache lines between cores. A dead worker stops nobody, and the others
-take over its samples.
+Bytes: none; the cost is traffic of cache lines between cores. A dead worker stops no other, and the others take over
+its samples.
 
 Reference: Niu, Recht, Ré, Wright, "HOGWILD!: A lock-free approach to parallelizing stochastic gradient
 descent", NIPS 2011; as in its experiments, all components of e are updated, not one at random. RR is of
@@ -54,10 +54,10 @@ __all__ = ["Hogwild"]
 
 @dataclass(frozen=True, slots=True)
 class Hogwild(SharedMemoryStrategy):
-    """HOGWILD! (Niu and others, 2011), with four ways to wait, to compare it with; see the module.
+    """HOGWILD! (Niu and others, 2011), and four ways with locks or turns for comparison; see the module.
 
     Args:
-        update: what one component's update is: "atomic", "plain", "lock", "short_lock", "component_locks" or
+        update: how one component is updated: "atomic", "plain", "lock", "short_lock", "component_locks" or
             "round_robin".
 
     Example:
@@ -78,11 +78,11 @@ class Hogwild(SharedMemoryStrategy):
             raise UnknownNameError("update of Hogwild", self.update, UPDATES)
 
     def optimizer(self) -> Optimizer:
-        """Plain SGD; a constant rate in each epoch, times 0.9 from one to the next, as in the experiments."""
+        """Plain SGD. The rate is multiplied by 0.9 after each epoch, as in the paper's experiments."""
         return SGD(lr=StepDecay(0.1, every=1, factor=0.9))
 
     async def train(self, worker: SharedMemoryWorker) -> None:
-        """Goes through each minibatch sample by sample, where the model is sparse; else it is one update."""
+        """Makes each sample an update where the model is sparse; else each minibatch."""
         shared = worker.shared
         async for batch in worker.batches():
             if shared.sparse:

@@ -1,12 +1,13 @@
-"""How much less a gradient counts that others have overtaken: functions of its staleness τ.
+"""The weight of a gradient as a function of its staleness τ, the number of updates that have overtaken it.
 
     power:        1 / max(τ, 1)^p         1, 1, 1/2, 1/3, ... for p = 1
     exponential:  exp(-p·τ)               next to nothing after some tens of updates
 
-or any function of τ at the top level of a file. Each is 1 at τ = 0, so one worker is plain SGD.
+Any other function of τ may be given, if it is at the top level of a file. The two above are 1 at τ = 0, so with them
+one worker is plain SGD.
 
-Reference: Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI 2016,
-which proposes the power p = 1, and says that an exponential one stops learning where τ is in the hundreds.
+Reference: Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI 2016, which
+proposes the power p = 1, and says that an exponential weight stops learning where τ is in the hundreds.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ Penalty = Name | Callable[[int], float]
 
 
 def check_penalty(strategy: str, weight: Penalty, power: float) -> None:
-    """Says what makes no sense.
+    """Checks the options `weight` and `power` of a strategy.
 
     Raises:
-        ConfigError: an exponent below 0, or one beside a function, which would not look at it.
-        UnknownNameError: a name that there is not; see `check_choice`.
+        ConfigError: the exponent is below 0, or is given beside a function, which would not use it.
+        UnknownNameError: there is no weight of this name; see `check_choice`.
     """
     check_not_negative(strategy, "power", power)
     if callable(weight) and power != 1.0:
@@ -42,10 +43,10 @@ def check_penalty(strategy: str, weight: Penalty, power: float) -> None:
 
 
 def factor(weight: Penalty, power: float, staleness: int) -> float:
-    """What a gradient of this staleness is multiplied by.
+    """The factor of a gradient of this staleness.
 
     Raises:
-        UserCodeError: a function of the user's raises, or gives no finite number.
+        UserCodeError: the user's function raises, or returns no finite number.
     """
     if weight == "power":
         return math.pow(max(staleness, 1), -power)

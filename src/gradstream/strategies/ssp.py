@@ -1,4 +1,4 @@
-"""Stale synchronous parallel: nobody is more than s clocks ahead of the slowest, and nobody waits before.
+"""Stale synchronous parallel: no worker is more than s clocks ahead of the slowest, and none waits before that.
 
     client, at its clock c:                                  server, on each push:
       if the copy lacks an update of a clock ≤ c - s - 1:      w ← Opt(w, g)
@@ -7,27 +7,27 @@
       w ← w - α·g                (it sees its own updates)
       push(g);  c ← c + 1
 
-A worker's clock counts its updates. At clock c it sees every worker's updates up to clock c - s - 1,
-perhaps newer ones, and always its own: so the fastest is at most s clocks ahead of the slowest. A copy that
-has every update of clocks below k serves until clock k + s, so a fetch is due every s to s + 1 steps.
+A worker's clock counts its updates. At clock c the worker sees every worker's updates up to clock c - s - 1, perhaps
+newer ones, and always its own. So the fastest worker is at most s clocks ahead of the slowest. A copy that has every
+update of clocks below k serves until clock k + s, so a fetch is due every s to s + 1 steps.
 
-s = 0 is bulk synchronous: the shard sums up a clock's gradients and makes one update of them, so that nobody
-sees a part of it. The sum is W times the mean that `synchronous` takes of the same minibatches. So under SGD,
-with or without momentum, s = 0 at a rate η is `synchronous` at W·η. Adagrad, Adam and AdamW divide by the
-size of the gradients: there it is `synchronous` at η (with ε/W for ε, and a W²-th of Adagrad's initial sums).
+s = 0 is bulk synchronous: the shard sums up the gradients of a clock and makes one update of them, so that no worker
+sees a part of it. The sum is W times the mean that `synchronous` takes of the same minibatches. So under SGD, with
+or without momentum, s = 0 at a rate η is `synchronous` at W·η. Adagrad, Adam and AdamW divide by the size of the
+gradients: with them s = 0 is `synchronous` at η (with ε/W for ε, and a W²-th of Adagrad's initial sums).
 
-A worker that is always slower sets the pace of all, once the others are s clocks ahead: by definition. Sizes
-that fit the speeds lift that (`shares="measured"`): all clocks then take as long.
+A worker that is always slower than the others sets the pace of all once they are s clocks ahead: so the method is
+defined. Minibatches that fit the workers' speeds avoid that (`shares="measured"`): all clocks then take equally long.
 
-Bytes a step and worker: 4N up, 4N/(s+1) to 4N/s down (float32), where workers are alike. A worker that is
-lost, or for which there are no minibatches, holds nobody back; one that gets some again takes part again, at
-the clock of the slowest if its own is behind that. Every push is an update of its own at the full rate, as in
-Downpour: under SGD, for what `synchronous` does at a rate, give each of W workers a W-th of it. Weight decay
-is that of each gradient, at the parameters that it is of, and of each local step.
+Bytes a step and worker: 4N up, 4N/(s+1) to 4N/s down (float32), where workers are alike. No worker waits for one
+that is lost or has no minibatches. A worker that gets minibatches again takes part again, at the clock of the
+slowest if its own is behind that. Every push is an update at the full rate, as in Downpour: under SGD, give each of
+W workers a W-th of the rate of `synchronous`. Each gradient has its own weight decay, at the parameters that it was
+computed on, and so has each local step.
 
 Reference: Ho, Cipar, Cui, Lee, Kim, Gibbons, Gibson, Ganger, Xing, "More effective distributed ML via a
-stale synchronous parallel parameter server", NIPS 2013. Different here: clocks are kept chunk by chunk, so
-one that is complete need not wait for the others; updates are pushed at every clock, not gathered in a
+stale synchronous parallel parameter server", NIPS 2013. Different here: clocks are kept chunk by chunk, so that a
+chunk with all updates of a clock need not wait for the others; updates are pushed at every clock, not gathered in a
 cache; and the rate is the update rule's. The paper's η_t = σ/√t counts the updates of all P workers in t: a
 worker at its step c is at about t = P·(c + 1), so its rate is `InverseRoot(σ/√P)`, (σ/√P)/√(c + 1).
 """
@@ -54,7 +54,7 @@ __all__ = ["SSP", "Lockstep"]
 
 @dataclass(frozen=True, slots=True)
 class Lockstep(EveryPush):
-    """The server of s = 0: the sum of one clock's contributions is an update."""
+    """The server of s = 0: the sum of one clock's pushes is one update."""
 
     lockstep: ClassVar[bool] = True
 
@@ -65,8 +65,9 @@ class SSP(ServerStrategy):
 
     Args:
         bound: s, in clocks, which are steps; 0 is bulk synchronous.
-        local_lr: α, by which a worker sees its own updates between two fetches; the optimizer's rate if
-            None. That is exact where the update rule is SGD. With s = 0 there is nothing between them.
+        local_lr: α, rate at which a worker applies its own updates between two fetches, at least 0; None is the
+            optimizer's rate, which is exact where the update rule is SGD. Leave it out where s = 0: there is no
+            step between two fetches.
 
     Example:
         >>> strategy = gs.SSP(bound=2)
@@ -95,11 +96,11 @@ class SSP(ServerStrategy):
 
     @property
     def decays_gradients(self) -> bool:
-        """Always: a clock's updates are summed up where s = 0, and else a worker sees its own."""
+        """True: the shards sum up a clock's updates where s = 0, and else a worker makes local steps."""
         return True
 
     def optimizer(self) -> Optimizer:
-        """SGD: a worker's own steps are then those of the server."""
+        """SGD: a worker's local steps are then the server's."""
         return SGD(lr=0.01)
 
     async def train(self, worker: ServerWorker) -> None:
@@ -110,11 +111,11 @@ class SSP(ServerStrategy):
             await worker.server.push_soon(worker.take_accumulated(), advance_clock=True)
 
     async def _read(self, worker: ServerWorker) -> None:
-        """Sees to it that the worker's copy is fresh enough for its clock; else waits for the slowest."""
+        """Fetches where the worker's copy is too old for its clock; the fetch waits for the slowest worker."""
         needed = max(0, worker.server.clock - self.bound)
         if worker.version < 0 or worker.clock < needed:
             await worker.pull(min_clock=needed)
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
-        """Every push is an update of its own, as it comes; with s = 0 all of a clock are one."""
+        """Each push is one update, in the order of arrival; with s = 0 all pushes of a clock are one."""
         return EveryPush() if self.bound else Lockstep()

@@ -1,4 +1,4 @@
-"""The client of asynchronous SGD, which strategies share that differ in what their server does with late gradients.
+"""The client of asynchronous SGD. The strategies that share it differ in how their server treats a late gradient.
 
     repeat:   w ← fetch();   push(∇ℓ(w; batch))
 
@@ -8,32 +8,22 @@ stops no other. Bytes a step and worker: 4N up, 4N down (float32).
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from gradstream.data.base import Partitioning
 from gradstream.strategies.api import ServerWorker
-from gradstream.strategies.base import ServerStrategy
+from gradstream.strategies.staged import StagedStrategy
 
 __all__ = ["StaleGradients"]
 
 
-class StaleGradients(ServerStrategy):
+class StaleGradients(StagedStrategy):
     """The base of strategies that push each gradient as soon as it is computed, late or not."""
-
-    partitioning: ClassVar[Partitioning] = "queue"
-    survives_worker_loss: ClassVar[bool] = True
 
     overlap: bool = False
     """Whether the next parameters are fetched while computing, at the price of one more step of delay."""
 
     async def train(self, worker: ServerWorker) -> None:
         """The client: each gradient is computed on the newest parameters, and pushed."""
-        asked = worker.server.fetch_soon() if self.overlap else None
+        pending = worker.server.fetch_soon() if self.overlap else None
         async for batch in worker.batches():
-            if asked is None:
-                await worker.pull()
-            else:
-                await worker.swap_in(asked)
-                asked = worker.server.fetch_soon()
+            pending = await self.fetch(worker, pending, overlap=self.overlap)
             await worker.accumulate(await worker.gradient(batch))
             await worker.server.push_soon(worker.take_accumulated())

@@ -2,28 +2,28 @@
 
     g_i = Σ_{x ∈ B_i} ∇ℓ(w; x),   ĝ = Σ_i g_i / Σ_i |B_i|,   w ← Opt(w, ĝ)
 
-All workers compute on the same version of w, and the server makes one update of all of them,
-summed in the order of their ranks: so the same run has the same bits, whichever worker or network was
-faster. It equals one node with the joined batch to the rounding of sums, where the loss is a mean or sum over
-samples that looks at each of them alone: not with clipping, BatchNorm, dropout or a mean over tokens, which
-see a worker's own samples (the table in docs/strategies/synchronous.md). A chunk leaves as soon as backprop
-has finished with it, is updated as soon as every worker's has come, and fetched as soon as it is updated;
-chunks do not wait for one another, which changes no number (`overlap`).
+All workers compute on the same version of w. The server makes one update of all their gradients, summed in the order
+of ranks: so the same run has the same bits, whichever worker or network was faster. It equals one node with the
+joined batch to the rounding of sums, where the loss is a mean or a sum over samples and looks at each sample alone.
+With clipping, BatchNorm, dropout or a mean over tokens it does not, since these see a worker's own samples only (the
+table in docs/strategies/synchronous.md). With `overlap` a chunk is sent as soon as backprop has finished with it,
+updated as soon as every worker's has arrived, and fetched as soon as it is updated. Chunks do not wait for one
+another, which changes no number.
 
-Bytes a step and worker: 4N up, 4N down (float32). A dead worker stops the run; a worker without
-samples in a round says so and contributes nothing.
+Bytes a step and worker: 4N up, 4N down (float32). A dead worker ends the run. A worker without samples in a round
+tells the server so and contributes nothing.
 
     backup = b:  ĝ = Σ_{i ∈ A} g_i / Σ_{i ∈ A} |B_i|,   A the first N of N + b workers of this version
 
-With backup workers nobody waits for the slowest b, nor for the dead: a gradient that comes late is
-refused by its version, and its worker goes on with the newest parameters. What a round leaves out of
-the data is not given again. Step time: the N-th of N + b times; of exponential ones with mean 1 in a
-round that all begin together Σ_{i=b+1}^{N+b} 1/i. One update has the same A on every chunk, so it is
-made when N whole gradients have come: pushing still overlaps backprop, updating does not.
+With backup workers a round does not wait for the slowest b workers, nor for b dead ones. The server refuses a late
+gradient by its version, and its worker goes on with the newest parameters. The samples that a round leaves out are
+not used again. Step time: the N-th shortest of N + b times. For exponential times with mean 1, in a round that all
+workers begin together, that is Σ_{i=b+1}^{N+b} 1/i. One update has the same A on every chunk, so it is made when N
+whole gradients have arrived: pushing still overlaps backprop, updating does not.
 
-References: Chen et al. 2016 ("Revisiting distributed synchronous SGD") for backup workers; the
-joined-batch view and layer-wise exchange are folklore, cf. Zinkevich et al. 2010 for the average, Zhang
-et al. 2017 ("Poseidon", wait-free backprop) for the overlap.
+References: Chen et al. 2016 ("Revisiting distributed synchronous SGD") for backup workers; the joined-batch view and
+layer-wise exchange are folklore, cf. Zinkevich et al. 2010 for the average, Zhang et al. 2017 ("Poseidon", wait-free
+backprop) for the overlap.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ __all__ = ["Synchronous", "SynchronousRound"]
 
 @dataclass(frozen=True, slots=True)
 class SynchronousRound(AggregationRule):
-    """The server: round r makes version r+1 out of one contribution from every worker.
+    """The server: round r makes version r+1 out of one push from every worker.
 
     Args:
         num_workers: W.
-        reduction: whether contributions are means over their samples, or sums.
-        backup: so many workers are not waited for; which, a quorum decides.
+        reduction: whether pushed gradients are means over their samples, or sums.
+        backup: number of workers for which no round waits; a quorum decides which ones they are.
     """
 
     by_round: ClassVar[bool] = True
@@ -61,12 +61,17 @@ class SynchronousRound(AggregationRule):
     reduction: Reduction
     backup: int = 0
 
+    @property
+    def paced(self) -> bool:
+        """See `AggregationRule.paced`."""
+        return not self.backup
+
     def drops(self, version: int, new: PushHeader) -> bool:
-        """A contribution to a round that is over."""
+        """Whether a push is for a round that is over."""
         return new.round < version
 
     def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
-        """All contributions of this round, in the order of ranks; none before they are all there."""
+        """All pushes of this round, in the order of ranks; none before all have arrived."""
         present = {one.rank: one for one in parked if one.round == version}
         if len(present) < self.num_workers - self.backup:
             return ()
@@ -78,7 +83,7 @@ class SynchronousRound(AggregationRule):
         return [(one.samples if self.reduction == "mean" else 1) / total for one in update]
 
     def awaited(self, version: int, parked: Sequence[PushHeader]) -> Sequence[str]:
-        """The workers that have not contributed to this round yet."""
+        """The workers that have not pushed in this round yet."""
         present = {one.rank for one in parked if one.round == version}
         return [f"worker-{rank}" for rank in range(self.num_workers) if rank not in present]
 
@@ -88,11 +93,10 @@ class Synchronous(ServerStrategy):
     """Synchronous SGD; see the module.
 
     Args:
-        overlap: exchange chunks while backprop goes on; False does one after the other, with
-            the same bits.
-        backup: b workers of all are not waited for, at least 0; see the module.
-        sparse: of row-sparse tensors exchange the touched rows alone, with the same bits; for an update rule
-            that leaves the others as they are. A gradient then leaves when all of it is there.
+        overlap: exchange chunks during backprop; False exchanges after it, with the same bits.
+        backup: b, number of workers for which no round waits, at least 0; see the module.
+        sparse: exchange the touched rows of row-sparse tensors alone, with the same bits, for an update rule that
+            leaves the other rows as they are. A gradient is then sent when all of it is computed.
 
     Example:
         >>> strategy = gs.Synchronous()
@@ -116,7 +120,7 @@ class Synchronous(ServerStrategy):
         """N of the N + b workers make an update."""
         if self.backup >= num_workers:
             raise ConfigError(
-                f"Synchronous(backup={self.backup}) with {num_workers} workers: nobody is left to wait for; "
+                f"Synchronous(backup={self.backup}) with {num_workers} workers: no worker is left to wait for; "
                 f"expected at most {num_workers - 1}"
             )
         return num_workers - self.backup if self.backup else None
@@ -124,15 +128,15 @@ class Synchronous(ServerStrategy):
     @property
     def gives_mean(self) -> bool:
         """See `Strategy.gives_mean`."""
-        return not self.backup  # who is late never sees the mean of the round
+        return not self.backup  # a late worker never sees the mean of the round
 
     def optimizer(self) -> Optimizer:
         """SGD with momentum."""
         return SGD(lr=0.01, momentum=0.9)
 
     async def train(self, worker: ServerWorker) -> None:
-        """The client: each step computes on version r, contributes to round r, and goes on with r+1."""
-        await self._adopt(worker, worker.server.fetch_soon())
+        """The client: each step computes on version r, contributes to round r, and takes version r+1."""
+        await self._swap_in(worker, worker.server.fetch_soon())
         async for batch in worker.batches():
             gradient = worker.gradient_soon(batch)
             if not self.overlap:
@@ -141,24 +145,24 @@ class Synchronous(ServerStrategy):
             if not self.overlap:
                 await worker.server.flush()
             if self.backup:
-                await gradient.done()  # who is late wants what is newest when it is done
+                await gradient.done()  # a late worker fetches the newest version after its gradient
             updated = worker.server.fetch_soon(min_version=worker.version + 1)
             await gradient.done()
-            await self._adopt(worker, updated)
+            await self._swap_in(worker, updated)
             if self.backup:
-                await worker.server.flush()  # it is known whether the gradient came in time
+                await worker.server.flush()  # after it the worker knows whether its gradient was in time
 
-    async def _adopt(self, worker: ServerWorker, updated: Arrival) -> None:
-        """Adopts one version of all chunks: others may have gone on while a late worker fetched them."""
+    async def _swap_in(self, worker: ServerWorker, updated: Arrival) -> None:
+        """Swaps in one version of all chunks: the round may have ended while a late worker fetched some of them."""
         await worker.swap_in(updated)
         while (newest := max(updated.versions, default=0)) > worker.version:
             updated = worker.server.fetch_soon(min_version=newest)
             await worker.swap_in(updated)
 
     def rows(self, tables: bool) -> RowExchange | None:
-        """Only what has changed is exchanged, where that is asked for and there are tables."""
+        """Touched rows alone, where `sparse` is True and the model has row-sparse tensors."""
         return RowExchange() if tables and self.sparse else None
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
-        """See `SynchronousRound`."""
+        """One update a round; see `SynchronousRound`."""
         return SynchronousRound(num_workers, reduction, self.backup)

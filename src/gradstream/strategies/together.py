@@ -1,7 +1,7 @@
-"""Both halves of strategies whose workers exchange at the same time: an update is of all who take part.
+"""Client and server of strategies in which an update takes one push from every worker that takes part.
 
-A worker that has nothing to do, at its end or while it stands for a cut, says so (`server.pause`), and is
-not waited for; nor is one that is lost. What it had pushed before counts.
+A worker with nothing to do, at its end or while it is paused for a checkpoint, tells the servers so
+(`server.pause`). Updates then do not wait for it, nor for a lost worker. Its earlier pushes count.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ __all__ = ["Barrier", "train_together"]
 
 @dataclass(frozen=True, slots=True)
 class Barrier(AggregationRule):
-    """One contribution of every worker that takes part makes an update, their sum.
-
-    A push that comes late joins the update after it.
+    """One push from every worker that takes part makes an update, their sum. A late push joins the next update.
 
     Args:
         present: ranks of the workers that take part.
@@ -28,24 +26,24 @@ class Barrier(AggregationRule):
     present: frozenset[int]
 
     def among(self, present: frozenset[int]) -> Barrier:
-        """The same, of these workers."""
+        """The same rule for these workers."""
         return replace(self, present=present)
 
     def due(self, version: int, parked: Sequence[PushHeader]) -> Sequence[PushHeader]:
-        """All that are there, in the order of ranks; none before every worker has brought one."""
+        """All pushes that have arrived, in the order of ranks; none before there is one from every worker."""
         if not parked or self.present - {one.rank for one in parked}:
             return ()
-        # Who has been away is at parameters where others are still at what goes with theirs.
+        # A worker that was paused may push parameters while the others push the states beside theirs.
         vector = max(one.vector for one in parked)
         chosen = [one for one in parked if one.vector == vector]
         return sorted(chosen, key=lambda one: (one.rank, one.incarnation, one.sequence))
 
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
-        """1."""
+        """1 for each push."""
         return [1.0] * len(update)
 
     def awaited(self, version: int, parked: Sequence[PushHeader]) -> Sequence[str]:
-        """The workers that have not contributed yet."""
+        """The workers that have not pushed yet."""
         return [f"worker-{rank}" for rank in sorted(self.present - {one.rank for one in parked})]
 
 
@@ -55,13 +53,13 @@ async def train_together(
     push: Callable[[], Awaitable[None]],
     fetch: Callable[[], Awaitable[None]],
 ) -> None:
-    """The client: steps of a worker's own by the run's rule, which bring it to an exchange with all others.
+    """The client: a worker makes local steps by the run's rule, and exchanges with all others now and then.
 
     Args:
-        worker: of the strategy's `train`.
-        every: steps between two exchanges; None has one alone, at the end.
-        push: brings into the model what has been computed since the last exchange.
-        fetch: takes what has come of it, where the next step begins.
+        worker: the argument of the strategy's `train`.
+        every: local steps between two exchanges; None exchanges once, at the end.
+        push: pushes the worker's result since the last exchange.
+        fetch: fetches the result of the exchange, from which the next step begins.
     """
 
     async def flush() -> None:

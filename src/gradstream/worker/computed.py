@@ -42,7 +42,7 @@ class ComputedGradient:
         ready: how many elements from the front are final.
         task: computes it; None where there are no samples.
         on_known: called by `know`.
-        kept: layers whose part of it is kept as factors.
+        factors: take the sufficient factors of some layers, in place of their part of the vector.
         rows: takes what is of row-sparse tensors; `vector` is then of the others alone.
     """
 
@@ -53,7 +53,7 @@ class ComputedGradient:
     ready: ComputeProgress = field(default_factory=ComputeProgress)
     task: asyncio.Task[Result] | None = None
     on_known: Callable[[], None] | None = None
-    kept: FactorPairs | None = None
+    factors: FactorPairs | None = None
     rows: RowGradient | None = None
 
     @property

@@ -128,10 +128,10 @@ class GradientSource(Protocol):
         report: Report,
         samples: Sequence[Batch] | None = None,
         sums: torch.Tensor | None = None,
-        kept: FactorPairs | None = None,
+        factors: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> Result:
-        """Writes the gradient of a minibatch at `parameters` (E,) into `into` (E,), `kept` and `rows`."""
+        """Writes the gradient of a minibatch at `parameters` (E,) into `into` (E,), `factors` and `rows`."""
         ...
 
 
@@ -197,7 +197,7 @@ class Differentiator:
         report: Report,
         samples: Sequence[Batch] | None = None,
         sums: torch.Tensor | None = None,
-        kept: FactorPairs | None = None,
+        factors: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> Result:
         """The gradient of a minibatch.
@@ -212,7 +212,7 @@ class Differentiator:
             report: called as `into` becomes final from the front.
             samples: what `read` gave; None reads them now.
             sums: (E,) to sum up parts in; needed where there are several.
-            kept: layers whose gradient is kept as factors; not of a minibatch in parts, nor of a mean.
+            factors: take the sufficient factors of some layers; not for a minibatch in parts, nor for a mean.
             rows: takes the gradients of row-sparse tensors, and has none yet; `into` and `sums` are then
                 those of `layout.rest`.
 
@@ -222,7 +222,7 @@ class Differentiator:
         self._read_ns = 0
         read = samples or (self._read(part, step) for part in parts_of(self._plan, ref))
         hold: Report = (lambda _: None) if self._held(mean) else report
-        place = _Place(parameters, ref, step, kept or {}, rows)
+        place = _Place(parameters, ref, step, factors or {}, rows)
         loss = self._summed(place, read, num_samples, into, sums, hold)
         num_summed = num_samples if self._model.reduction == "sum" else 1
         if mean and num_summed > 1:
@@ -230,7 +230,7 @@ class Differentiator:
             if rows is not None:
                 rows.scale(1 / num_summed)
             num_summed = 1
-        if math.isinf(loss) or not all(map(finite, _parts(into, kept or {}, rows))):
+        if math.isinf(loss) or not all(map(finite, _parts(into, factors or {}, rows))):
             what = f"loss is {loss}" if math.isinf(loss) else "gradient has a NaN or an infinity"
             raise GradientError(
                 f"{self._where(ref, step)}: the {what}; lower the learning rate, scale the inputs, or "
@@ -276,7 +276,7 @@ class Differentiator:
         self, at: _Place, part: Batch, index: int, weight: float, into: torch.Tensor, report: Report
     ) -> float:
         seed = hash_seed(self._seed, self._rank, at.step, index)
-        beside: dict[str, Any] = {"kept": at.kept} if at.kept else {}  # only some models know of it
+        beside: dict[str, Any] = {"factors": at.factors} if at.factors else {}  # only some models know of it
         if at.rows is not None and at.rows.tables:
             beside["rows"] = RowGradient(at.rows.tables, into.dtype)
         absent = "; the data has no targets: gradstream.from_arrays(inputs, targets) gives it some"
@@ -316,7 +316,7 @@ class _Place:
     parameters: torch.Tensor
     ref: BatchRef
     step: int
-    kept: FactorPairs
+    factors: FactorPairs
     rows: RowGradient | None
 
 
@@ -340,10 +340,10 @@ class _Final:
         self.report(elems)
 
 
-def _parts(gradient: torch.Tensor, kept: FactorPairs, rows: RowGradient | None) -> Iterator[torch.Tensor]:
-    """All numbers of a gradient: factors stand for the places of what was kept."""
+def _parts(gradient: torch.Tensor, factors: FactorPairs, rows: RowGradient | None) -> Iterator[torch.Tensor]:
+    """All numbers of a gradient, including sufficient factors."""
     done = 0
-    for one in kept.values():
+    for one in factors.values():
         if one.state != "refused":
             yield gradient[done : one.layer.start]
             yield one.delta

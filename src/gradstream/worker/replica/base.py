@@ -187,8 +187,8 @@ class Replica(ABC):
         del mean
         return None
 
-    def _kept(self, batch: SampleBatch, *, mean: bool) -> FactorPairs | None:
-        """The layers whose part of the next gradient is to be kept as factors; None for none."""
+    def _factors(self, batch: SampleBatch, *, mean: bool) -> FactorPairs | None:
+        """Memory for the sufficient factors of some layers in the next gradient; None for no layer."""
         del batch, mean
         return None
 
@@ -344,7 +344,7 @@ class Replica(ABC):
         assert isinstance(batch, SampleBatch)
         rate = self._rate(batch.ref)
         gradient = ComputedGradient(self._gradient, batch, (batch.ref,), rate)
-        gradient.kept, gradient.rows = self._kept(batch, mean=mean), self._new_rows()
+        gradient.factors, gradient.rows = self._factors(batch, mean=mean), self._new_rows()
         if batch.num_samples:
             work = self._compute(batch, gradient, self._memory_free(mean=mean), mean=mean)
             name = f"worker-{self.rank}-gradient-{self.step}"
@@ -374,7 +374,7 @@ class Replica(ABC):
                     report=report,
                     samples=batch.samples,
                     sums=None if self._sums is None else self._sums.tensor,
-                    kept=gradient.kept,
+                    factors=gradient.factors,
                     rows=gradient.rows,
                 ),
                 work=Work(

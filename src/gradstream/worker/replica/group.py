@@ -66,8 +66,8 @@ class GroupReplica(Replica):
         """See `Replica.newest`: this worker's own, which between two rounds are those of all."""
         return self.parameters.tensor
 
-    def _kept(self, batch: SampleBatch, *, mean: bool) -> FactorPairs | None:
-        """See `Replica._kept`: as the workers decide it for this round."""
+    def _factors(self, batch: SampleBatch, *, mean: bool) -> FactorPairs | None:
+        """See `Replica._factors`; the workers decide for this round."""
         if self._outer is None:
             return None
         said = None if mean else self.planned(batch.ref)

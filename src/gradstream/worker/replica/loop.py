@@ -154,10 +154,10 @@ class _Turns:
         report: Report,
         samples: Sequence[Batch] | None = None,
         sums: torch.Tensor | None = None,
-        kept: FactorPairs | None = None,
+        factors: FactorPairs | None = None,
         rows: RowGradient | None = None,
     ) -> Result:
-        del ref, num_samples, mean, samples, sums, kept, rows
+        del ref, num_samples, mean, samples, sums, factors, rows
         turn = self._loop.turn(parameters, Round(into, self._on_turn, report))
         if not self._loop.joint and not finite(into):
             raise GradientError(

@@ -48,18 +48,18 @@ class _Round:
     """The factors of one layer in one round.
 
     Args:
-        layer: which.
+        layer: the layer.
         sizes: rows of each worker.
-        own: this worker's part of `span`, which `kept` is in.
+        own: this worker's part of `span`.
         span: all workers' factors, of equal parts: δ (K, M), x (K, Q) with K = max(sizes), a rest.
-        kept: this worker's own.
+        pair: this worker's factors, which lie in `own`.
     """
 
     layer: FactoredLayer
     sizes: Sequence[int]
     span: Span
     own: Span
-    kept: FactorPair
+    pair: FactorPair
 
     @classmethod
     def of(cls, layer: FactoredLayer, sizes: Sequence[int], vector: Vector, rank: int) -> _Round:
@@ -70,9 +70,9 @@ class _Round:
 
     def weigh(self, weight: float) -> None:
         """Multiplies this worker's share in."""
-        if self.kept.state == "empty":
-            self.kept.clear()
-        self.kept.delta.mul_(weight)
+        if self.pair.state == "empty":
+            self.pair.clear()
+        self.pair.delta.mul_(weight)
 
     def form(self, gradient: torch.Tensor) -> None:
         """The product of the joined batch into its place of (E,), in the order of ranks."""
@@ -154,7 +154,7 @@ class SufficientFactors:
             for layer in (self._layers if rows else ())
             if layer.name not in self._refused and self._decide(layer, rows)
         }
-        return {name: one.kept for name, one in self._round.items()} or None
+        return {name: one.pair for name, one in self._round.items()} or None
 
     def _memory_of(self, layer: FactoredLayer, rows: int) -> Vector:
         """As much as it takes; all workers make it in the same round, and in the same order."""
@@ -177,7 +177,7 @@ class SufficientFactors:
         """
         new = [one for name, one in self._round.items() if name not in self._agreed]
         if new:
-            refused = await self._asked([rows > 0 and one.kept.state == "refused" for one in new])
+            refused = await self._asked([rows > 0 and one.pair.state == "refused" for one in new])
             for one, no in zip(new, refused, strict=True):
                 if no:
                     await self._give_up(one, gradient)
@@ -203,11 +203,11 @@ class SufficientFactors:
         place = gradient[one.layer.start : one.layer.stop]
 
         def form(_: object) -> None:
-            if one.kept.state == "empty":
+            if one.pair.state == "empty":
                 place.tensor.zero_()
-            one.kept.refuse(one.layer.place(gradient.tensor))
+            one.pair.refuse(one.layer.place(gradient.tensor))
 
-        work = Work("product", elems=len(one.kept.x) * len(place))
+        work = Work("product", elems=len(one.pair.x) * len(place))
         await self._runtime.compute(form, work=work, writes=[place])
         self._refused.add(one.layer.name)
         del self._round[one.layer.name]
@@ -232,7 +232,7 @@ class SufficientFactors:
         """
         one = self._round[layer.name]
         own = one.own
-        if one.kept.state == "refused":
+        if one.pair.state == "refused":
             raise GradientError(
                 f"{layer.name}: its gradient was one product of a row per sample, and is not in this step; "
                 "say factors=False"
