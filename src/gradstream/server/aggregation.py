@@ -86,7 +86,6 @@ class FetchTerms:
         min_version: the chunk must have this version or a later one.
         after_sequence: the reader's push of this number must be applied, or be in the chunk's sum; 0 for none.
         flush: whether the chunk's sum must be empty: the shard applies it now, though no update is due.
-        beside: whether the reader computes no gradient on these parameters.
         min_clock: every worker that takes part must have reached this clock.
     """
 
@@ -95,7 +94,6 @@ class FetchTerms:
     min_version: int = 0
     after_sequence: int = 0
     flush: bool = False
-    beside: bool = False
     min_clock: int = 0
 
 

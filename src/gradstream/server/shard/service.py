@@ -146,7 +146,7 @@ class ShardService:
         except Exception as error:
             raise GradstreamError(f"{self._endpoint.identity.name}: an update failed: {error}") from error
 
-    # ---- what is served -----------------------------------------------------------------
+    # ---- requests -----------------------------------------------------------------------
 
     async def _push(self, stream: Stream) -> None:
         await self._admitted(stream)
