@@ -109,12 +109,14 @@ class Gradstream:
             parts[self.rank].tensor.fill_(1.0)
             self._vectors[elems] = own, parts
         own, parts = self._vectors[elems]
+        from gradstream.collectives.shm.steps import finish
+
         if way == "read":
-            return in_a_row(core.barrier_, self._only_read(parts, elems), repeats)
+            return in_a_row(lambda: finish(core.barrier()), self._only_read(parts, elems), repeats)
         own.tensor.fill_(self.rank + 1.0)
         check((await group.allreduce(own.all)).tensor, self.size)
         if way == "core":
-            return in_a_row(core.barrier_, lambda: core.allreduce_(own.all), repeats)
+            return in_a_row(lambda: finish(core.barrier()), lambda: finish(core.allreduce(own.all)), repeats)
         for _ in range(cold(repeats)):
             await group.allreduce(own.all)
         await group.barrier()
@@ -128,15 +130,16 @@ class Gradstream:
     def _only_read(self, parts: list[Any], elems: int) -> Call:
         """This rank's part of the vectors of all, two at a time; and the barriers of an allreduce."""
         from gradstream.collectives.group import slice_of
+        from gradstream.collectives.shm.steps import finish
 
         start, stop = slice_of(elems, self.rank, self.size)
         mine, core = [part.tensor[start:stop] for part in parts], self._group._core
 
         def read() -> None:
-            core.barrier_()
+            finish(core.barrier())
             for one, other in zip(mine[::2], mine[1::2], strict=True):
                 self._torch.dot(one, other)
-            core.barrier_()
+            finish(core.barrier())
 
         return read
 
@@ -148,11 +151,13 @@ class Gradstream:
 
 def share_of_core(core: Any, wait_s: float) -> float:
     """CPU seconds per second of a rank that waits for the last one, which comes late."""
-    core.barrier_()
+    from gradstream.collectives.shm.steps import finish
+
+    finish(core.barrier())
     if core.rank == core.size - 1:
         time.sleep(wait_s)
     begun_s = time.process_time()
-    core.barrier_()
+    finish(core.barrier())
     return (time.process_time() - begun_s) / wait_s
 
 

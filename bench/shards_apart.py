@@ -19,7 +19,8 @@ Beside samples/s as measured, by:
   connection at once, nobody waits for anything (`bare_exchange.py`).
 * simulated: `gs.simulate` on such machines with such cards, gradients taking as long as here.
 
-Samples count from when each worker has done two steps until the first of them has done its last. All machines
+Samples count from when each worker has done two steps until the first of them has done its last; of a step that
+is under way at either time, its part. All machines
 share this one's cores, so each node computes with one thread: teams of threads of more nodes than there are
 cores wait for one another by spinning, which took more than half of the speed. If `cores_used` is near the
 number of cores, these are the limit and not the cards: `--mbit 250` then tells more.
@@ -39,9 +40,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 import gradstream as gs
 from four_machines import run_on
@@ -218,14 +221,19 @@ def speed(run: Run, shards: int, mbit: int) -> tuple[float, float]:
     ended_s = min(times[-1] for times in times_s.values())
     took_s = ended_s - begun_s
     counts = {
-        int(node.rpartition("-")[2]): sum(begun_s < time_s <= ended_s for time_s in times)
+        int(node.rpartition("-")[2]): steps_until(ended_s, times) - steps_until(begun_s, times)
         for node, times in times_s.items()
     }
     bound_s = busiest_card_bytes(counts, shards) / (mbit * 1e6 / 8)
     return BATCH * sum(counts.values()) / took_s, bound_s / took_s
 
 
-def busiest_card_bytes(steps: Mapping[int, int], shards: int) -> float:
+def steps_until(time_s: float, times_s: Sequence[float]) -> float:
+    """How many steps a worker has done at a time, the begun part of a step included."""
+    return float(np.interp(time_s, times_s, range(1, len(times_s) + 1)))
+
+
+def busiest_card_bytes(steps: Mapping[int, float], shards: int) -> float:
     """Bytes each way of the machine with the most, by how many steps the worker of each machine takes."""
 
     def card_bytes(machine: int) -> float:

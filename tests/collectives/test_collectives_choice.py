@@ -18,7 +18,7 @@ import gradstream as gs
 from gradstream.collectives.algorithms import ALGORITHMS, hierarchical
 from gradstream.collectives.autotune import TIE, Choice, MeasuredCosts
 from gradstream.collectives.factory import form_group
-from gradstream.collectives.group import Group
+from gradstream.collectives.group import Group, GroupMembers
 from gradstream.collectives.message_group import HierarchicalGroup, MessageGroup
 from gradstream.collectives.shm.group import SharedGroup
 from gradstream.errors import ConfigError, PeerLostError, UnknownNameError
@@ -214,7 +214,7 @@ def really(
 
     async def live(rank: int, endpoint: Any, runtime: RealRuntime) -> Any:
         host = hosts[rank] if hosts else ""
-        group = await form_group(runtime, endpoint, names, rank, 1, silence_s=10.0, host=host, **options)
+        group = await form_group(runtime, endpoint, GroupMembers(names, rank, 1, 10.0), host=host, **options)
         try:
             return await work(group)
         finally:

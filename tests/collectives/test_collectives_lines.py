@@ -18,10 +18,9 @@ import torch
 from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.collectives.data_sockets import DataSocket, GroupDataSockets
 from gradstream.collectives.factory import form_group
-from gradstream.collectives.group import Group
+from gradstream.collectives.group import Group, GroupMembers
 from gradstream.collectives.message_group import HierarchicalGroup, MessageGroup
-from gradstream.collectives.operation import Operation
-from gradstream.collectives.plan import DependencyPlan, PlanProgress
+from gradstream.collectives.plan import DependencyPlan, Operation, PlanProgress
 from gradstream.collectives.schedule import Recv, Schedule, Send
 from gradstream.collectives.socket_driver import SocketDriver
 from gradstream.errors import ConfigError, DeadlineError, InternalError, PeerLostError
@@ -63,7 +62,7 @@ def together(
         own = endpoints[rank]
         host = hosts[rank] if hosts else names[rank]
         group = await form_group(
-            own.runtime, own, names, rank, 1, how, piece_bytes=piece_bytes, host=host, silence_s=silence_s
+            own.runtime, own, GroupMembers(names, rank, 1, silence_s), how, piece_bytes=piece_bytes, host=host
         )
         try:
             return await work(group)

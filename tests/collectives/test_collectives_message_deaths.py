@@ -43,7 +43,7 @@ async def live(folder, number, carrier, how, fatal, silence_s):
         while not (folder / other).exists():
             await asyncio.sleep(0.01)
         endpoint.know(other, (folder / other).read_text())
-    group = await form_group(runtime, endpoint, NAMES, number, 1, how, silence_s=silence_s)
+    group = await form_group(runtime, endpoint, GroupMembers(NAMES, number, 1, silence_s), how)
     vector = group.allocate(ELEMS, torch.float32, "gradient")
     sums = []
     try:

@@ -21,6 +21,7 @@ from gradstream.collectives.shm.group import SharedGroup
 from gradstream.collectives.shm.native import COUNT, PATIENT, native
 from gradstream.collectives.shm.operations import BRIEF_BYTES
 from gradstream.collectives.shm.rendezvous import RendezvousMembers
+from gradstream.collectives.shm.steps import finish
 from gradstream.collectives.shm.weighted_sum import BLOCK_ELEMS, PAST_CACHE_BYTES, WeightedSum, plain_sum
 from gradstream.errors import ClosedError, ConfigError, DeadlineError, LentMemoryError, PeerLostError
 from gradstream.memory import Span, Vector
@@ -99,7 +100,7 @@ def test_every_rank_gets_the_sum_of_all(ranks: Ranks, size: int) -> None:
     def body(core: SharedCore) -> None:
         for elems in lengths:
             for span in own_and_foreign(core, elems):
-                result = core.allreduce_(span)
+                result = finish(core.allreduce(span))
                 assert torch.equal(result.tensor, total(size, elems)), (elems, span.vector.name)
 
     assert ranks(size, body) == [None] * size
@@ -112,13 +113,13 @@ def test_the_parts_of_an_allreduce_do_what_they_say(ranks: Ranks, size: int) -> 
         for elems in (0, 1, size + 1, 65, SMALL, LARGE):
             start, stop = slice_of(elems, core.rank, size)
             for span in own_and_foreign(core, elems):
-                mine = core.reduce_scatter_(span)
+                mine = finish(core.reduce_scatter(span))
                 assert (mine.vector, mine.start - span.start) == (span.vector, start)
                 assert torch.equal(mine.tensor, total(size, elems)[start:stop])
-                core.all_gather_(span)
+                finish(core.all_gather(span))
                 assert torch.equal(span.tensor, total(size, elems))
             for span in own_and_foreign(core, elems):
-                core.broadcast_(span, root=size - 1)
+                finish(core.broadcast(span, root=size - 1))
                 assert torch.equal(span.tensor, part(size - 1, elems))
 
     assert ranks(size, body) == [None] * size
@@ -130,7 +131,7 @@ def test_dtypes(ranks: Ranks, dtype: torch.dtype) -> None:
         for elems in (SMALL, 3 * SLOT_BYTES // dtype.itemsize):
             vector = core.allocate(elems, dtype, "ones")
             vector.tensor.fill_(core.rank + 1)
-            assert core.allreduce_(vector.all).tensor.eq(6).all()
+            assert finish(core.allreduce(vector.all)).tensor.eq(6).all()
 
     assert ranks(3, body) == [None] * 3
 
@@ -160,9 +161,9 @@ def test_a_weighted_sum_has_the_bits_of_a_sum_in_the_order_of_ranks(
         values, weight = weighted(elems, core.rank)
         vector = core.allocate(elems, torch.float32, "gradient")
         vector.tensor.copy_(values)
-        whole = core.allreduce_(vector.all, weight=weight).tensor.clone()
+        whole = finish(core.allreduce(vector.all, weight=weight)).tensor.clone()
         vector.tensor.copy_(values)
-        mine = core.reduce_scatter_(vector.all, weight=weight)
+        mine = finish(core.reduce_scatter(vector.all, weight=weight))
         expected = in_the_order_of_ranks(elems, size)
         return torch.equal(whole, expected), torch.equal(mine.tensor, expected[mine.start : mine.stop])
 
@@ -201,8 +202,8 @@ def test_sums_of_other_buckets_stay_to_be_read(ranks: Ranks) -> None:
         vector = core.allocate(3 * LARGE, torch.float32, "gradient")
         vector.tensor.copy_(part(core.rank, 3 * LARGE))
         buckets = [vector[at : at + LARGE] for at in range(0, 3 * LARGE, LARGE)]
-        sums = [core.allreduce_(bucket) for bucket in buckets]
-        core.barrier_()
+        sums = [finish(core.allreduce(bucket)) for bucket in buckets]
+        finish(core.barrier())
         return torch.equal(torch.cat([each.tensor for each in sums]), total(3, 3 * LARGE))
 
     assert ranks(3, body) == [True] * 3
@@ -215,26 +216,26 @@ def test_each_rank_updates_its_slice_of_parameters_that_all_share(ranks: Ranks) 
         other = core.common(8, torch.float64, "other")
         if core.rank == 1:
             parameters.tensor.fill_(100.0)
-        core.broadcast_(parameters.all, root=1)
+        finish(core.broadcast(parameters.all, root=1))
         for _ in range(3):
             gradient.tensor.fill_(core.rank + 1)
-            mine = core.reduce_scatter_(gradient.all)
+            mine = finish(core.reduce_scatter(gradient.all))
             parameters[mine.start : mine.stop].tensor.sub_(mine.tensor)
-            core.all_gather_(parameters.all)
+            finish(core.all_gather(parameters.all))
         other.tensor[core.rank] = core.rank
-        core.barrier_()
+        finish(core.barrier())
         return [*set(parameters.tensor.tolist()), *other.tensor[:3].tolist()]
 
     assert ranks(3, body) == [[82.0, 0.0, 1.0, 2.0]] * 3
 
 
-@pytest.mark.parametrize("verb", ["reduce_scatter_", "all_gather_", "broadcast_"])
+@pytest.mark.parametrize("verb", ["reduce_scatter", "all_gather", "broadcast"])
 def test_who_is_done_may_write_its_own_part_again_at_once(ranks: Ranks, verb: str) -> None:
     """Rank 1 is slow to read: no rank goes on before it has read its part."""
 
     def body(core: SharedCore) -> bool:
         vector = core.allocate(LARGE, torch.float32, "v")
-        vector.tensor.copy_(part(0 if verb != "reduce_scatter_" else core.rank, LARGE))
+        vector.tensor.copy_(part(0 if verb != "reduce_scatter" else core.rank, LARGE))
         if core.rank == 1:
             find = core._operations.vectors.elements
 
@@ -243,12 +244,12 @@ def test_who_is_done_may_write_its_own_part_again_at_once(ranks: Ranks, verb: st
                 return find(call)
 
             core._operations.vectors.elements = slowly  # type: ignore[method-assign]
-        getattr(core, verb)(vector.all)
-        mine = slice(*slice_of(LARGE, core.rank, 2)) if verb == "reduce_scatter_" else slice(None)
+        finish(getattr(core, verb)(vector.all))
+        mine = slice(*slice_of(LARGE, core.rank, 2)) if verb == "reduce_scatter" else slice(None)
         found = vector.tensor[mine].clone()
         vector.tensor.fill_(-1.0)
-        core.barrier_()
-        expected = total(2, LARGE)[mine] if verb == "reduce_scatter_" else part(0, LARGE)
+        finish(core.barrier())
+        expected = total(2, LARGE)[mine] if verb == "reduce_scatter" else part(0, LARGE)
         return torch.equal(found, expected)
 
     assert ranks(2, body) == [True, True]
@@ -260,10 +261,10 @@ def test_any_number_of_vectors_before_the_first_operation(ranks: Ranks) -> None:
             vector = core.allocate(64, torch.float32, f"bucket {at}")
         common = core.common(64, torch.float32, "parameters")
         vector.tensor.fill_(core.rank + 1)
-        core.broadcast_(common.all)
+        finish(core.broadcast(common.all))
         foreign = Vector("foreign", torch.ones(LARGE))
-        core.allreduce_(foreign.all)
-        return float(core.allreduce_(vector.all).tensor[0])
+        finish(core.allreduce(foreign.all))
+        return float(finish(core.allreduce(vector.all)).tensor[0])
 
     assert ranks(3, body) == [6.0] * 3
 
@@ -273,11 +274,11 @@ def test_any_number_of_vectors_before_the_first_operation(ranks: Ranks) -> None:
 
 def test_ranks_that_do_different_things_are_all_told_so(ranks: Ranks) -> None:
     def lengths(core: SharedCore) -> None:
-        core.allreduce_(core.allocate(SMALL + core.rank // 2, torch.float32, "gradient").all)
+        finish(core.allreduce(core.allocate(SMALL + core.rank // 2, torch.float32, "gradient").all))
 
     def operations(core: SharedCore) -> None:
         span = core.allocate(LARGE, torch.float32, "gradient").all
-        core.broadcast_(span) if core.rank else core.allreduce_(span)
+        finish(core.broadcast(span)) if core.rank else finish(core.allreduce(span))
 
     for body in (lengths, operations):
         errors = ranks(3, body)
@@ -291,7 +292,7 @@ def test_ranks_that_do_different_things_are_all_told_so(ranks: Ranks) -> None:
 def test_common_vectors_that_differ_are_refused(ranks: Ranks) -> None:
     def body(core: SharedCore) -> None:
         core.common(SMALL + core.rank, torch.float32, "parameters")
-        core.barrier_()
+        finish(core.barrier())
 
     lost, refused = ranks(2, body)
     assert isinstance(lost, PeerLostError) and lost.peer == "worker-1"
@@ -303,16 +304,16 @@ def test_a_rank_that_leaves_is_named_by_all_also_by_who_comes_late(ranks: Ranks)
 
     def body(core: SharedCore) -> Any:
         span = core.allocate(LARGE, torch.float32, "gradient").all
-        core.allreduce_(span)
+        finish(core.allreduce(span))
         if core.rank == 2:
             return "left"
         if core.rank == 1:
             assert told.wait(30)  # rank 0 has failed, and perhaps has closed its group by now
         with pytest.raises(PeerLostError) as caught:
-            core.allreduce_(span)
+            finish(core.allreduce(span))
         told.set()
         with pytest.raises(PeerLostError) as again:
-            core.barrier_()
+            finish(core.barrier())
         assert again.value is caught.value
         return caught.value.peer
 
@@ -324,13 +325,13 @@ def test_a_silent_rank_is_named_and_waiting_for_it_costs_nothing(ranks: Ranks) -
 
     def body(core: SharedCore) -> Any:
         span = core.allocate(LARGE, torch.float32, "gradient").all
-        core.allreduce_(span)
+        finish(core.allreduce(span))
         if core.rank == 2:
             told.wait(30)
             return "was silent"
         begun_s = time.thread_time()
         with pytest.raises(DeadlineError) as caught:
-            core.allreduce_(span)
+            finish(core.allreduce(span))
         used_s = time.thread_time() - begun_s
         told.wait(30)
         return caught.value.peer, used_s < 0.05 * 3.0
@@ -340,12 +341,12 @@ def test_a_silent_rank_is_named_and_waiting_for_it_costs_nothing(ranks: Ranks) -
 
 def test_a_rank_that_beats_is_not_silent(ranks: Ranks) -> None:
     def body(core: SharedCore) -> Any:
-        core.barrier_()
+        finish(core.barrier())
         if core.rank == 0:
             for _ in range(8):
                 threading.Event().wait(0.3)  # of which a rank has no sign but its beats
                 core.beat()
-        core.barrier_()
+        finish(core.barrier())
         return "met"
 
     assert ranks(2, body, deadline_s=2.0) == ["met"] * 2  # 2.4 s in all; a busy machine may delay a beat
@@ -353,12 +354,12 @@ def test_a_rank_that_beats_is_not_silent(ranks: Ranks) -> None:
 
 def test_close_while_it_waits(ranks: Ranks) -> None:
     def body(core: SharedCore) -> Any:
-        core.barrier_()
+        finish(core.barrier())
         if core.rank == 0:
             threading.Timer(0.05, core.close).start()
-        core.allreduce_(core.allocate(LARGE, torch.float32, "gradient").all) if core.rank != 1 else told.wait(
-            30
-        )
+        finish(
+            core.allreduce(core.allocate(LARGE, torch.float32, "gradient").all)
+        ) if core.rank != 1 else told.wait(30)
 
     told = threading.Event()
 
@@ -388,7 +389,7 @@ def test_an_error_in_an_operation_breaks_the_group_at_all_ranks(
 
     def body(core: SharedCore) -> None:
         threading.current_thread().name = f"rank {core.rank}"
-        core.allreduce_(core.allocate(LARGE, torch.float32, "gradient").all)
+        finish(core.allreduce(core.allocate(LARGE, torch.float32, "gradient").all))
 
     errors = ranks(3, body)
     assert isinstance(errors[1], MemoryError)
@@ -398,7 +399,7 @@ def test_an_error_in_an_operation_breaks_the_group_at_all_ranks(
 
 def test_integers_have_weight_one(ranks: Ranks) -> None:
     def body(core: SharedCore) -> None:
-        core.allreduce_(core.allocate(8, torch.int64, "counts").all, weight=0.5)
+        finish(core.allreduce(core.allocate(8, torch.int64, "counts").all, weight=0.5))
 
     assert [type(error) for error in ranks(2, body)] == [ConfigError] * 2
 
@@ -447,13 +448,13 @@ def test_strangers_are_shown_the_door() -> None:
                 stranger.close()
             strangers.append(stranger)
         with SharedCore(replace(members, rank=1), deadline_s=30) as core:
-            core.barrier_()
+            finish(core.barrier())
 
     strangers: list[socket.socket] = []
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(second)
         with SharedCore(members, deadline_s=30) as core:
-            core.barrier_()
+            finish(core.barrier())
             other.result()
     for stranger in strangers:
         stranger.close()
@@ -465,7 +466,7 @@ def test_a_meeting_can_be_closed() -> None:
     with pytest.raises(ClosedError):
         core.join()
     with pytest.raises(ClosedError):
-        core.barrier_()
+        finish(core.barrier())
 
 
 # ---- beside a loop --------------------------------------------------------------------------------
@@ -680,8 +681,8 @@ def test_an_operation_that_is_given_up_breaks_the_group(ranks: Ranks) -> None:
             told.set()
         else:
             assert told.wait(30)
-            core.barrier_()  # to which rank 0 had come
-        core.barrier_()
+            finish(core.barrier())  # to which rank 0 had come
+        finish(core.barrier())
 
     told = threading.Event()
     closed, lost = ranks(2, body)
@@ -695,13 +696,13 @@ def test_patience_lasts_until_it_was_in_vain(ranks: Ranks) -> None:
     def body(core: SharedCore) -> Any:
         found = []
         for _ in range(2):
-            core.barrier_()
+            finish(core.barrier())
             if core.rank:
                 words, next_one = core._peers[0].words, core._operations.state.words[COUNT] + 1
                 while not (words[ARRIVED] == next_one and words[ASLEEP]):
                     threading.Event().wait(0.001)
                 threading.Event().wait(2 * barrier.SHORT_S)
-            core.barrier_()
+            finish(core.barrier())
             found.append(core._operations.state.words[PATIENT])
         return found
 
@@ -714,7 +715,7 @@ def test_ranks_on_one_core_spread(ranks: Ranks, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: moved.append(set(cores)))
 
     def body(core: SharedCore) -> None:
-        core.barrier_()
+        finish(core.barrier())
         if core.rank == 0:
             blocks, meeting_point = core._operations.blocks, core._operations.barrier
             for block, number in zip(blocks, (0, 0, 1), strict=True):
@@ -724,7 +725,7 @@ def test_ranks_on_one_core_spread(ranks: Ranks, monkeypatch: pytest.MonkeyPatch)
             meeting_point._spread_at = 0.0
             meeting_point._spread()
             meeting_point._spread()  # just moved
-        core.barrier_()
+        finish(core.barrier())
 
     assert ranks(3, body) == [None] * 3
     assert moved[:2] == [{1}, {0, 1}]

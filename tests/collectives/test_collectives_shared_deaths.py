@@ -21,6 +21,7 @@ from gradstream.collectives.shm.group import SharedGroup
 from gradstream.collectives.shm.core import SharedCore
 from gradstream.collectives.shm.native import LOOKS, LOOKS_NS
 from gradstream.collectives.shm.rendezvous import RendezvousMembers
+from gradstream.collectives.shm.steps import finish
 from gradstream.collectives.shm.weighted_sum import WeightedSum
 from gradstream.errors import GradstreamError
 from gradstream.runtime import RealRuntime
@@ -42,7 +43,7 @@ def rank(argv):
         if victim and phase in ("before", "small", "with a child"):
             here()
         if victim and phase == "between halves":
-            core.all_gather_ = here
+            core.all_gather = lambda span: here()
         if victim and phase == "between":
             WeightedSum.__call__ = here
         if not victim and phase == "careless":
@@ -88,9 +89,9 @@ async def beside_a_loop(members, elems, deadline_s):
 def allreduce(core, gradient, times, halves=False):
     fill(gradient.tensor, core.rank, times)
     if halves:
-        core.reduce_scatter_(gradient.all)
-        core.all_gather_(gradient.all)
-    return extent(gradient.tensor if halves else core.allreduce_(gradient.all).tensor)
+        finish(core.reduce_scatter(gradient.all))
+        finish(core.all_gather(gradient.all))
+    return extent(gradient.tensor if halves else finish(core.allreduce(gradient.all)).tensor)
 
 def child(core, gradient, tell):
     try:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradstream.collectives.group import slice_of
+from gradstream.collectives.group import GroupMembers, slice_of
 from gradstream.collectives.torch_backend import group
 from gradstream.collectives.torch_backend.engine import Done, Engine, Hold, HostEngine, choose_backend
 from gradstream.collectives.torch_backend.group import TorchGroup
@@ -64,10 +64,11 @@ async def nodes(size: int) -> AsyncIterator[Nodes]:
 
 
 def forming(
-    endpoint: GrpcEndpoint, names: Sequence[str], epoch: int, **options: Any
+    endpoint: GrpcEndpoint, names: Sequence[str], epoch: int, silence_s: float = 30.0, **options: Any
 ) -> Awaitable[TorchGroup]:
     rank = list(names).index(endpoint.identity.name)
-    return TorchGroup.form(endpoint.runtime, endpoint, names, rank, epoch, **options)
+    members = GroupMembers(names, rank, epoch, silence_s)
+    return TorchGroup.form(endpoint.runtime, endpoint, members, **options)
 
 
 async def form(endpoints: Nodes, epoch: int = 1, **options: Any) -> list[TorchGroup]:
@@ -349,7 +350,7 @@ def test_what_cannot_be_formed_says_why() -> None:
                 await form([endpoint])
             virtual = VirtualCluster(0, SimulationConfig()).runtime("worker-0")
             with pytest.raises(ConfigError, match="no virtual time"):
-                await TorchGroup.form(virtual, endpoint, ["worker-0"], 0, 1)
+                await TorchGroup.form(virtual, endpoint, GroupMembers(["worker-0"], 0, 1))
 
     run(main())
 
@@ -359,6 +360,7 @@ def test_what_cannot_be_formed_says_why() -> None:
 NODE = """
 import asyncio, os, signal, sys
 import torch
+from gradstream.collectives.group import GroupMembers
 from gradstream.collectives.torch_backend.group import TorchGroup
 from gradstream.errors import GradstreamError
 from gradstream.runtime import RealRuntime
@@ -376,7 +378,9 @@ async def main(rank, size):
         if name != names[rank]:
             endpoint.know(name, address)
     for epoch, end in enumerate((signal.SIGSTOP, signal.SIGKILL), 1):
-        group = await TorchGroup.form(endpoint.runtime, endpoint, names, rank, epoch, silence_s=1.0)
+        group = await TorchGroup.form(
+            endpoint.runtime, endpoint, GroupMembers(names, rank, epoch, 1.0)
+        )
         vector = group.allocate(100_000, torch.float32, "v")
         for number in range(1000):
             if number == 3 and names[rank] == names[-1]:

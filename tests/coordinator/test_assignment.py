@@ -253,7 +253,7 @@ def test_samples_a_second_are_as_many_with_short_epochs() -> None:
     [
         ({"strategy": "synchronous", "assignment": "queue"}, "assignment"),
         ({"assignment": "ring"}, "expected 'queue' or 'partitions'"),
-        ({"assignment": "queue", "shares": [1, 2, 3, 4]}, "nobody has a share"),
+        ({"assignment": "queue", "shares": [1, 2, 3, 4]}, "there are no shares"),
         ({"shares": [3, 1, 1, 1]}, "leave shares out"),
         ({"assignment": "partitions", "shares": "measured"}, "its own fixed partition"),
     ],

@@ -26,6 +26,7 @@ from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import AggregationRule, EveryN, FetchTerms, PushHeader
 from gradstream.server.correction import MOST_COPIES, Correction, SenderStates
 from gradstream.server.shard.executor import ShardExecutor
+from gradstream.server.shard.pending_fetch import PendingFetch
 from gradstream.server.shard.state import Acknowledge, Apply, Instruction, Parked, Release, ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.strategies import ServerWorker
@@ -474,14 +475,14 @@ class Looking(Drifting):
 
 def test_an_evaluation_is_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.isfinite(learnt(Looking())).all()
-    monkeypatch.setattr("gradstream.server.shard.fetch_handler.FetchTerms", terms_of_a_reader)
+    monkeypatch.setattr("gradstream.server.shard.fetch_handler.PendingFetch", numbered_fetch)
     with pytest.raises(gs.errors.GradstreamError, match="pushes one gradient for each fetch"):
         learnt(Looking())
 
 
-def terms_of_a_reader(*args: Any, beside: bool = False, **fields: Any) -> FetchTerms:
-    """The planted fault: every fetch counts as a read."""
-    return FetchTerms(*args, **fields)
+def numbered_fetch(reader: str, number: int, *fields: Any) -> PendingFetch:
+    """The planted fault: every fetch has a number, and so counts as a read."""
+    return PendingFetch(reader, number or 1, *fields)
 
 
 def test_a_strategy_that_pushes_twice_for_one_fetch_is_told() -> None:

@@ -41,7 +41,7 @@ session = gradstream.join(checkpoint_every=7, keep_last=1)
 torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randn(96, 1))
 loader = session.shard(torch.utils.data.DataLoader(data, batch_size=8, shuffle=True))
-model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 1))
+model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 8), nn.Linear(8, 1))
 model[2].weight = model[0].weight  # tied
 if not session.resumed:
     model[3].bias.data.fill_(0.5)

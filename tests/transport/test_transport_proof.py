@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, RefusedError
 from gradstream.testing.bare import Bare
 from gradstream.testing.pairs import SECRET
 from gradstream.transport import proof
@@ -134,9 +134,7 @@ def opened(sessions: Sessions, bare: Bare = BARE, now_ns: int = 0) -> tuple[Peer
     """A session, as both sides know it."""
     greeting, answer = begin(sessions, bare, now_ns)
     assert isinstance(answer, tuple), answer
-    caller = proved(bare.identity, bare.called, greeting, answer[1])
-    assert caller is not None
-    return answer[0], caller
+    return answer[0], proved(bare.identity, bare.called, greeting, answer[1])
 
 
 def refused(sessions: Sessions, raw: bytes, now_ns: int = 0) -> v1.Code:
@@ -294,9 +292,10 @@ def test_sessions_of_one_caller_are_bounded() -> None:
 def test_a_called_side_that_does_not_know_the_secret_is_found_out() -> None:
     greeting, answer = begin(Sessions(SHARD))
     assert isinstance(answer, tuple)
-    assert proved(WORKER, "shard-0", greeting, answer[1]) is not None
+    proved(WORKER, "shard-0", greeting, answer[1])
     for shown in (b"", greeting.proof, bytes(32), answer[1].proof[:-1]):
-        assert proved(WORKER, "shard-0", greeting, v1.Proven(proof=shown, session=1)) is None
+        with pytest.raises(RefusedError, match="BAD_SECRET"):
+            proved(WORKER, "shard-0", greeting, v1.Proven(proof=shown, session=1))
 
 
 def test_a_caller_believes_no_other_greetings_proof() -> None:
@@ -304,4 +303,5 @@ def test_a_caller_believes_no_other_greetings_proof() -> None:
     _, answer = begin(sessions)
     assert isinstance(answer, tuple)
     second = BARE.greeting(sessions.challenge(0))
-    assert proved(WORKER, "shard-0", second, answer[1]) is None
+    with pytest.raises(RefusedError, match="BAD_SECRET"):
+        proved(WORKER, "shard-0", second, answer[1])

@@ -183,7 +183,7 @@ def served_by(path: Path) -> set[object]:
         node.args[0]
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        if ast.unparse(node.func) in {"endpoint.serve", "self._endpoint.serve", "self.serve"}
+        if ast.unparse(node.func).endswith(("endpoint.serve", "self.serve"))
     ]
     return {
         arg.value if isinstance(arg, ast.Constant) else constants.get(ast.unparse(arg), ast.unparse(arg))

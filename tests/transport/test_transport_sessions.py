@@ -30,8 +30,9 @@ from gradstream.transport.grpc import connection
 from gradstream.transport.grpc import endpoint as grpc_module
 from gradstream.transport.grpc.connection import CHALLENGE, METHOD, SESSION, GrpcConnection
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.grpc.sessions import BAD_SECRET, NO_CHALLENGE
+from gradstream.transport.grpc.sessions import NO_CHALLENGE
 from gradstream.transport.limits import LIMITS
+from gradstream.transport.proof import BAD_SECRET
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
 from gradstream.wire.v1_pb2_grpc import PeerStub

@@ -91,7 +91,8 @@ class NodeSnapshots:
                 if isinstance(error, GradstreamError) and not isinstance(error, DataError):
                     raise  # the run is over
                 text = f"{type(error).__name__}: {error}"
-                self._say(snapshot, v1.SnapshotReport.FAILED, error=text)
+                report = v1.SnapshotReport(number=snapshot.number, kind=v1.SnapshotReport.FAILED, error=text)
+                self._member.report(report)
 
     def _asked(self, number: int) -> bool:
         snapshot = self._member.notice.snapshot
@@ -111,7 +112,9 @@ class NodeSnapshots:
                 vectors = await self._copied(vectors, elems)
             else:
                 sums = await self._write(snapshot, vectors, elems)
-        self._say(snapshot, v1.SnapshotReport.HELD, versions=versions)
+        number = snapshot.number
+        held = v1.SnapshotReport(number=number, kind=v1.SnapshotReport.HELD, versions=versions)
+        self._member.report(held)
         await self._member.heard(lambda: not self._is(snapshot, v1.Snapshot.SNAPSHOT))
         if not self._is(snapshot, v1.Snapshot.WRITE):
             return
@@ -119,7 +122,8 @@ class NodeSnapshots:
             sums = await self._write(snapshot, vectors, elems)
             vectors = {}
             trim()
-        self._say(snapshot, v1.SnapshotReport.WRITTEN, sums=sums)
+        written = v1.SnapshotReport(number=number, kind=v1.SnapshotReport.WRITTEN, sums=sums)
+        self._member.report(written)
 
     def _is(self, snapshot: v1.Snapshot, phase: v1.Snapshot.Phase) -> bool:
         now = self._member.notice.snapshot
@@ -142,20 +146,6 @@ class NodeSnapshots:
             return sums
 
         return await self._runtime.beside(write, work=Work("write", elems=elems))
-
-    def _say(
-        self,
-        snapshot: v1.Snapshot,
-        kind: v1.SnapshotReport.Kind,
-        *,
-        versions: Sequence[int] = (),
-        sums: Sequence[int] = (),
-        error: str = "",
-    ) -> None:
-        report = v1.SnapshotReport(
-            number=snapshot.number, kind=kind, versions=versions, sums=sums, error=error
-        )
-        self._member.report(report)
 
 
 def _laid(pieces: Pieces, offset_bytes: int, sums: list[int]) -> Iterator[tuple[int, memoryview]]:

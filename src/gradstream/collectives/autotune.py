@@ -14,8 +14,7 @@ import torch
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS
 from gradstream.collectives.communicator import Communicator
 from gradstream.collectives.executor import carry_out
-from gradstream.collectives.operation import Operation
-from gradstream.collectives.plan import DependencyPlan
+from gradstream.collectives.plan import DependencyPlan, Operation
 from gradstream.collectives.schedule import Recv, Schedule, Send
 from gradstream.runtime.base import Work
 
@@ -131,11 +130,10 @@ async def measure(
     if communicator.size == 1:
         return MeasuredCosts(0.0, 0.0, 0.0, 0.0)
     around = _around(communicator.rank, communicator.size)
-    await _exchange_s(
-        communicator, _to_all(communicator.rank, communicator.size), 2
-    )  # the first message takes longer
+    to_all = _to_all(communicator.rank, communicator.size)
+    await _exchange_s(communicator, to_all, 2)  # the first message takes longer
     alpha_s = await _exchange_s(communicator, around(SHORT_ELEMS), TIMES)
-    overhead_s = await _exchange_s(communicator, _to_all(communicator.rank, communicator.size), TIMES)
+    overhead_s = await _exchange_s(communicator, to_all, TIMES)
     elems, times = (long_elems, 6) if long_elems else await _affordable(communicator, around)
     long_s = await _exchange_s(communicator, around(elems), times, piece_elems)
     own = (

@@ -1,11 +1,11 @@
 """The communicator: one open stream between every two ranks of a group, and which rank is lost.
 
-Ranks meet once. The lower rank of two opens their stream, which stays open as long as the group. So an operation
-sends nothing but its chunks, and all others see the death of a rank at once. A rank gives signs of life also
-while it computes, so that the others notice one that is stopped, or behind a broken cable, by its silence.
+Ranks meet once. In each pair, the lower rank opens a stream, which stays open as long as the group. So an
+operation sends nothing but its chunks, and all ranks see the death of another one at once. A rank gives signs of
+life also while it computes: a rank that is stopped, or behind a broken cable, is silent.
 
-A rank that sees that another one is lost, or hears of it, breaks the group and tells all others before its own
-caller gets to know and leaves. Otherwise the others could take its leaving for the cause.
+A rank that learns of a loss breaks the group and tells all others. Only then does its own caller get the error.
+A caller that got it earlier could leave the group, and the others would take its leaving for the cause.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from gradstream.collectives.data_sockets import DataSocket, GroupDataSockets
+from gradstream.collectives.group import GroupMembers
 from gradstream.collectives.rendezvous import Rendezvous
 from gradstream.errors import (
     ClosedError,
-    ConfigError,
     DeadlineError,
     GradstreamError,
     PeerLostError,
@@ -39,7 +39,7 @@ T = TypeVar("T")
 BEATS = 8  # signs of life within `silence_s`
 MESSAGE_BYTES = 1024  # longest text that is taken from a rank that reports a loss
 LOST = "lost by its group: "
-"""Begins the reason that a lost rank is told when its stream is cancelled."""
+"""Prefix of the reason with which the other ranks cancel the stream of a lost rank."""
 LINGER_S = 5.0  # longest time that a leaving rank waits for the others to have received everything it sent
 
 
@@ -73,57 +73,31 @@ class Communicator:
 
     Args:
         runtime: runtime of this node.
-        endpoint: a started endpoint that knows the addresses of all `names`. It serves one communicator at
-            a time.
-        names: names of all nodes, by rank.
-        rank: rank of this node.
-        epoch: membership epoch of the group; a later group of the same nodes has a higher one.
-        silence_s: a rank that is silent for this long counts as lost, in seconds.
+        endpoint: a started endpoint that knows the addresses of all ranks. It serves one communicator at a
+            time.
+        members: the ranks, and which of them this node is. A later group of the same nodes has a higher epoch.
 
     Attributes:
         loss: why the group is broken; None while it is whole.
         data_sockets: what `connect_data_sockets` has connected; None if there are none.
-
-    Raises:
-        ConfigError: the rank does not exist, two names are equal, or the time is not positive.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        endpoint: Endpoint,
-        names: Sequence[str],
-        rank: int,
-        *,
-        epoch: int,
-        silence_s: float = 30.0,
-    ) -> None:
-        if not 0 <= rank < len(names) or len(set(names)) < len(names):
-            raise ConfigError(f"rank {rank} of {', '.join(names)}: expected different names, and one of them")
-        if not silence_s > 0:
-            raise ConfigError(f"silence_s = {silence_s}: expected a positive number")
+    def __init__(self, runtime: Runtime, endpoint: Endpoint, members: GroupMembers) -> None:
         self.runtime = runtime
-        self.names = tuple(names)
-        self.rank = rank
-        self.silence_s = silence_s
+        self.members = members
+        self.names = tuple(members.names)
+        self.rank, self.size = members.rank, len(members.names)
         self.loss: LostRank | None = None
         self.data_sockets: GroupDataSockets | None = None
         self._endpoint = endpoint
-        self._epoch = epoch
-        self._rendezvous = Rendezvous(
-            runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s, on_stream=self._opened
-        )
+        self._me = members.me
+        self._rendezvous = Rendezvous(runtime, endpoint, members, self._opened)
         self._released = Broadcast()
         self._working: dict[asyncio.Task[Any], None] = {}
         self._ended_ranks: set[int] = set()  # their streams have ended
         self._heartbeat: asyncio.Task[None] | None = None
         self._announcing: asyncio.Task[None] | None = None
         self._closed = False
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.names)
 
     # ---- meeting ------------------------------------------------------------------------
 
@@ -143,10 +117,6 @@ class Communicator:
         except BaseException:
             await self.close()
             raise
-
-    @property
-    def _me(self) -> str:
-        return self.names[self.rank]
 
     # ---- what ranks send each other -----------------------------------------------------
 
@@ -208,7 +178,9 @@ class Communicator:
 
     async def _connect_data_socket(self, rank: int, connected: dict[int, DataSocket]) -> None:
         name = self.names[rank]
-        socket = await self._endpoint.data_socket(name, f"exchange/{self._epoch}", dial=self.rank < rank)
+        socket = await self._endpoint.data_socket(
+            name, f"exchange/{self.members.epoch}", dial=self.rank < rank
+        )
         if socket is not None:
             connected[rank] = DataSocket(socket, name)
 
@@ -277,9 +249,7 @@ class Communicator:
     def _stream_ended(self, rank: int) -> None:
         """Breaks the group if the stream ended by a loss. A rank that left in order harms only operations."""
         error = self._streams[rank].failure
-        if isinstance(error, ClosedError) and LOST in str(
-            error
-        ):  # the others lost this rank, which wakes up now
+        if isinstance(error, ClosedError) and LOST in str(error):  # others lost this rank, which wakes up now
             reason = str(error).partition(LOST)[2]
             self._break(LostRank(self._me, True, f"{LOST}{reason}; it was stopped or cut off"))
         elif isinstance(error, PeerLostError | DeadlineError):
@@ -289,8 +259,8 @@ class Communicator:
 
     async def _keep_alive(self) -> None:
         """Gives signs of life to all ranks, and looks for one that gives none."""
-        period_s = self.silence_s / BEATS
-        lost_s = self.silence_s + period_s  # its last sign of life is older than what has silenced it
+        period_s = self.members.silence_s / BEATS
+        lost_s = self.members.silence_s + period_s  # its last sign of life is older than what has silenced it
         while self.loss is None:
             next_s = period_s
             for rank, stream in list(self._streams.items()):
@@ -315,9 +285,11 @@ class Communicator:
         self._cancel_links()
 
     async def _announce_to(self, name: str, loss: LostRank) -> None:
-        broken = v1.Broken(epoch=self._epoch, culprit=loss.culprit, silent=loss.silent, message=loss.message)
+        broken = v1.Broken(
+            epoch=self.members.epoch, culprit=loss.culprit, silent=loss.silent, message=loss.message
+        )
         try:
-            silence_s = self.silence_s / BEATS
+            silence_s = self.members.silence_s / BEATS
             await self._endpoint.call(name, "broken", broken, v1.Broken, silence_s=silence_s)
         except GradstreamError:
             pass  # it is gone too, or has left
@@ -338,7 +310,7 @@ class Communicator:
     async def _receive_loss(self, stream: Stream) -> None:
         """Serves the call by which another rank reports a loss."""
         broken = v1.Broken.FromString(stream.opened.body)
-        if broken.epoch == self._epoch:
+        if broken.epoch == self.members.epoch:
             if broken.culprit not in self.names:
                 message = f"{broken.culprit[:64]!r} is in no group of {self._me}: it cannot be to blame"
                 raise RefusedError(self._me, "BAD_REQUEST", message)
@@ -359,7 +331,7 @@ class Communicator:
             for rank, stream in self._streams.items():
                 await self._end(rank, stream)
             try:
-                await self.runtime.within(min(LINGER_S, self.silence_s), self._all_released())
+                await self.runtime.within(min(LINGER_S, self.members.silence_s), self._all_released())
             except TimeoutError:
                 pass  # another rank stays longer
         await self._announced()

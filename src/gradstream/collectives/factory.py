@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.collectives.autotune import Choice, measure
 from gradstream.collectives.communicator import Communicator
-from gradstream.collectives.group import Group
+from gradstream.collectives.group import Group, GroupMembers
 from gradstream.collectives.message_group import PIECE_BYTES, HierarchicalGroup, MessageGroup
 from gradstream.collectives.shm.control_block import available
 from gradstream.collectives.shm.group import SharedGroup
@@ -39,12 +39,9 @@ KINDS = ("auto", "shared", "hierarchical", "messages", *ALGORITHMS, *TORCH)
 async def form_group(
     runtime: Runtime,
     endpoint: Endpoint,
-    names: Sequence[str],
-    rank: int,
-    epoch: int,
+    members: GroupMembers,
     how: str = "auto",
     *,
-    silence_s: float = 30.0,
     host: str = "",
     piece_bytes: int = PIECE_BYTES,
     on_event: Callable[[Event], None] | None = None,
@@ -53,13 +50,10 @@ async def form_group(
 
     Args:
         runtime: runtime of this node.
-        endpoint: a started endpoint that knows the addresses of all `names`.
-        names: names of all nodes, by rank.
-        rank: rank of this node.
-        epoch: membership epoch of the group; ranks of different epochs do not meet.
+        endpoint: a started endpoint that knows the addresses of all ranks.
+        members: the ranks, and which of them this node is.
         how: one of `KINDS`, the same at all ranks.
-        silence_s: a rank that is silent for this long, now or later, counts as lost, in seconds.
-        host: a name that ranks close to each other have in common; "" finds one.
+        host: a name that ranks close to each other have in common; "" derives one from the system.
         piece_bytes: size of the pieces in which messages go.
         on_event: called at rank 0 with an event that says what was chosen.
 
@@ -74,30 +68,32 @@ async def form_group(
         raise UnknownNameError("kind of group", how, KINDS)
     group: Group
     if how in TORCH:
-        group = by_torch = await TorchGroup.form(
-            runtime, endpoint, names, rank, epoch, silence_s=silence_s, backend=TORCH[how]
-        )
+        group = by_torch = await TorchGroup.form(runtime, endpoint, members, backend=TORCH[how])
         event = GroupEvent(
-            kind="torch", ranks=list(names), epoch=epoch, hosts=by_torch.hosts, algorithm=by_torch.backend
+            kind="torch",
+            ranks=list(members.names),
+            epoch=members.epoch,
+            hosts=by_torch.hosts,
+            algorithm=by_torch.backend,
         )
     else:
-        communicator = Communicator(runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s)
+        communicator = Communicator(runtime, endpoint, members)
         place = _Place.here(runtime, endpoint.identity.name, host)
-        group, event = await _form_on(communicator, place, endpoint.identity.job, epoch, how, piece_bytes)
-    if on_event is not None and rank == 0:
+        group, event = await _form_on(communicator, place, endpoint.identity.job, how, piece_bytes)
+    if on_event is not None and members.rank == 0:
         on_event(event)
     return group
 
 
 async def _form_on(
-    communicator: Communicator, place: _Place, job: str, epoch: int, how: str, piece_bytes: int
+    communicator: Communicator, place: _Place, job: str, how: str, piece_bytes: int
 ) -> tuple[Group, GroupEvent]:
     """Lets the ranks meet and say where they are, and forms their group. Closes the communicator on an error."""
     await communicator.meet()
     try:
         words = await communicator.all_gather_bytes(json.dumps(asdict(place)).encode())
         places = [_Place(**json.loads(word)) for word in words]
-        return await _GroupFactory(communicator, job, epoch, places, piece_bytes).form(how)
+        return await _GroupFactory(communicator, job, places, piece_bytes).form(how)
     except BaseException:
         await communicator.close()
         raise
@@ -108,8 +104,8 @@ class _Place:
     """Where a rank is.
 
     Args:
-        host: name that it has in common with ranks that are close.
-        memory: name that it has in common with ranks with which it can share memory; "" for none.
+        host: a name that ranks close to each other have in common.
+        memory: a name that ranks which can share memory have in common; "" for a rank that shares with none.
     """
 
     host: str
@@ -130,11 +126,10 @@ class _GroupFactory:
     """Forms a group of ranks that have met and know where all of them are."""
 
     def __init__(
-        self, communicator: Communicator, job: str, epoch: int, places: Sequence[_Place], piece_bytes: int
+        self, communicator: Communicator, job: str, places: Sequence[_Place], piece_bytes: int
     ) -> None:
         self._communicator = communicator
         self._job = job
-        self._epoch = epoch
         self._places = places
         self._piece_bytes = piece_bytes
         by_host: dict[str, list[int]] = {}
@@ -178,10 +173,12 @@ class _GroupFactory:
             self._job,
             [communicator.names[rank] for rank in ranks],
             ranks.index(communicator.rank),
-            self._epoch,
+            communicator.members.epoch,
             purpose,
         )
-        return await SharedGroup.join(communicator.runtime, members, deadline_s=communicator.silence_s)
+        return await SharedGroup.join(
+            communicator.runtime, members, deadline_s=communicator.members.silence_s
+        )
 
     async def _hierarchical(self) -> tuple[Group, GroupEvent]:
         communicator = self._communicator
@@ -218,7 +215,7 @@ class _GroupFactory:
         return GroupEvent(
             kind=kind,
             ranks=list(self._communicator.names),
-            epoch=self._epoch,
+            epoch=self._communicator.members.epoch,
             hosts=len(self._hosts),
             algorithm=algorithm,
             choices={str(num_bytes): name for num_bytes, name in table.items()},

@@ -11,13 +11,15 @@ the same error. The contents of the operation's memory are undefined, so callers
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from gradstream.errors import ConfigError
 from gradstream.memory import Span, Vector
 
-__all__ = ["Group", "slice_of"]
+__all__ = ["Group", "GroupMembers", "own_slice", "slice_of"]
 
 
 def slice_of(elems: int, rank: int, size: int) -> tuple[int, int]:
@@ -29,6 +31,44 @@ def slice_of(elems: int, rank: int, size: int) -> tuple[int, int]:
     blocks = -(-elems // 64)
     start, stop = blocks * rank // size * 64, blocks * (rank + 1) // size * 64
     return min(start, elems), min(stop, elems)
+
+
+def own_slice(span: Span, rank: int, size: int) -> Span:
+    """The `slice_of` a span that `rank` of `size` owns."""
+    start, stop = slice_of(len(span), rank, size)
+    return Span(span.vector, span.start + start, span.start + stop)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMembers:
+    """The ranks of a group that is to be formed, and which of them this node is.
+
+    Args:
+        names: names of all nodes, by rank.
+        rank: rank of this node.
+        epoch: membership epoch of the group; ranks of different epochs do not meet.
+        silence_s: a rank that is silent for this long, now or later, counts as lost, in seconds.
+
+    Raises:
+        ConfigError: the rank does not exist, two names are equal, or the time is not positive.
+    """
+
+    names: Sequence[str]
+    rank: int
+    epoch: int
+    silence_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < len(self.names) or len(set(self.names)) < len(self.names):
+            names = ", ".join(self.names)
+            raise ConfigError(f"rank {self.rank} of {names}: expected different names, and one of them")
+        if not self.silence_s > 0:
+            raise ConfigError(f"silence_s = {self.silence_s}: expected a positive number")
+
+    @property
+    def me(self) -> str:
+        """Name of this node."""
+        return self.names[self.rank]
 
 
 class Group(Protocol):
@@ -94,7 +134,7 @@ class Group(Protocol):
         ...
 
     async def broadcast(self, span: Span, *, root: int = 0) -> None:
-        """Copies the span of rank `root` into that of every rank."""
+        """Copies the span of rank `root` into the spans of all other ranks."""
         ...
 
     async def close(self) -> None:

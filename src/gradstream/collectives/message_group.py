@@ -7,20 +7,19 @@ import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 
-import numpy as np
 import torch
 
 from gradstream.collectives.algorithms import ALGORITHMS, PARTS, binomial_tree, hierarchical
 from gradstream.collectives.autotune import Choice, MeasuredCosts, measure
 from gradstream.collectives.communicator import Communicator
 from gradstream.collectives.executor import carry_out
-from gradstream.collectives.group import Group, slice_of
-from gradstream.collectives.operation import Operation
-from gradstream.collectives.plan import DependencyPlan
+from gradstream.collectives.group import Group, own_slice, slice_of
+from gradstream.collectives.plan import DependencyPlan, Operation
 from gradstream.collectives.schedule import Schedule
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Work
+from gradstream.transport.carrier import copy_elements
 
 __all__ = ["PIECE_BYTES", "HierarchicalGroup", "MessageGroup"]
 
@@ -98,8 +97,7 @@ class MessageGroup:
         await self._carry_out(
             f"reduce_scatter by {self._parts(span)}", self._parts(span), span, weight=weight
         )
-        start, stop = slice_of(len(span), self.rank, self.size)
-        return Span(span.vector, span.start + start, span.start + stop)
+        return own_slice(span, self.rank, self.size)
 
     async def all_gather(self, span: Span) -> None:
         """See `Group.all_gather`."""
@@ -204,11 +202,10 @@ class HierarchicalGroup:
 
     async def _allreduce(self, span: Span, weight: float) -> None:
         own = await self._inside.reduce_scatter(span, weight=weight)
-        start, stop = slice_of(len(span), self._inside.rank, self._inside.size)
-        place = Span(span.vector, span.start + start, span.start + stop)
+        place = own_slice(span, self._inside.rank, self._inside.size)
         if (own.vector, own.start) != (place.vector, place.start):
             await self._communicator.runtime.compute(
-                lambda _: _copy(place.tensor, own.tensor),
+                lambda _: copy_elements(place.tensor, own.tensor),
                 work=Work("copy", elems=len(own)),
                 reads=[own],
                 writes=[place],
@@ -265,7 +262,3 @@ def _schedule(
     if how == "hierarchical":
         return hierarchical.allreduce(rank, hosts, elems)
     return ALGORITHMS[how].schedule(rank, size, elems)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    np.copyto(target.numpy(), source.numpy())

@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other: of every two, the lower rank opens a stream to the higher one.
+"""How the ranks of a group find each other: in each pair, the lower rank opens a stream to the higher one.
 
 Ranks may come in any order: a rank tries again while the one that it calls is not there yet.
 """
@@ -6,9 +6,10 @@ Ranks may come in any order: a rank tries again while the one that it calls is n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
+from gradstream.collectives.group import GroupMembers
 from gradstream.errors import DeadlineError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Stream
@@ -29,10 +30,7 @@ class Rendezvous:
     Args:
         runtime: runtime of this node.
         endpoint: see `Communicator`.
-        names: names of all nodes, by rank.
-        rank: rank of this node.
-        epoch: membership epoch of the group.
-        silence_s: longest wait for a rank, in seconds.
+        members: the ranks, and which of them this node is.
         on_stream: called with each new stream and the rank at its other end.
 
     Attributes:
@@ -43,21 +41,16 @@ class Rendezvous:
         self,
         runtime: Runtime,
         endpoint: Endpoint,
-        names: Sequence[str],
-        rank: int,
-        *,
-        epoch: int,
-        silence_s: float,
+        members: GroupMembers,
         on_stream: Callable[[int, Stream], object],
     ) -> None:
         self.streams: dict[int, Stream] = {}
         self._runtime = runtime
         self._endpoint = endpoint
-        self._names = tuple(names)
-        self._rank = rank
-        self._me = names[rank]
-        self._epoch = epoch
-        self._silence_s = silence_s
+        self._members = members
+        self._names = tuple(members.names)
+        self._rank = members.rank
+        self._me = members.me
         self._on_stream = on_stream
         self._served: dict[int, asyncio.Future[None]] = {}  # each ends the handler of an accepted stream
         self._new_stream = Broadcast()
@@ -88,9 +81,9 @@ class Rendezvous:
     async def _open(self, rank: int, begun_ns: int) -> None:
         """Opens the stream to a higher rank; tries again until that rank has come."""
         name = self._names[rank]
-        request = v1.Exchange(epoch=self._epoch, rank=self._rank, names=self._names)
+        request = v1.Exchange(epoch=self._members.epoch, rank=self._rank, names=self._names)
         while True:
-            left_s = self._runtime.left_s(begun_ns, self._silence_s)
+            left_s = self._runtime.left_s(begun_ns, self._members.silence_s)
             if left_s <= 0:
                 raise self._absent(name)
             stream = await self._endpoint.open(name, "exchange", request, window=WINDOW)
@@ -110,7 +103,7 @@ class Rendezvous:
     async def _await_lower(self) -> None:
         """Waits until all lower ranks have opened their streams."""
         try:
-            await self._runtime.within(self._silence_s, self._all_lower())
+            await self._runtime.within(self._members.silence_s, self._all_lower())
         except TimeoutError:
             absent = next(rank for rank in range(self._rank) if rank not in self.streams)
             raise self._absent(self._names[absent]) from None
@@ -120,14 +113,18 @@ class Rendezvous:
             await self._new_stream.wait()
 
     def _absent(self, name: str) -> DeadlineError:
-        message = f"has not come to the group of epoch {self._epoch} within {self._silence_s:g} s"
+        message = (
+            f"has not come to the group of epoch {self._members.epoch} within {self._members.silence_s:g} s"
+        )
         return DeadlineError(name, message)
 
     async def accept(self, stream: Stream) -> None:
         """Serves the stream of a lower rank until either side closes it."""
         request = v1.Exchange.FromString(stream.opened.body)
-        if request.epoch != self._epoch or self._is_closed:
-            message = f"{self._me} is in the group of epoch {self._epoch}, not in that of {request.epoch}"
+        if request.epoch != self._members.epoch or self._is_closed:
+            message = (
+                f"{self._me} is in the group of epoch {self._members.epoch}, not in that of {request.epoch}"
+            )
             raise RefusedError(self._me, "NOT_MEMBER", message)
         if tuple(request.names) != self._names or not request.rank < self._rank:
             theirs, ours = ", ".join(request.names), ", ".join(self._names)

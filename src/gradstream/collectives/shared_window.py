@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from gradstream.collectives.factory import form_group
+from gradstream.collectives.group import GroupMembers
 from gradstream.memory import Memory, Vector
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.real import RealRuntime
@@ -40,14 +41,7 @@ class SharedWindow(Protocol):
 
 
 async def open_shared_window(
-    runtime: Runtime,
-    endpoint: Endpoint,
-    names: Sequence[str],
-    rank: int,
-    epoch: int,
-    *,
-    silence_s: float,
-    on_event: Callable[[Event], None],
+    runtime: Runtime, endpoint: Endpoint, members: GroupMembers, *, on_event: Callable[[Event], None]
 ) -> SharedWindow:
     """Opens the window that all ranks share. `form_group` describes the arguments and further errors.
 
@@ -56,9 +50,7 @@ async def open_shared_window(
     """
     if not isinstance(runtime, RealRuntime):
         return _OneProcess(endpoint.identity.job, runtime.memory)
-    return await form_group(
-        runtime, endpoint, names, rank, epoch, "shared", silence_s=silence_s, on_event=on_event
-    )
+    return await form_group(runtime, endpoint, members, "shared", on_event=on_event)
 
 
 _MADE: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[str, str], torch.Tensor]] = (
@@ -82,9 +74,8 @@ class _OneProcess:
     async def common(self, elems: int, dtype: torch.dtype, name: str) -> Vector:
         """See `SharedWindow`. Each node keeps its own loans, since nodes may write the vector at the same time."""
         made = _MADE.setdefault(asyncio.get_running_loop(), {})
-        memory = (
-            self._memory if dtype.is_floating_point else Memory()
-        )  # a shape-only simulation needs its words, too
+        # A shape-only simulation needs the values of its words, too.
+        memory = self._memory if dtype.is_floating_point else Memory()
         tensor = made.get((self._job, name))
         if tensor is None:
             tensor = made[self._job, name] = memory.allocate(elems, dtype, name).tensor

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from gradstream.collectives.data_sockets import DataSocket
-from gradstream.collectives.operation import Operation
-from gradstream.collectives.plan import PlanProgress
+from gradstream.collectives.plan import Operation, PlanProgress
 from gradstream.collectives.schedule import Recv
 from gradstream.errors import ConfigError, InternalError, PeerLostError
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradstream.collectives.operation import Operation
-from gradstream.collectives.plan import PlanProgress
+from gradstream.collectives.plan import Operation, PlanProgress
 from gradstream.collectives.schedule import Recv, Send, Step
 from gradstream.errors import ClosedError, ConfigError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime, Work
 from gradstream.transport.base import Received, Stream
+from gradstream.transport.carrier import copy_elements
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 
@@ -145,7 +145,7 @@ class StreamDriver:
 
     async def _take(self, step: Step, target: torch.Tensor, payload: torch.Tensor) -> None:
         if not _adds(step):
-            _copy(target, payload)
+            copy_elements(target, payload)
             return
         # The group has borrowed the whole vector, so nothing is lent here.
         elems = payload.numel()
@@ -180,12 +180,6 @@ class StreamDriver:
 
 def _adds(step: Step) -> bool:
     return isinstance(step, Recv) and step.add
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies on this thread alone: torch would wake its other threads for a mere megabyte."""
-    if not target.is_meta:
-        target.numpy()[...] = source.numpy()
 
 
 def _add(target: torch.Tensor, source: torch.Tensor) -> None:

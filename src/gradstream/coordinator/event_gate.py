@@ -55,16 +55,16 @@ class EventGate:
         earned_bytes = (at_s - self._at_s) * LIMITS.events_bytes_s
         self._left_bytes = min(LIMITS.events_burst_bytes, self._left_bytes + earned_bytes)
         self._at_s = at_s
+        num_refused, why = 0, ""
         if len(data) > LIMITS.beat_events_bytes:
             why = f"{len(data):,} bytes of events in one beat, expected at most {LIMITS.beat_events_bytes:,}"
-            return Admitted(b"", [], max(1, data.count(b"\n")), why)
-        if len(data) > self._left_bytes:
+        elif len(data) > self._left_bytes:
             why = f"more than {LIMITS.events_bytes_s:,} bytes of events a second"
+        if why:
             return Admitted(b"", [], max(1, data.count(b"\n")), why)
         self._left_bytes -= len(data)
         admitted: list[bytes] = []
         events: list[dict[str, Any]] = []
-        num_refused, why = 0, ""
         lines = data.split(b"\n")
         last = lines.pop()
         for line in [*lines, last] if last else lines:

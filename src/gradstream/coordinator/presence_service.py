@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.event_gate import Admitted, EventGate
@@ -24,23 +25,17 @@ REASON_BYTES = 512
 """The most bytes of the reason why a stream has ended."""
 
 
+@dataclass(slots=True, eq=False)
 class _Attendance:
-    """The presence of one node.
+    """The presence of one node."""
 
-    Args:
-        stream: the stream of "join", or of the latest "resume".
-        gate: checks the node's events.
-        refusals: reports refused events.
-    """
-
-    def __init__(self, stream: Stream, gate: EventGate, refusals: Throttle[str]) -> None:
-        self.stream = stream
-        self.gate = gate
-        self.refusals = refusals
-        self.incarnation = stream.opened.incarnation
-        self.wakeup = Wakeup()  # rings when there is a new notice
-        self.heard = 0  # number of the latest beat
-        self.attempt = 0  # number of the latest "resume"
+    stream: Stream  # of "join", or of the latest "resume"
+    gate: EventGate
+    refusals: Throttle[str]  # reports refused events
+    incarnation: int
+    wakeup: Wakeup = field(default_factory=Wakeup)  # rings when there is a new notice
+    heard: int = 0  # number of the latest beat
+    attempt: int = 0  # number of the latest "resume"
 
 
 class PresenceService:
@@ -99,7 +94,9 @@ class PresenceService:
         refusals: Throttle[str] = Throttle(
             context.runtime, lambda why, more: self._emit(_refused_events(who, more + 1, why))
         )
-        attendance = self._attending[who] = _Attendance(stream, EventGate(who, context.age_s()), refusals)
+        gate = EventGate(who, context.age_s())
+        attendance = _Attendance(stream, gate, refusals, stream.opened.incarnation)
+        self._attending[who] = attendance
         context.carry_out(instructions)
         await self._attend(attendance, stream, who)
 

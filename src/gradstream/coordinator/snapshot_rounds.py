@@ -17,7 +17,6 @@ the run continues.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gradstream.checkpoint.draft import VectorPlace
 from gradstream.checkpoint.manifest import Evaluated, Resume
@@ -39,14 +38,6 @@ WRITE_S = 1800.0
 
 ERROR_BYTES = 1024
 """The most bytes of a node's error message that are kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """How far the run was when its latest snapshot began."""
-
-    step: int
-    epochs: int
 
 
 class SnapshotRounds:
@@ -94,7 +85,7 @@ class SnapshotRounds:
         self._verdicts = verdicts
         self._first_step = resume.step if resume is not None else 0
         self._count = 0
-        self._latest = _Begun(self._first_step, ledger.num_complete)
+        self._latest = self._first_step, ledger.num_complete  # step and epochs when the latest one began
         self._since_s: float | None = None  # since when no snapshot was tried
 
     @property
@@ -121,11 +112,9 @@ class SnapshotRounds:
             return self._check_time(self.current, at_s)
         if self._policy is None or self._ledger.finished:
             return []
-        due = self._policy.due(
-            steps=self.step - self._latest.step,
-            epochs=self._ledger.num_complete - self._latest.epochs,
-            seconds=at_s - self._since_s,
-        )
+        step, epochs = self._latest
+        steps, epochs = self.step - step, self._ledger.num_complete - epochs
+        due = self._policy.due(steps=steps, epochs=epochs, seconds=at_s - self._since_s)
         return self.begin(at_s) if due else []
 
     def _check_time(self, snapshot: Snapshot, at_s: float) -> list[Instruction]:
@@ -160,7 +149,7 @@ class SnapshotRounds:
     def begin(self, at_s: float) -> list[Instruction]:
         """Begins a snapshot."""
         self._count += 1
-        self._latest, self._since_s = _Begun(self.step, self._ledger.num_complete), at_s
+        self._latest, self._since_s = (self.step, self._ledger.num_complete), at_s
         self.current = Snapshot(
             number=self._count,
             workers=self._nodes.worker_names,

@@ -18,7 +18,7 @@ import torch
 from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.collectives.autotune import Choice, MeasuredCosts
 from gradstream.collectives.factory import form_group
-from gradstream.collectives.group import Group
+from gradstream.collectives.group import Group, GroupMembers
 from gradstream.collectives.message_group import MessageGroup
 from gradstream.errors import DeadlineError, InternalError
 from gradstream.memory import Span
@@ -77,9 +77,7 @@ class _Rank:
             group = await form_group(
                 runtime,
                 endpoint,
-                self._names,
-                self._rank,
-                1,
+                GroupMembers(self._names, self._rank, 1),
                 plan.kind,
                 host=plan.hosts[self._rank] if plan.hosts else "",
                 on_event=self._heard,

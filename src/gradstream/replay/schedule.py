@@ -123,7 +123,7 @@ class ReplaySchedule:
     def _fetch(self, event: FetchArrived) -> Iterable[Event]:
         """Drops the conditions of a fetch, since the recording says when it is released."""
         fetch, terms = event.fetch, event.terms
-        none = FetchTerms(terms.sender, terms.incarnation, flush=terms.flush, beside=terms.beside)
+        none = FetchTerms(terms.sender, terms.incarnation, flush=terms.flush)
         event = replace(event, terms=none)
         if fetch.flushes and fetch.number:
             return self._await_turn(event.chunk, (FetchAsked, fetch.rank, fetch.number), event)

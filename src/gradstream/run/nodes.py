@@ -198,7 +198,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
         resume=plan.resume,
         joint=plan.joint,
         balanced=plan.balanced,
-        form_group=partial(form_group, how=how, silence_s=job.deadlines.silence_s),
+        form_group=partial(form_group, how=how),
         update_rule=rule if plan.workers_optimize else None,
         shards_rule=None if plan.workers_optimize else rule,
     )

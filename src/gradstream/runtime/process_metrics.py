@@ -1,6 +1,6 @@
 """Metrics of this process: how late its event loop is, and how much memory it uses.
 
-Both are measured all the time, on cores that backprop needs: so they are measured rarely.
+Measuring takes time on cores that backprop needs, so each measures only as often as its class says.
 """
 
 from __future__ import annotations

@@ -145,10 +145,10 @@ class Link:
     Args:
         latency_s: propagation time.
         jitter_s: a uniform extra of 0 to `jitter_s` per frame (frames of a stream keep order).
-        loss: probability that a frame is lost, which silences its stream from then on, as a broken
-            connection does that no system reports.
-        duplicate: probability that a stream is delivered a second time, later, as by a client that
-            retried; answers to the duplicate are dropped.
+        loss: probability that a frame is lost. The stream is silent from then on, as over a broken
+            connection that no system reports.
+        duplicate: probability that a stream is delivered a second time, later, as if the client had retried;
+            answers to the duplicate are dropped.
 
     Example:
         >>> network = gs.sim.Network(link=gs.sim.Link(latency_s=0.02, jitter_s=0.005))
@@ -173,7 +173,8 @@ _NEAR = Link(latency_s=0.0)
 class Partition:
     """Between `start_s` and `stop_s` nothing passes from a node of `sources` to one of `targets`.
 
-    One direction only; add the mirror image for a two-way cut. Frames sent meanwhile are lost.
+    It concerns one direction; a second partition with both sets exchanged cuts the other one. Frames that are
+    sent meanwhile are lost.
 
     Example:
         >>> cut = gs.sim.Partition(1.0, 2.0, frozenset({"worker-0"}), frozenset({"shard-0"}))

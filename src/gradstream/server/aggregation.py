@@ -86,7 +86,6 @@ class FetchTerms:
         min_version: the chunk must have this version or a later one.
         after_sequence: the reader's push of this number must be applied, or be in the chunk's sum; 0 for none.
         flush: whether the chunk's sum must be empty: the shard applies it now, though no update is due.
-        beside: whether the reader computes no gradient on these parameters.
         min_clock: every worker that takes part must have reached this clock.
     """
 
@@ -95,7 +94,6 @@ class FetchTerms:
     min_version: int = 0
     after_sequence: int = 0
     flush: bool = False
-    beside: bool = False
     min_clock: int = 0
 
 
@@ -117,6 +115,14 @@ class AggregationRule(ABC):
         """Whether a chunk's version is the number of its round.
 
         Then a command that changes parameters does not change the version. Else it counts as an update.
+        """
+        return False
+
+    @property
+    def paced(self) -> bool:
+        """Whether the shard reads the pushes of a round side by side; see `push_pacer.py`.
+
+        True only where each update needs a push of every worker.
         """
         return False
 

@@ -61,6 +61,11 @@ class SynchronousRound(AggregationRule):
     reduction: Reduction
     backup: int = 0
 
+    @property
+    def paced(self) -> bool:
+        """See `AggregationRule.paced`."""
+        return not self.backup
+
     def drops(self, version: int, new: PushHeader) -> bool:
         """Whether a push is for a round that is over."""
         return new.round < version

@@ -23,11 +23,12 @@ from typing import Any
 
 import grpc.aio
 
+from gradstream.errors import RefusedError
 from gradstream.transport import proof
 from gradstream.transport.base import Identity
 from gradstream.transport.grpc.connection import GREETING as GREETING_METADATA
 from gradstream.transport.grpc.connection import PASS
-from gradstream.transport.grpc.sessions import CallerSession, proved
+from gradstream.transport.grpc.sessions import CallerSession
 from gradstream.transport.socket.framing import GREETING, PREFIX
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
@@ -84,7 +85,11 @@ class Bare:
 
     def knows(self, greeting: v1.Greeting, proven: v1.Proven) -> bool:
         """Whether the called side has proved that it knows the secret."""
-        return proved(self.identity, self.called, greeting, proven) is not None
+        try:
+            proof.check_called(self.identity, self.called, greeting, proven)
+        except RefusedError:
+            return False
+        return True
 
     def opening(self, method: str, request: bytes = b"", **fields: Any) -> v1.Frame:
         """The first frame of a stream.

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from gradstream.collectives.factory import form_group
-from gradstream.collectives.group import Group
+from gradstream.collectives.group import Group, GroupMembers
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.transport.base import Identity
@@ -63,6 +63,7 @@ class VirtualRanks:
         how: str = "ring",
         hosts: Sequence[str] = (),
         absent: Sequence[int] = (),
+        silence_s: float = 30.0,
         **options: Any,
     ) -> list[Any]:
         """Forms the group, does `work` at all ranks, and closes the group; returns the outcomes.
@@ -72,15 +73,17 @@ class VirtualRanks:
             how: see `form_group`.
             hosts: host of each rank; by default each has its own.
             absent: ranks that never start.
+            silence_s: see `GroupMembers`.
             options: further arguments of `form_group`.
         """
         hosts = hosts or self.names
 
         async def live(rank: int, endpoint: MemoryEndpoint) -> None:
             runtime, host = self.cluster.runtime(self.names[rank]), hosts[rank]
+            members = GroupMembers(self.names, rank, 1, silence_s)
             group: Group | None = None
             try:
-                group = await form_group(runtime, endpoint, self.names, rank, 1, how, host=host, **options)
+                group = await form_group(runtime, endpoint, members, how, host=host, **options)
                 self.outcomes[rank] = await work(group)
             except Exception as error:
                 self.outcomes[rank] = error

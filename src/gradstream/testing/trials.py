@@ -99,6 +99,11 @@ class RecordedRule(AggregationRule):
         """See `AggregationRule`."""
         return self._rule.by_round
 
+    @property
+    def paced(self) -> bool:
+        """See `AggregationRule`."""
+        return self._rule.paced
+
     def among(self, present: frozenset[int]) -> AggregationRule:
         """See `AggregationRule`."""
         return RecordedRule(self._rule.among(present), self._record)

@@ -1,4 +1,4 @@
-"""Carriers behind one `Endpoint`: `memory` (the virtual network), `grpc` and `tcp`."""
+"""Carriers behind one `Endpoint`: `grpc`, `tcp`, `shm`, and the virtual network of simulations."""
 
 from gradstream.transport.base import Endpoint, Identity, Priority, Received, Stream
 

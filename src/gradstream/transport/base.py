@@ -144,7 +144,7 @@ class Stream(Protocol):
         ...
 
     def heard(self) -> None:
-        """Counts as a frame that came now: the peer has shown in another way that it is alive."""
+        """Notes another sign of life of the peer, as if a frame had come now."""
         ...
 
     def on_release(self, callback: Callable[[], object]) -> None:

@@ -10,7 +10,7 @@ import torch
 from gradstream.transport.base import Lent
 from gradstream.wire import v1
 
-__all__ = ["COPIED", "Carrier", "SendHandle"]
+__all__ = ["COPIED", "Carrier", "NullCarrier", "SendHandle", "bytes_of", "copy_elements"]
 
 
 class SendHandle(Lent, Protocol):
@@ -55,3 +55,32 @@ class Carrier(Protocol):
     def over(self) -> None:
         """Ends the stream's use of the carrier: nothing more is transmitted, and arrivals are ignored."""
         ...
+
+
+class NullCarrier:
+    """A `Carrier` that leads nowhere: it drops all frames."""
+
+    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
+        """Does nothing."""
+
+    async def drained(self) -> None:
+        """Returns at once."""
+
+    def drop(self) -> None:
+        """Does nothing."""
+
+    def over(self) -> None:
+        """Does nothing."""
+
+
+def bytes_of(payload: torch.Tensor | None) -> memoryview | None:
+    """The memory of a tensor as bytes; None for an empty tensor, and for none."""
+    if payload is None or not payload.numel():
+        return None
+    return memoryview(payload.detach().numpy()).cast("B")  # type: ignore[arg-type]
+
+
+def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies on this thread alone: torch would wake its other threads for one megabyte. Skips shape-only tensors."""
+    if not target.is_meta:
+        target.numpy()[...] = source.numpy()

@@ -24,7 +24,7 @@ from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.throttle import Throttle
 from gradstream.transport.access import AccessControl, Service
 from gradstream.transport.base import Caller, Handler, Identity, Priority
-from gradstream.transport.carrier import Carrier
+from gradstream.transport.carrier import Carrier, NullCarrier
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.methods import METHODS, UNLISTED, Method
 from gradstream.transport.receive_queue import ReceiveQueue
@@ -99,10 +99,10 @@ class EndpointCore(ABC):
         """See `Endpoint.start`."""
 
     @abstractmethod
-    def _dial(self, peer: str, address: str | None, priority: Priority) -> OutgoingCarrier:
-        """Makes a carrier for a new stream; the address is None for a peer that `know` has not named."""
+    def _dial(self, peer: str, address: str, priority: Priority) -> OutgoingCarrier:
+        """Makes a carrier for a new stream."""
 
-    def _dial_anew(self, peer: str, address: str | None, priority: Priority) -> OutgoingCarrier:
+    def _dial_anew(self, peer: str, address: str, priority: Priority) -> OutgoingCarrier:
         """As `_dial`, over a connection for this stream alone, where the carrier has connections."""
         return self._dial(peer, address, priority)
 
@@ -201,12 +201,17 @@ class EndpointCore(ABC):
         self, peer: str, opened: v1.Open, priority: Priority = Priority.BULK, *, new_connection: bool = False
     ) -> StreamCore:
         """Opens a stream with any Open; tests use it to send what another program might send."""
-        dial = self._dial_anew if new_connection else self._dial
-        carrier = dial(peer, self._addresses.get(peer), priority)
+        address, dial = self._addresses.get(peer), self._dial_anew if new_connection else self._dial
+        carrier = None if address is None else dial(peer, address, priority)
         channel = partial(self._channel_to, peer)
         inbox, me = ReceiveQueue(opened.window), self.identity.name
-        stream = StreamCore(self.runtime, me, peer, opened, carrier, inbox, called=False, channel=channel)
+        stream = StreamCore(
+            self.runtime, me, peer, opened, carrier or NullCarrier(), inbox, called=False, channel=channel
+        )
         self._keep(stream)
+        if carrier is None:
+            stream.broken("its address is not known")
+            return stream
         if priority is Priority.BULK:
             channel()  # connects: the peer may be the first to send a payload
         carrier.connect(stream, opened)

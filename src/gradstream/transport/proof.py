@@ -19,21 +19,29 @@ import hmac
 import secrets
 import struct
 
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, RefusedError
+from gradstream.transport.base import Identity
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
 
 __all__ = [
+    "BAD_SECRET",
     "MIN_SECRET_BYTES",
     "NONCE_BYTES",
+    "answer_challenge",
     "called_proof",
+    "check_called",
     "check_secret",
     "greet",
     "knows",
     "new_nonce",
     "new_secret",
+    "objection",
     "session_key",
 ]
+
+BAD_SECRET = "the caller has not proved that it knows the secret of this run"
+"""The only answer to a caller without the secret."""
 
 NONCE_BYTES = 32
 MIN_SECRET_BYTES = 16
@@ -74,6 +82,36 @@ def greet(secret: bytes, challenge: v1.Challenge, greeting: v1.Greeting, *, job:
     greeting.challenge = challenge.nonce
     greeting.nonce = new_nonce()
     greeting.proof = _proof(secret, b"caller", greeting, job, called)
+
+
+def answer_challenge(identity: Identity, called: str, challenge: v1.Challenge, greeting: v1.Greeting) -> None:
+    """The caller's side: checks the protocol of the called node, and then does as `greet`.
+
+    Raises:
+        RefusedError: the called node speaks another protocol.
+    """
+    if challenge.protocol != PROTOCOL:
+        text = f"it speaks protocol {challenge.protocol}, {identity.name} {PROTOCOL}: install one version"
+        raise RefusedError(called, "BAD_PROTOCOL", text)
+    greet(identity.secret, challenge, greeting, job=identity.job, called=called)
+
+
+def check_called(identity: Identity, called: str, greeting: v1.Greeting, proven: v1.Proven) -> None:
+    """The caller's side: raises RefusedError unless the called node has proved that it knows the secret."""
+    expected = called_proof(identity.secret, greeting, job=identity.job, called=called)
+    if not hmac.compare_digest(proven.proof, expected):
+        text = "the program that listens at its address does not know this run's secret"
+        raise RefusedError(called, "BAD_SECRET", text)
+
+
+def objection(identity: Identity, challenge: bytes, greeting: v1.Greeting) -> v1.Refuse | None:
+    """The called side: why a greeting is refused, without details; None where the caller knows the secret."""
+    if greeting.protocol != PROTOCOL:
+        text = f"the caller speaks protocol {greeting.protocol}, expected {PROTOCOL}: install one version"
+        return v1.Refuse(code=v1.BAD_PROTOCOL, message=text)
+    if not knows(identity.secret, challenge, greeting, job=identity.job, called=identity.name):
+        return v1.Refuse(code=v1.BAD_SECRET, message=BAD_SECRET)
+    return None
 
 
 def knows(secret: bytes, challenge: bytes, greeting: v1.Greeting, *, job: str, called: str) -> bool:

@@ -12,6 +12,7 @@ from gradstream.errors import DeadlineError, RefusedError
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Caller, Identity, Stream
+from gradstream.transport.carrier import copy_elements
 from gradstream.transport.refusals import code_of
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
@@ -193,7 +194,7 @@ class TaggedTensors:
             if payload is None or payload.dtype != elements.dtype or filled + chunk.elems > elements.numel():
                 raise self._bad(f"chunk {chunk.index} of tensor {request.tag} does not fit")
             if not received.landed:
-                _copy(elements[filled : filled + chunk.elems], payload)
+                copy_elements(elements[filled : filled + chunk.elems], payload)
             elif chunk.index * step != filled:
                 raise self._bad(f"chunk {chunk.index} of tensor {request.tag} is not the next one")
             filled += chunk.elems
@@ -225,9 +226,3 @@ class TaggedTensors:
 
     def _bad(self, message: str) -> RefusedError:
         return RefusedError(self._identity.name, "BAD_REQUEST", message)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies a piece on this thread alone: torch would wake its other threads for one megabyte."""
-    if not target.is_meta:
-        target.numpy()[...] = source.numpy()

@@ -44,17 +44,22 @@ async def fill_parameters(config: WorkerConfig, runtime: Runtime, parameters: Ve
     await runtime.compute(init, work=Work("init", elems=len(parameters)), writes=[parameters.all])
 
 
-async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, resume: Resume) -> None:
-    """Takes what this worker had of its own: buffers, samples gone through, what a loop has besides.
+async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, resume: Resume) -> bool:
+    """Restores what this worker had of its own: buffers, samples gone through, and the state of a user's loop.
+
+    Returns:
+        Whether the buffers are those of the checkpoint. False: the checkpoint is not on this worker's disk.
 
     Raises:
         DataError, OSError: the checkpoint cannot be read.
     """
     model, storage = config.model, runtime.storage
+    found = True
     if buffers_of(model):
         kept = await runtime.beside(
             lambda: read_own(storage, resume.folder, runtime.node), work=Work("restore")
         )
+        found = kept is not None
         if kept is not None:
             load_buffers(model, kept.buffers)
             replica.samples = kept.samples
@@ -70,3 +75,4 @@ async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, 
         )
         if extra is not None:
             load_fixed(model, extra.buffers)
+    return found

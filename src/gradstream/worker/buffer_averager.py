@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from gradstream.checkpoint import own_state
@@ -29,6 +30,9 @@ class BufferAverager:
         model: of this worker.
         workers: names of those that are there, this one among them.
         silence_s: how long another one may say nothing.
+
+    Attributes:
+        restored: set once this worker's model holds what it begins with. Until then no other worker copies it.
     """
 
     def __init__(
@@ -48,17 +52,21 @@ class BufferAverager:
         self._progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._kept: tuple[int, OwnState] | None = None  # as it was after so many steps
         self._frozen: OwnState | None = None
+        self.restored = asyncio.Event()
 
     def serve(self) -> None:
         """From now on others can ask."""
-        own_state.serve(self._endpoint, self._answer, self._fixed)
+        own_state.serve(self._endpoint, self._answer, self._answer_fixed)
 
     def follow(self, progress: Callable[[], tuple[int, int]]) -> None:
         """`progress()`: samples and minibatches that are behind this worker."""
         self._progress = progress
 
-    async def begin_as_first(self) -> None:
-        """Takes everything that the model of the first worker holds: all begin alike.
+    async def begin_as_first(self, *, buffers: bool = True) -> None:
+        """Copies what the model of the first worker holds: all begin alike.
+
+        Args:
+            buffers: copy its buffers too. False keeps those that this worker has restored from a checkpoint.
 
         Raises:
             PeerLostError, DeadlineError: it is gone, or says nothing.
@@ -67,6 +75,8 @@ class BufferAverager:
         first = self._workers()[0]
         if first != self._runtime.node:
             await self._copy(first)
+            if not buffers:
+                return
             state = await self._ask(first, await self._own())
             await self._runtime.compute(lambda _: load_buffers(self._model, state.buffers), work=Work("copy"))
 
@@ -127,6 +137,10 @@ class BufferAverager:
         if self._kept is not None and self._kept[0] == step:
             return self._kept[1]
         return await self._own()
+
+    async def _answer_fixed(self) -> OwnState:
+        await self.restored.wait()
+        return await self._fixed()
 
     async def _fixed(self) -> OwnState:
         return await self._runtime.compute(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from gradstream.checkpoint.manifest import Resume
-from gradstream.collectives.group import Group
+from gradstream.collectives.group import Group, GroupMembers
 from gradstream.data.base import BatchPlan, Dataset
 from gradstream.model.base import Layout, Model
 from gradstream.optim.schedules import Rate
@@ -33,9 +33,7 @@ class FormGroup(Protocol):
         self,
         runtime: Runtime,
         endpoint: Endpoint,
-        names: Sequence[str],
-        rank: int,
-        epoch: int,
+        members: GroupMembers,
         *,
         on_event: Callable[[Event], None],
     ) -> Awaitable[Group]:

@@ -121,10 +121,12 @@ class WorkerNode:
         self._averager.follow(lambda: replica.progress)
         reporting = runtime.spawn(self._keep_reporting(exchange), name=f"{runtime.node}-vitals")
         try:
+            has_own_buffers = False
             if config.resume is not None:
-                await restore_own(config, runtime, replica, config.resume)
+                has_own_buffers = await restore_own(config, runtime, replica, config.resume)
+            self._averager.restored.set()
             if config.joint:
-                await self._averager.begin_as_first()
+                await self._averager.begin_as_first(buffers=not has_own_buffers)
             await exchange.begin()
             if self._evaluator is not None:
                 await self._evaluator.at_begin(replica)

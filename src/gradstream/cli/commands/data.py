@@ -11,7 +11,7 @@ __all__ = ["data"]
 
 @click.group()
 def data() -> None:
-    """Data sets: their origin and licence, and how to get them."""
+    """Shows licence and origin of data sets, and downloads them."""
 
 
 @data.command()

@@ -20,9 +20,12 @@ __all__ = ["replay"]
 )
 @click.option("--step", type=click.IntRange(min=0), metavar="STEP", help="Step of --worker, counted from 0.")
 @click.option(
-    "--version", type=click.IntRange(min=1), metavar="V", help="Stop at the update that made this version..."
+    "--version",
+    type=click.IntRange(min=1),
+    metavar="V",
+    help="Stop at the update that made this version of --chunk.",
 )
-@click.option("--chunk", type=click.IntRange(min=0), metavar="C", help="... of this chunk; else of 0.")
+@click.option("--chunk", type=click.IntRange(min=0), metavar="C", help="Chunk of --version; 0 by default.")
 @click.option(
     "--find",
     type=click.Choice(["nan", "jump"]),

@@ -32,10 +32,7 @@ def allreduce(rank: int, hosts: Sequence[Sequence[int]], elems: int) -> list[Ste
     slices = min(map(len, hosts))
     cuts = cuts_of(elems, slices)
     place = own.index(rank)
-    others = [
-        *own[place + 1 :],
-        *own[:place],
-    ]  # the next one first, so that no two send to the same one at once
+    others = [*own[place + 1 :], *own[:place]]  # the next one first: no two send to the same one at once
     owners = [(peer, own.index(peer)) for peer in others if own.index(peer) < slices]
     steps: list[Step] = [Send(peer, cuts[part], cuts[part + 1]) for peer, part in owners]
     if place < slices:

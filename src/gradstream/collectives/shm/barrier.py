@@ -5,8 +5,8 @@ have got there. It looks for some microseconds, and then sleeps on the sockets t
 or a socket ends. The rank that arrives last wakes those that sleep.
 
 To wake takes longer than to look. So a rank looks longer where it can expect others soon: between the two barriers
-of an operation, and after a sleep, its own or another's, until it has slept for long itself. Otherwise one rank
-would sleep when the other arrives, and the other when it is awake, in turn and without end.
+of an operation, and once any rank has slept, until this rank has slept for long itself. Otherwise two ranks could
+sleep in turn without end, each just before the other arrives.
 
 A rank that finds the group broken says so in its control block and wakes all. So every survivor names the same
 rank, also if the survivors end one after the other.
@@ -57,7 +57,7 @@ WITH_CORES = 1 << 20, 20_000
 CROWDED = 40, 500_000
 """The same if there are more ranks than cores: each look yields the core, which the others may then use."""
 EXPECTED = 1000, 250_000
-"""The same for ranks that are expected soon. They may need this very core, so that each look yields it."""
+"""The same for ranks that are expected soon. They may need this core, so each look yields it."""
 
 SPREAD_S = 1e-3
 """Shortest time between two moves to another core."""

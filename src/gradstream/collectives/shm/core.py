@@ -1,8 +1,7 @@
 """Collectives in place between processes of one host: a rank reads the others' vectors where they lie.
 
-`SharedCore` joins the group, carries operations out step by step (`Steps`) or blocks until they are done
-(`allreduce_`), and leaves the group. `SharedOperations` says what an operation does. `SharedGroup` runs operations
-beside backprop.
+`SharedCore` joins the group, carries operations out step by step (`Steps`), and leaves the group.
+`SharedOperations` says what an operation does. `SharedGroup` runs operations beside backprop.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from gradstream.collectives.shm.barrier import HostBarrier, Peer, PeerFailure
 from gradstream.collectives.shm.control_block import BEATS, BLOCK_BYTES, ControlBlock, available
 from gradstream.collectives.shm.operations import SharedOperations
 from gradstream.collectives.shm.rendezvous import RendezvousMembers, meet
-from gradstream.collectives.shm.steps import Steps, finish
+from gradstream.collectives.shm.steps import Steps
 from gradstream.collectives.shm.vectors import Vectors
 from gradstream.errors import ClosedError, ConfigError, GradstreamError
 from gradstream.memory import Span, Vector
@@ -30,8 +29,8 @@ __all__ = ["SharedCore"]
 class SharedCore:
     """One of the ranks of a host. One thread at a time may use it, except for `close` and `beat`.
 
-    Each operation comes in two forms: as steps (`allreduce`), and blocking until they are done (`allreduce_`). An
-    operation that has begun holds the core until its steps are done; an abandoned one breaks the group.
+    An operation that has begun holds the core until its steps are done (`finish` blocks until then); an abandoned
+    one breaks the group.
 
     Every rank calls the same operations in the same order, with the same lengths. An error in an operation
     breaks the group at all ranks: every later operation raises the same error.
@@ -213,26 +212,6 @@ class SharedCore:
         with self._guard:
             yield from self._operations.broadcast(span, root)
 
-    def barrier_(self) -> None:
-        """`barrier`, to its end."""
-        finish(self.barrier())
-
-    def allreduce_(self, span: Span, *, weight: float = 1.0) -> Span:
-        """`allreduce`, to its end."""
-        return finish(self.allreduce(span, weight=weight))
-
-    def reduce_scatter_(self, span: Span, *, weight: float = 1.0) -> Span:
-        """`reduce_scatter`, to its end."""
-        return finish(self.reduce_scatter(span, weight=weight))
-
-    def all_gather_(self, span: Span) -> None:
-        """`all_gather`, to its end."""
-        finish(self.all_gather(span))
-
-    def broadcast_(self, span: Span, *, root: int = 0) -> None:
-        """`broadcast`, to its end."""
-        finish(self.broadcast(span, root=root))
-
     def is_brief(self, span: Span, *, moves: bool = False) -> bool:
         """See `SharedOperations.is_brief`."""
         return self._operations.is_brief(span, moves=moves)
@@ -249,16 +228,11 @@ class SharedCore:
         """Breaks the group after an error in an operation, here and at the other ranks."""
         self._operations.clear()
         if self._failure is None:
-            self._operations.barrier.give_up(
-                PeerFailure.LEFT, self.rank
-            )  # unless another reason stands already
-            self._failure = (
-                error
-                if isinstance(error, GradstreamError)
-                else ClosedError(
-                    f"{self._members.me}: its group was given up ({type(error).__name__}: {error})"
-                )
-            )
+            self._operations.barrier.give_up(PeerFailure.LEFT, self.rank)  # the first reason stands
+            if not isinstance(error, GradstreamError):
+                why = f"({type(error).__name__}: {error})"
+                error = ClosedError(f"{self._members.me}: its group was given up {why}")
+            self._failure = error
 
 
 class _Guard:

@@ -64,9 +64,7 @@ class Vectors:
         self._num_common = 0  # common vectors that this rank has asked for
         for owner, peer in peers.items():
             peer.on_message = partial(self._receive, owner)
-        self._making = (
-            Lock()
-        )  # the loop's thread and an operation's, which stages, may make vectors at the same time
+        self._making = Lock()  # two threads may make vectors: the loop's, and an operation's, which stages
 
     def make(
         self, elems: int, dtype: torch.dtype, name: str, *, common: bool = False, lead_bytes: int = 0

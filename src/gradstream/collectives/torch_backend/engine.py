@@ -107,9 +107,9 @@ class TorchStore:
 class Hold:
     """Keeps an engine alive while torch works for it. Release it on any thread but torch's.
 
-    When the last reference to a process group goes, it waits for its threads, also on one of these threads, and
-    for the end of an operation under way. So only torch itself refers to this object during an operation, and
-    the process can end.
+    A process group without references waits for its threads, even on one of these threads, and for the end of
+    an operation under way. So only torch itself refers to this object during an operation, and the process can
+    end.
     """
 
     __slots__ = ("_engine",)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gradstream.collectives.communicator import Communicator
-from gradstream.collectives.group import slice_of
+from gradstream.collectives.group import GroupMembers, own_slice
 from gradstream.collectives.torch_backend.engine import (
     Backend,
     Done,
@@ -84,11 +84,8 @@ class TorchGroup:
         cls,
         runtime: Runtime,
         endpoint: Endpoint,
-        names: Sequence[str],
-        rank: int,
-        epoch: int,
+        members: GroupMembers,
         *,
-        silence_s: float = 30.0,
         backend: str = "auto",
         device: torch.device | None = None,
     ) -> TorchGroup:
@@ -97,10 +94,7 @@ class TorchGroup:
         Args:
             runtime: runtime of this node, on real time.
             endpoint: an endpoint that knows the addresses of all nodes. torch uses its interface.
-            names: names of the nodes, by rank.
-            rank: rank of this node.
-            epoch: membership epoch; each group has one of its own.
-            silence_s: longest wait for the others, and later the longest silence of a rank, in seconds.
+            members: the ranks, and which of them this node is. Each group has an epoch of its own.
             backend: "gloo", "nccl", "mpi", or "auto", which chooses by device and by what torch has.
             device: device of the vectors; None is main memory, or this rank's share of the GPUs for "nccl".
 
@@ -111,7 +105,8 @@ class TorchGroup:
         """
         host = _host_for(runtime, endpoint)
         chosen = choose_backend(device, backend)
-        communicator = Communicator(runtime, endpoint, names, rank, epoch=epoch, silence_s=silence_s)
+        communicator = Communicator(runtime, endpoint, members)
+        rank, silence_s = members.rank, members.silence_s
         await communicator.meet()
         try:
             store = TorchStore(None, host, silence_s) if rank == 0 else None
@@ -123,7 +118,7 @@ class TorchGroup:
             def make() -> Engine:
                 at = store or TorchStore(places[0][1], host, silence_s)
                 return make_engine(
-                    chosen, at, rank, len(names), host=host, device=device, timeout_s=silence_s
+                    chosen, at, rank, communicator.size, host=host, device=device, timeout_s=silence_s
                 )
 
             engine = await communicator.guarded(_made(communicator, make))
@@ -153,8 +148,7 @@ class TorchGroup:
     async def reduce_scatter(self, span: Span, *, weight: float = 1.0) -> Span:
         """See `Group.reduce_scatter`: in place. gloo's costs as much as its allreduce."""
         await self._run("reduce_scatter", span, weight=weight)
-        start, stop = slice_of(len(span), self.rank, self.size)
-        return Span(span.vector, span.start + start, span.start + stop)
+        return own_slice(span, self.rank, self.size)
 
     async def all_gather(self, span: Span) -> None:
         """See `Group.all_gather`."""

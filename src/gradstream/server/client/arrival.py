@@ -182,5 +182,5 @@ def _check(peer: str, header: v1.Chunk, payload: torch.Tensor | None, like: torc
     return payload
 
 
-def _bad(peer: str, header: v1.Chunk, what: str) -> RefusedError:
-    return RefusedError(peer, "BAD_REQUEST", f"sent as chunk {header.index} {what}")
+def _bad(peer: str, header: v1.Chunk, got: str) -> RefusedError:
+    return RefusedError(peer, "BAD_REQUEST", f"sent as chunk {header.index} {got}")

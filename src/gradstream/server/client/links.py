@@ -1,4 +1,4 @@
-"""A client's links to all shards: what pushes, fetches and commands have in common."""
+"""A client's links to all shards, which its pushes, fetches and commands share."""
 
 from __future__ import annotations
 

@@ -110,7 +110,6 @@ class FetchHandler:
             request.min_version,
             request.after_sequence,
             flush=request.flush,
-            beside=request.number == 0,
             min_clock=request.min_clock,
         )
         now_ns = self._runtime.now()
@@ -124,7 +123,7 @@ class FetchHandler:
         span, num_rows = self._store.span(request.vector, chunk), 0
         version, read = self._state.version(chunk), ChunkRead(chunk, request.fetch)
         self._executor.handle(read)
-        if not request.terms.beside:
+        if request.fetch.number:  # the reader computes a gradient on these parameters
             await self._executor.updates.note_read(request.fetch.reader, chunk, version)
         changed, known = self._store.changed, request.known.get(chunk)
         numbers = None if changed is None or known is None else changed.since(chunk, known)

@@ -173,7 +173,7 @@ class ShardNode:
                 refused=new["refused"],
                 min_version=max(0, min(versions)),
                 max_version=max(0, *versions, 0),
-                late_s={who: late_s - before.get(who, 0.0) for who, late_s in late.items()},
+                late_s={sender: late_s - before.get(sender, 0.0) for sender, late_s in late.items()},
             )
         )
         for event in self._runtime.process_metrics("shard"):

@@ -8,6 +8,7 @@ from gradstream.server.shard.event_schedule import PushArrived
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.pending_push import PendingPush
+from gradstream.server.shard.push_pacer import PacedPush, PushPacer
 from gradstream.server.shard.quorum_agreement import QuorumProtocol
 from gradstream.server.shard.row_store import Part
 from gradstream.server.shard.state import Parked
@@ -30,6 +31,7 @@ class PushHandler:
         inspection: checks each chunk before the executor gets it.
         notifier: tells senders which nodes they wait for.
         quorum: counts the chunks that have come; None where there is no quorum.
+        pacer: chooses which push of a round to read next; None reads each as fast as it comes.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class PushHandler:
         inspection: Inspection,
         notifier: WaitNotifier,
         quorum: QuorumProtocol | None,
+        pacer: PushPacer | None,
     ) -> None:
         self._runtime = runtime
         self._executor = executor
@@ -46,6 +49,7 @@ class PushHandler:
         self._inspection = inspection
         self._notifier = notifier
         self._quorum = quorum
+        self._pacer = pacer
 
     async def serve(self, stream: Stream) -> None:
         """Receives a push; returns once its sender has the result of every chunk.
@@ -61,6 +65,23 @@ class PushHandler:
 
     async def _receive(self, push: PendingPush, request: v1.Push) -> None:
         """Reads chunks until the sender has sent everything."""
+        if self._pacer is not None and request.command == v1.Push.APPLY:
+            with self._pacer.push(request.round) as paced:
+                came = await self._read(push, request, paced)
+        else:
+            came = await self._read(push, request, None)
+        if request.rows:
+            empty = [index for index in self._state.chunks if index not in came]
+            for index in empty:
+                self._check_base_version(push, index, request.base_version)
+            for index in empty:
+                push.empty.add(index)
+                self._arrived(push, request, index, request.base_version, None)
+        push.ended = True
+        push.wake.set()
+
+    async def _read(self, push: PendingPush, request: v1.Push, paced: PacedPush | None) -> set[int]:
+        """Passes each chunk that arrives to the executor; returns their numbers at the end of the stream."""
         came = set[int]()
         while (received := await push.stream.recv()) is not None:
             chunk = received.frame.chunk
@@ -71,15 +92,10 @@ class PushHandler:
             self._check_base_version(push, chunk.index, chunk.version)
             self._arrived(push, request, chunk.index, chunk.version, part)
             await self._runtime.sleep(0)  # its update begins now, while the elements are in the cache
-        if request.rows:
-            empty = [index for index in self._state.chunks if index not in came]
-            for index in empty:
-                self._check_base_version(push, index, request.base_version)
-            for index in empty:
-                push.empty.add(index)
-                self._arrived(push, request, index, request.base_version, None)
-        push.ended = True
-        push.wake.set()
+            if paced is not None:
+                paced.read()
+                await paced.turn()
+        return came
 
     def _check_base_version(self, push: PendingPush, chunk: int, base_version: int) -> None:
         self._inspection.check_base_version(push.sender, chunk, base_version, self._state.version(chunk))

@@ -24,6 +24,7 @@ from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.fetch_handler import FetchHandler
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.push_handler import PushHandler
+from gradstream.server.shard.push_pacer import PushPacer
 from gradstream.server.shard.quorum_agreement import QuorumProtocol
 from gradstream.server.shard.state import Sender, ShardState
 from gradstream.server.shard.store import ShardStore
@@ -97,7 +98,8 @@ class ShardService:
         inspection = Inspection(endpoint.identity, self.store, self.executor.counters, config.workers)
         notifier = WaitNotifier(runtime, config.waiting_every_s, self.state)
         self._inspection = inspection
-        self._pushes = PushHandler(runtime, self.executor, inspection, notifier, self.quorum)
+        pacer = PushPacer() if config.rule.paced else None
+        self._pushes = PushHandler(runtime, self.executor, inspection, notifier, self.quorum, pacer)
         self._fetches = FetchHandler(runtime, self.executor, inspection, notifier, config.silence_s)
         self.commands = VectorCommands(runtime, self.executor)
         endpoint.identity.fingerprint = model.fingerprint
@@ -144,7 +146,7 @@ class ShardService:
         except Exception as error:
             raise GradstreamError(f"{self._endpoint.identity.name}: an update failed: {error}") from error
 
-    # ---- what is served -----------------------------------------------------------------
+    # ---- requests -----------------------------------------------------------------------
 
     async def _push(self, stream: Stream) -> None:
         await self._admitted(stream)

@@ -412,9 +412,9 @@ class ShardState:
 
     def _all_pushed(self, state: ChunkState, clock: int, new: Sequence[PushHeader] = ()) -> bool:
         """Whether a clock is complete with these pushes, under a lockstep rule."""
-        return self._rule.lockstep and not {*self.clocks.behind(state.index, clock)} - {
-            one.rank for one in new
-        }
+        if not self._rule.lockstep:
+            return False
+        return set(self.clocks.behind(state.index, clock)) <= {one.rank for one in new}
 
     def _satisfied(self, state: ChunkState, terms: FetchTerms) -> bool:
         if state.version < max(terms.min_version, 0) or (terms.flush and state.unapplied):

@@ -14,6 +14,7 @@ import torch
 
 from gradstream.errors import PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
+from gradstream.transport.carrier import bytes_of
 from gradstream.transport.grpc.connection import EOF, FAILURES, METHOD, PASS, GrpcConnection, is_cancelled
 from gradstream.transport.grpc.sessions import CallerSession
 from gradstream.transport.refusals import refusal_of
@@ -90,11 +91,8 @@ class GrpcCarrier:
             return
         if frame.HasField("accept") or frame.HasField("end"):
             self._admitted.set()
-        view = None
-        if payload is not None and payload.numel():
-            view = memoryview(payload.detach().numpy()).cast("B")  # type: ignore[arg-type]
         droppable = frame.HasField("chunk") or frame.HasField("body")
-        self._outbox.append((encode(frame, view), droppable))
+        self._outbox.append((encode(frame, bytes_of(payload)), droppable))
         self._filled.ring()
 
     async def drained(self) -> None:
@@ -166,7 +164,7 @@ class OutgoingCall(GrpcCarrier):
     Args:
         gate: gate of the endpoint.
         spawn: spawns the tasks of the call.
-        connection: connection to the peer; None where its address is not known.
+        connection: connection to the peer.
         bulk: the stream is one of bulk data, which the gate holds back.
         own_connection: no other stream uses the connection; it is closed with the stream.
     """
@@ -175,7 +173,7 @@ class OutgoingCall(GrpcCarrier):
         self,
         gate: BulkGate,
         spawn: Spawn,
-        connection: GrpcConnection | None,
+        connection: GrpcConnection,
         *,
         bulk: bool,
         own_connection: bool = False,
@@ -191,9 +189,6 @@ class OutgoingCall(GrpcCarrier):
     def connect(self, stream: StreamCore, opened: v1.Open) -> None:
         """See `OutgoingCarrier.connect`."""
         self.stream = stream
-        if self._connection is None:
-            stream.broken("its address is not known")
-            return
         self.transmit(v1.Frame(open=opened), None)
         if opened.urgent:
             self._control_gate.hold(stream)
@@ -201,10 +196,10 @@ class OutgoingCall(GrpcCarrier):
             close, name = self._connection.close, f"{opened.sender}: disconnect from {stream.peer}"
             stream.on_release(lambda: self._spawn(close(), name))
         if self._connection.session is not None:
-            self._begin(self._connection, self._connection.session, stream)
+            self._begin(self._connection.session, stream)
             return
         name = f"{opened.sender}: {opened.method} to {stream.peer}, before it begins"
-        self._waiting = self._spawn(self._begin_later(self._connection, stream), name)
+        self._waiting = self._spawn(self._begin_later(stream), name)
 
     def over(self) -> None:
         """See `Carrier.over`. Nothing leaves of a call that has not begun."""
@@ -215,9 +210,9 @@ class OutgoingCall(GrpcCarrier):
             if self._waiting is not None:
                 self._waiting.cancel()
 
-    async def _begin_later(self, connection: GrpcConnection, stream: StreamCore) -> None:
+    async def _begin_later(self, stream: StreamCore) -> None:
         try:
-            session = await connection.opened()
+            session = await self._connection.opened()
         except RefusedError as error:
             self._waiting = None
             stream.arrived(v1.Frame(refuse=refusal_of(error)), None)
@@ -230,12 +225,12 @@ class OutgoingCall(GrpcCarrier):
             raise
         else:
             if not self._over:
-                self._begin(connection, session, stream)
+                self._begin(session, stream)
 
-    def _begin(self, connection: GrpcConnection, session: CallerSession, stream: StreamCore) -> None:
+    def _begin(self, session: CallerSession, stream: StreamCore) -> None:
         self._session, self._waiting = session, None
         try:
-            call = connection.call(METHOD, PASS, session.next_pass())
+            call = self._connection.call(METHOD, PASS, session.next_pass())
         except FAILURES:
             stream.broken("the connection was closed by this side")
             return
@@ -275,7 +270,7 @@ class OutgoingCall(GrpcCarrier):
                 raise
 
     def _failed(self, stream: StreamCore, code: grpc.StatusCode, details: str | None) -> None:
-        if code in _NO_PASS and self._connection is not None and self._session:
+        if code in _NO_PASS and self._session:
             self._connection.lost(self._session)
         if code is grpc.StatusCode.UNAUTHENTICATED:
             stream.broken("its session has ended with the connection that it belonged to")

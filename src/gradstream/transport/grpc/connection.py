@@ -21,7 +21,7 @@ from gradstream.transport.limits import LIMITS
 from gradstream.transport.refusals import refused_by
 from gradstream.transport.security import explain
 from gradstream.wire import v1
-from gradstream.wire.frames import PROTOCOL, FrameError, decode
+from gradstream.wire.frames import FrameError, decode
 
 __all__ = [
     "CHALLENGE",
@@ -135,23 +135,19 @@ class GrpcConnection:
     async def _begin(self) -> tuple[_Call, CallerSession]:
         mine = self._identity
         challenge = (await self._first(self.call(CHALLENGE))).challenge
-        if challenge.protocol != PROTOCOL:
-            text = f"it speaks protocol {challenge.protocol}, {mine.name} {PROTOCOL}: install one version"
-            raise RefusedError(self._peer, "BAD_PROTOCOL", text)
         greeting = v1.Greeting(sender=mine.name, incarnation=mine.incarnation)
-        proof.greet(mine.secret, challenge, greeting, job=mine.job, called=self._peer)
+        proof.answer_challenge(mine, self._peer, challenge, greeting)
         call = self.call(SESSION, GREETING, greeting.SerializeToString())
         answer = await self._first(call)
         if answer.HasField("refuse"):
             if answer.refuse.code == v1.TOO_OLD:  # one of the two nodes stood still, or was restarted
                 raise self._lost(answer.refuse.message)
             raise refused_by(self._peer, answer.refuse)
-        session = proved(mine, self._peer, greeting, answer.proven)
-        if session is None:
+        try:
+            return call, proved(mine, self._peer, greeting, answer.proven)
+        except RefusedError:
             call.cancel()
-            text = "the program that listens at its address does not know this run's secret"
-            raise RefusedError(self._peer, "BAD_SECRET", text)
-        return call, session
+            raise
 
     async def _first(self, call: _Call) -> v1.Frame:
         message = await call.read()

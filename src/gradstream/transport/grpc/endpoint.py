@@ -48,7 +48,7 @@ from gradstream.transport.grpc.options import (
     SHARED_CONNECTION_OPTIONS,
     patience_options,
 )
-from gradstream.transport.grpc.sessions import BAD_SECRET, Sessions
+from gradstream.transport.grpc.sessions import Sessions
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.security import Shown, Tls
 from gradstream.wire import v1
@@ -138,9 +138,8 @@ class GrpcEndpoint(EndpointCore):
         super().__init__(identity, runtime, window=window)
         proof.check_secret(identity.secret, identity.name)
         self._sessions = Sessions(identity)
-        self._ends: dict[
-            int, tuple[Caller, asyncio.Future[None]]
-        ] = {}  # by session: its caller, and how to end it
+        # By session: its caller, and how to end it.
+        self._ends: dict[int, tuple[Caller, asyncio.Future[None]]] = {}
         self._max_message_bytes = max_message_bytes
         self._patience = patience_options(connection_s)
         self._host = _host_of(listen, trusted=insecure or security is not None)
@@ -235,7 +234,7 @@ class GrpcEndpoint(EndpointCore):
         if session is None:
             self.on_stranger(context.peer())
             await self._delay_refusal()
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, BAD_SECRET)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, proof.BAD_SECRET)
         try:
             opened = await self._first(context)
         except GradstreamError as error:
@@ -245,7 +244,7 @@ class GrpcEndpoint(EndpointCore):
         if opened is None:
             return
         if session.number not in self._ends:  # ended while the Open was on its way
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, BAD_SECRET)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, proof.BAD_SECRET)
         carrier = GrpcCarrier(None if opened.urgent else self._gate)
         stream = carrier.stream = self._incoming(
             opened,
@@ -300,18 +299,16 @@ class GrpcEndpoint(EndpointCore):
             raise FrameError(f"a first frame of kind {frame.WhichOneof('kind')}: expected open")
         return frame.open
 
-    def _dial(self, peer: str, address: str | None, priority: Priority) -> OutgoingCall:
+    def _dial(self, peer: str, address: str, priority: Priority) -> OutgoingCall:
         connection = self._connections.get((peer, priority))
-        if connection is None and address is not None:
+        if connection is None:
             connection = GrpcConnection(self.identity, self.runtime, peer, self._channel(peer, address))
             self._connections[peer, priority] = connection
         return OutgoingCall(self._gate, self._spawn, connection, bulk=priority is Priority.BULK)
 
-    def _dial_anew(self, peer: str, address: str | None, priority: Priority) -> OutgoingCall:
-        connection = None
-        if address is not None:
-            channel = self._channel(peer, address, NEW_CONNECTION_OPTIONS)
-            connection = GrpcConnection(self.identity, self.runtime, peer, channel)
+    def _dial_anew(self, peer: str, address: str, priority: Priority) -> OutgoingCall:
+        channel = self._channel(peer, address, NEW_CONNECTION_OPTIONS)
+        connection = GrpcConnection(self.identity, self.runtime, peer, channel)
         bulk = priority is Priority.BULK
         return OutgoingCall(self._gate, self._spawn, connection, bulk=bulk, own_connection=True)
 

@@ -14,9 +14,7 @@ __all__ = [
     "patience_options",
 ]
 
-MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + (
-    1 << 20
-)  # more than a frame: too long a frame is refused with a message
+MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + (1 << 20)  # so that too long a frame is refused with a message
 
 _LOOKAHEAD_BYTES = 1 << 20  # of each call that a caller may send before they are read
 
@@ -48,9 +46,8 @@ CLIENT_OPTIONS = [
 ]
 _CONNECT_MS = "grpc.min_reconnect_backoff_ms"  # the time that gRPC gives one attempt to connect
 SHARED_CONNECTION_OPTIONS = [(_CONNECT_MS, 1000)]
-NEW_CONNECTION_OPTIONS = [
-    (_CONNECT_MS, 5000)
-]  # other connections are tried beside it: a slow handshake may end
+# Other connections are tried beside a new one, so a slow handshake may take its time.
+NEW_CONNECTION_OPTIONS = [(_CONNECT_MS, 5000)]
 
 
 def patience_options(connection_s: float) -> list[tuple[str, int]]:

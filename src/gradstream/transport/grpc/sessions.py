@@ -25,10 +25,7 @@ from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
 from gradstream.wire.window import SequenceWindow
 
-__all__ = ["BAD_SECRET", "NO_CHALLENGE", "CallerSession", "PeerSession", "Sessions", "proved"]
-
-BAD_SECRET = "the caller has not proved that it knows the secret of this run"
-"""The only answer to a caller without the secret."""
+__all__ = ["NO_CHALLENGE", "CallerSession", "PeerSession", "Sessions", "proved"]
 
 NO_CHALLENGE = "the challenge is not of this node, is too old, or was answered before: ask for another one"
 """The answer to a greeting that knows the secret, but was recorded or came too late."""
@@ -70,7 +67,7 @@ class Sessions:
 
     def greeted(self, raw: bytes, now_ns: int) -> tuple[PeerSession, v1.Proven] | v1.Refuse:
         """Checks a stranger's greeting: returns its session and our answer, or a refusal without details."""
-        refused = v1.Refuse(code=v1.BAD_SECRET, message=BAD_SECRET)
+        refused = v1.Refuse(code=v1.BAD_SECRET, message=proof.BAD_SECRET)
         if len(raw) > LIMITS.greeting_bytes:
             return refused
         try:
@@ -78,12 +75,9 @@ class Sessions:
         except DecodeError:
             return refused
         mine = self._identity
-        if greeting.protocol != PROTOCOL:
-            text = f"the caller speaks protocol {greeting.protocol}, expected {PROTOCOL}: install one version"
-            return v1.Refuse(code=v1.BAD_PROTOCOL, message=text)
+        if (refuse := proof.objection(mine, greeting.challenge, greeting)) is not None:
+            return refuse
         if not greeting.sender:
-            return refused
-        if not proof.knows(mine.secret, greeting.challenge, greeting, job=mine.job, called=mine.name):
             return refused
         if not self._is_fresh(greeting.challenge, now_ns):
             return v1.Refuse(code=v1.TOO_OLD, message=NO_CHALLENGE)
@@ -150,11 +144,9 @@ class CallerSession:
         return v1.Pass(session=self._session, number=self._number, proof=signature).SerializeToString()
 
 
-def proved(identity: Identity, called: str, greeting: v1.Greeting, proven: v1.Proven) -> CallerSession | None:
-    """The session that answers a greeting; None where the called side does not know the secret."""
-    expected = proof.called_proof(identity.secret, greeting, job=identity.job, called=called)
-    if not hmac.compare_digest(proven.proof, expected):
-        return None
+def proved(identity: Identity, called: str, greeting: v1.Greeting, proven: v1.Proven) -> CallerSession:
+    """The session that answers a greeting. Raises RefusedError where the called side does not know the secret."""
+    proof.check_called(identity, called, greeting, proven)
     key = proof.session_key(identity.secret, greeting, job=identity.job, called=called)
     return CallerSession(proven.session, key)
 

@@ -6,7 +6,6 @@ copied through it. Only processes of the same user in the same network namespace
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import socket
 
@@ -33,19 +32,11 @@ class ShmEndpoint(SocketEndpoint):
         address = f"gradstream/{secrets.token_hex(16)}"  # every user can read the names of sockets
         return listen("\0" + address), address
 
-    async def _connect(self, address: str) -> socket.socket:
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            connected.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(connected, "\0" + address)
-            self._admit(connected)
-        except ConfigError as error:
-            connected.close()
-            raise OSError(str(error)) from error
-        except BaseException:
-            connected.close()
-            raise
-        return connected
+    def _target(self, address: str) -> tuple[socket.socket, str]:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), "\0" + address
 
     def _admit(self, connected: socket.socket) -> None:
-        check_peer(connected)
+        try:
+            check_peer(connected)
+        except ConfigError as error:
+            raise OSError(str(error)) from error

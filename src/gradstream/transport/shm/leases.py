@@ -155,9 +155,7 @@ class GivenLeases:
         self._loop = asyncio.get_running_loop()
         self._arena_segment: Segment | None = None
         self._arena = Arena(0, ARENA_BYTES)
-        self._segments: dict[
-            int, bool
-        ] = {}  # segments announced to the peer; whether the peer has mapped them
+        self._segments: dict[int, bool] = {}  # those announced to the peer; whether it has mapped them
         self._loans: dict[int, Loaned] = {}
         self._of_stream: dict[Stream, list[int]] = {}
         self._numbers = itertools.count(1)
@@ -296,9 +294,7 @@ class BorrowedLeases:
                 self._loop.call_soon_threadsafe(self._return)
 
     def _return(self) -> None:
-        self._returning = (
-            False  # before the loop below: a loan that is released later schedules another return
-        )
+        self._returning = False  # first: a loan that is released during the loop schedules another return
         loans = []
         while self._released:
             loans.append(self._released.popleft())
@@ -313,7 +309,7 @@ class BorrowedLeases:
             self._post(v1.Lending(returned=ids))
 
     def map(self, number: int, descriptors: list[int]) -> None:
-        """Maps a segment that the peer hands out. It ignores one too many: the peer sends its payloads without it.
+        """Maps a segment that the peer hands out. Ignores one beyond `MAX_SEGMENTS`: the peer can do without it.
 
         Args:
             descriptors: the one that came with the message; it is removed from the list.

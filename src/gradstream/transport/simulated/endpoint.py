@@ -16,6 +16,7 @@ from gradstream.errors import ConfigError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.transport.base import Identity, Priority
+from gradstream.transport.carrier import NullCarrier
 from gradstream.transport.endpoint import WINDOW, EndpointCore
 from gradstream.transport.simulated.network import Packet, StreamQueue, VirtualNetwork
 from gradstream.transport.stream import StreamCore
@@ -55,9 +56,9 @@ class MemoryNetwork(VirtualNetwork):
         if self._endpoints.get(endpoint.address) is endpoint:
             del self._endpoints[endpoint.address]
 
-    def at(self, address: str | None) -> MemoryEndpoint | None:
+    def at(self, address: str) -> MemoryEndpoint | None:
         """The endpoint at an address."""
-        return None if address is None else self._endpoints.get(address)
+        return self._endpoints.get(address)
 
     def kill(self, node: str) -> None:
         """Ends a node as if its process had died: it sends nothing more, and its peers notice one latency later.
@@ -167,9 +168,7 @@ def feed(stream: StreamCore, frame: v1.Frame, payload: torch.Tensor | None) -> N
 class _Pipe:
     """The two stream queues and two ends of a stream; `near` is the end of the caller."""
 
-    def __init__(
-        self, network: MemoryNetwork, caller: str, called: str, to: str | None, priority: Priority
-    ) -> None:
+    def __init__(self, network: MemoryNetwork, caller: str, called: str, to: str, priority: Priority) -> None:
         self.caller = caller
         self.called = called
         self._network = network
@@ -195,8 +194,7 @@ class _Pipe:
             self.far.stream = endpoint.take_in(opened, self.far)
             return
         self.far.is_over = True
-        where = "its address is not known" if self._to is None else f"nobody listens at {self._to}"
-        self._notice(self.near, self.called, self.caller, where)
+        self._notice(self.near, self.called, self.caller, f"nobody listens at {self._to}")
 
     def lose(self, node: str) -> None:
         """Ends one side; the network tells the other side one latency later."""
@@ -232,9 +230,7 @@ class _Pipe:
 class _Copy:
     """The second delivery of a stream: its frames arrive again, later, and answers are dropped."""
 
-    def __init__(
-        self, network: MemoryNetwork, rng: random.Random, caller: str, called: str, to: str | None
-    ) -> None:
+    def __init__(self, network: MemoryNetwork, rng: random.Random, caller: str, called: str, to: str) -> None:
         self._network = network
         self._rng = rng
         self._link = network.config.link_between(caller, called)
@@ -267,25 +263,9 @@ class _Copy:
         if endpoint is None:
             return
         if frame.HasField("open"):
-            self._stream = endpoint.take_in(frame.open, _DroppingCarrier(), window=1 << 30)
+            self._stream = endpoint.take_in(frame.open, NullCarrier(), window=1 << 30)
         elif self._stream is not None:
             feed(self._stream, frame, payload)
-
-
-class _DroppingCarrier:
-    """The carrier of answers to a duplicate: it drops them."""
-
-    def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
-        """Does nothing."""
-
-    async def drained(self) -> None:
-        """Returns at once."""
-
-    def drop(self) -> None:
-        """Does nothing."""
-
-    def over(self) -> None:
-        """Does nothing."""
 
 
 class MemoryEndpoint(EndpointCore):
@@ -315,12 +295,12 @@ class MemoryEndpoint(EndpointCore):
         self._network.detach(self)
 
     def take_in(
-        self, opened: v1.Open, carrier: _End | _DroppingCarrier, *, window: int | None = None
+        self, opened: v1.Open, carrier: _End | NullCarrier, *, window: int | None = None
     ) -> StreamCore:
         """Takes an Open that has arrived here."""
         return self._incoming(opened, carrier, window=window)
 
-    def _dial(self, peer: str, address: str | None, priority: Priority) -> _End:
+    def _dial(self, peer: str, address: str, priority: Priority) -> _End:
         return _Pipe(self._network, self.identity.name, peer, address, priority).near
 
     def _disconnect(self, peer: str) -> None:

@@ -35,30 +35,6 @@ ACCEPT_AGAIN_S = 0.1  # after running out of descriptors
 MAX_CONNECTIONS = 16  # of one multiplexer
 
 
-class Unreachable:
-    """The carrier of a stream to a peer that cannot be reached."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
-
-    def connect(self, stream: StreamCore, opened: v1.Open) -> None:
-        """See `OutgoingCarrier.connect`."""
-        del opened
-        stream.broken(self._why)
-
-    def transmit(self, frame: v1.Frame, payload: object) -> None:
-        """Does nothing."""
-
-    async def drained(self) -> None:
-        """Returns at once."""
-
-    def drop(self) -> None:
-        """Does nothing."""
-
-    def over(self) -> None:
-        """Does nothing."""
-
-
 class SocketEndpoint(EndpointCore):
     """Base of endpoints over stream sockets. A subclass adds how to listen and how to connect.
 
@@ -90,9 +66,7 @@ class SocketEndpoint(EndpointCore):
         self._connections = connections
         self._listener: socket.socket | None = None
         self._outgoing: dict[tuple[str, Priority], Multiplexer] = {}
-        self._callers: dict[
-            tuple[str, int, int], Multiplexer
-        ] = {}  # by name, incarnation, the caller's number
+        self._callers: dict[tuple[str, int, int], Multiplexer] = {}  # by name, incarnation, caller's number
         self._numbers = itertools.count(1)
         self._dialling: dict[asyncio.Task[None], None] = {}
         self._data_sockets = DataSockets(runtime)
@@ -104,12 +78,12 @@ class SocketEndpoint(EndpointCore):
         """A listening, non-blocking socket and its address. Raises ConfigError where it cannot listen."""
 
     @abstractmethod
-    async def _connect(self, address: str) -> socket.socket:
-        """A connected, non-blocking socket. Raises OSError where nobody listens."""
+    def _target(self, address: str) -> tuple[socket.socket, tuple[str, int] | str]:
+        """A new socket, and what it has to connect to in order to reach an address."""
 
     @abstractmethod
     def _admit(self, connected: socket.socket) -> None:
-        """Prepares a socket that was accepted. Raises OSError or ConfigError to close it."""
+        """Prepares a socket that was connected or accepted. Raises OSError to close it."""
 
     # ---- listening ----------------------------------------------------------------------
 
@@ -134,7 +108,7 @@ class SocketEndpoint(EndpointCore):
         try:
             connected.setblocking(False)
             self._admit(connected)
-        except (OSError, ConfigError):
+        except OSError:
             connected.close()
             return
         self._expect_greeting(connected)
@@ -191,9 +165,8 @@ class SocketEndpoint(EndpointCore):
         count = greeting.count if caller is None else len(caller.connections)
         if not greeting.line and not greeting.index < greeting.count == count <= MAX_CONNECTIONS:
             most = count if caller is not None else MAX_CONNECTIONS
-            text = (
-                f"connection {greeting.index} of {greeting.count}: expected at most {most} of a multiplexer"
-            )
+            at = f"connection {greeting.index} of {greeting.count}"
+            text = f"{at}: expected at most {most} of a multiplexer"
             return v1.Refuse(code=v1.BAD_REQUEST, message=text)
         if caller is not None and caller.connections[greeting.index].started:
             text = f"connection {greeting.index} of multiplexer {greeting.link} of {sender} is there already"
@@ -232,9 +205,7 @@ class SocketEndpoint(EndpointCore):
 
     # ---- dialling -----------------------------------------------------------------------
 
-    def _dial(self, peer: str, address: str | None, priority: Priority) -> MultiplexedCarrier | Unreachable:
-        if address is None:
-            return Unreachable("its address is not known")
+    def _dial(self, peer: str, address: str, priority: Priority) -> MultiplexedCarrier:
         multiplexer = self._outgoing.get((peer, priority))
         if multiplexer is None:
             count = self._connections if priority is Priority.BULK else 1
@@ -266,8 +237,11 @@ class SocketEndpoint(EndpointCore):
 
     async def _connect_and_greet(self, peer: str, address: str, greeting: v1.Greeting) -> socket.socket:
         """Makes a connection on which each side has proved its identity to the other."""
-        connected = await self._connect(address)
+        connected, target = self._target(address)
         try:
+            connected.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(connected, target)
+            self._admit(connected)
             greeting.sender, greeting.incarnation = self.identity.name, self.identity.incarnation
             await greet(connected, greeting, self.identity, peer)
         except BaseException:

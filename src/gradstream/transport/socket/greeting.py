@@ -6,16 +6,13 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import socket
 from collections.abc import Callable
 
 from google.protobuf.message import DecodeError
 
-from gradstream.errors import RefusedError
 from gradstream.transport import proof
 from gradstream.transport.base import Identity
-from gradstream.transport.grpc.sessions import BAD_SECRET
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.refusals import refused_by
 from gradstream.transport.socket.framing import GREETING, PREFIX
@@ -42,19 +39,12 @@ async def greet(connected: socket.socket, greeting: v1.Greeting, identity: Ident
     challenge = await _read(connected, "challenge", "refuse")
     if challenge.HasField("refuse"):
         raise refused_by(called, challenge.refuse)
-    if (theirs := challenge.challenge.protocol) != PROTOCOL:
-        text = f"it speaks protocol {theirs}, {identity.name} {PROTOCOL}: install one version"
-        raise RefusedError(called, "BAD_PROTOCOL", text)
-    proof.greet(identity.secret, challenge.challenge, greeting, job=identity.job, called=called)
+    proof.answer_challenge(identity, called, challenge.challenge, greeting)
     await _write(connected, v1.Frame(greeting=greeting))
     answer = await _read(connected, "proven", "refuse")
     if answer.HasField("refuse"):
         raise refused_by(called, answer.refuse)
-    expected = proof.called_proof(identity.secret, greeting, job=identity.job, called=called)
-    if not hmac.compare_digest(answer.proven.proof, expected):
-        raise RefusedError(
-            called, "BAD_SECRET", "the program that listens at its address does not know this run's secret"
-        )
+    proof.check_called(identity, called, greeting, answer.proven)
 
 
 Objection = Callable[[v1.Greeting], "v1.Refuse | None"]
@@ -78,13 +68,7 @@ async def answer(connected: socket.socket, identity: Identity, objection: Object
     challenge = proof.new_nonce()
     await _write(connected, v1.Frame(challenge=v1.Challenge(protocol=PROTOCOL, nonce=challenge)))
     greeting = (await _read(connected, "greeting")).greeting
-    if greeting.protocol != PROTOCOL:
-        text = f"the caller speaks protocol {greeting.protocol}, expected {PROTOCOL}: install one version"
-        refuse: v1.Refuse | None = v1.Refuse(code=v1.BAD_PROTOCOL, message=text)
-    elif not proof.knows(identity.secret, challenge, greeting, job=identity.job, called=identity.name):
-        refuse = v1.Refuse(code=v1.BAD_SECRET, message=BAD_SECRET)
-    else:
-        refuse = objection(greeting)
+    refuse = proof.objection(identity, challenge, greeting) or objection(greeting)
     if refuse is not None:
         await _write(connected, v1.Frame(refuse=refuse))
         raise refused_by(identity.name, refuse)

@@ -13,7 +13,7 @@ import torch
 
 from gradstream.errors import RefusedError
 from gradstream.runtime.base import Runtime
-from gradstream.transport.carrier import SendHandle
+from gradstream.transport.carrier import SendHandle, bytes_of
 from gradstream.transport.refusals import refusal_of
 from gradstream.transport.silence import Broadcast
 from gradstream.transport.socket.connection import Connection
@@ -23,7 +23,7 @@ from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire
 from gradstream.wire.frames import FrameError, check_chunk, payload_tensor
 
-__all__ = ["Answer", "MultiplexedCarrier", "Multiplexer", "bytes_of"]
+__all__ = ["Answer", "MultiplexedCarrier", "Multiplexer"]
 
 Answer = Callable[["Multiplexer", "MultiplexedCarrier", v1.Open], StreamCore]
 """Answers an Open of the peer with a stream."""
@@ -119,7 +119,7 @@ class MultiplexedCarrier:
         """See `Carrier.transmit`."""
         if self._is_over:
             return None
-        view = None if payload is None else bytes_of(payload)
+        view = bytes_of(payload)
         outgoing = OutgoingFrame(self.number, self._num_sent, frame, view, on_sent=self._sent)
         self._num_sent += 1
         self._queued += 1
@@ -318,13 +318,6 @@ class Multiplexer:
         self.over = True
         for connection in self.connections:
             connection.close()
-
-
-def bytes_of(payload: torch.Tensor) -> memoryview | None:
-    """The memory of a tensor as bytes; None for an empty tensor."""
-    if not payload.numel():
-        return None
-    return memoryview(payload.detach().numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def _fits(memory: torch.Tensor, elems: int, dtype: torch.dtype | None) -> bool:

@@ -19,7 +19,6 @@ round trip that it has measured by then.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import socket
 import struct
@@ -96,24 +95,14 @@ class TcpEndpoint(SocketEndpoint):
             ) from None
         return listener, f"{self._host}:{listener.getsockname()[1]}"
 
-    async def _connect(self, address: str) -> socket.socket:
+    def _target(self, address: str) -> tuple[socket.socket, tuple[str, int]]:
         host, port = host_and_port(address)
-        connected = socket.socket(_family(host), socket.SOCK_STREAM)
-        try:
-            connected.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(connected, (host.strip("[]"), port))
-            self._admit(connected)
-        except BaseException:
-            connected.close()
-            raise
-        return connected
+        return socket.socket(_family(host), socket.SOCK_STREAM), (host.strip("[]"), port)
 
     def _admit(self, connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        half_s = math.ceil(
-            self._connection_s / 2
-        )  # a probe after half of the time, and the other half for the answer
+        half_s = math.ceil(self._connection_s / 2)  # until a probe; as long again for its answer
         for name, value in (
             ("TCP_KEEPIDLE", half_s),
             ("TCP_KEEPINTVL", half_s),

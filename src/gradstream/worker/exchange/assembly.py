@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from gradstream.collectives.buckets import Buckets
-from gradstream.collectives.group import Group
+from gradstream.collectives.group import Group, GroupMembers
 from gradstream.coordinator.client.member import names_of
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
@@ -105,13 +105,11 @@ class Assembly:
         config, context = self._config, self._context
         notice = context.member.notice
         assert config.form_group is not None
+        members = GroupMembers(
+            names_of(notice.nodes, "worker"), config.rank, notice.epoch, config.deadlines.silence_s
+        )
         group = await config.form_group(
-            context.runtime,
-            context.endpoint,
-            names_of(notice.nodes, "worker"),
-            config.rank,
-            notice.epoch,
-            on_event=context.member.emit,
+            context.runtime, context.endpoint, members, on_event=context.member.emit
         )
         replica = await self._group_replica(strategy, group)
         chunks = ChunkMap(config.model.layout.elems, config.chunk_elems, config.num_workers)

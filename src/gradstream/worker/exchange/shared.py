@@ -16,6 +16,7 @@ import torch
 
 from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.checkpoint.snapshot import NodeSnapshots, Pieces, load
+from gradstream.collectives.group import GroupMembers
 from gradstream.collectives.shared_window import SharedWindow, open_shared_window
 from gradstream.coordinator.client.member import Member, names_of
 from gradstream.data.base import Dataset
@@ -68,16 +69,9 @@ async def form_shared(
         )
     runtime, member = context.runtime, context.member
     real = isinstance(runtime, RealRuntime)  # the nodes of a simulation compute by turns, on one data set
-    names = names_of(member.notice.nodes, "worker")
-    window = await open_shared_window(
-        runtime,
-        context.endpoint,
-        names,
-        context.rank,
-        member.notice.epoch,
-        silence_s=context.deadlines.silence_s,
-        on_event=member.emit,
-    )
+    names, epoch = names_of(member.notice.nodes, "worker"), member.notice.epoch
+    members = GroupMembers(names, context.rank, epoch, context.deadlines.silence_s)
+    window = await open_shared_window(runtime, context.endpoint, members, on_event=member.emit)
     try:
         layout = parts.layout
         parameters = await window.common(layout.elems, layout.dtype, "parameters")
