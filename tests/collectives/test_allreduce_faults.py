@@ -18,7 +18,7 @@ from gradstream.runtime.simulation import Cost, Exponential, Link, Network, Simu
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.strategies import AllReduce
 from gradstream.testing.runs import QUICK, kill_at, least_squares
-from gradstream.worker.replica.peers import GroupPeers
+from gradstream.worker.replica.group import GroupPeers
 from whole_runs import same, unexpected
 
 MODEL, DATA = least_squares(60, 700, whole=False)
@@ -190,7 +190,7 @@ def test_the_checker_notices_an_update_bucket_by_bucket(monkeypatch: pytest.Monk
         await sum_up(self, gradient, bucket, weight)
         if bucket[1] < len(gradient.vector):
             await self._apply()
-            self._sums.clear()
+            self._round.sums.clear()
 
     monkeypatch.setattr(GroupPeers, "allreduce", hasty)
     rng, torn = random.Random(0), 0

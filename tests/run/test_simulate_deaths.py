@@ -129,15 +129,15 @@ def test_checker_of_deaths_notices_what_is_not_redone(monkeypatch: pytest.Monkey
     """Planted: those who go on are told of minibatches to take over, and receipt them unseen."""
     from gradstream.worker.gradient import Differentiator
 
-    original = Differentiator.gradient
+    original = Differentiator.compute
 
-    def lazy(self: Any, parameters: Any, ref: Any, into: Any, **rest: Any) -> Any:
-        result = original(self, parameters, ref, into, **rest)
-        if ref.partition != self._rank:
-            into.zero_()
+    def lazy(self: Any, parameters: Any, gradient: Any, report: Any) -> Any:
+        result = original(self, parameters, gradient, report)
+        if gradient.batch.ref.partition != self._rank:
+            gradient.vector.tensor.zero_()
         return result
 
-    monkeypatch.setattr(Differentiator, "gradient", lazy)
+    monkeypatch.setattr(Differentiator, "compute", lazy)
     run, events = run_killing("worker-1", 0.1, seed=0)
     assert lost(events) == ["worker-1"]
     with pytest.raises(AssertionError, match=r"applied [012] times"):

@@ -18,7 +18,7 @@ from gradstream.job.job import Job
 from gradstream.model.buffers import Buffers
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK, kill_at, least_squares
-from gradstream.worker.replica.loop import LoopReplica, Round, Turn
+from gradstream.worker.loop import LoopContext, Round, Turn
 
 RATE = 1 / 64
 
@@ -37,8 +37,8 @@ class Scripted:
     begin_at: int = 0
     skip: int = 0  # minibatches before the run was resumed
 
-    def begin(self, replica: LoopReplica) -> None:
-        self.skip = replica.step
+    def begin(self, context: LoopContext) -> None:
+        self.skip = context.replica.step
         self.begin_at = sum(self.sizes[: self.skip])
 
     joint = False

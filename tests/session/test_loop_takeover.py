@@ -35,6 +35,7 @@ from gradstream.session.loaders import LoaderPart, part_of
 from gradstream.session.loaders_takeover import Takeover
 from gradstream.testing.sessions import loop_in_threads
 from gradstream.wire import v1
+from gradstream.worker.loop import LoopContext
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -377,12 +378,8 @@ def test_a_resumed_loop_takes_over_nothing_while_it_passes_by() -> None:
 
 
 def test_who_asks_hears_when_the_worker_has_ended() -> None:
-    class Replica:
-        """Its coordinator does not answer."""
-
-        @property
-        def endings(self) -> Any:
-            return self
+    class Silent:
+        """A coordinator that does not answer."""
 
         async def take_over(self, *_: Any) -> None:
             asked.set()
@@ -395,7 +392,7 @@ def test_who_asks_hears_when_the_worker_has_ended() -> None:
         bridge.over(gs.errors.PeerLostError("coordinator", "gone"))
 
     async def begin() -> None:
-        bridge.begin(Replica())  # type: ignore[arg-type]
+        bridge.begin(LoopContext(None, Silent()))  # type: ignore[arg-type]
 
     loop, others = asyncio.new_event_loop(), [threading.Thread(target=end)]
     loop.run_until_complete(begin())

@@ -22,7 +22,7 @@ from gradstream.session.loaders import LoaderPart, length_of, part_of
 from gradstream.session.optimizer import DistributedOptimizer
 from gradstream.session.rules import rule_of
 from gradstream.session.torchrun import of_torchrun
-from gradstream.worker.replica.loop import Round
+from gradstream.worker.loop import Round
 
 Numbers = np.ndarray[Any, Any]
 

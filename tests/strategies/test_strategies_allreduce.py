@@ -27,7 +27,7 @@ from gradstream.testing import check_strategy
 from gradstream.testing.runs import least_squares
 from gradstream.testing.strategies import BrokenPropertiesError
 from gradstream.worker.computed import ComputedGradient, SampleBatch
-from gradstream.worker.replica.peers import GroupPeers
+from gradstream.worker.replica.group import GroupMeter, GroupPeers, GroupSetup
 
 LR, GRID = 2.0**-7, 2.0**-10
 FEATURES = 300  # with buckets of 128 elements three, the last one short
@@ -239,15 +239,22 @@ def test_the_last_bucket_waits_for_the_end_of_the_gradient() -> None:
             return span
 
     async def main() -> None:
-        now: Any = SimpleNamespace(now=lambda: 0)
-        replica: Any = SimpleNamespace(planned=lambda _: [(4, 0.1)])
-        group: Any = Alone()
-        buckets, updater = Buckets(200, 64, 1), cast(Any, None)
-        peers = GroupPeers(
-            now, group, buckets, WaitAttribution(), updater=updater, sharded=False, replica=replica
+        runtime: Any = SimpleNamespace(now=lambda: 0)
+        context: Any = SimpleNamespace(
+            runtime=runtime, schedule=SimpleNamespace(round_of=lambda _: [(4, 0.1)])
         )
+        group, replica = cast(Any, Alone()), cast(Any, None)
+        setup = GroupSetup(
+            group=group,
+            buckets=Buckets(200, 64, 1),
+            updater=cast(Any, None),
+            sharded=False,
+            parameters=cast(Any, None),
+        )
+        meter = GroupMeter(runtime, WaitAttribution(), on_transfer=lambda _: None)
+        peers = GroupPeers(replica, context, setup, meter)
         ref = BatchRef(0, 0, 0)
-        gradient = ComputedGradient(group.allocate(200, torch.float32, "g"), SampleBatch(ref, 4), (ref,), 0.1)
+        gradient = ComputedGradient(group.allocate(200, torch.float32, "g"), SampleBatch(ref, 4), 0.1)
         end: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         gradient.task = end  # type: ignore[assignment]
         await peers.samples(gradient)

@@ -16,8 +16,10 @@ from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import ConfigError, GradientError
+from gradstream.memory import Vector
 from gradstream.runtime.simulation import Cost, Network, SimulationConfig
 from gradstream.testing.runs import Tokens, least_squares, numbered
+from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.gradient import Clip, Differentiator, hash_seed
 
 STRATEGIES = {
@@ -100,11 +102,13 @@ def test_what_is_reported_is_final(joined: int, reduction: Any, clip: Clip) -> N
     for mean in (False, True):
         into, sums = torch.full_like(parameters, torch.nan), torch.full_like(parameters, torch.nan)
         seen: list[torch.Tensor] = []
-        source.gradient(
-            parameters, BatchRef(0, 0, 0), into, num_samples=8 * joined, step=0, mean=mean, sums=sums,
-            report=lambda elems, into=into, seen=seen: seen.append(into[:elems].clone()),  # type: ignore[misc]
+        batch = SampleBatch(BatchRef(0, 0, 0), 8 * joined)
+        gradient = ComputedGradient(Vector("into", into), batch, 0.1, mean=mean, sums=Vector("sums", sums))
+        source.compute(
+            parameters, gradient,
+            lambda elems, into=into, seen=seen: seen.append(into[:elems].clone()),  # type: ignore[misc]
         )  # fmt: skip
-        assert [len(part) for part in seen] == list(source.milestones(mean=mean))
+        assert [len(part) for part in seen] == list(source.milestones(gradient))
         assert all(torch.equal(part, into[: len(part)]) for part in seen)
         assert into.isfinite().all()
         assert len(seen) == (1 if clip or (mean and reduction == "sum") else 4)
@@ -130,10 +134,9 @@ def test_reading_samples_is_timed_apart_from_computing(joined: int, monkeypatch:
     source = Differentiator(model, feed, JoinedPlan(plan, joined), rank=0, seed=0, now=lambda: clock_ns)
     parameters, into, sums = (torch.zeros(model.layout.elems, dtype=model.layout.dtype) for _ in range(3))
     for _ in range(2):
-        found = source.gradient(
-            parameters, BatchRef(0, 0, 0), into, num_samples=8 * joined, step=0, mean=True, sums=sums,
-            report=lambda _: None,
-        )  # fmt: skip
+        batch = SampleBatch(BatchRef(0, 0, 0), 8 * joined)
+        gradient = ComputedGradient(Vector("into", into), batch, 0.1, mean=True, sums=Vector("sums", sums))
+        found = source.compute(parameters, gradient, lambda _: None)
         assert found.read_s == 2.0 * joined
     assert clock_ns == 2 * joined * 7 * 10**9
 

@@ -43,8 +43,8 @@ from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.dtypes import itemsize_bytes
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.gradient import Clip
+from gradstream.worker.loop import OwnData
 from gradstream.worker.node import WorkerNode
-from gradstream.worker.replica.loop import OwnData
 from gradstream.worker.replica.updater import UpdateRule
 
 __all__ = ["build_coordinator", "build_worker", "member_of", "recording_of", "worker_config"]
@@ -173,7 +173,6 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
     """The part of the plan that a worker needs; see `build_worker`."""
     job, strategy = plan.job, plan.strategy
     own = cast(OwnData, job.data) if plan.open_ended else None
-    rule = _update_rule(plan, model, own)
     how = "auto"
     if isinstance(strategy, GroupStrategy):
         how = strategy.algorithm if strategy.exchange == "auto" else strategy.exchange
@@ -199,8 +198,8 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
         joint=plan.joint,
         balanced=plan.balanced,
         form_group=partial(form_group, how=how),
-        update_rule=rule if plan.workers_optimize else None,
-        shards_rule=None if plan.workers_optimize else rule,
+        update_rule=_update_rule(plan, model, own),
+        workers_optimize=plan.workers_optimize,
     )
 
 

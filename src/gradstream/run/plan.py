@@ -34,7 +34,7 @@ from gradstream.transport.base import Identity
 from gradstream.transport.offers import shares_memory
 from gradstream.wire.chunks import CHUNK_ELEMS, shared_chunk_elems
 from gradstream.worker.evaluation import EvaluationPlan, Metric
-from gradstream.worker.replica.loop import OwnData
+from gradstream.worker.loop import OwnData
 
 __all__ = ["COORDINATOR", "RunPlan", "metrics_of", "num_servers", "plan_run", "shard_name", "worker_name"]
 

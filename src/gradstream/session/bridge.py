@@ -30,7 +30,7 @@ from gradstream.session.binding import ParameterBinding
 from gradstream.session.log import SessionLog
 from gradstream.session.progress import LoopCounts
 from gradstream.telemetry.events import LogEvent
-from gradstream.worker.replica.loop import LoopReplica, Round, Turn
+from gradstream.worker.loop import LoopContext, Round, Turn
 
 __all__ = ["LoopBridge"]
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class LoopBridge:
-    """Implements `worker.replica.loop.Loop` for a loop that runs in another thread.
+    """Implements `worker.loop.Loop` for a loop that runs in another thread.
 
     Args:
         binding: the user's parameters.
@@ -69,7 +69,7 @@ class LoopBridge:
         self._on_step = on_step
         self._condition = threading.Condition()
         self._whose: Literal["worker", "user"] = "worker"
-        self._replica: LoopReplica | None = None
+        self._context: LoopContext | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._turn = Turn(0, 0.0, math.nan)  # the user's present one, or the last
         self._round: Round | None = None  # what the worker has given for it
@@ -92,13 +92,13 @@ class LoopBridge:
         Raises:
             PeerLostError, DeadlineError: a server does not answer.
         """
-        assert self._replica is not None
-        return self._ask(self._replica.newest())
+        assert self._context is not None
+        return self._ask(self._context.replica.newest())
 
     def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
         """Reports that the loop begins an epoch: see `Reassignment.begun`. Called from the user's thread."""
-        assert self._replica is not None and self._event_loop is not None
-        say = partial(self._replica.endings.begun, epoch, step, unclear=unclear)
+        assert self._context is not None and self._event_loop is not None
+        say = partial(self._context.endings.begun, epoch, step, unclear=unclear)
         with suppress(RuntimeError):  # the run is over, and the coordinator with it
             self._event_loop.call_soon_threadsafe(say)
 
@@ -113,8 +113,8 @@ class LoopBridge:
             PeerLostError, DeadlineError: the coordinator does not answer.
             GradstreamError: the worker has ended with this error.
         """
-        assert self._replica is not None
-        return self._ask(self._replica.endings.take_over(epoch, begin, step, parts, per_step, oldest))
+        assert self._context is not None
+        return self._ask(self._context.endings.take_over(epoch, begin, step, parts, per_step, oldest))
 
     def _ask(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` in the worker's event loop. Raises the worker's error where it ends before."""
@@ -134,9 +134,9 @@ class LoopBridge:
 
     # ---- called by the worker -----------------------------------------------------------
 
-    def begin(self, replica: LoopReplica) -> None:
+    def begin(self, context: LoopContext) -> None:
         """See `Loop.begin`."""
-        self._replica, self._event_loop = replica, asyncio.get_running_loop()
+        self._context, self._event_loop = context, asyncio.get_running_loop()
 
     def turn(self, parameters: torch.Tensor, given: Round) -> Turn:
         """See `Loop.turn`. Raises UserCodeError where the user's loop has failed."""

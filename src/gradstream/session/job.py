@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job
 from gradstream.model.base import Reduction
-from gradstream.worker.replica.loop import Loop
+from gradstream.worker.loop import Loop
 
 __all__ = ["OwnLoop", "ScriptModel", "job"]
 

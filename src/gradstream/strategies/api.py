@@ -113,7 +113,7 @@ class Server(Protocol):
 
 
 class Peers(Protocol):
-    """The workers of a run without servers, as one of them sees them; see `gradstream.worker.replica.peers`.
+    """The workers of a run without servers, as one of them sees them; see `gradstream.worker.replica.group`.
 
     All of them call the same methods in the same order.
     """
@@ -233,8 +233,12 @@ class SharedMemoryWorker(Worker, Protocol):
 class ServerWorker(Worker, Protocol):
     """A worker that pushes to the shards of a parameter server, and fetches from them."""
 
-    since: int  # number of minibatches since the worker was set active or its phase began
     clock: int  # number of updates of every participating worker that its parameters have
+
+    @property
+    def since(self) -> int:
+        """Number of minibatches since the worker was set active or its phase began; all before are in the model."""
+        ...
 
     @property
     def resumed(self) -> bool:

@@ -1,4 +1,4 @@
-"""A worker's side of shares by measured speed: it says what its gradients took, and does what is decided."""
+"""A worker's side of shares by measured speed: it reports the time of its gradients, and follows the decision."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ __all__ = ["ShareReporter", "ShareSource"]
 
 
 class ShareSource(Protocol):
-    """Whoever decides the shares: the coordinator, through `WorkerRequests`."""
+    """Decides the shares: the coordinator, through `WorkerRequests`."""
 
     async def shares(self, ref: BatchRef, stretch: WorkerSpeed) -> Sequence[int]:
-        """How many samples of a round each worker takes from `ref`'s round on."""
+        """Number of samples of each worker in a round, from the round of `ref` on."""
         ...
 
 
 class ShareReporter:
-    """Keeps a worker's plan at the shares that all workers go by.
-
-    It knows nothing of strategies: minibatches pass it on their way out of the schedule, and the seconds
-    of their gradients come from the events of steps.
+    """Keeps a worker's plan at the shares that all workers follow.
 
     Args:
-        plan: this worker's own.
-        source: asked before each stretch of rounds but the first.
+        plan: this worker's own plan.
+        source: asked for the shares before each rebalance window but the first.
     """
 
     def __init__(self, plan: RoundPlan | JoinedPlan, source: ShareSource) -> None:
@@ -39,13 +36,13 @@ class ShareReporter:
         self._stretch = WorkerSpeed()
 
     def took(self, samples: int, seconds: float) -> None:
-        """A gradient has been computed. The first one is left out: it pays for much that no other does."""
+        """Notes the time of a gradient. The first one is left out, since it includes much that happens only once."""
         self._steps += 1
         if self._steps > 1:
             self._stretch.took(samples, seconds)
 
     async def reach(self, ref: BatchRef) -> None:
-        """This minibatch comes next: afterwards it is known which samples it has.
+        """Makes sure that the plan knows the samples of this minibatch, which is the worker's next.
 
         Raises:
             PeerLostError, DeadlineError: the coordinator was lost.

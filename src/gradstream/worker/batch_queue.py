@@ -1,13 +1,13 @@
-"""Minibatches that a worker has in hand: handed out by the coordinator, which is asked before there are none.
+"""The minibatches that the coordinator has assigned to a worker. It asks for more before it has none left.
 
-    hand  ■ ■ ■ ■ ■ ■ ■ ■      a block; half of it gone ▶ asks for the next one, and goes on meanwhile
-    none left                  takes the next block, which mostly is there already
+    queue  ■ ■ ■ ■ ■ ■ ■ ■     a block; with half of it left, the worker asks for the next one, and continues
+    empty                      takes the next block, which has usually come already
 
-A worker computes its first minibatch before it asks for a second one, and then says how long it took. Nobody
-knows before how slow it is, and a second one would be waited for at the end of a short run.
+A worker computes its first minibatch before it asks for a second one, and then reports how long it took. Before that,
+nobody knows how slow it is: at the end of a short run, all would wait for its second minibatch.
 
-Where there is nothing for it now, the worker puts all that it has computed into the model, and asks again:
-then the answer comes when there is something, or when the run has none any more.
+If the coordinator has no minibatch at present, the worker brings everything that it has computed into the model, and
+asks again. The second answer comes when there is a minibatch, or when the run has no more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["BatchQueue", "BatchSource"]
 
 
 class BatchSource(Protocol):
-    """Whoever hands out minibatches: the coordinator, through `WorkerRequests`."""
+    """Assigns minibatches: the coordinator, through `WorkerRequests`."""
 
     async def assign(self, wait: bool, in_hand: int, stretch: WorkerSpeed) -> Assigned:
         """See `WorkerRequests.assign`."""
@@ -35,38 +35,40 @@ class BatchSource(Protocol):
 
 
 class BatchQueue:
-    """What one worker was handed.
+    """The minibatches assigned to one worker.
 
     Args:
-        source: hands out more.
-        runtime: asks beside the worker's own work.
+        source: assigns more.
+        runtime: runtime of the worker's node.
     """
 
     def __init__(self, source: BatchSource, runtime: Runtime) -> None:
         self._source = source
         self._runtime = runtime
         self._refs: deque[BatchRef] = deque()
-        self._turn = 0  # that they belong to
-        self._low = 0  # with so many left, the next block is asked for
+        self._interval = 0  # in which they were assigned
+        self._low = 0  # number of minibatches left at which the worker asks for the next block
         self._asked: asyncio.Task[Assigned] | None = None
-        self._units = 1  # of the minibatch that is computed
+        self._units = 1  # of samples in the present minibatch
         self._steps = 0
         self._stretch = WorkerSpeed()
 
     def took(self, step: StepEvent) -> None:
-        """A minibatch is done. What is said of the first one is of it alone: see `BatchAssignment.took`."""
+        """Notes the time of a step. The first one is reported by itself: see `BatchAssignment.took`."""
         self._steps += 1
         me = f"worker-{step.rank}"
         others = (who for who in step.waited_for if who.startswith("worker-") and who != me)
         for_others_s = sum(step.waited_for[who] for who in others)
         self._stretch.took(self._units, step.compute_s + step.wait_s - for_others_s)
 
-    async def next(self, turn: Callable[[], int], close: Callable[[], Awaitable[None]]) -> BatchRef | None:
-        """The next minibatch; None where the run has none any more.
+    async def next(
+        self, interval: Callable[[], int], close: Callable[[], Awaitable[None]]
+    ) -> BatchRef | None:
+        """The next minibatch; None where the run has no more.
 
         Args:
-            turn: number of the worker's turn, as it knows it.
-            close: puts all that was computed into the model.
+            interval: number of the worker's interval, as the worker knows it.
+            close: brings everything that was computed into the model.
 
         Raises:
             PeerLostError, DeadlineError: the coordinator was lost.
@@ -76,12 +78,12 @@ class BatchQueue:
                 self._ask(in_hand=0)
             asked, self._asked = self._asked, None
             assert asked is not None
-            answer = self._take(await asked, turn())
+            answer = self._take(await asked, interval())
             if not self._refs:
                 await close()
                 if answer.complete:
                     return None
-                answer = self._take(await self._source.assign(True, 0, self._since()), turn())
+                answer = self._take(await self._source.assign(True, 0, self._since()), interval())
                 if answer.complete:
                     return None
         ref = self._refs.popleft()
@@ -90,9 +92,9 @@ class BatchQueue:
             self._ask(in_hand=len(self._refs) + 1)
         return ref
 
-    def put_back(self, ref: BatchRef, turn: int) -> None:
-        """It was not begun, and a new turn begins: what was handed out in an earlier one goes."""
-        if self._turn == turn:
+    def put_back(self, ref: BatchRef, interval: int) -> None:
+        """Makes a minibatch that was not begun the next one again; if an interval has begun since, drops all."""
+        if self._interval == interval:
             self._refs.appendleft(ref)
         else:
             self._refs.clear()
@@ -105,8 +107,8 @@ class BatchQueue:
         stretch, self._stretch = self._stretch, WorkerSpeed()
         return stretch
 
-    def _take(self, answer: Assigned, turn: int) -> Assigned:
-        self._turn = answer.interval
-        self._refs.extend(answer.refs if answer.interval >= turn else ())
+    def _take(self, answer: Assigned, interval: int) -> Assigned:
+        self._interval = answer.interval
+        self._refs.extend(answer.refs if answer.interval >= interval else ())
         self._low = len(self._refs) // 2
         return answer

@@ -1,4 +1,4 @@
-"""What a worker begins with: the model's first parameters, or what it had of its own at a checkpoint."""
+"""A worker's state at the beginning: the model's first parameters, or its own part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ async def fill_parameters(config: WorkerConfig, runtime: Runtime, parameters: Ve
     """Writes the model's first parameters, which depend on the seed alone.
 
     Args:
-        config: has the model and the seed.
-        runtime: of this worker.
+        config: configuration of the worker.
+        runtime: runtime of the worker's node.
         parameters: (E,), overwritten; undefined after an error.
 
     Raises:
@@ -65,7 +65,7 @@ async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, 
             replica.samples = kept.samples
     if config.loop is not None:
         replica.samples = resume.samples.get(runtime.node, 0)
-        frozen = list(fixed_of(model).frozen)  # the script may have made others than those of before
+        frozen = list(fixed_of(model).frozen)  # the script may have made different ones this time
         if frozen:
             read = partial(read_tensors, storage, f"{resume.folder}/{MODEL}", frozen)
             load_fixed(model, await runtime.beside(read, work=Work("restore")))

@@ -1,4 +1,4 @@
-"""What workers have of their own: for whoever asks, averaged for an evaluation, and made equal."""
+"""The workers' buffers: averaged for an evaluation, and made equal where loops begin and end."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ __all__ = ["BufferAverager"]
 
 
 class BufferAverager:
-    """A worker's buffers beside those of the others.
+    """Averages a worker's buffers with those of the other workers, and answers their requests.
 
-    In rounds, who evaluates after step s asks for what the others had then. They have all computed
-    their gradients of that step, since the round is done; those that are past it have kept their
-    buffers as they were, those that are not have them still. So the average depends on no timing.
+    In rounds, a worker that evaluates after step s asks for the others' buffers as of step s. All others have
+    computed their gradients of that step, since the round is done. A worker that has gone further kept its buffers
+    as of step s. So the average does not depend on timing.
 
     Args:
-        runtime, endpoint: of this worker.
-        model: of this worker.
-        workers: names of those that are there, this one among them.
-        silence_s: how long another one may say nothing.
+        runtime: runtime of the worker's node.
+        endpoint: endpoint of the worker's node.
+        model: the worker's own instance of the model.
+        workers: names of the present workers, this one included.
+        silence_s: longest silence of another worker.
 
     Attributes:
         restored: set once this worker's model holds what it begins with. Until then no other worker copies it.
@@ -50,16 +51,16 @@ class BufferAverager:
         self._workers = workers
         self._silence_s = silence_s
         self._progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self._kept: tuple[int, OwnState] | None = None  # as it was after so many steps
+        self._kept: tuple[int, OwnState] | None = None  # number of steps, and the state after them
         self._frozen: OwnState | None = None
         self.restored = asyncio.Event()
 
     def serve(self) -> None:
-        """From now on others can ask."""
+        """Answers other workers from now on."""
         own_state.serve(self._endpoint, self._answer, self._answer_fixed)
 
     def follow(self, progress: Callable[[], tuple[int, int]]) -> None:
-        """`progress()`: samples and minibatches that are behind this worker."""
+        """Takes a function that returns the numbers of samples and steps that this worker has done."""
         self._progress = progress
 
     async def begin_as_first(self, *, buffers: bool = True) -> None:
@@ -81,24 +82,23 @@ class BufferAverager:
             await self._runtime.compute(lambda _: load_buffers(self._model, state.buffers), work=Work("copy"))
 
     async def keep(self, step: int) -> None:
-        """Remembers the buffers as they are now, after `step` steps, for who evaluates there."""
+        """Keeps the present buffers, after `step` steps, for the worker that evaluates there."""
         state = await self._own()
         if state.buffers:
             self._kept = step, state
 
     async def freeze(self) -> None:
-        """There will be no more gradients: the buffers as they are now are this worker's for good."""
+        """Keeps the present buffers for good: this worker computes no more gradients."""
         self._frozen = await self._own()
 
     async def average(self, step: int | None = None, *, catch_up: bool = False) -> Buffers:
-        """Averaged over all workers that answer, weighted by samples; one may be gone at any time.
+        """The buffers averaged over all workers that answer, weighted by samples. Workers may be lost meanwhile.
 
-        Summed by rank, so that all workers get the same bits.
+        They are summed in the order of ranks, so that all workers get the same bits.
 
         Args:
-            step: as they were after so many steps; None as they are.
-            catch_up: take over what the model of the worker that has made most steps holds, where this one
-                has made fewer.
+            step: number of steps after which the buffers are asked for; None for the present ones.
+            catch_up: first copies what the model of the worker with most steps holds, if this one has made fewer.
         """
         mine = await self._own()
         states: dict[str, OwnState] = {}
@@ -111,7 +111,7 @@ class BufferAverager:
             except (PeerLostError, DeadlineError):
                 pass
             except RefusedError as error:
-                if error.code == "BAD_REQUEST":  # what it has is not what this worker has
+                if error.code == "BAD_REQUEST":  # its model is not like this worker's
                     raise
         furthest = max(states, key=lambda worker: states[worker].steps)
         if catch_up and states[furthest].steps > mine.steps:
@@ -123,7 +123,7 @@ class BufferAverager:
         return await own_state.ask(self._endpoint, worker, specs, step=step, silence_s=self._silence_s)
 
     async def _copy(self, worker: str) -> None:
-        """Takes over what the model of another worker holds, but for its buffers."""
+        """Copies what the model of another worker holds, except for its buffers."""
         mine = (await self._fixed()).buffers
         specs = [
             spec_of(name, array.shape, array.dtype)
@@ -150,7 +150,7 @@ class BufferAverager:
         )
 
     async def _own(self) -> OwnState:
-        """Between two gradients: buffers change while one is computed."""
+        """This worker's state, read between two gradients, since computing one changes the buffers."""
         if self._frozen is not None:
             return self._frozen
 
@@ -158,8 +158,4 @@ class BufferAverager:
             samples, steps = self._progress()
             return OwnState(samples, buffers_of(self._model), steps)
 
-        return await self._runtime.compute(
-            own,
-            work=Work("copy"),
-            shape_only=OwnState(0, {}),
-        )
+        return await self._runtime.compute(own, work=Work("copy"), shape_only=OwnState(0, {}))

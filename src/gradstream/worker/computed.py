@@ -1,4 +1,4 @@
-"""A minibatch of samples, and the gradient that is computed of it: what a replica hands to its strategy."""
+"""A minibatch, and the gradient that is computed from it: a replica hands both to its strategy."""
 
 from __future__ import annotations
 
@@ -12,22 +12,44 @@ from gradstream.model.batch import Batch
 from gradstream.model.factors import FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import ComputeProgress
-from gradstream.worker.gradient import Result
 
-__all__ = ["ComputedGradient", "SampleBatch"]
+__all__ = ["UNKNOWN", "ComputedGradient", "Result", "SampleBatch"]
+
+UNKNOWN = -1
+"""Number of samples of a minibatch that a user's loop has not seen yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Figures of a gradient, besides its elements.
+
+    Args:
+        loss: mean or sum over samples, as the model's `reduction` says; NaN where unknown.
+        norm: length of the mean gradient before clipping; None where it is not clipped by length.
+        read_s: seconds spent on reading samples, as part of computing the gradient.
+    """
+
+    loss: float
+    norm: float | None = None
+    read_s: float = 0.0
 
 
 @dataclass(slots=True)
 class SampleBatch:
-    """A minibatch by name and size; its samples are read where the gradient is computed.
+    """A minibatch by name and size.
 
-    Those of a stream have been read already: only so is their number known. It is `UNKNOWN` until the
-    gradient is there where a loop of the user's computes it.
+    Args:
+        ref: its name.
+        num_samples: its size; `UNKNOWN` until the gradient is done where a user's loop computes that.
+        samples: the samples, part by part, where only reading them tells how many there are, as in a stream.
+            None: they are read when the gradient is computed.
+        read_s: seconds that reading `samples` took.
     """
 
     ref: BatchRef
     num_samples: int
     samples: tuple[Batch, ...] | None = None
+    read_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -35,21 +57,27 @@ class ComputedGradient:
     """A gradient that is being computed into `vector`, or has been.
 
     Args:
-        vector: of the replica.
-        batch: what it is of.
-        refs: the minibatches that are in the model once it is.
-        lr: its minibatch's learning rate.
-        ready: how many elements from the front are final.
+        vector: memory of the replica, (E,).
+        batch: the minibatch that it is computed from.
+        lr: learning rate of the minibatch.
+        step: number of the worker's step: for messages, and for the seed of dropout.
+        mean: it is the mean over samples, even if the model gives sums.
+        sums: (E,) to sum up parts of the minibatch in; needed where there are several.
+        ready: number of elements from the front that are final.
         task: computes it; None where there are no samples.
         on_known: called by `know`.
-        factors: take the sufficient factors of some layers, in place of their part of the vector.
-        rows: takes what is of row-sparse tensors; `vector` is then of the others alone.
+        factors: take the sufficient factors of some layers, in place of their part of the vector; not for a
+            minibatch in parts, nor for a mean.
+        rows: takes the gradients of row-sparse tensors, and has none at first; `vector` and `sums` have the
+            layout `Layout.rest` then.
     """
 
     vector: Vector
     batch: SampleBatch
-    refs: tuple[BatchRef, ...]
     lr: float
+    step: int = 0
+    mean: bool = False
+    sums: Vector | None = None
     ready: ComputeProgress = field(default_factory=ComputeProgress)
     task: asyncio.Task[Result] | None = None
     on_known: Callable[[], None] | None = None
@@ -58,7 +86,7 @@ class ComputedGradient:
 
     @property
     def samples(self) -> int:
-        """Training samples behind it; may be `UNKNOWN` until it is done."""
+        """Number of training samples behind it; may be `UNKNOWN` until it is done."""
         return self.batch.num_samples
 
     async def done(self) -> None:
@@ -67,7 +95,7 @@ class ComputedGradient:
             await asyncio.shield(self.task)
 
     def know(self, samples: int, lr: float) -> None:
-        """Fills in what could not be known when it was asked for, before anything of it is ready."""
+        """Fills in size and rate, which nobody knew when the gradient was asked for; nothing of it is ready yet."""
         self.batch.num_samples, self.lr = samples, lr
         if self.on_known is not None:
             self.on_known()

@@ -1,4 +1,4 @@
-"""What a worker is told: its part of the job, as the plan hands it over."""
+"""The configuration of a worker: its part of the run's plan."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from gradstream.telemetry.events import Event
 from gradstream.transport.base import Endpoint
 from gradstream.worker.evaluation import EvaluationPlan
 from gradstream.worker.gradient import Clip
+from gradstream.worker.loop import Loop
 from gradstream.worker.observer import Observer
-from gradstream.worker.replica.loop import Loop
 from gradstream.worker.replica.updater import UpdateRule
 
 __all__ = ["FormGroup", "WorkerConfig"]
@@ -37,39 +37,40 @@ class FormGroup(Protocol):
         *,
         on_event: Callable[[Event], None],
     ) -> Awaitable[Group]:
-        """`on_event` hears how it sums."""
+        """Makes the group; `on_event` is called with events that describe it."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """What a worker is told.
+    """The configuration of a worker.
 
     Args:
-        rank: of this worker.
-        num_workers: W.
-        strategy: what to run.
-        model: this replica's own instance.
+        rank: rank of this worker.
+        num_workers: number of workers, W.
+        strategy: strategy of the run.
+        model: this worker's own instance of the model.
         data: the data set.
-        plan: who goes through which sample.
-        lr: learning rate of the update rule, or its schedule.
+        plan: division of the data into minibatches; None where a user's loop brings its own.
+        lr: learning rate of the update rule, or a schedule of it.
         clip: bounds of each gradient.
-        evaluation: when held-out samples are looked at.
-        seed: of the run.
-        chunk_elems_of: elements per chunk, by the layout of the model.
-        epochs, steps: when the run ends; one may be None. `steps` are those from here on.
-        num_steps: the same of the whole run, where it is resumed.
+        evaluation: when the run evaluates the model, and by which metrics.
+        seed: seed of the run.
         deadlines: how long the run waits for nodes that do not answer.
-        loop: computes the gradients, where the user's own loop does; there is no plan then.
-        optimizer: the update rule that this worker brings; "" where the shards know it.
-        resume: where the run goes on, if it does not begin.
-        joint: gradients alone are exchanged: the loop's own optimizer makes each step.
-        balanced: shares of a round follow the measured speed of the workers.
-        form_group: where the strategy goes through a group: makes it.
-        log: what this worker is told, and cannot know again, is noted there; None notes nothing.
+        chunk_elems_of: number of elements of a chunk, for a layout of the model.
+        epochs: number of data epochs after which the run ends, or None.
+        steps: number of steps from here on after which the run ends, or None.
+        num_steps: the same for the whole run, where it is resumed.
+        loop: the user's loop, where one computes the gradients.
+        optimizer: the update rule that the user's loop asks for; "" where the shards know the rule.
+        resume: where the run continues; None if it begins.
+        joint: only gradients are exchanged: the loop's own optimizer makes each step.
+        balanced: the workers' shares of a round follow their measured speed.
+        form_group: makes the group, for strategies that exchange in one.
+        log: recording of everything that a replay could not find out again; None records nothing.
         watch: see `ReplicaContext`.
-        update_rule: what this worker updates its parameters by; None where the shards have the rule.
-        shards_rule: what the shards update theirs by, which local steps follow; None where workers have it.
+        update_rule: rule for updates of the parameters.
+        workers_optimize: workers update their own parameters by it; else the shards update theirs.
     """
 
     rank: int
@@ -82,6 +83,8 @@ class WorkerConfig:
     clip: Clip
     evaluation: EvaluationPlan
     seed: int
+    update_rule: UpdateRule
+    workers_optimize: bool
     chunk_elems_of: Callable[[Layout], int]
     epochs: int | None
     steps: int | None
@@ -93,12 +96,15 @@ class WorkerConfig:
     joint: bool = False
     balanced: bool = False
     form_group: FormGroup | None = None
-    update_rule: UpdateRule | None = None
-    shards_rule: UpdateRule | None = None
     log: Log | None = None
     watch: Observer = field(default_factory=Observer)
 
     @property
+    def first_step(self) -> int:
+        """Number of this worker's first step; not 0 where the run is resumed."""
+        return 0 if self.resume is None else self.resume.step_of(f"worker-{self.rank}")
+
+    @property
     def chunk_elems(self) -> int:
-        """Elements per chunk. Looks at the layout, which may build the model."""
+        """Number of elements of a chunk. Reads the layout, which may build the model."""
         return self.chunk_elems_of(self.model.layout)

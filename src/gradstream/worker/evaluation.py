@@ -1,4 +1,4 @@
-"""Evaluation on held-out samples: how good a model is, and when a run looks."""
+"""Evaluation on held-out samples: accuracy, loss and metrics of a model, and when a run evaluates."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ __all__ = ["Evaluation", "EvaluationPlan", "Every", "Metric", "check_outputs", "
 BATCH_SIZE = 256
 
 IGNORED = -100
-"""A class that does not count, as for PyTorch's losses."""
+"""The class of targets that do not count, as in PyTorch's losses."""
 
 Compared = Literal["yes", "broadcast", "no"]
-"""Whether outputs and targets are of one kind; "broadcast": of as many elements in other shapes."""
+"""Whether outputs and targets can be compared; "broadcast": they have as many elements, in different shapes."""
 
 Every = int | Literal["epoch"]
-"""Steps between two evaluations, or one after each data epoch."""
+"""Number of steps between two evaluations; or "epoch" for one after each data epoch."""
 
 Metric = Callable[[Any, Any], Any]
-"""(outputs, targets) of a batch to its mean over the batch's samples, one number.
+"""A function of the (outputs, targets) of a batch that returns one number, the mean over the batch's samples.
 
-Outputs are what the model gives, on torch tensors; targets come as tensors too.
+Outputs are those of the model on torch tensors; targets are tensors too.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How good a model is on held-out samples.
+    """The result of an evaluation on held-out samples.
 
     Args:
-        accuracy: fraction of samples whose largest output is at the target; None in regression.
+        accuracy: fraction of samples whose largest output is that of the target class; None in regression.
         loss: mean squared error in regression; where outputs and targets cannot be compared, the model's own
             loss per sample, if it has one (`from_torch`); None in classification.
-        num_samples: how many samples were looked at.
-        metrics: mean over samples of each metric of the user's own, by name.
-        own_loss: whether `loss` is the model's own.
+        num_samples: number of held-out samples.
+        metrics: mean over samples of each of the user's metrics, by name.
+        own_loss: `loss` is the model's own.
     """
 
     accuracy: float | None
@@ -66,18 +66,21 @@ def evaluate(
     *,
     batch_size: int = BATCH_SIZE,
 ) -> Evaluation:
-    """Looks at every held-out sample.
+    """Evaluates a model on every held-out sample.
 
-    Integer targets mean classification, one output per class along the last axis; any other tensor
-    regression. Where outputs or targets are trees, or there are no targets, the model's own loss tells, and
-    the metrics.
+    Integer targets mean classification, with one output per class along the last axis; other tensors mean
+    regression. Where outputs or targets are trees, or there are no targets, the result has the model's own loss
+    and the metrics.
 
     Args:
+        model: the model.
         parameters: (E,), read.
+        data: has the held-out samples.
+        metrics: the user's metrics, by name.
+        batch_size: number of samples of a batch.
 
     Raises:
-        UserCodeError: the model, the data set or a metric raised, or a metric or the loss gave no finite
-            number.
+        UserCodeError: the model, the data set or a metric raised; or a metric or the loss is not finite.
     """
     tally = _Tally(metrics or {})
     for start in range(0, data.num_test_samples, batch_size):
@@ -99,7 +102,7 @@ def evaluate(
 
 
 def check_outputs(model: Model, parameters: torch.Tensor, data: Dataset) -> None:
-    """Asks for the outputs of one held-out sample, where the loss does without: metrics will need them.
+    """Computes the outputs of one held-out sample, which metrics need, if the loss calls the module itself.
 
     Raises:
         UserCodeError: the module cannot be called with a batch's inputs.
@@ -110,7 +113,7 @@ def check_outputs(model: Model, parameters: torch.Tensor, data: Dataset) -> None
 
 
 def _check_not_broadcast(model: Any, parameters: torch.Tensor, batch: Batch, outputs: torch.Tensor) -> None:
-    """Raises UserCodeError where PyTorch warns that the loss compares every output with every target."""
+    """Raises UserCodeError if PyTorch warns that the loss compares every output with every target."""
     if not hasattr(model, "held_out_loss"):
         return
     with warnings.catch_warnings(record=True) as told:
@@ -137,22 +140,19 @@ def _not_alike(outputs: torch.Tensor, targets: Any) -> UserCodeError:
 
 
 def _own_loss(model: Any, parameters: torch.Tensor, batch: Batch) -> float | None:
-    """The model's own loss. None where held-out targets are for metrics alone, and no loss takes them."""
+    """The model's own loss; None where held-out targets are only for metrics, so the loss refuses them."""
     try:
         with _users_code("loss"):
             loss: float = model.held_out_loss(parameters, batch)
             return loss
     except UserCodeError:
-        if model.calls_itself:  # nothing else would tell
+        if model.calls_itself:  # there is no other figure
             raise
         return None
 
 
 def _outputs(model: Model, parameters: torch.Tensor, batch: Batch, *, needed: bool) -> Any:
-    """What there is to be compared with targets, and for metrics.
-
-    Where the loss calls the module in its own way, ours may not be one: the loss alone tells then.
-    """
+    """The outputs, for metrics and to compare with targets; None where only the loss can call the module."""
     if needed or not getattr(model, "calls_itself", False):
         return model.outputs(parameters, batch.inputs)
     if batch.targets is None:
@@ -165,15 +165,15 @@ def _outputs(model: Model, parameters: torch.Tensor, batch: Batch, *, needed: bo
 
 @dataclass(slots=True)
 class _Tally:
-    """Sums over batches."""
+    """Sums over the batches of an evaluation."""
 
     metrics: Mapping[str, Metric]
     correct: int = 0
     squares: float = 0.0
-    elems: int = 0  # of targets that were compared
+    elems: int = 0  # number of targets that were compared
     samples: int = 0
     classes: bool = False
-    losses: float = 0.0  # of the model's own
+    losses: float = 0.0  # sum of the model's own
     has_loss: bool = False
     sums: dict[str, float] = field(default_factory=dict)
 
@@ -234,7 +234,7 @@ class _Tally:
 
 
 def _check_numbers(outputs: torch.Tensor, batch: Batch) -> None:
-    """Raises UserCodeError where the model gave NaN."""
+    """Raises UserCodeError if an output is NaN."""
     wrong = torch.isnan(outputs)
     if not wrong.any():
         return
@@ -253,7 +253,7 @@ def _check_numbers(outputs: torch.Tensor, batch: Batch) -> None:
 
 
 class _users_code:  # noqa: N801  reads as a statement
-    """What the user's code raises says whose it was, and keeps its traceback."""
+    """Adds the origin to an error of the user's code, and keeps its traceback."""
 
     def __init__(self, whose: str) -> None:
         self._whose = whose
@@ -269,16 +269,16 @@ class _users_code:  # noqa: N801  reads as a statement
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """When a run is evaluated, and what is asked.
+    """When a run evaluates its model, and by which metrics.
 
     Args:
-        every: see `Every`; None never.
-        metrics: the user's own, by name.
+        every: see `Every`; None for never.
+        metrics: the user's metrics, by name.
     """
 
     every: Every | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     def period(self, position: Position) -> int | None:
-        """Steps between two evaluations; None for none."""
+        """Number of steps between two evaluations; None for no evaluations."""
         return position.steps_per_epoch if self.every == "epoch" else self.every

@@ -1,4 +1,4 @@
-"""Evaluates while training goes on: the worker of the lowest rank does, whoever that is now."""
+"""Evaluates the model while training continues, on the worker of the lowest rank that is still there."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ __all__ = ["Evaluator"]
 
 
 class Evaluator:
-    """Looks at held-out samples where that is due, and reports what it has found.
+    """Evaluates the model when that is due, and reports the result.
 
-    Its parameters are, synchronous, those of the round just done; asynchronous, what this worker has
-    adopted last and its own steps since. Where each worker has parameters of its own, those of the
-    shards are fetched. Buffers are those of all workers, averaged.
+    In a synchronous run it evaluates the parameters of the round just done; in an asynchronous run, the parameters
+    that this worker swapped in last, with its own steps since. Where each worker has parameters of its own, it
+    fetches the shards'. Buffers are averaged over all workers.
 
     Args:
-        runtime, member: of this worker.
-        config: says when, and by which metrics.
-        schedule: where each minibatch lies in the run.
-        averager: the buffers of all workers.
-        is_lowest: whether this is the worker of the lowest rank that is still there.
+        runtime: runtime of the worker's node.
+        member: reports the results.
+        config: says when to evaluate, and by which metrics.
+        schedule: tells the place of each minibatch in the run.
+        averager: averages the buffers of all workers.
+        is_lowest: tells whether this is the worker of the lowest rank that is still there.
     """
 
     def __init__(
@@ -50,13 +51,13 @@ class Evaluator:
         self._averager = averager
         self._is_lowest = is_lowest
         self._last_ref: BatchRef | None = None
-        self._num_due: int | None = None  # evaluations up to the last minibatch
+        self._num_due: int | None = None  # number of evaluations up to the last minibatch
 
     async def at_begin(self, replica: Replica) -> None:
-        """Finds out before training whether the model gives the outputs that metrics will need.
+        """Checks before training that the model gives the outputs that metrics need.
 
         Raises:
-            UserCodeError: it does not.
+            UserCodeError: the model does not.
         """
         plan, model = self._config.evaluation, self._config.model
         if plan.every is not None and plan.metrics and getattr(model, "calls_itself", False):
@@ -67,7 +68,7 @@ class Evaluator:
             )
 
     async def at_boundary(self, replica: Replica, refs: Sequence[BatchRef]) -> None:
-        """Evaluates if an evaluation became due with the minibatches just gone through."""
+        """Evaluates if an evaluation became due with these minibatches, which are done."""
         self._last_ref = ref = refs[-1]
         step = self._newly_due(refs)
         if step is None:
@@ -78,10 +79,10 @@ class Evaluator:
             await self._averager.keep(step)
 
     def _newly_due(self, refs: Sequence[BatchRef]) -> int | None:
-        """The step after which an evaluation is due that was not before these minibatches; None for none.
+        """The step after which an evaluation has become due with these minibatches; None for none.
 
-        A worker that takes minibatches from a queue may have none of the step itself: then the first one
-        behind it counts. Nothing is due after the very last step: the final parameters are evaluated then.
+        A worker that takes minibatches from a queue may get none of that step: then its first one of a later step
+        counts. No evaluation is due after the very last step, since the final parameters are evaluated anyway.
         """
         last = self._schedule.position(refs[-1])
         period = self._config.evaluation.period(last)
@@ -93,10 +94,10 @@ class Evaluator:
         return self._num_due * period if self._num_due > before and not over else None
 
     async def at_end(self, replica: Replica, *, early: bool) -> None:
-        """Evaluates the final parameters, if any are to be evaluated.
+        """Evaluates the final parameters, if the run evaluates at all.
 
         Args:
-            replica: has them.
+            replica: has the final parameters.
             early: the run ends before its last minibatch.
         """
         if self._config.evaluation.every is not None:
@@ -104,7 +105,7 @@ class Evaluator:
             await self._evaluate(replica, last, None)
 
     async def _evaluate(self, replica: Replica, ref: BatchRef, step: int | None) -> None:
-        """Looks at the parameters of now, with the buffers that all had after `step`; None is the end."""
+        """Evaluates the present parameters, with the workers' buffers as of `step`; None is the end of the run."""
         final = step is None
         config, data, begun_ns = self._config, self._config.data, self._runtime.now()
         done = self._schedule.position(ref).after()
@@ -137,4 +138,4 @@ class Evaluator:
                 final=final,
             )
         )
-        self._member.hurry()  # it may be what the run was to reach
+        self._member.hurry()  # the result may end the run

@@ -20,21 +20,21 @@ FINAL_MODEL = "checkpoints/final/model.safetensors"
 
 
 WAIT_S = 60.0
-"""How long the final parameters wait for room on a full disk: they are what the run was made for."""
+"""Seconds to wait for room on a full disk. It is worth waiting: the final parameters are the run's result."""
 
 
 async def write_final_model(
     runtime: Runtime, model: Model, replica: Replica, buffers: Buffers, emit: Callable[[Event], None]
 ) -> None:
-    """Writes the replica's parameters and the buffers. No verb of the replica can be used any more.
+    """Writes the replica's parameters and the buffers. The strategy can call no operation of the replica any more.
 
-    Where the disk is full, waits for room for `WAIT_S`.
+    While the disk is full, waits up to `WAIT_S` for room.
 
     Args:
-        emit: told once that it waits.
+        emit: called with an event if it waits.
 
     Raises:
-        DiskError: the disk is still full, or broken; there is no file then, or the one of before.
+        DiskError: the disk is still full, or broken; the file is missing then, or an older one.
     """
     replica.retire()  # makes room for the copy that is written
 

@@ -1,15 +1,18 @@
-"""The worker's node: joins, runs the strategy to its end, and leaves the final parameters behind."""
+"""A worker's node: joins the run, trains by the strategy, and keeps the final parameters."""
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from functools import partial
 
 from gradstream.coordinator.client.member import Member, names_of
+from gradstream.data.base import BatchRef
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import UserCodeError
 from gradstream.runtime.base import Runtime
+from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import StepEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
@@ -23,10 +26,11 @@ from gradstream.worker.evaluator import Evaluator
 from gradstream.worker.exchange.assembly import Assembly
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.final_model import write_final_model
+from gradstream.worker.loop import LoopContext, LoopSource
 from gradstream.worker.recorder import WorkerRecorder
 from gradstream.worker.registration import model_spec_of, tensor_specs_of
-from gradstream.worker.replica.loop import nothing
-from gradstream.worker.schedule import OpenSchedule, Schedule
+from gradstream.worker.replica.base import Replica
+from gradstream.worker.schedule import Schedule
 
 __all__ = ["WorkerNode"]
 
@@ -34,7 +38,7 @@ VITALS_EVERY_S = 1.0
 
 
 class WorkerNode:
-    """One worker. `run` returns when the run is over, and raises what ended it early."""
+    """One worker. `run` returns when the run is over, and raises the error that ended it early."""
 
     def __init__(self, runtime: Runtime, endpoint: Endpoint, member: Member, config: WorkerConfig) -> None:
         self._runtime = runtime
@@ -44,7 +48,7 @@ class WorkerNode:
         self._exchange: Exchange | None = None  # once the run has begun
         self._recorder = WorkerRecorder(member.requests, config.log)
         self._batch_gate = BatchGate(
-            runtime.node, member.report, member.quiesced, self._recorder.stood, self._recorder.turned
+            runtime.node, member.report, member.quiesced, self._recorder.stood, self._recorder.interval_begun
         )
         member.listen(self._batch_gate.hear)
         self._averager = BufferAverager(
@@ -61,42 +65,51 @@ class WorkerNode:
         self._queue: BatchQueue | None = None
         if config.loop is None and config.strategy.partitioning != "rounds" and config.num_workers > 1:
             self._queue = BatchQueue(self._recorder, runtime)
-        self._schedule = self._make_schedule()
+        self._source = self._make_source()
         self._evaluator: Evaluator | None = None  # a loop of the user's evaluates as it likes
-        if isinstance(self._schedule, Schedule):
+        if isinstance(self._source, Schedule):
             self._evaluator = Evaluator(
-                runtime, member, config, self._schedule, self._averager, self._is_lowest
+                runtime, member, config, self._source, self._averager, self._is_lowest
             )
 
-    def _make_schedule(self) -> Schedule | OpenSchedule:
+    def _make_source(self) -> Schedule | LoopSource:
+        """The source of this worker's minibatches."""
         config = self._config
         if config.loop is not None:
-            return OpenSchedule(config.loop, config.rank, self._member.requests)
+            return LoopSource(config.loop, config.rank, config.first_step, self._member.requests)
         assert config.plan is not None
+        first_version = None
+        if (
+            isinstance(config.strategy, ServerStrategy)
+            and config.strategy.quorum(config.num_workers) is not None
+        ):
+            first_version = config.resume.rounds if config.resume else 0
         return Schedule(
-            config.plan,
-            config.rank,
-            config.epochs,
-            config.steps,
-            self._queue,
-            config.num_steps,
-            self._balance,
+            plan=config.plan,
+            rank=config.rank,
+            epochs=config.epochs,
+            steps=config.steps,
+            lr=config.lr,
+            queue=self._queue,
+            num_steps=config.num_steps,
+            balance=self._balance,
+            first_version=first_version,
         )
 
     async def run(self) -> None:
-        """Joins, trains, and leaves.
+        """Joins the run, trains, and leaves.
 
         Raises:
-            UserCodeError, GradientError: this worker's model or data failed; the others were told.
+            UserCodeError, GradientError: this worker's model or data failed; the coordinator was told.
             RunAbortedError: another node ended the run.
-            PeerLostError, DeadlineError: a shard, another worker of a group, or the coordinator is gone.
+            PeerLostError, DeadlineError: a shard, another worker of a group, or the coordinator was lost.
         """
         config = self._config
         try:
             spec = await model_spec_of(config, self._runtime)
-            self._averager.serve()  # another worker may begin before this one
+            self._averager.serve()  # another worker may begin earlier than this one
             await self._member.join(spec, *tensor_specs_of(config.model))
-            await self._runtime.gather(self._train(), self._over())
+            await self._runtime.gather(self._train(), self._member.over())
         except Exception as error:
             await self._failed(error)
             raise
@@ -104,9 +117,6 @@ class WorkerNode:
             if self._exchange is not None:
                 await self._exchange.close()
             await self._member.leave()
-
-    async def _over(self) -> None:
-        await self._member.over()
 
     async def _failed(self, error: Exception) -> None:
         await self._member.failed(error, _traceback_of(error))
@@ -118,7 +128,9 @@ class WorkerNode:
         await self._member.training()
         exchange = self._exchange = await self._assembly().exchange()
         replica = exchange.replica
-        self._averager.follow(lambda: replica.progress)
+        if config.loop is not None:
+            config.loop.begin(LoopContext(replica, self._member.requests))
+        self._averager.follow(lambda: self._source.progress(replica.samples, replica.step))
         reporting = runtime.spawn(self._keep_reporting(exchange), name=f"{runtime.node}-vitals")
         try:
             has_own_buffers = False
@@ -133,9 +145,9 @@ class WorkerNode:
             await exchange.train()
             await exchange.flush()
             self._batch_gate.stand()
-            if config.loop is not None:  # every worker's loop goes on with the final parameters
+            if config.loop is not None:  # every worker's loop continues with the final parameters
                 await exchange.finish()
-                await self._averager.freeze()  # others may ask when this one has the average already
+                await self._averager.freeze()  # others may ask after this one has its average
                 buffers = await self._averager.average(catch_up=config.joint)
                 config.loop.finish(replica.parameters.tensor, buffers)
             await self._conclude(exchange)
@@ -158,10 +170,10 @@ class WorkerNode:
         return Assembly(
             config,
             context,
-            self._schedule,
+            self._source,
             self._batch_gate,
             on_step=self._stepped,
-            on_boundary=nothing if self._evaluator is None else self._evaluator.at_boundary,
+            on_boundary=_nothing if self._evaluator is None else self._evaluator.at_boundary,
         )
 
     def _is_lowest(self) -> bool:
@@ -172,9 +184,9 @@ class WorkerNode:
     # ---- the end ------------------------------------------------------------------------
 
     async def _conclude(self, exchange: Exchange) -> None:
-        """Says that this worker has finished; that of the lowest rank keeps the parameters first.
+        """Reports that this worker has finished. The worker of the lowest rank keeps the parameters first.
 
-        Ranks move up when a worker dies, even now.
+        If that worker dies, even now, the next one keeps them.
         """
         if not self._is_lowest():
             self._report(exchange)
@@ -215,7 +227,7 @@ class WorkerNode:
             self._queue.took(step)
 
     def _report(self, exchange: Exchange) -> None:
-        """Records of traffic since the report before, and of the metrics of this process."""
+        """Reports traffic since the last report, and the metrics of this process."""
         for event in (*exchange.report(), *self._runtime.process_metrics("worker")):
             self._member.emit(event)
         self._report_logged()
@@ -225,8 +237,12 @@ class WorkerNode:
             self._member.emit(event)
 
 
+async def _nothing(replica: Replica, refs: Sequence[BatchRef]) -> None:
+    """A loop of the user's evaluates by itself between two minibatches."""
+
+
 def _traceback_of(error: BaseException) -> str:
-    """The user's own traceback where there is one, else this error's."""
+    """The traceback of the user's code where there is one, else that of the error."""
     if isinstance(error, UserCodeError) and error.traceback_text:
         return error.traceback_text
     return "".join(traceback.format_exception(error))

@@ -1,4 +1,4 @@
-"""Who looks on while a worker computes: a replay does, to say which samples are behind an update."""
+"""Watches a worker's gradients and updates: a replay does, to tell which samples are in an update."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Observer"]
 
 
 class Observer:
-    """Told of what a worker does, step by step. This one looks away."""
+    """Hears of every gradient and update of a worker, and does nothing."""
 
     def computed(self, rank: int, ref: BatchRef, step: int, loss: float) -> None:
-        """The gradient of a minibatch is there."""
+        """The gradient of a minibatch is computed."""
 
     def handed_over(self, rank: int, update: Update) -> None:
-        """It is in this update, which will be pushed."""
+        """Gradients have been put into this update, which will be pushed."""

@@ -1,4 +1,4 @@
-"""What a worker is told and could not find out again: noted, so that the run can be repeated."""
+"""Records everything that a worker is told and a replay could not find out again."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["WorkerRecorder"]
 
 
 class WorkerRecorder:
-    """Asks for minibatches, and notes the answers; notes where it stood, and was let in.
+    """Records the minibatches that a worker is assigned, and where it stands and is resumed.
 
-    All are written at once: nothing is lost with a worker that is killed.
+    Each entry is written at once, so that none is lost if the worker is killed.
 
     Args:
-        source: answers.
-        log: None notes nothing.
+        source: assigns minibatches.
+        log: the recording; None records nothing.
     """
 
     def __init__(self, source: BatchSource, log: Log | None) -> None:
@@ -39,8 +39,8 @@ class WorkerRecorder:
             self._log.add(SnapshotReached(begun, ends))
             self._log.flush()
 
-    def turned(self, begun: int, turn: v1.Interval, phase: str) -> None:
+    def interval_begun(self, begun: int, interval: v1.Interval, phase: str) -> None:
         """See `BatchGate`."""
         if self._log is not None:
-            self._log.add(IntervalBegun(begun, turn.number, phase))
+            self._log.add(IntervalBegun(begun, interval.number, phase))
             self._log.flush()

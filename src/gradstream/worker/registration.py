@@ -1,4 +1,4 @@
-"""What a worker registers of its model when it joins: all of them must say the same."""
+"""The description of its model that a worker registers when it joins. All workers must register the same."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["model_spec_of", "row_exchange_of", "row_spec_for", "tensor_specs_of"
 
 
 async def model_spec_of(config: WorkerConfig, runtime: Runtime) -> v1.ModelSpec:
-    """The model's size and fingerprint, and what is exchanged of it. Builds the model.
+    """The model's size and fingerprint, and how it is exchanged. Builds the model.
 
     Raises:
-        UserCodeError: the user's code did not build it.
+        UserCodeError: the user's code could not build the model.
     """
     model = config.model
-    # Looking at the layout may build the model; a shape-only run looks at it below.
+    # The first look at the layout may build the model; a shape-only run takes it below.
     await runtime.compute(lambda _: _build(model), work=Work("build"))
     layout = model.layout
     return v1.ModelSpec(
@@ -39,14 +39,14 @@ async def model_spec_of(config: WorkerConfig, runtime: Runtime) -> v1.ModelSpec:
 
 
 def row_exchange_of(config: WorkerConfig) -> RowExchange | None:
-    """What is significant, where only what has changed is exchanged; a loop of the user's gives all."""
+    """Which rows are exchanged; None for all of every chunk, as with a user's loop."""
     if config.loop is not None or not isinstance(config.strategy, ServerStrategy):
         return None
     return config.strategy.rows(bool(config.model.layout.tables))
 
 
 def row_spec_for(config: WorkerConfig) -> v1.RowSpec | None:
-    """The same, as shards are told it."""
+    """The same, as a message to the shards."""
     exchange = row_exchange_of(config)
     if exchange is None:
         return None
@@ -56,7 +56,7 @@ def row_spec_for(config: WorkerConfig) -> v1.RowSpec | None:
 
 
 def tensor_specs_of(model: Model) -> tuple[list[v1.TensorSpec], ...]:
-    """What a checkpoint's files need to know: the flat vector's tensors, buffers, and what is fixed."""
+    """The tensors of a checkpoint's files: those of the flat vector, buffers, and fixed tensors."""
     layout, own, fixed = model.layout, buffers_of(model), fixed_of(model)
     tensors = [spec_of(slot.name, slot.shape, layout.dtype) for slot in layout.slots]
     buffers = [spec_of(name, array.shape, array.dtype) for name, array in own.items()]
@@ -67,6 +67,6 @@ def tensor_specs_of(model: Model) -> tuple[list[v1.TensorSpec], ...]:
 
 
 def _build(model: Model) -> None:
-    """Makes the model look at its layout, and lets go of what that took."""
+    """Builds the model, and frees the memory that only building it took."""
     if model.layout.elems:
         trim()

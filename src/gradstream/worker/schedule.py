@@ -2,69 +2,107 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from gradstream.data.base import BatchPlan, BatchRef
-from gradstream.data.reassignment import Block, Epoch
-from gradstream.optim.schedules import Position
+from gradstream.optim.schedules import Position, Rate, rate_at
 from gradstream.worker.balance import ShareReporter
 from gradstream.worker.batch_gate import Gate
 from gradstream.worker.batch_queue import BatchQueue
+from gradstream.worker.computed import SampleBatch
 
-__all__ = ["UNKNOWN", "EndingSource", "OpenSchedule", "Schedule", "ScheduleHooks", "Supply"]
-
-UNKNOWN = -1
-"""Samples of a minibatch that nobody has seen yet."""
+__all__ = ["BatchSchedule", "Schedule", "ScheduleHooks"]
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleHooks:
-    """What lies between a worker's minibatches.
+    """What a replica does between its minibatches, called by the schedule.
 
     Args:
-        gate: passed before each: see `BatchGate.gate`.
-        turn: number of the turn by which the worker was let in, after "anew": what was handed to it before is
-            not its any more.
-        close: awaited before the end of the run is waited for: what this worker has computed must be in the
-            model by then, or two workers would wait for each other.
-        skip: how many of its own minibatches, from the next one on, are left out.
+        gate: awaited before each minibatch: see `BatchGate.gate`.
+        interval: number of the interval in which the worker takes part, after "anew": minibatches that the
+            coordinator assigned in an earlier one are not this worker's any more.
+        close: awaited when the worker has no minibatch left, before it waits for the end of the run. It brings
+            everything that was computed into the model; otherwise two workers would wait for each other.
+        skip: leaves out minibatches of rounds that went on without this worker; returns how many.
     """
 
     gate: Callable[[], Awaitable[Gate]]
-    turn: Callable[[], int]
+    interval: Callable[[], int]
     close: Callable[[], Awaitable[None]]
     skip: Callable[[], int]
 
 
-@dataclass(frozen=True, slots=True)
+class BatchSchedule(Protocol):
+    """The minibatches of a worker: those of the job's data (`Schedule`), or those of a user's loop (`LoopSource`)."""
+
+    def refs(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
+        """The worker's minibatches, in order, until the run is over."""
+        ...
+
+    def size(self, ref: BatchRef) -> int | None:
+        """Number of samples; `UNKNOWN` until the gradient is computed; None where only reading them tells."""
+        ...
+
+    def rate(self, ref: BatchRef) -> float:
+        """Learning rate of a minibatch. In a user's loop it is known when the gradient is."""
+        ...
+
+    def round_of(self, ref: BatchRef) -> Sequence[tuple[int, float]] | None:
+        """(samples, learning rate) of all workers in the round of a minibatch; None where nobody can know."""
+        ...
+
+    def missed(self, done: int, version: int) -> Sequence[BatchRef]:
+        """The worker's own minibatches of rounds that went on without it.
+
+        Args:
+            done: number of its minibatches that it has gone through or left out.
+            version: version of its parameters.
+        """
+        ...
+
+    def passed(self, batch: SampleBatch) -> bool:
+        """Notes that the worker has gone through a minibatch. Returns whether that was a step to report."""
+        ...
+
+    def progress(self, samples: int, steps: int) -> tuple[int, int]:
+        """Samples and steps that count as done, of those that the worker has gone through."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A worker's minibatches.
+    """The minibatches of a worker in the job's data.
 
     Args:
-        plan: how the data is cut.
-        rank: of this worker.
-        epochs: data epochs to go through, or None.
-        steps: minibatches of each worker from here on, or None; with both, the smaller counts.
-        queue: what the coordinator assigns to this worker. None where all of its own line are its: it takes
-            part in rounds, or is alone.
-        num_steps: minibatches of the whole run, where `steps` are those of a resumed one.
-        balance: passed by each minibatch, where shares are measured.
+        plan: division of the data into minibatches.
+        rank: rank of the worker.
+        epochs: number of data epochs, or None.
+        steps: number of minibatches of each worker from here on, or None; with both, the smaller one counts.
+        lr: learning rate, or a schedule of it.
+        queue: minibatches that the coordinator assigns to this worker. None where the worker goes through a
+            partition of its own: it takes part in rounds, or is alone.
+        num_steps: number of minibatches of the whole run, where `steps` counts those of a resumed one.
+        balance: measures the workers' speed, where that decides the shares of a round.
+        first_version: version of the parameters that the first minibatch is for, where rounds may go on without
+            this worker: it then skips their minibatches. None where it computes all of them.
     """
 
     plan: BatchPlan
     rank: int
     epochs: int | None
     steps: int | None
-    queue: BatchQueue | None
+    lr: Rate
+    queue: BatchQueue | None = None
     num_steps: int | None = None
     balance: ShareReporter | None = None
+    first_version: int | None = None
 
     @property
     def num_batches(self) -> int:
-        """How many minibatches are this worker's own."""
+        """Number of minibatches of this worker's own partition."""
         return self._count(self.rank)
 
     def _count(self, rank: int) -> int:
@@ -74,9 +112,9 @@ class Schedule:
         return min(limits)
 
     def position(self, ref: BatchRef) -> Position:
-        """Where a minibatch lies in the run, in steps of each worker, whoever computes it.
+        """The place of a minibatch in the run, in steps of each worker, whichever worker computes it.
 
-        In an epoch that a resumed run has found begun, it is counted from the epoch's end.
+        In an epoch that had begun before the run was resumed, places are counted from the epoch's end.
         """
         plan, partition = self.plan, ref.partition
         total = plan.batches_per_epoch(partition)
@@ -89,126 +127,88 @@ class Schedule:
 
     @property
     def first(self) -> Position:
-        """Where the run begins: at 0, or where it is resumed."""
+        """The place where the run begins: 0, or where it is resumed."""
         lines = (line for line in range(self.plan.num_partitions) if self._count(line))
         return min((self.position(self.plan.nth(line, 0)) for line in lines), key=lambda one: one.step)
 
     @property
     def last(self) -> BatchRef:
-        """The last minibatch of the longest line: the run ends with its data epoch."""
+        """The last minibatch of the longest partition: the run ends with its data epoch."""
         line = max(range(self.plan.num_partitions), key=self._count)
         return self.plan.nth(line, self._count(line) - 1)
 
     async def refs(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
-        """The minibatches of this worker, in order.
+        """See `BatchSchedule`.
 
-        Assignments from before a pause may be another worker's by the time this one is resumed: they are dropped.
+        When a paused worker is resumed, minibatches assigned before may be another worker's: it drops them.
         """
-        taken = _Line(self, hooks) if self.queue is None else self.queue
-        while (ref := await taken.next(hooks.turn, hooks.close)) is not None:
+        source = _Partition(self, hooks.skip) if self.queue is None else self.queue
+        while (ref := await source.next(hooks.interval, hooks.close)) is not None:
             if self.balance is not None:
                 await self.balance.reach(ref)
             match await hooks.gate():
                 case "over":
                     return
                 case "anew":
-                    taken.put_back(ref, hooks.turn())
+                    source.put_back(ref, hooks.interval())
                 case _:
                     yield ref
 
+    def size(self, ref: BatchRef) -> int | None:
+        """See `BatchSchedule`."""
+        return self.plan.size(ref)
 
-class _Line:
-    """All minibatches of a worker's own line, in order. See `BatchQueue`."""
+    def rate(self, ref: BatchRef) -> float:
+        """See `BatchSchedule`."""
+        return rate_at(self.lr, self.position(ref))
 
-    def __init__(self, schedule: Schedule, hooks: ScheduleHooks) -> None:
+    def round_of(self, ref: BatchRef) -> Sequence[tuple[int, float]] | None:
+        """See `BatchSchedule`."""
+        found = []
+        for rank in range(self.plan.num_workers):
+            other = BatchRef(ref.epoch, rank, ref.batch)
+            size = self.plan.size(other)
+            if size is None:
+                return None
+            found.append((size, self.rate(other)))
+        return found
+
+    def missed(self, done: int, version: int) -> Sequence[BatchRef]:
+        """See `BatchSchedule`."""
+        if self.first_version is None:
+            return ()
+        return [self.plan.nth(self.rank, number) for number in range(done, version - self.first_version)]
+
+    def passed(self, batch: SampleBatch) -> bool:
+        """See `BatchSchedule`."""
+        return True
+
+    def progress(self, samples: int, steps: int) -> tuple[int, int]:
+        """See `BatchSchedule`."""
+        return samples, steps
+
+
+class _Partition:
+    """All minibatches of a worker's own partition, in order. See `BatchQueue`."""
+
+    def __init__(self, schedule: Schedule, skip: Callable[[], int]) -> None:
         self._schedule = schedule
-        self._skip = hooks.skip
+        self._skip = skip
         self._next = 0
 
-    async def next(self, turn: Callable[[], int], close: Callable[[], Awaitable[None]]) -> BatchRef | None:
+    async def next(
+        self, interval: Callable[[], int], close: Callable[[], Awaitable[None]]
+    ) -> BatchRef | None:
         """The next one; None where there is none."""
-        del turn
-        k = self._next = self._next + self._skip()
-        if k >= self._schedule.num_batches:
+        del interval
+        number = self._next = self._next + self._skip()
+        if number >= self._schedule.num_batches:
             await close()
             return None
         self._next += 1
-        return self._schedule.plan.nth(self._schedule.rank, k)
+        return self._schedule.plan.nth(self._schedule.rank, number)
 
-    def put_back(self, ref: BatchRef, turn: int) -> None:
-        """It was not begun: it is still the next one."""
-        del ref, turn
+    def put_back(self, ref: BatchRef, interval: int) -> None:
+        """Makes a minibatch that was not begun the next one again."""
+        del ref, interval
         self._next -= 1
-
-
-class EndingSource(Protocol):
-    """Knows when a run of unplanned length is over: the coordinator, through `WorkerRequests`."""
-
-    async def ending(self, batches: int, samples: int, next_round: int) -> bool:
-        """Whether the run is over for a worker that has run out; else it takes part in `next_round`."""
-        ...
-
-    def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
-        """Hears of an epoch that a loop of the user's begins: see `Reassignment.begun`."""
-        ...
-
-    async def take_over(
-        self, epoch: Epoch, begin: int, step: int, parts: Sequence[int], per_step: int, oldest: int
-    ) -> Block | None:
-        """Gives minibatches that lost workers have left: see `Reassignment.take`."""
-        ...
-
-
-class Supply(Protocol):
-    """Minibatches that a worker brings itself, without knowing how many there will be."""
-
-    @property
-    def ended(self) -> bool:
-        """Whether there are no more: the minibatch handed out last, if it had no samples, was none."""
-        ...
-
-    @property
-    def batches(self) -> int:
-        """How many there were so far."""
-        ...
-
-    @property
-    def samples(self) -> int:
-        """Of how many samples."""
-        ...
-
-
-class OpenSchedule:
-    """A worker's minibatches in a run that ends when every worker has run out.
-
-    A minibatch is handed out before anybody knows whether there is one: its size is `UNKNOWN`, and
-    0 in the end where there was none. In rounds, minibatches of size 0 follow until the others have
-    run out too (see `OpenLedger`).
-
-    Args:
-        supply: says when this worker has run out.
-        rank: of this worker.
-        endings: asked whether the run is over.
-    """
-
-    def __init__(self, supply: Supply, rank: int, endings: EndingSource) -> None:
-        self.endings = endings
-        self._supply = supply
-        self._rank = rank
-
-    @property
-    def size(self) -> int:
-        """How many samples the next minibatch has: 0 after this worker has run out, `UNKNOWN` before."""
-        return 0 if self._supply.ended else UNKNOWN
-
-    async def refs(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
-        """Own minibatches, one at a time, then rounds without samples; see `Schedule.refs`."""
-        supply, endings = self._supply, self.endings
-        for number in itertools.count():
-            if supply.ended:
-                await hooks.close()
-                if await endings.ending(supply.batches, supply.samples, number):
-                    return
-            if await hooks.gate() == "over":
-                return
-            yield BatchRef(0, self._rank, number)

@@ -1,8 +1,8 @@
-"""Makes a worker's exchange and its replica out of what the worker is told.
+"""Makes a worker's exchange and its replica from the worker's configuration.
 
 strategy                exchange            replica
-ServerStrategy          ServerExchange      ServerReplica, RowReplica, LoopServerReplica
-GroupStrategy           GroupExchange       GroupReplica, LoopGroupReplica
+ServerStrategy          ServerExchange      ServerReplica, RowReplica
+GroupStrategy           GroupExchange       GroupReplica
 SharedMemoryStrategy    SharedExchange      SharedReplica
 """
 
@@ -24,32 +24,32 @@ from gradstream.telemetry.events import StepEvent
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
-from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
+from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.exchange.group import GroupExchange
 from gradstream.worker.exchange.server import ServerExchange
 from gradstream.worker.exchange.shared import form_shared
 from gradstream.worker.gradient import Differentiator
+from gradstream.worker.loop import LoopSource
 from gradstream.worker.registration import row_exchange_of, row_spec_for
 from gradstream.worker.replica.base import Replica, ReplicaContext
-from gradstream.worker.replica.group import GroupReplica
-from gradstream.worker.replica.loop import LoopGroupReplica, LoopServerReplica
+from gradstream.worker.replica.group import GroupReplica, GroupSetup
 from gradstream.worker.replica.rows import RowReplica
 from gradstream.worker.replica.server import ServerReplica
 from gradstream.worker.replica.sufficient_factors import SufficientFactors
-from gradstream.worker.replica.updater import Updater, decays_of, scales_of
-from gradstream.worker.schedule import OpenSchedule, Schedule
+from gradstream.worker.replica.updater import LocalRule, Updater
+from gradstream.worker.schedule import Schedule
 
 __all__ = ["Assembly"]
 
 
 class Assembly:
-    """What an exchange is made of.
+    """The parts of an exchange.
 
     Args:
-        config: what the worker is told.
-        context: where the exchange lives.
-        schedule: which minibatches are the worker's.
-        batch_gate: lets it begin each.
+        config: configuration of the worker.
+        context: the worker's place in the run.
+        source: the worker's minibatches; a user's loop computes their gradients too.
+        batch_gate: lets the worker begin each minibatch.
         on_step, on_boundary: see `ReplicaContext`.
     """
 
@@ -57,7 +57,7 @@ class Assembly:
         self,
         config: WorkerConfig,
         context: ExchangeContext,
-        schedule: Schedule | OpenSchedule,
+        source: Schedule | LoopSource,
         batch_gate: BatchGate,
         *,
         on_step: Callable[[StepEvent], None],
@@ -65,22 +65,24 @@ class Assembly:
     ) -> None:
         self._config = config
         self._context = context
-        self._schedule = schedule
+        self._source = source
         self._batch_gate = batch_gate
         self._on_step = on_step
         self._on_boundary = on_boundary
 
     async def exchange(self) -> Exchange:
-        """Makes the exchange; where it goes through a group or shared memory, together with all others.
+        """Makes the exchange; through a group or shared memory, together with all other workers.
 
         Raises:
-            ConfigError: what was asked for cannot be done with this model or these machines.
+            ConfigError: this model or these machines do not allow what the job asks for.
             PeerLostError, DeadlineError: another worker was lost meanwhile.
         """
         config, context = self._config, self._context
         match config.strategy:
             case ServerStrategy() as strategy:
-                make, rows = partial(self._server_replica(), self._replica_context()), row_spec_for(config)
+                changed = row_exchange_of(config)
+                kind = ServerReplica if changed is None else partial(RowReplica, exchange=changed)
+                make, rows = partial(kind, self._replica_context()), row_spec_for(config)
                 return ServerExchange(context, strategy, config.model.layout, config.chunk_elems, make, rows)
             case GroupStrategy() as strategy:
                 return await self._group_exchange(strategy)
@@ -88,16 +90,6 @@ class Assembly:
                 return await form_shared(context, self._replica_context(), strategy, config)
             case other:
                 raise InternalError(f"{type(other).__name__} has no way of exchange")
-
-    # ---- through servers ----------------------------------------------------------------
-
-    def _server_replica(self) -> Callable[..., ServerReplica]:
-        rows = row_exchange_of(self._config)
-        if rows is not None:
-            return partial(RowReplica, exchange=rows)
-        if self._config.loop is not None:
-            return partial(LoopServerReplica, loop=self._config.loop)
-        return ServerReplica
 
     # ---- through a group ----------------------------------------------------------------
 
@@ -111,21 +103,18 @@ class Assembly:
         group = await config.form_group(
             context.runtime, context.endpoint, members, on_event=context.member.emit
         )
-        replica = await self._group_replica(strategy, group)
+        setup = await self._group_setup(strategy, group)
         chunks = ChunkMap(config.model.layout.elems, config.chunk_elems, config.num_workers)
-        return GroupExchange(context, strategy, group, replica, chunks)
+        return GroupExchange(context, strategy, partial(GroupReplica, self._replica_context(), setup), chunks)
 
-    async def _group_replica(
-        self, strategy: GroupStrategy, group: Group
-    ) -> Callable[[Transfers], GroupReplica]:
+    async def _group_setup(self, strategy: GroupStrategy, group: Group) -> GroupSetup:
         config, layout = self._config, self._config.model.layout
         sharded = strategy.sharded
-        if sharded is None:  # a loop of the user's may look at its parameters after another worker's death
+        if sharded is None:  # a user's loop may look at all parameters after another worker's death
             sharded = group.shares_memory and config.loop is None and not strategy.factors
         bucket_elems = strategy.bucket_elems(layout.dtype.itemsize, config.chunk_elems)
         buckets = Buckets(layout.elems, bucket_elems, config.num_workers)
         owned = buckets.owned(config.rank) if sharded else [(0, layout.elems)]
-        assert config.update_rule is not None
         updater = Updater(self._context.runtime.memory, *config.update_rule, owned, layout.dtype)
         if sharded:
             parameters = await group.common(layout.elems, layout.dtype, "parameters")
@@ -133,13 +122,16 @@ class Assembly:
             parameters = group.allocate(
                 layout.elems, layout.dtype, "parameters", lead_bytes=layout.lead_bytes
             )
-        outer = None if sharded else self._outer_products(strategy, group)
-        make: Callable[..., GroupReplica] = GroupReplica
-        if config.loop is not None:
-            make = partial(LoopGroupReplica, loop=config.loop)
-        return partial(make, self._replica_context(), group, buckets, updater, sharded, parameters, outer)
+        return GroupSetup(
+            group=group,
+            buckets=buckets,
+            updater=updater,
+            sharded=sharded,
+            parameters=parameters,
+            factors=None if sharded else self._sufficient_factors(strategy, group),
+        )
 
-    def _outer_products(self, strategy: GroupStrategy, group: Group) -> SufficientFactors | None:
+    def _sufficient_factors(self, strategy: GroupStrategy, group: Group) -> SufficientFactors | None:
         """The layers that may be exchanged as factors; None where there are none."""
         config, context = self._config, self._context
         layers = factored_layers_of(config.model)
@@ -168,37 +160,35 @@ class Assembly:
         config, context = self._config, self._context
         served = config.strategy if isinstance(config.strategy, ServerStrategy) else None
         quorum = None if served is None else served.quorum(config.num_workers)
-        rule, elems = config.shards_rule or config.update_rule, config.model.layout.elems
-        decays = config.shards_rule is not None and served is not None and served.decays_gradients
-        assert rule is not None
+        decays = not config.workers_optimize and served is not None and served.decays_gradients
         return ReplicaContext(
             runtime=context.runtime,
-            layout=config.model.layout,
-            reduction=config.model.reduction,
-            differentiator=self._differentiator(),
-            schedule=self._schedule,
+            model=config.model,
+            schedule=self._source,
+            gradients=self._source
+            if isinstance(self._source, LoopSource)
+            else self._differentiator(self._source),
             rank=config.rank,
             num_workers=config.num_workers,
-            lr=config.lr,
+            rule=LocalRule.of(
+                config.lr,
+                config.update_rule,
+                config.model.layout.elems,
+                own=config.workers_optimize,
+                decays=decays,
+            ),
             joins=isinstance(config.plan, JoinedPlan),
             batch_gate=self._batch_gate,
-            first_step=0 if config.resume is None else config.resume.step_of(context.runtime.node),
-            # With a quorum, the first shard says what is in the model: it lives to tell.
+            first_step=config.first_step,
+            # With a quorum, the first shard reports what is in the model: unlike this worker, it cannot be lost.
             on_receipt=context.member.receipt if quorum is None else lambda refs: None,
             on_step=self._on_step,
             on_boundary=self._on_boundary,
-            first_version=None if quorum is None else (config.resume.rounds if config.resume else 0),
             watch=config.watch,
-            update_rule=config.update_rule,
-            decays=decays_of(rule, elems) if decays else (),
-            scales=scales_of(rule, elems),
         )
 
-    def _differentiator(self) -> Differentiator | None:
-        """What computes gradients; None where a loop of the user's does."""
-        config, schedule = self._config, self._schedule
-        if not isinstance(schedule, Schedule):
-            return None
+    def _differentiator(self, schedule: Schedule) -> Differentiator:
+        config = self._config
         return Differentiator(
             config.model,
             feed_of(config.data, unjoined(schedule.plan), config.rank, config.seed),
@@ -211,7 +201,7 @@ class Assembly:
 
 
 def _host_of(address: str) -> str:
-    """The host of host:port, or all of an address that is none."""
+    """The host of an address host:port; any other address whole."""
     first = address.split(" ")[0]
     host, _, port = first.rpartition(":")
     return host if port.isdigit() else first

@@ -1,4 +1,4 @@
-"""What the node of a worker needs of its exchange, whether that goes through servers or a group."""
+"""A worker's exchange as its node sees it, for every way of exchange."""
 
 from __future__ import annotations
 
@@ -19,21 +19,23 @@ from gradstream.worker.replica.base import Replica
 __all__ = ["Exchange", "ExchangeContext", "Transfers"]
 
 MAX_TRANSFERS = 128
-"""Transfers reported one by one between two reports of process metrics."""
+"""Number of transfers that are reported one by one between two reports of process metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeContext:
-    """Where an exchange lives.
+    """A worker's place in the run, for its exchange.
 
     Args:
-        runtime, endpoint, member: of the node; the run has begun.
-        rank: of this worker.
-        resume: where the run goes on, if it does not begin.
+        runtime: runtime of the worker's node.
+        endpoint: endpoint of the worker's node.
+        member: the node's membership; the run has begun.
+        rank: rank of this worker.
+        resume: where the run continues; None if it begins.
         deadlines: how long the run waits for nodes that do not answer.
         init: fills a vector with the model's first parameters.
         is_lowest: whether this is the worker of the lowest rank that is still there.
-        failed: says that this node cannot go on.
+        failed: reports that this node cannot continue.
     """
 
     runtime: Runtime
@@ -52,40 +54,40 @@ class Exchange(Protocol):
 
     @property
     def replica(self) -> Replica:
-        """What the strategy gets."""
+        """The worker that the strategy gets."""
         ...
 
     async def begin(self) -> None:
-        """Sees to it that all workers have the same first parameters, or those of a checkpoint."""
+        """Gives all workers the same first parameters, or those of a checkpoint."""
         ...
 
     async def train(self) -> None:
-        """Runs the client of the strategy."""
+        """Runs the strategy on this worker."""
         ...
 
     async def flush(self) -> None:
-        """Returns once everything that the strategy has given is in the model."""
+        """Returns when everything that the strategy has pushed is in the model."""
         ...
 
     async def finish(self) -> None:
-        """The final parameters are the replica's from here on."""
+        """Gets the final parameters into the replica."""
         ...
 
     def report(self) -> Sequence[Event]:
-        """Records of traffic since the report before."""
+        """Events of the traffic since the last report."""
         ...
 
     async def close(self) -> None:
-        """Ends what goes on beside the strategy. Idempotent."""
+        """Ends all tasks that run beside the strategy. Idempotent."""
         ...
 
 
 class Transfers:
-    """Reports transfers one by one, so many between two accounts.
+    """Reports transfers one by one, up to `MAX_TRANSFERS` between two accounts.
 
     Args:
-        rank: of this worker.
-        emit: puts a record into the run's events.
+        rank: rank of this worker.
+        emit: adds an event to those of the run.
     """
 
     def __init__(self, rank: int, emit: Callable[[Event], None]) -> None:
@@ -94,7 +96,7 @@ class Transfers:
         self._left = MAX_TRANSFERS
 
     def __call__(self, done: Transfer) -> None:
-        """One more is done."""
+        """Reports a transfer that is done."""
         if self._left > 0:
             self._left -= 1
             self._emit(
@@ -104,5 +106,5 @@ class Transfers:
             )
 
     def accounted(self) -> None:
-        """An account was given: as many again."""
+        """Notes that an account was given: as many transfers are reported again."""
         self._left = MAX_TRANSFERS

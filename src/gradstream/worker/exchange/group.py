@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 
-from gradstream.checkpoint.snapshot import NodeSnapshots
-from gradstream.collectives.group import Group
-from gradstream.runtime.base import Work, awaited_later
+from gradstream.checkpoint.manifest import STATE, Manifest
+from gradstream.checkpoint.snapshot import NodeSnapshots, Pieces, load
+from gradstream.runtime.base import Storage, Work, awaited_later
 from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.exchange.base import ExchangeContext, Transfers
 from gradstream.worker.replica.group import GroupReplica
-from gradstream.worker.replica.snapshot import ReplicaSnapshot
 
 __all__ = ["GroupExchange"]
 
@@ -22,44 +22,41 @@ class GroupExchange:
     """Implements `Exchange`.
 
     Args:
-        context: where it lives.
-        strategy: of the run.
-        group: all workers of the run.
-        replica: makes the replica, which tells of its transfers.
-        chunks: the chunk map of a checkpoint's versions, dealt to the workers.
+        context: the worker's place in the run.
+        strategy: strategy of the run.
+        replica: makes the replica, which reports its transfers.
+        chunks: chunks of the flat vector. A checkpoint has a version for each; the workers divide them.
     """
 
     def __init__(
         self,
         context: ExchangeContext,
         strategy: GroupStrategy,
-        group: Group,
         replica: Callable[[Transfers], GroupReplica],
         chunks: ChunkMap,
     ) -> None:
         self._context = context
         self._strategy = strategy
-        self._group = group
         self._transfers = Transfers(context.rank, context.member.emit)
         self._accounted = (0, 0)  # rounds and bytes
         self.replica = replica(self._transfers)
-        self._snapshot_source = ReplicaSnapshot(self.replica, chunks)
+        self._snapshot_source = _GroupSnapshot(self.replica, chunks)
         self._snapshots_task: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """The worker of rank 0 makes the first parameters, and all others get them; or each reads its own."""
-        context = self._context
+        """See `Exchange`: the worker of rank 0 makes the first parameters for all; or each reads a checkpoint."""
+        context, replica = self._context, self.replica
         if context.resume is not None:
             folder, storage = context.resume.folder, context.runtime.storage
-            work = Work("restore", elems=len(self.replica.parameters))
+            work = Work("restore", elems=len(replica.parameters))
             await context.runtime.beside(lambda: self._snapshot_source.restore(storage, folder), work=work)
-            if self.replica.group.sharded:
-                await self.replica.group.all_gather()
+            if replica.setup.sharded:
+                await replica.group.all_gather()
         else:
             if context.rank == 0:
-                await context.init(self.replica.parameters)
-            await self.replica.group.broadcast(self.replica.parameters)
-            self.replica.version = 0
+                await context.init(replica.parameters)
+            await replica.group.broadcast(replica.parameters)
+            replica.version = 0
         snapshots = NodeSnapshots(context.runtime, context.member, self._snapshot_source)
         name = f"{context.runtime.node}-cuts"
         self._snapshots_task = awaited_later(context.runtime.spawn(snapshots.run(), name=name))
@@ -69,24 +66,23 @@ class GroupExchange:
         await self._strategy.train(self.replica)
 
     async def flush(self) -> None:
-        """See `Exchange`: a round is in the model when the strategy goes on from it."""
+        """See `Exchange`: a round is in the model when the strategy continues after it."""
 
     async def finish(self) -> None:
         """See `Exchange`: all workers have them."""
 
     def report(self) -> Sequence[Event]:
-        """See `Exchange`: a round is a push and a fetch of the whole gradient."""
+        """See `Exchange`: a round counts as a push and a fetch of the whole gradient."""
         self._transfers.accounted()
-        peers = self.replica.group
-        rounds, size_bytes = peers.num_rounds - self._accounted[0], peers.exchanged_bytes - self._accounted[1]
-        self._accounted = (peers.num_rounds, peers.exchanged_bytes)
+        meter, (rounds, size_bytes) = self.replica.meter, self._accounted
+        self._accounted = (meter.num_rounds, meter.exchanged_bytes)
         return [
             ExchangeEvent(
                 rank=self._context.rank,
-                pushed_bytes=size_bytes,
-                fetched_bytes=size_bytes,
-                pushes=rounds,
-                fetches=rounds,
+                pushed_bytes=meter.exchanged_bytes - size_bytes,
+                fetched_bytes=meter.exchanged_bytes - size_bytes,
+                pushes=meter.num_rounds - rounds,
+                fetches=meter.num_rounds - rounds,
                 retries=0,
             )
         ]
@@ -95,4 +91,45 @@ class GroupExchange:
         """See `Exchange`: leaves the group."""
         if self._snapshots_task is not None:
             self._snapshots_task.cancel()
-        await self._group.close()
+        await self.replica.setup.group.close()
+
+
+class _GroupSnapshot:
+    """Implements `checkpoint.snapshot.SnapshotSource`: a piece is this worker's slice of a bucket.
+
+    All workers stand after the same round, with the same parameters; so they divide the writing.
+
+    Args:
+        replica: this worker.
+        chunks: chunks of the flat vector; this worker tells the versions of its part of them.
+    """
+
+    def __init__(self, replica: GroupReplica, chunks: ChunkMap) -> None:
+        self._replica = replica
+        self._chunks = chunks
+
+    def pieces(self) -> Mapping[str, Pieces]:
+        """See `SnapshotSource`."""
+        return self._pieces(self._replica.setup.owned)
+
+    def _pieces(self, ranges: Sequence[tuple[int, int]]) -> dict[str, Pieces]:
+        """These ranges of the parameters and of the update rule's state."""
+        updater, parameters = self._replica.setup.updater, self._replica.parameters.tensor
+        pieces: dict[str, Pieces] = {"": [(start, parameters[start:stop]) for start, stop in ranges]}
+        for name, vector in updater.state.items():
+            pieces[name] = [(start, updater.state_of(vector, start, stop).tensor) for start, stop in ranges]
+        return pieces
+
+    def versions(self) -> Sequence[int]:
+        """See `SnapshotSource`: the number of rounds in the model."""
+        return [self._replica.version] * len(self._chunks.chunks_of(self._replica.rank))
+
+    def still(self) -> AbstractAsyncContextManager[object]:
+        """See `SnapshotSource`: only this worker writes them, and it stands."""
+        return nullcontext()
+
+    def restore(self, storage: Storage, folder: str) -> None:
+        """Reads what this worker updates, and its state, from a checkpoint. Raises as `load`."""
+        load(storage, folder, self._pieces(self._replica.setup.updater.ranges))
+        versions = Manifest.decode(storage.read(f"{folder}/{STATE}")).versions
+        self._replica.version = min(versions, default=0)

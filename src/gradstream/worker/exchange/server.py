@@ -25,12 +25,12 @@ class ServerExchange:
     """Implements `Exchange`.
 
     Args:
-        context: where it lives.
-        strategy: of the run.
-        layout: of the model's flat vector.
-        chunk_elems: of the chunk map.
+        context: the worker's place in the run.
+        strategy: strategy of the run.
+        layout: layout of the model's flat vector.
+        chunk_elems: number of elements of a chunk.
         replica: makes the replica for a client of all shards.
-        rows: of the model, where only what has changed is exchanged; else None.
+        rows: rows of the model, where only changed rows are exchanged; else None.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class ServerExchange:
         self.replica = replica(self._client)
 
     async def begin(self) -> None:
-        """The worker of the lowest rank hands initial parameters out; of a checkpoint, each fetches them."""
+        """See `Exchange`: the worker of the lowest rank assigns the first ones; all others fetch them."""
         context, replica = self._context, self.replica
-        if context.resume is not None:  # a strategy may not begin by fetching
+        if context.resume is not None:  # not every strategy begins with a fetch
             await replica.swap_in(replica.server.fetch_soon())
         elif context.is_lowest():
             await context.init(replica.parameters)
@@ -75,7 +75,7 @@ class ServerExchange:
             self._heir = context.runtime.spawn(self._take_over(), name=f"{context.runtime.node}-heir")
 
     async def _take_over(self) -> None:
-        """Hands out initial parameters where the worker of the lowest rank died before it could."""
+        """Assigns the first parameters if the worker of the lowest rank died before it did."""
         context = self._context
         await context.member.heard(context.is_lowest)
         if self.replica.version >= 0:
@@ -97,10 +97,10 @@ class ServerExchange:
         await self._client.flush()
 
     async def finish(self) -> None:
-        """See `Exchange`: fetched once more, with what all have pushed.
+        """See `Exchange`: fetches once more.
 
-        What the shards' sums still hold is applied first: no other push will complete them. Into the
-        gradient's memory: where fetches never overlap compute, the spare vector was never touched.
+        The shards first apply sums that are still incomplete, since no other push will complete them. The fetch
+        lands in the gradient's memory: where fetches never overlap compute, the back buffer was never touched.
         """
         await self._client.reclaim_back_buffer()
         await self.replica.pull(flush=True)

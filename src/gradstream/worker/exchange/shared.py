@@ -1,7 +1,7 @@
-"""A worker's exchange through memory that all workers share: it sees to what they begin with, and rests.
+"""A worker's exchange through memory that all workers share.
 
-Everything that is shared outlives any worker: who dies leaves a sample half applied at most, and its locks,
-which are taken from it by who needs them.
+The shared memory outlives any worker. A worker that dies leaves at most one sample half applied, and its locks. The
+workers that need these locks free them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gradstream.worker.shared_words import SharedWords
 __all__ = ["SharedExchange", "Waits", "form_shared"]
 
 LOOK_S = 1e-3
-"""Between two looks at a word that another worker is to write."""
+"""Seconds between two looks at a word that another worker is to write."""
 
 _TORCH = {
     np.dtype(np.int32): torch.int32,
@@ -50,17 +50,17 @@ _TORCH = {
 async def form_shared(
     context: ExchangeContext, parts: ReplicaContext, strategy: SharedMemoryStrategy, config: WorkerConfig
 ) -> SharedExchange:
-    """All workers come together, and map what they are to share.
+    """Makes the exchange, together with all other workers: they map the memory that they share.
 
     Args:
-        context: where it lives.
-        parts: of the replica.
-        strategy: of the run.
-        config: of this worker. Sparse data are put into shared memory, once for all.
+        context: the worker's place in the run.
+        parts: parts of the replica.
+        strategy: strategy of the run.
+        config: configuration of the worker. Its sparse data are put into shared memory, once for all workers.
 
     Raises:
-        ConfigError: they are not on one machine, or gradients are to be clipped that nobody makes.
-        PeerLostError, DeadlineError: a worker was lost before all had mapped it.
+        ConfigError: the workers are not on one machine; or gradients are to be clipped, and a sparse model has none.
+        PeerLostError, DeadlineError: a worker was lost before all had mapped the memory.
     """
     model, data = config.model, config.data
     if config.clip and isinstance(model, SparseModel):
@@ -73,7 +73,7 @@ async def form_shared(
     members = GroupMembers(names, context.rank, epoch, context.deadlines.silence_s)
     window = await open_shared_window(runtime, context.endpoint, members, on_event=member.emit)
     try:
-        layout = parts.layout
+        layout = model.layout
         parameters = await window.common(layout.elems, layout.dtype, "parameters")
         words = await SharedWords.of(window, context.rank, parts.num_workers, layout.elems)
         tables = await _tables(window, data) if real and isinstance(data, SparseDataset) else {}
@@ -81,13 +81,13 @@ async def form_shared(
         await window.close()
         raise
     waits = Waits(runtime, member, words, context.deadlines.silence_s)
-    replica = SharedReplica(parts, model, parameters, words, waits.unlock, alone=not real)
+    replica = SharedReplica(parts, parameters, words, waits.unlock, alone=not real)
     start = _Start(data, tables)
     return SharedExchange(context, strategy, window, replica, start, layout, config.chunk_elems)
 
 
 async def _tables(window: SharedWindow, data: SparseDataset) -> dict[str, np.ndarray[Any, Any]]:
-    """Room for the data, the same for all."""
+    """Shared memory for the data."""
     return {
         name: (await window.common(elems, _TORCH[dtype], name)).tensor.numpy()
         for name, elems, dtype in data.shared()
@@ -98,13 +98,13 @@ class SharedExchange:
     """Implements `Exchange`.
 
     Args:
-        context: where it lives.
-        strategy: of the run.
-        window: where what is shared has come from.
-        replica: of this worker.
-        start: fills the parameters and the data, or maps what another worker has filled.
-        layout: of the parameters.
-        chunk_elems: elements of a chunk, by which workers divide the writing of a checkpoint.
+        context: the worker's place in the run.
+        strategy: strategy of the run.
+        window: the shared memory.
+        replica: this worker.
+        start: fills the data, or maps them once another worker has.
+        layout: layout of the parameters.
+        chunk_elems: number of elements of a chunk; the workers divide the writing of a checkpoint by chunks.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class SharedExchange:
         self._snapshots_task: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """The worker of the lowest rank fills what is shared, or reads it; if it dies, the next one does."""
+        """See `Exchange`: the worker of the lowest rank fills the shared memory; if it dies, the next one does."""
         context, words, runtime = self._context, self.replica.words, self._context.runtime
         while not words.ready:
             if context.is_lowest():
@@ -140,7 +140,7 @@ class SharedExchange:
         self._snapshots_task = awaited_later(runtime.spawn(snapshots.run(), name=f"{runtime.node}-cuts"))
 
     async def _fill_parameters(self) -> int:
-        """Returns how many minibatches are in them."""
+        """Fills the parameters; returns how many minibatches are in them."""
         context, parameters = self._context, self.replica.parameters
         if context.resume is None:
             await context.init(parameters)
@@ -162,7 +162,7 @@ class SharedExchange:
         """See `Exchange`: there is one vector."""
 
     def report(self) -> Sequence[Event]:
-        """See `Exchange`: a minibatch is a push and a fetch, of no bytes."""
+        """See `Exchange`: a minibatch counts as a push and a fetch, without bytes."""
         staleness = self.replica.take_staleness()
         num = sum(staleness.values())
         event = ExchangeEvent(
@@ -177,18 +177,18 @@ class SharedExchange:
         return [event] if num else []
 
     async def close(self) -> None:
-        """See `Exchange`. What is shared stays for as long as a worker holds it."""
+        """See `Exchange`. The shared memory stays for as long as any worker maps it."""
         if self._snapshots_task is not None:
             self._snapshots_task.cancel()
         await self._window.close()
 
 
 class _Start:
-    """The data of a run, before anybody has read them.
+    """Fills the data of a run, or maps them.
 
     Args:
-        data: of this worker.
-        tables: room for sparse data in shared memory; empty where each worker keeps its own.
+        data: data set of this worker.
+        tables: shared memory for sparse data; empty where each worker keeps its own.
     """
 
     def __init__(self, data: Dataset, tables: Mapping[str, np.ndarray[Any, Any]]) -> None:
@@ -196,24 +196,25 @@ class _Start:
         self._tables = tables
 
     async def fill_data(self, runtime: Runtime) -> None:
-        """Makes or reads them, in shared memory."""
+        """Generates or reads the data, into shared memory."""
         data, tables = self._data, self._tables
         if tables and isinstance(data, SparseDataset):
             await runtime.compute(lambda _: data.fill(tables), work=Work("init"))
 
     def map_data(self) -> None:
-        """From now on they are read from there."""
+        """Makes this worker read the data from shared memory from now on."""
         if self._tables and isinstance(self._data, SparseDataset):
             self._data.map(self._tables)
 
 
 class Waits:
-    """What a worker does that cannot have a lock.
+    """Waits for locks that a worker cannot take.
 
     Args:
-        runtime, member: of this worker's node.
+        runtime: runtime of the worker's node.
+        member: tells which workers there are.
         words: has the locks.
-        silence_s: how long another worker may hold one lock.
+        silence_s: longest time for which another worker may hold a lock.
     """
 
     def __init__(self, runtime: Runtime, member: Member, words: SharedWords, silence_s: float) -> None:
@@ -221,19 +222,19 @@ class Waits:
         self._member = member
         self._words = words
         self._silence_s = silence_s
-        self._met = (-1, -1, -1)  # the halt, the lock, and whose it is
+        self._met = (-1, -1, -1)  # halt, lock, and rank of its owner
         self._since_ns = 0
 
     async def unlock(self, lock: int, halt: int) -> None:
-        """Takes it from a worker that is dead; else gives the one that holds it time.
+        """Frees a lock that a dead worker holds; else waits a moment for its owner.
 
         Args:
-            lock: its number.
-            halt: number of this worker's halt. The time that it waited at an earlier one does not count,
-                though it was for the same lock of the same worker, which has given it back in between.
+            lock: number of the lock.
+            halt: number of this worker's halt. Time waited at an earlier halt does not count: the owner has
+                released the lock in between.
 
         Raises:
-            DeadlineError: naming a worker that has held it for `silence_s`.
+            DeadlineError: a worker, which is named, has held the lock for `silence_s`.
         """
         owner = self._words.owner(lock)
         if owner < 0:
@@ -252,14 +253,15 @@ class Waits:
 
 
 class _SharedSnapshot:
-    """Implements `checkpoint.snapshot.SnapshotSource`: workers that are there divide the writing of the vector.
+    """Implements `checkpoint.snapshot.SnapshotSource`: the present workers divide the writing of the vector.
 
-    All of them stand then, so what each copies is of one moment.
+    All of them stand meanwhile, so their copies are of one moment.
 
     Args:
-        replica: of this worker.
-        member: says who is there.
-        layout, chunk_elems: what is divided, in chunks.
+        replica: this worker.
+        member: tells which workers there are.
+        layout: layout of the vector.
+        chunk_elems: number of elements of a chunk; each worker writes some chunks.
     """
 
     def __init__(self, replica: SharedReplica, member: Member, layout: Layout, chunk_elems: int) -> None:

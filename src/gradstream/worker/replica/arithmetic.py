@@ -1,7 +1,7 @@
 """Arithmetic over a worker's whole vectors, in blocks that stay in the processor's cache.
 
-One operation after the other over whole vectors would move each of them through memory again: at 74.77 M
-elements a step is bound by that.
+Without blocks, each of several operations in a row would move the whole vectors through memory again: with 74.77 M
+elements, that bounds the time of a step.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ BLOCK_ELEMS = 1 << 17  # of four float32 vectors: 2 MiB
 
 
 def _blocks(factors: Factors) -> Iterator[tuple[slice, float]]:
-    """The ranges in blocks, with their factors. Vector registers see the same elements as uncut."""
+    """The ranges in blocks, with their factors. Results have the same bits as without blocks."""
     for start, stop, factor in factors:
         for first in range(start, stop, BLOCK_ELEMS):
             yield slice(first, min(first + BLOCK_ELEMS, stop)), factor
 
 
 def add_scaled(target: torch.Tensor, source: torch.Tensor, factors: Factors, scale: float = 1.0) -> None:
-    """Adds scale·factor·source to the target, in place; each range has its own factor."""
+    """Adds scale·factor·source to the target, in place, with the factor of each range."""
     for block, factor in _blocks(factors):
         target[block].add_(source[block], alpha=scale * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalStep:
-    """v ← momentum·v + g;  acc ← acc + weight·v;  w ← w - lr·scale·v.  Without a velocity v is g.
+    """v ← momentum·v + g;  acc ← acc + weight·v;  w ← w - lr·scale·v.  Without a velocity, v is g.
 
     Args:
-        lr: α.
+        lr: learning rate, α.
         scales: factor of α for each range of the vector.
-        momentum: of v, 0 to 1.
-        weight: of v in the sum.
-        second: the step before was the first of its period: acc ← v, as that left it, before all else.
+        momentum: factor of the previous velocity, 0 to 1.
+        weight: weight of v in the sum.
+        second: this is the second step of its period: acc ← v first, since the first step left its sum in v.
     """
 
     lr: float
@@ -56,7 +56,7 @@ class LocalStep:
         accumulated: torch.Tensor | None,
         velocity: torch.Tensor | None,
     ) -> None:
-        """All of one shape, (elems,); changes all but the gradient."""
+        """Makes the step. All vectors are (elems,); all but the gradient are changed."""
         for block, scale in _blocks(self.scales):
             direction = gradient[block]
             if velocity is not None:
@@ -70,16 +70,16 @@ class LocalStep:
 
 @dataclass(frozen=True, slots=True)
 class ElasticPull:
-    """d = share·(x - y);  x ← x - d, of this very d: what x loses is what y is to gain.
+    """d = share·(x - y);  x ← x - d. The server adds the same d to y, so y gains exactly what x loses.
 
     Args:
-        share: α.
+        share: α, 0 to 1.
     """
 
     share: float
 
     def __call__(self, parameters: torch.Tensor, fetched: torch.Tensor) -> None:
-        """Both (elems,): x, and y, which d takes the place of."""
+        """Makes the step on x and y, both (elems,). d takes the place of y."""
         for block, _ in _blocks([(0, len(parameters), 1.0)]):
             own, difference = parameters[block], fetched[block]
             torch.sub(own, difference, out=difference).mul_(self.share)

@@ -1,94 +1,339 @@
-"""A replica that exchanges in a group of workers: it holds all parameters, and updates them itself."""
+"""A replica that exchanges in a group of workers, without servers: it holds all parameters, and updates them itself.
+
+A bucket is summed into the group's memory. The update at the end of the round reads that memory once. So no sum
+gets into the parameters before all sums of the round have come.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group
-from gradstream.data.base import BatchRef
-from gradstream.memory import Vector
-from gradstream.model.factors import FactorPairs
+from gradstream.memory import Span, Vector
+from gradstream.model.factors import FactoredLayer
+from gradstream.runtime.base import Runtime, Work
+from gradstream.strategies import api
+from gradstream.telemetry.events import GROUP
 from gradstream.telemetry.traffic import Transfer
-from gradstream.telemetry.wait_attribution import WaitAttribution
-from gradstream.worker.computed import ComputedGradient, SampleBatch
+from gradstream.telemetry.wait_attribution import Kind, WaitAttribution
+from gradstream.worker.computed import UNKNOWN, ComputedGradient, SampleBatch
 from gradstream.worker.replica.base import Replica, ReplicaContext
-from gradstream.worker.replica.peers import GroupPeers
-from gradstream.worker.replica.sufficient_factors import SufficientFactors
+from gradstream.worker.replica.sufficient_factors import SufficientFactors, outside
 from gradstream.worker.replica.updater import Updater
-from gradstream.worker.schedule import Schedule
 
-__all__ = ["GroupReplica"]
+__all__ = ["GroupMeter", "GroupPeers", "GroupReplica", "GroupSetup"]
 
 
-class GroupReplica(Replica):
-    """Implements `strategies.api.Worker` where there are no servers.
-
-    Parameters and gradient lie in the group's memory, so that it can work in place.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSetup:
+    """How the workers of a run exchange in a group, and who updates which parameters.
 
     Args:
-        context: what every replica is made of.
-        group: the workers of the run.
-        buckets: how the vector is exchanged.
-        updater: the update rule.
-        sharded: each worker updates its slices alone.
-        parameters: of this worker, or of all.
-        outer: layers that may be exchanged as factors.
-        on_transfer: see `GroupPeers`.
+        group: the workers.
+        buckets: division of the flat vector into parts that are exchanged one after the other.
+        updater: the update rule, with the state that this worker keeps.
+        sharded: each worker updates only its own slice of every bucket.
+        parameters: parameters of this worker; if sharded in shared memory, one vector of all workers.
+        factors: exchanges layers as factors; None where no layer may be.
+    """
+
+    group: Group
+    buckets: Buckets
+    updater: Updater
+    sharded: bool
+    parameters: Vector
+    factors: SufficientFactors | None = None
+
+    @property
+    def owned(self) -> Sequence[tuple[int, int]]:
+        """[start, stop) of this worker's slices of all buckets."""
+        return self.buckets.owned(self.group.rank)
+
+
+class GroupMeter:
+    """Counts a worker's exchanges in its group, and the time that it waits for them.
+
+    Args:
+        runtime: runtime of the worker's node.
+        attribution: takes down for whom the worker waited: for the group, or for its own update.
+        on_transfer: called with each exchange of a whole gradient.
+
+    Attributes:
+        num_rounds: number of updates.
+        exchanged_bytes: bytes that the worker has given to exchanges.
     """
 
     def __init__(
-        self,
-        context: ReplicaContext,
-        group: Group,
-        buckets: Buckets,
-        updater: Updater,
-        sharded: bool,
-        parameters: Vector,
-        outer: SufficientFactors | None = None,
-        on_transfer: Callable[[Transfer], None] | None = None,
+        self, runtime: Runtime, attribution: WaitAttribution, on_transfer: Callable[[Transfer], None]
+    ) -> None:
+        self.num_rounds = 0
+        self.exchanged_bytes = 0
+        self._runtime = runtime
+        self._attribution = attribution
+        self._on_transfer = on_transfer
+        self._exchange_s = 0.0  # in this round
+
+    def waited(self, begun_ns: int) -> None:
+        """The worker has waited for the group since `begun_ns`."""
+        self._attribution.note(Kind.SHARD, GROUP, begun_ns, self._runtime.now())
+
+    def exchanged(self, span: Span, begun_ns: int) -> None:
+        """The exchange of a span, which began at `begun_ns`, is done."""
+        self._exchange_s += (self._runtime.now() - begun_ns) / 1e9
+        self.waited(begun_ns)
+        self.exchanged_bytes += span.tensor.nbytes
+
+    def updated(self, parameters: Vector, begun_ns: int) -> None:
+        """The round's update, which began at `begun_ns`, is done."""
+        self._attribution.note(Kind.OWN, self._runtime.node, begun_ns, self._runtime.now())
+        self.num_rounds += 1
+        self._on_transfer(Transfer("push", self._exchange_s, parameters.tensor.nbytes))
+        self._exchange_s = 0.0
+
+
+class GroupReplica(Replica):
+    """Implements `strategies.api.GroupWorker`.
+
+    Parameters and gradient lie in the group's memory, so that the group can work in place.
+
+    Args:
+        context: parts of every replica.
+        setup: the group, and how it exchanges.
+        on_transfer: see `GroupMeter`.
+
+    Attributes:
+        setup: see above.
+        meter: counts the exchanges.
+        group: see `strategies.api.GroupWorker`.
+    """
+
+    def __init__(
+        self, context: ReplicaContext, setup: GroupSetup, on_transfer: Callable[[Transfer], None]
     ) -> None:
         attribution = WaitAttribution()
-        super().__init__(context, group.allocate, attribution, parameters)
-        self._outer = outer
-        self._peers = GroupPeers(
-            context.runtime, group, buckets, attribution, updater, sharded, self, outer, on_transfer
-        )
-
-    @property
-    def group(self) -> GroupPeers:
-        """See `strategies.api.Worker`."""
-        return self._peers
+        super().__init__(context, setup.group.allocate, attribution, setup.parameters)
+        self.setup = setup
+        self.meter = GroupMeter(context.runtime, attribution, on_transfer)
+        self.group = GroupPeers(self, context, setup, self.meter)
 
     async def newest(self) -> torch.Tensor:
-        """See `Replica.newest`: this worker's own, which between two rounds are those of all."""
+        """See `Replica.newest`: between two rounds, all workers have the same parameters."""
         return self.parameters.tensor
 
-    def _factors(self, batch: SampleBatch, *, mean: bool) -> FactorPairs | None:
-        """See `Replica._factors`; the workers decide for this round."""
-        if self._outer is None:
-            return None
-        said = None if mean else self.planned(batch.ref)
-        return self._outer.begin(None if said is None else [samples for samples, _ in said])
-
     async def _flush(self) -> None:
-        """A round is in the model when the strategy has gone on from it."""
+        """Does nothing: a round is in the model when the strategy continues after it."""
 
-    def planned(self, ref: BatchRef) -> Sequence[tuple[int, float]] | None:
-        """See `peers.Rounds`."""
-        if not isinstance(self._schedule, Schedule):
-            return None
-        said = []
-        for rank in range(self.num_workers):
-            other = BatchRef(ref.epoch, rank, ref.batch)
-            size = self._schedule.plan.size(other)
-            if size is None:
-                return None
-            said.append((size, self._rate(other)))
-        return said
+    def _new_gradient(self, batch: SampleBatch, *, mean: bool) -> ComputedGradient:
+        gradient = super()._new_gradient(batch, mean=mean)
+        if self.setup.factors is not None:
+            workers = None if mean else self._context.schedule.round_of(batch.ref)
+            sizes = None if workers is None else [samples for samples, _ in workers]
+            gradient.factors = self.setup.factors.begin(sizes)
+        return gradient
 
     def in_model(self, gradient: ComputedGradient) -> None:
-        """See `peers.Rounds`."""
-        self._handed_out(gradient.refs)()
+        """The round of this gradient is over."""
+        self.version += 1
+        self._handed_out((gradient.batch.ref,))()
+
+
+@dataclass(slots=True)
+class _Round:
+    """The exchange of one round.
+
+    Args:
+        total: number of samples of all workers.
+        lr: learning rate of the update, η.
+        relative_rate: this worker's own rate over η.
+        sums: each bucket's first element, and where its sum lies.
+    """
+
+    total: int = 0
+    lr: float = 0.0
+    relative_rate: float = 1.0
+    sums: list[tuple[int, Span]] = field(default_factory=list)
+
+
+class GroupPeers:
+    """Implements `strategies.api.Peers`.
+
+    Args:
+        replica: this worker.
+        context: see `GroupReplica`.
+        setup: see `GroupReplica`.
+        meter: counts the exchanges.
+    """
+
+    def __init__(
+        self, replica: GroupReplica, context: ReplicaContext, setup: GroupSetup, meter: GroupMeter
+    ) -> None:
+        self.sharded = setup.sharded
+        self.buckets = setup.buckets.bounds
+        self._replica = replica
+        self._context = context
+        self._runtime = context.runtime
+        self._setup = setup
+        self._group = setup.group
+        self._meter = meter
+        self._round = _Round()
+        # samples of each rank, then their rates
+        self._counts = setup.group.allocate(2 * setup.group.size, torch.float64, "counts")
+
+    async def samples(self, gradient: api.Gradient) -> Sequence[int]:
+        """See `strategies.api.Peers`. The plan tells; where it cannot, the workers tell one another.
+
+        All workers update at the rate η of the first worker that has samples, or their parameters would differ.
+        In users' loops a gradient may have another rate η_i: it is then weighed by η_i/η.
+        """
+        assert isinstance(gradient, ComputedGradient)
+        workers = self._context.schedule.round_of(gradient.batch.ref)
+        if workers is None:
+            if gradient.samples == UNKNOWN:
+                await gradient.ready.reached(1)  # only then has the user's loop told the number of samples
+            workers = await self._tell(gradient.samples, gradient.lr)
+        lr = next((lr for samples, lr in workers if samples and lr), 0.0)
+        relative_rate = workers[self._group.rank][1] / lr if lr else 1.0
+        self._round = _Round(sum(samples for samples, _ in workers), lr, relative_rate)
+        return [samples for samples, _ in workers]
+
+    async def _tell(self, samples: int, lr: float) -> Sequence[tuple[int, float]]:
+        """Tells the other workers, and returns the (samples, learning rate) of all.
+
+        The sum of one worker's numbers and the zeros of the others is exact.
+        """
+        size, rank, counts = self._group.size, self._group.rank, self._counts.tensor
+        counts.zero_()
+        counts[rank], counts[size + rank] = samples, lr
+        span = await self._group.allreduce(self._counts.all)
+        if counts.is_meta:  # in a shape-only simulation all workers are alike
+            return [(samples, lr)] * size
+        total = span.tensor.tolist()
+        return [(round(total[one]), total[size + one]) for one in range(size)]
+
+    async def allreduce(self, gradient: api.Gradient, bucket: api.Bucket, weight: float) -> None:
+        """See `strategies.api.Peers`."""
+        if not self._round.total:
+            return
+        weight *= self._round.relative_rate
+        layers = await self._factored(gradient, bucket)
+        if layers:
+            await self._allreduce_around(gradient, bucket, weight, layers)
+            return
+        span = await self._ready(gradient, bucket)
+        total = await self._timed(span, self._group.allreduce(span, weight=weight))
+        self._round.sums.append((bucket[0], total))
+
+    async def reduce_scatter(self, gradient: api.Gradient, bucket: api.Bucket, weight: float) -> None:
+        """See `strategies.api.Peers`."""
+        if self._round.total:
+            span = await self._ready(gradient, bucket)
+            weight *= self._round.relative_rate
+            mine = await self._timed(span, self._group.reduce_scatter(span, weight=weight))
+            self._round.sums.append((self._setup.buckets.slice_in(bucket, self._group.rank)[0], mine))
+
+    async def _factored(self, gradient: api.Gradient, bucket: api.Bucket) -> Sequence[FactoredLayer]:
+        """The layers in this bucket that are exchanged as factors."""
+        factors = self._setup.factors
+        if factors is None:
+            return ()
+        if bucket[0] == 0 and not factors.agreed:
+            await gradient.done()
+            await factors.agree(gradient.vector, gradient.samples)
+        return [one for one in factors.layers if one.start < bucket[1] and bucket[0] < one.stop]
+
+    async def _allreduce_around(
+        self, gradient: api.Gradient, bucket: api.Bucket, weight: float, layers: Sequence[FactoredLayer]
+    ) -> None:
+        """Sums the bucket without these layers, and the layers that end in it, into the gradient's own vector."""
+        assert self._setup.factors is not None
+        await self._ready(gradient, bucket)
+        vector = gradient.vector
+        for start, stop in outside(bucket, layers):
+            span = vector[start:stop]
+            total = await self._timed(span, self._group.allreduce(span, weight=weight))
+            if total != span:
+                await self._copy(total, span)
+        for layer in layers:
+            if layer.stop <= bucket[1]:
+                begun_ns = self._runtime.now()
+                sent = await self._setup.factors.exchange(layer, vector, weight)
+                self._meter.exchanged(sent, begun_ns)
+        self._round.sums.append((bucket[0], vector[bucket[0] : bucket[1]]))
+
+    async def _ready(self, gradient: api.Gradient, bucket: api.Bucket) -> Span:
+        """The bucket, once it is final.
+
+        The last bucket waits for the end of the gradient, which may turn out not to be finite. While one bucket is
+        missing, no worker makes an update.
+        """
+        assert isinstance(gradient, ComputedGradient)
+        start, stop = bucket
+        span = gradient.vector[start:stop]
+        if not gradient.samples:
+            await self._runtime.compute(
+                lambda _: span.tensor.zero_(), work=Work("copy", elems=len(span)), writes=[span]
+            )
+        elif stop == len(gradient.vector):
+            await gradient.done()
+        else:
+            await gradient.ready.reached(stop)
+        return span
+
+    async def _copy(self, source: Span, target: Span) -> None:
+        await self._runtime.compute(
+            lambda _: target.tensor.copy_(source.tensor),
+            work=Work("copy", elems=len(target)),
+            reads=[source],
+            writes=[target],
+            lane="exchange",
+        )
+
+    async def _timed(self, span: Span, exchange: Awaitable[Span]) -> Span:
+        begun_ns = self._runtime.now()
+        total = await exchange
+        self._meter.exchanged(span, begun_ns)
+        return total
+
+    async def update(self, gradient: api.Gradient) -> None:
+        """See `strategies.api.Peers`."""
+        assert isinstance(gradient, ComputedGradient)
+        await gradient.done()
+        if self._round.sums:
+            await self._apply()
+        self._replica.in_model(gradient)
+
+    async def _apply(self) -> None:
+        sums, lr, updater = self._round.sums, self._round.lr, self._setup.updater
+        parameters, version = self._replica.parameters, self._replica.version
+        begun_ns = self._runtime.now()
+        changed = [parameters[start : start + len(span)] for start, span in sums]
+        await self._runtime.compute(
+            lambda _: updater.update(
+                parameters.tensor,
+                [(start, span.tensor) for start, span in sums if len(span)],
+                lr=lr,
+                step=version + 1,
+            ),
+            work=Work("apply", elems=sum(len(span) for _, span in sums)),
+            reads=[span for _, span in sums],
+            writes=[*changed, *(vector.all for vector in updater.state.values())],
+        )
+        self._meter.updated(parameters, begun_ns)
+
+    async def all_gather(self) -> None:
+        """See `strategies.api.Peers`."""
+        begun_ns, parameters = self._runtime.now(), self._replica.parameters
+        # One vector for all has nothing to be moved, bucket by bucket: all wait for one another, once.
+        whole = self.sharded and self._group.shares_memory
+        for start, stop in [(0, len(parameters))] if whole else self.buckets:
+            await self._group.all_gather(parameters[start:stop])
+        self._meter.waited(begun_ns)
+
+    async def broadcast(self, vector: Vector) -> None:
+        """Gives the elements that the worker of rank 0 has to all."""
+        for start, stop in self.buckets:
+            await self._group.broadcast(vector[start:stop])

@@ -1,9 +1,9 @@
-"""Local steps that can be taken back, where only what has changed is fetched.
+"""Local steps that can be taken back, for workers that fetch only changed rows.
 
-A fetch of what has changed lands on top of the parameters that the worker has, and says nothing of the rest
-of them: that must be as the server had it. So what a local step overwrites is kept, and put back before the
-next fetch is adopted. Of a table these are the rows that the step has touched; of all else a copy, once a
-period.
+Such a fetch overwrites some of the worker's parameters. All others must be as the server had them. So a local step
+keeps the elements that it overwrites, and the worker puts them back before it swaps in the next fetch. Of a
+row-sparse tensor ("table") these are the rows that the step touches; of everything else ("the rest") one copy is
+kept for each period.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["OwnSteps"]
 
 
 class OwnSteps:
-    """The local steps since a fetch was adopted. Arithmetic alone.
+    """The local steps since the last fetch. Arithmetic alone.
 
     Args:
-        layout: of the parameters.
-        kept: (n,) for what the steps overwrite of what is in no table.
-        scales: factors of the rate.
+        layout: layout of the parameters.
+        kept: (n,), memory for the rest as it was before the steps.
+        scales: factor of each range's learning rate.
     """
 
     def __init__(self, layout: Layout, kept: torch.Tensor, scales: Factors) -> None:
         self._tables = [(table, _factor_at(scales, table.start)) for table in layout.tables]
-        # What is in no table: in the vector, in the rest alone, and the factor of its rate.
+        # A part of the rest: its place in the parameters and in the packed rest, and the factor of its rate.
         self._places: list[tuple[slice, slice, float]] = []
         at = 0
         for slot in layout.slots:
@@ -38,17 +38,17 @@ class OwnSteps:
                 at += size
         self._rest = kept
         self._rest_kept = False
-        self._rows: list[
-            tuple[Slot, torch.Tensor, torch.Tensor]
-        ] = []  # table, numbers, what they held before
+        # (table, numbers of rows, their values before the step)
+        self._rows: list[tuple[Slot, torch.Tensor, torch.Tensor]] = []
 
     def step(self, parameters: torch.Tensor, rest: torch.Tensor, rows: RowGradient, lr: float) -> None:
-        """W ← w - lr·scale·g, of all elements of the rest and of the touched rows alone.
+        """Makes a step w ← w - lr·scale·g, for the rest and for the rows that the gradient touches.
 
         Args:
             parameters: (E,), changed.
-            rest: gradient of what is in no table, packed.
-            rows: gradient of the tables.
+            rest: gradient of the rest, packed.
+            rows: gradients of the tables.
+            lr: learning rate.
         """
         for place, packed, scale in self._places:
             if not self._rest_kept:
@@ -63,7 +63,7 @@ class OwnSteps:
             view[numbers] = before.add(values, alpha=-lr * scale)
 
     def take_back(self, parameters: torch.Tensor) -> None:
-        """Makes parameters (E,) what they were before the first of these steps, bit for bit."""
+        """Restores the parameters (E,) to their values before the first of these steps, bit for bit."""
         if self._rest_kept:
             for place, packed, _ in self._places:
                 parameters[place] = self._rest[packed]

@@ -1,19 +1,19 @@
-"""What a worker has accumulated and not pushed yet, and what of it is significant enough to be sent.
+"""The gradients that a worker has accumulated and not pushed yet, and which of their rows it sends.
 
     acc ← acc + η_i/η·g
-    a row is sent if |γ·acc| > θ·|w| of it ("relative"), or > θ ("absolute"), and is 0 then
+    a row is sent if |γ·acc| > θ·|w| ("relative") or |γ·acc| > θ ("absolute"), and is 0 afterwards
 
-With θ = 0 all of it is. What is not sent stays, and is added to what comes: elements are moved and, at one
-rate, never changed, so what was sent and what is left add up to the sum of all gradients, exactly. A push is
-applied at one rate η, that of its first gradient: where a schedule changes the rate, each gradient is weighed
-by its own, and what is left is brought to the rate of the next push.
+With θ = 0 every row is sent. Rows that are not sent stay in the sum. At a constant rate, sent rows and rows that
+are left add up to the sum of all gradients, exactly. A push is applied at one rate η, the rate of its first
+gradient. Where a schedule changes the rate, each gradient is weighed by its own rate η_i, and rows that are left
+are scaled to the rate of the next push.
 
-|·| is the root of the mean square over a row's elements; γ the update rule's nominal rate, which a schedule
-does not lower: with the rate, what counts as significant falls, too.
+|·| is the root of the mean square over a row's elements. γ is the nominal rate of the update rule, which a schedule
+does not lower.
 
 Reference: Hsieh et al., "Gaia: geo-distributed machine learning approaching LAN speeds", NSDI 2017, §3.2
-(θ of 1 %, falling as 1/√t). Different here: rows instead of single parameters, unless a row is one; the
-worker's own parameters are the server's after a fetch, without what is left.
+(θ of 1 %, falling as 1/√t). Two differences: rows are tested instead of single parameters; and after a fetch the
+worker's parameters are the server's, without the rows that are left.
 """
 
 from __future__ import annotations
@@ -35,42 +35,47 @@ Test = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class RowSum:
-    """A sum of gradients: what is in no table as a vector, tables as rows. Arithmetic alone.
+    """A sum of gradients: row-sparse tensors ("tables") as rows, the rest as a vector. Arithmetic alone.
 
     Args:
-        rows: of every chunk.
-        layout: of the parameters.
-        exchange: what is significant.
-        rest: for what is in no table, packed.
+        rows: rows of every chunk.
+        layout: layout of the parameters.
+        exchange: which rows are significant.
+        rest: memory for the sum of the rest, packed.
+
+    Attributes:
+        rest: see above.
+        tables: sums of the tables.
+        left: the sum holds rows of an earlier period.
     """
 
     def __init__(self, rows: RowMap, layout: Layout, exchange: RowExchange, rest: Vector) -> None:
         self.rest = rest
         self.tables = RowGradient(layout.tables, layout.dtype)
-        self.left = False  # something of an earlier period is in it
+        self.left = False
         self._rows = rows
         self._exchange = exchange
 
     def add(self, rest: torch.Tensor, tables: RowGradient, weight: float) -> None:
-        """Adds one more gradient, times its weight."""
+        """Adds a gradient, multiplied by its weight."""
         self.rest.tensor.add_(rest, alpha=weight)
         self.tables.add_all(tables, weight)
 
     def scale(self, factor: float) -> None:
-        """Multiplies all of it."""
+        """Multiplies the whole sum."""
         self.rest.tensor.mul_(factor)
         self.tables.scale(factor)
 
     def take(self, parameters: torch.Tensor, lr: float, *, everything: bool) -> Mapping[int, UpdatePiece]:
-        """What is to be sent, by chunk; chunks without any of it are left out.
+        """Takes the rows to be sent out of the sum, by chunk; chunks without such rows are left out.
 
-        Without a threshold, payloads of whole chunks lie in `rest`, which must stay as it is until they have
-        been sent. With one, what is sent is 0 in the sum afterwards, and the rest of it is left.
+        Without a threshold, the payloads of whole chunks lie in `rest`, which nobody may change until they are
+        sent. With a threshold, the rows that are sent become 0 in the sum, and the others are left.
 
         Args:
-            parameters: (E,).
+            parameters: (E,), read.
             lr: γ.
-            everything: also what is not significant; with a threshold, all that is not 0.
+            everything: sends insignificant rows too; with a threshold, all rows that are not 0.
         """
         weighs, test = self._exchange.threshold > 0, self._test(lr, everything=everything)
         tables = [
@@ -104,7 +109,7 @@ class RowSum:
         return pieces
 
     def _touched(self, tables: list[TableRows]) -> set[int]:
-        """Chunks that any of these rows lie in."""
+        """The chunks in which these rows lie."""
         touched: set[int] = set()
         chunk_elems = self._rows.chunks.chunk_elems
         for table, (numbers, _) in zip(self._rows.tables, tables, strict=True):
@@ -117,7 +122,7 @@ class RowSum:
         return touched
 
     def _piece(self, chunk: int, part: RowPart) -> UpdatePiece | None:
-        """Some rows of a chunk as they are sent: as all of it, where that takes no more."""
+        """The message with these rows of a chunk; with the whole chunk, where that is not larger."""
         num_rows, values = len(part.numbers), part.values
         if not num_rows:
             return None
@@ -130,7 +135,7 @@ class RowSum:
         return UpdatePiece(num_rows, Vector(f"rows of chunk {chunk}", payload).all)
 
     def _blocks(self, run: RowRange, chunk: torch.Tensor, test: Test | None) -> RowPart:
-        """The blocks of a run of the rest that are to be sent, taken out of the sum; None for all of them."""
+        """Takes the blocks of a run of the rest that pass the test out of the sum; without a test, all of them."""
         held = self.rest.tensor[run.row : run.row + run.stop - run.start]
         if test is None:
             return RowPart(run.first + torch.arange(run.num_rows), held)
@@ -143,7 +148,7 @@ class RowSum:
         return RowPart(run.first + blocks, values)
 
     def _chosen_rows(self, slot: Slot, parameters: torch.Tensor, test: Test) -> TableRows:
-        """Those rows of a table that are to be sent, taken out of the sum."""
+        """Takes the rows of a table that pass the test out of the sum."""
         numbers, values = self.tables[slot]
         held = parameters[slot.start : slot.stop].view(slot.shape[0], -1)[numbers]
         chosen = test(values, held)
@@ -151,7 +156,7 @@ class RowSum:
         return numbers[chosen], values[chosen]
 
     def _test(self, lr: float, *, everything: bool) -> Test:
-        """Which rows (n, width) of the sum are to be sent, beside those of the parameters: (n,) of bool."""
+        """A function of rows of the sum and of the parameters, both (n, width): whether to send each row, (n,)."""
         if everything:
             return lambda held, parameters: (held != 0).any(1)
         bound = self._exchange.threshold**2
@@ -161,6 +166,6 @@ class RowSum:
 
 
 def _cut(elements: torch.Tensor, width: int) -> torch.Tensor:
-    """As rows (n, width); zeros are added to a last one that is shorter."""
+    """The elements as rows (n, width); the last row is filled up with zeros."""
     missing = -len(elements) % width
     return (torch.nn.functional.pad(elements, (0, missing)) if missing else elements).view(-1, width)

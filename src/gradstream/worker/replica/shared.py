@@ -1,6 +1,6 @@
-"""A replica whose parameters are those of all: one vector in shared memory, which every worker updates.
+"""A replica without parameters of its own: all workers update one vector in shared memory.
 
-A gradient is computed on the vector as it is while others write it, and added to it as it is then.
+A worker computes its gradient while other workers write the vector, and adds it to the vector's present elements.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ import torch
 from gradstream.data.base import BatchRef
 from gradstream.errors import GradientError, UserCodeError
 from gradstream.memory import Span, Vector
-from gradstream.model.base import Model
 from gradstream.runtime.base import Work
 from gradstream.sparse.data import SparseRows
 from gradstream.sparse.model import SparseModel, SweepState
 from gradstream.sparse.updates import LOOKS
 from gradstream.strategies import api
 from gradstream.telemetry.wait_attribution import WaitAttribution
-from gradstream.worker.computed import ComputedGradient, SampleBatch
-from gradstream.worker.gradient import Result
+from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
 from gradstream.worker.replica.base import Replica, ReplicaContext
 from gradstream.worker.shared_words import SharedWords
 
@@ -32,22 +30,20 @@ __all__ = ["SharedReplica"]
 
 
 class SharedReplica(Replica):
-    """Implements `strategies.api.Worker`, and `strategies.api.Shared`, where workers have one vector.
+    """Implements `strategies.api.SharedMemoryWorker` and `strategies.api.Shared`.
 
     Args:
-        context: what every replica is made of.
-        model: of this worker.
-        parameters: of all workers.
-        words: how far all of them are, and the locks.
-        unlock: awaited with the number of a lock that has not been had for some milliseconds, and that of the
-            halt that it means: returns when it is worth another look.
-        alone: nobody else computes at the same time (a simulation): gradients are added without machine code.
+        context: parts of every replica.
+        parameters: the vector of all workers.
+        words: the progress of all workers, and the locks.
+        unlock: awaited when a lock could not be taken for some milliseconds, with its number and the number of
+            this halt; returns when the worker should try again.
+        alone: no other worker computes at the same time (a simulation), so adding a gradient needs no locks.
     """
 
     def __init__(
         self,
         context: ReplicaContext,
-        model: Model,
         parameters: Vector,
         words: SharedWords,
         unlock: Callable[[int, int], Awaitable[None]],
@@ -55,14 +51,13 @@ class SharedReplica(Replica):
     ) -> None:
         super().__init__(context, context.runtime.memory.allocate, WaitAttribution(), parameters)
         self.words = words
-        self._model = model
         self._unlock = unlock
         self._alone = alone
         self._late_by: Counter[str] = Counter()
         self._halts = 0
 
     def take_staleness(self) -> dict[str, int]:
-        """Minibatches that others have put in during one of this worker's → how often since the last call."""
+        """How often each staleness occurred since the last call: minibatches of others during one of this worker's."""
         taken, self._late_by = self._late_by, Counter()
         return dict(taken)
 
@@ -74,25 +69,25 @@ class SharedReplica(Replica):
     @property
     def sparse(self) -> bool:
         """See `strategies.api.Shared`."""
-        return isinstance(self._model, SparseModel)
+        return isinstance(self._context.model, SparseModel)
 
     async def newest(self) -> torch.Tensor:
         """See `Replica.newest`."""
         return self.parameters.tensor
 
     async def _flush(self) -> None:
-        """An update is in the model when the strategy goes on from it."""
+        """Does nothing: an update is in the model when the strategy continues after it."""
 
     async def sweep(self, batch: api.Minibatch, update: str) -> None:
         """See `strategies.api.Shared`."""
         assert isinstance(batch, SampleBatch)
-        model, rate = self._model, self._rate(batch.ref)
+        model, rate = self._context.model, self._context.schedule.rate(batch.ref)
         assert isinstance(model, SparseModel)
         rows: list[SparseRows] = []
 
         def go(at: SweepState) -> float:
             if not rows:
-                parts = batch.samples or self._differentiator.read(batch.ref, self.step)
+                parts = batch.samples or self._context.gradients.read(batch.ref, self.step)
                 rows.append(_joined([model.rows(part) for part in parts]))
             try:
                 return model.sweep(rows[0], rate, update, LOOKS, at)
@@ -109,9 +104,8 @@ class SharedReplica(Replica):
                     f"{self._where(batch.ref)}: the loss is {loss}; lower the learning rate, or scale the "
                     "values. It is in the parameters"
                 )
-            self._result = Result(loss / batch.num_samples)
-            self._stopwatch.computed(begun_ns, self._runtime.now())
-        self._in_model((batch.ref,))
+            self._meter.computed(begun_ns, Result(loss / batch.num_samples))
+        self._in_model(batch.ref)
 
     async def add(self, gradient: api.Gradient, update: str) -> None:
         """See `strategies.api.Shared`."""
@@ -133,13 +127,13 @@ class SharedReplica(Replica):
             begun_ns = self._runtime.now()
             work = Work("apply", elems=len(elements))
             await self._carried_out(go, len(elements), work, reads=[gradient.vector.all])
-            self._stopwatch.worked(begun_ns, self._runtime.now())
-        self._in_model(gradient.refs)
+            self._meter.worked(begun_ns)
+        self._in_model(gradient.batch.ref)
 
     async def _carried_out(
         self, go: Callable[[SweepState], float], num: int, work: Work, reads: Sequence[Span] = ()
     ) -> float:
-        """Σ of what `go` returns, called until it has got to `num`; it stops at locks that it cannot have."""
+        """The sum of the results of `go`, called until it has reached `num`; it returns early at a taken lock."""
         at, total = SweepState(self.parameters.tensor, self.words.locks, self.rank + 1), 0.0
         got_to = -1
         while True:
@@ -148,20 +142,20 @@ class SharedReplica(Replica):
             )
             if self._runtime.memory.shape_only or not at.blocked(num):
                 return total
-            if at.state[0] != got_to:  # it has gone on since it was last stopped
+            if at.state[0] != got_to:  # it has made progress since its last halt
                 self._halts, got_to = self._halts + 1, at.state[0]
             await self._unlock(int(at.state[1]), self._halts)
 
     def _where(self, ref: BatchRef) -> str:
         return f"worker-{self.rank}, step {self.step} (data epoch {ref.epoch}, batch {ref.batch})"
 
-    def _in_model(self, refs: tuple[BatchRef, ...]) -> None:
+    def _in_model(self, ref: BatchRef) -> None:
         self._late_by[str(self.words.version - self.version)] += 1
         self.words.count()
         self.version = self.words.version
-        self._handed_out(refs)()
+        self._handed_out((ref,))()
 
 
 def _joined(rows: Sequence[SparseRows]) -> SparseRows:
-    """The samples of a minibatch, whose parts (`accumulate`) are of one table."""
+    """The samples of a minibatch in parts (`accumulate`), which all lie in one table."""
     return SparseRows(rows[0].table, np.concatenate([one.ids for one in rows]))

@@ -1,8 +1,9 @@
-"""The update rule, carried out by a worker on parameters of its own."""
+"""The run's update rule, as a worker applies it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,41 +11,62 @@ from gradstream.memory import Memory, Span, Vector
 from gradstream.optim.base import Optimizer
 from gradstream.optim.decay import l2_of
 from gradstream.optim.groups import GroupedRule, Range
+from gradstream.optim.schedules import Rate
 
-__all__ = ["Factors", "UpdateRule", "Updater", "decays_of", "scales_of"]
+__all__ = ["Factors", "LocalRule", "UpdateRule", "Updater"]
 
 UpdateRule = tuple[Optimizer, GroupedRule | None]
-"""A rule, and the same where some parameters have settings of their own."""
+"""A rule, and the same rule by groups where some parameters have other settings; else None."""
 
 Factors = Sequence[tuple[int, int, float]]
-"""(start, stop, factor): numbers for ranges of the flat vector, which together are all of it."""
+"""(start, stop, factor): one number for each range; the ranges make up the whole flat vector."""
 
 
-def decays_of(rule: UpdateRule, elems: int) -> Factors:
-    """λ of the weight decay that belongs to each range's gradient; () where all are 0."""
-    found = [(one.start, one.stop, l2_of(one.rule)) for one in _ranges_of(rule, elems)]
-    return found if any(decay for _, _, decay in found) else ()
+@dataclass(frozen=True, slots=True)
+class LocalRule:
+    """The parts of the run's update rule that a worker applies itself.
 
+    Args:
+        lr: learning rate, or a schedule of it.
+        rule: rule for updates of the worker's own parameters; None where the shards have it.
+        scales: factor of each range's learning rate, for local steps.
+        decays: λ of the weight decay that each range's gradient includes; () where gradients include none.
+    """
 
-def scales_of(rule: UpdateRule, elems: int) -> Factors:
-    """The factor of each range's learning rate."""
-    return [(one.start, one.stop, one.lr_scale) for one in _ranges_of(rule, elems)]
+    lr: Rate
+    rule: UpdateRule | None
+    scales: Factors
+    decays: Factors = ()
 
+    @classmethod
+    def of(cls, lr: Rate, rule: UpdateRule, elems: int, *, own: bool, decays: bool) -> LocalRule:
+        """Takes a rule apart.
 
-def _ranges_of(rule: UpdateRule, elems: int) -> Sequence[Range]:
-    optimizer, grouped = rule
-    return [Range(0, elems, optimizer, 1.0)] if grouped is None else grouped.ranges
+        Args:
+            lr: learning rate, or a schedule of it.
+            rule: the run's rule.
+            elems: length of the flat vector.
+            own: workers update their own parameters by it.
+            decays: gradients include the weight decay.
+        """
+        optimizer, grouped = rule
+        ranges = [Range(0, elems, optimizer, 1.0)] if grouped is None else grouped.ranges
+        l2 = [(one.start, one.stop, l2_of(one.rule)) for one in ranges]
+        scales = [(one.start, one.stop, one.lr_scale) for one in ranges]
+        decays = decays and any(decay for _, _, decay in l2)
+        return cls(lr, rule if own else None, scales, l2 if decays else ())
 
 
 class Updater:
-    """An update rule with the state of some ranges of the flat vector.
+    """An update rule with its state for some ranges of the flat vector.
 
     Args:
-        memory: where the state comes from.
+        memory: allocates the state.
         optimizer: the rule.
-        grouped: the same, where some parameters have settings of their own.
-        ranges: [start, stop) of what is updated here, in the order of the vector; starts are multiples of 64.
-        dtype: of all vectors.
+        grouped: the same rule by groups, where some parameters have other settings; else None.
+        ranges: [start, stop) of the elements that are updated here, in the order of the vector; starts are
+            multiples of 64.
+        dtype: dtype of all vectors.
     """
 
     def __init__(
@@ -69,7 +91,7 @@ class Updater:
                 vector.tensor.fill_(optimizer.state_init)
 
     def state_of(self, vector: Vector, start: int, stop: int) -> Span:
-        """[start, stop) of the flat vector, in one of the state's; lies within one of the ranges."""
+        """The elements of a state vector for [start, stop) of the flat vector, which lies within one range."""
         first = max(begin for begin in self._places if begin <= start)
         local = self._places[first] + start - first
         return vector[local : local + stop - start]
@@ -77,13 +99,13 @@ class Updater:
     def update(
         self, parameters: torch.Tensor, sums: Sequence[tuple[int, torch.Tensor]], *, lr: float, step: int
     ) -> None:
-        """One update of these ranges, in place.
+        """Makes one update of these ranges, in place.
 
         Args:
             parameters: (E,), the whole vector.
-            sums: (start, the mean gradient from there on); what they cover lies within the ranges.
+            sums: (start, mean gradient of the elements from there on); each lies within one range.
             lr: learning rate.
-            step: which update this is, from 1.
+            step: number of the update, from 1.
         """
         for start, gradient in sums:
             stop = start + len(gradient)

@@ -1,0 +1,248 @@
+"""A training loop of the user's own, as the source of a worker's minibatches and gradients.
+
+The strategy asks for a gradient, as in any run. Here that gives the loop its turn: the loop continues with the
+present parameters, and hands over a gradient when it wants to make a step. Only then is known how many samples
+the minibatch had, at which rate it is to be applied, and whether there was one at all: if the loop has ended
+instead, the minibatch has no samples and changes nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from gradstream.data.base import BatchRef
+from gradstream.data.reassignment import Block, Epoch
+from gradstream.errors import GradientError, InternalError
+from gradstream.model.batch import Batch
+from gradstream.model.buffers import Buffers
+from gradstream.model.check import finite
+from gradstream.runtime.base import Report
+from gradstream.telemetry.events import LogEvent
+from gradstream.worker.computed import UNKNOWN, ComputedGradient, Result, SampleBatch
+from gradstream.worker.replica.base import Replica
+from gradstream.worker.schedule import ScheduleHooks
+
+__all__ = ["EndingSource", "Loop", "LoopContext", "LoopSource", "OwnData", "Round", "Turn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The result of a loop's turn.
+
+    Args:
+        samples: number of samples behind the gradient; 0 if the loop has ended instead.
+        lr: learning rate to apply the gradient with.
+        loss: mean loss over the samples, NaN where unknown.
+        silent: the turn belongs to no step of the loop, so it is not reported.
+    """
+
+    samples: int
+    lr: float
+    loss: float
+    silent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The worker's side of a turn.
+
+    Args:
+        gradient: (E,), for the loop to write from the front, in the order of the layout.
+        known: to be called first, with the turn's samples and rate, where elements are reported one by one.
+        report: to be called with the number of elements from the front that are final: they may be sent.
+    """
+
+    gradient: torch.Tensor
+    known: Callable[[Turn], None]
+    report: Report
+
+
+class EndingSource(Protocol):
+    """Knows when a run of unplanned length is over: the coordinator, through `WorkerRequests`."""
+
+    async def ending(self, batches: int, samples: int, next_round: int) -> bool:
+        """Whether the run is over for a worker whose loop has ended; else the worker takes part in `next_round`."""
+        ...
+
+    def begun(self, epoch: Epoch, step: int, *, unclear: bool = False) -> None:
+        """Hears that a loop begins an epoch: see `Reassignment.begun`."""
+        ...
+
+    async def take_over(
+        self, epoch: Epoch, begin: int, step: int, parts: Sequence[int], per_step: int, oldest: int
+    ) -> Block | None:
+        """Minibatches that lost workers have left: see `Reassignment.take`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoopContext:
+    """The run as a loop sees it.
+
+    Args:
+        replica: the worker that asks for the loop's turns.
+        endings: the coordinator.
+    """
+
+    replica: Replica
+    endings: EndingSource
+
+
+class Loop(Protocol):
+    """A training loop of the user's, as a worker sees it.
+
+    Attributes:
+        joint: only gradients are exchanged: `parameters` of a turn are the mean gradient of the round before.
+    """
+
+    joint: bool
+
+    @property
+    def ended(self) -> bool:
+        """Whether the loop has ended: the minibatch handed out last was none if it had no samples."""
+        ...
+
+    @property
+    def batches(self) -> int:
+        """Number of minibatches so far."""
+        ...
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in them."""
+        ...
+
+    @property
+    def behind(self) -> tuple[int, int] | None:
+        """Samples handed over since its last whole step, and number of whole steps; None if each turn is a step."""
+        ...
+
+    def begin(self, context: LoopContext) -> None:
+        """Called once on the event loop, before the first turn."""
+        ...
+
+    def turn(self, parameters: torch.Tensor, given: Round) -> Turn:
+        """Waits until the loop has written a gradient at `parameters` (E,), or has ended.
+
+        Runs on the arithmetic thread. Nobody writes `parameters` meanwhile.
+        """
+        ...
+
+    def logged(self) -> Iterable[LogEvent]:
+        """What the loop has logged since the last call."""
+        ...
+
+    def finish(self, parameters: torch.Tensor, buffers: Buffers) -> None:
+        """The run is over: takes the final parameters (E,) and buffers, which are the same for all workers."""
+        ...
+
+
+class OwnData(Protocol):
+    """Stands in a job in place of a data set where every worker's loop brings its own data.
+
+    Attributes:
+        optimizer: the update rule that the loop asks for; "" where the job names it.
+        joint: loops exchange only gradients, and the strategy gives every worker their mean.
+    """
+
+    optimizer: str
+    joint: bool
+
+    def loop(self, rank: int) -> Loop:
+        """The loop of a worker."""
+        ...
+
+
+class LoopSource:
+    """Implements `BatchSchedule` and `GradientSource` by turns of a loop, whose gradients are means over samples.
+
+    In rounds, minibatches without samples follow after the loop has ended, until all other loops have ended too
+    (see `OpenLedger`).
+
+    Args:
+        loop: computes the gradients.
+        rank: rank of this worker.
+        first_step: number of the loop's first step; not 0 where the run is resumed.
+        endings: asked whether the run is over.
+    """
+
+    elsewhere = True
+
+    def __init__(self, loop: Loop, rank: int, first_step: int, endings: EndingSource) -> None:
+        self._loop = loop
+        self._rank = rank
+        self._first_step = first_step
+        self._endings = endings
+        self._turn = Turn(0, 0.0, 0.0)  # the present or last one, as far as it is known
+        self._silent_samples = 0
+
+    async def refs(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
+        """See `BatchSchedule`."""
+        loop = self._loop
+        for number in itertools.count():
+            if loop.ended:
+                await hooks.close()
+                if await self._endings.ending(loop.batches, loop.samples, number):
+                    return
+            if await hooks.gate() == "over":
+                return
+            yield BatchRef(0, self._rank, number)
+
+    def size(self, ref: BatchRef) -> int:
+        """See `BatchSchedule`: 0 once the loop has ended."""
+        return 0 if self._loop.ended else UNKNOWN
+
+    def rate(self, ref: BatchRef) -> float:
+        """See `BatchSchedule`."""
+        return self._turn.lr
+
+    def round_of(self, ref: BatchRef) -> None:
+        """See `BatchSchedule`: the workers tell one another."""
+
+    def missed(self, done: int, version: int) -> Sequence[BatchRef]:
+        """See `BatchSchedule`: a loop takes part in every round."""
+        return ()
+
+    def passed(self, batch: SampleBatch) -> bool:
+        """See `BatchSchedule`: rounds without samples, and silent ones, are no steps of the loop."""
+        if self._turn.silent:
+            self._silent_samples += batch.num_samples
+        return bool(batch.num_samples) and not self._turn.silent
+
+    def progress(self, samples: int, steps: int) -> tuple[int, int]:
+        """See `BatchSchedule`: the loop counts its steps itself."""
+        if self._loop.behind is None:
+            return samples, self._first_step + self._loop.batches
+        unfinished, steps = self._loop.behind
+        return samples - self._silent_samples - unfinished, self._first_step + steps
+
+    def milestones(self, gradient: ComputedGradient) -> Sequence[int]:
+        """See `GradientSource`."""
+        return (len(gradient.vector),)
+
+    def read(self, ref: BatchRef, step: int) -> tuple[Batch, ...]:
+        """See `GradientSource`: not called, since the loop reads its own samples."""
+        raise InternalError(f"{ref} of step {step} is read in a loop of the user's")
+
+    def compute(self, parameters: torch.Tensor, gradient: ComputedGradient, report: Report) -> Result:
+        """See `GradientSource`: one turn of the loop."""
+
+        def known(turn: Turn) -> None:
+            self._turn = turn
+            gradient.know(turn.samples, turn.lr)
+
+        into = gradient.vector.tensor
+        turn = self._loop.turn(parameters, Round(into, known, report))
+        if not self._loop.joint and not finite(into):
+            raise GradientError(
+                f"worker-{self._rank}, step {gradient.step}: the gradient has a NaN or an infinity; lower the "
+                "learning rate, scale the inputs, or clip the gradient. Nothing of it was applied"
+            )
+        known(turn)
+        report(len(into))
+        return Result(turn.loss)
