@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -252,19 +253,16 @@ def _check_numbers(outputs: torch.Tensor, batch: Batch) -> None:
     )
 
 
-class _users_code:  # noqa: N801  reads as a statement
+@contextmanager
+def _users_code(whose: str) -> Iterator[None]:
     """Adds the origin to an error of the user's code, and keeps its traceback."""
-
-    def __init__(self, whose: str) -> None:
-        self._whose = whose
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, GradstreamError):
-            message = f"in an evaluation, the {self._whose} raised {type(error).__name__}: {error}"
-            raise UserCodeError(message, traceback.format_exc()) from error
+    try:
+        yield
+    except GradstreamError:
+        raise
+    except Exception as error:
+        message = f"in an evaluation, the {whose} raised {type(error).__name__}: {error}"
+        raise UserCodeError(message, traceback.format_exc()) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from gradstream.checkpoint.manifest import Resume
+from gradstream.checkpoint.snapshot import NodeSnapshots, SnapshotSource
 from gradstream.coordinator.client.member import Member
 from gradstream.memory import Vector
-from gradstream.runtime.base import Runtime
+from gradstream.runtime.base import Runtime, awaited_later
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import Event, TransferEvent
 from gradstream.telemetry.traffic import Transfer
@@ -49,37 +51,52 @@ class ExchangeContext:
     failed: Callable[[Exception], Awaitable[None]]
 
 
-class Exchange(Protocol):
-    """One worker's exchange, from its first parameters to the final ones."""
+class Exchange(ABC):
+    """One worker's exchange, from its first parameters to the final ones.
 
-    @property
-    def replica(self) -> Replica:
-        """The worker that the strategy gets."""
-        ...
+    Args:
+        context: the worker's place in the run.
 
+    Attributes:
+        replica: the worker that the strategy gets.
+    """
+
+    replica: Replica
+
+    def __init__(self, context: ExchangeContext) -> None:
+        self._context = context
+        self._task: asyncio.Task[None] | None = None
+
+    @abstractmethod
     async def begin(self) -> None:
         """Gives all workers the same first parameters, or those of a checkpoint."""
-        ...
 
+    @abstractmethod
     async def train(self) -> None:
         """Runs the strategy on this worker."""
-        ...
 
     async def flush(self) -> None:
-        """Returns when everything that the strategy has pushed is in the model."""
-        ...
+        """Returns when everything that the strategy has pushed is in the model: at once, unless servers have it."""
+        return
 
     async def finish(self) -> None:
-        """Gets the final parameters into the replica."""
-        ...
+        """Gets the final parameters into the replica, unless it has them."""
+        return
 
+    @abstractmethod
     def report(self) -> Sequence[Event]:
         """Events of the traffic since the last report."""
-        ...
 
     async def close(self) -> None:
-        """Ends all tasks that run beside the strategy. Idempotent."""
-        ...
+        """Ends what runs beside the strategy. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def _keep_snapshots(self, source: SnapshotSource) -> None:
+        """Writes this worker's part of every snapshot from now on."""
+        runtime = self._context.runtime
+        snapshots = NodeSnapshots(runtime, self._context.member, source)
+        self._task = awaited_later(runtime.spawn(snapshots.run(), name=f"{runtime.node}-cuts"))
 
 
 class Transfers:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 from gradstream.checkpoint.manifest import STATE, Manifest
-from gradstream.checkpoint.snapshot import NodeSnapshots, Pieces, load
-from gradstream.runtime.base import Storage, Work, awaited_later
+from gradstream.checkpoint.snapshot import Pieces, load
+from gradstream.runtime.base import Storage, Work
 from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
 from gradstream.wire.chunks import ChunkMap
-from gradstream.worker.exchange.base import ExchangeContext, Transfers
+from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
 from gradstream.worker.replica.group import GroupReplica
 
 __all__ = ["GroupExchange"]
 
 
-class GroupExchange:
+class GroupExchange(Exchange):
     """Implements `Exchange`.
 
     Args:
@@ -28,6 +27,8 @@ class GroupExchange:
         chunks: chunks of the flat vector. A checkpoint has a version for each; the workers divide them.
     """
 
+    replica: GroupReplica
+
     def __init__(
         self,
         context: ExchangeContext,
@@ -35,13 +36,12 @@ class GroupExchange:
         replica: Callable[[Transfers], GroupReplica],
         chunks: ChunkMap,
     ) -> None:
-        self._context = context
+        super().__init__(context)
         self._strategy = strategy
         self._transfers = Transfers(context.rank, context.member.emit)
         self._accounted = (0, 0)  # rounds and bytes
         self.replica = replica(self._transfers)
         self._snapshot_source = _GroupSnapshot(self.replica, chunks)
-        self._snapshots_task: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
         """See `Exchange`: the worker of rank 0 makes the first parameters for all; or each reads a checkpoint."""
@@ -57,19 +57,11 @@ class GroupExchange:
                 await context.init(replica.parameters)
             await replica.group.broadcast(replica.parameters)
             replica.version = 0
-        snapshots = NodeSnapshots(context.runtime, context.member, self._snapshot_source)
-        name = f"{context.runtime.node}-cuts"
-        self._snapshots_task = awaited_later(context.runtime.spawn(snapshots.run(), name=name))
+        self._keep_snapshots(self._snapshot_source)
 
     async def train(self) -> None:
         """See `Exchange`."""
         await self._strategy.train(self.replica)
-
-    async def flush(self) -> None:
-        """See `Exchange`: a round is in the model when the strategy continues after it."""
-
-    async def finish(self) -> None:
-        """See `Exchange`: all workers have them."""
 
     def report(self) -> Sequence[Event]:
         """See `Exchange`: a round counts as a push and a fetch of the whole gradient."""
@@ -89,8 +81,7 @@ class GroupExchange:
 
     async def close(self) -> None:
         """See `Exchange`: leaves the group."""
-        if self._snapshots_task is not None:
-            self._snapshots_task.cancel()
+        await super().close()
         await self.replica.setup.group.close()
 
 

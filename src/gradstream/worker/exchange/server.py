@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 from gradstream.coordinator.client.member import names_of
@@ -15,13 +14,13 @@ from gradstream.telemetry.events import Event
 from gradstream.telemetry.traffic import TrafficReports
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
-from gradstream.worker.exchange.base import ExchangeContext, Transfers
+from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
 from gradstream.worker.replica.server import ServerReplica
 
 __all__ = ["ServerExchange"]
 
 
-class ServerExchange:
+class ServerExchange(Exchange):
     """Implements `Exchange`.
 
     Args:
@@ -33,6 +32,8 @@ class ServerExchange:
         rows: rows of the model, where only changed rows are exchanged; else None.
     """
 
+    replica: ServerReplica
+
     def __init__(
         self,
         context: ExchangeContext,
@@ -43,7 +44,7 @@ class ServerExchange:
         rows: v1.RowSpec | None = None,
     ) -> None:
         shards = names_of(context.member.notice.nodes, "shard")
-        self._context = context
+        super().__init__(context)
         self._strategy = strategy
         self._accounts = TrafficReports(context.rank)
         self._transfers = Transfers(context.rank, context.member.emit)
@@ -60,7 +61,6 @@ class ServerExchange:
         )
         self._client = ServerClient(links, back_buffer, None if rows is None else RowMap.of(chunks, rows))
         self._layout = layout
-        self._heir: asyncio.Task[None] | None = None
         self.replica = replica(self._client)
 
     async def begin(self) -> None:
@@ -72,7 +72,7 @@ class ServerExchange:
             await context.init(replica.parameters)
             await self._client.assign(replica.parameters)
         else:
-            self._heir = context.runtime.spawn(self._take_over(), name=f"{context.runtime.node}-heir")
+            self._task = context.runtime.spawn(self._take_over(), name=f"{context.runtime.node}-heir")
 
     async def _take_over(self) -> None:
         """Assigns the first parameters if the worker of the lowest rank died before it did."""
@@ -109,8 +109,3 @@ class ServerExchange:
         """See `Exchange`."""
         self._transfers.accounted()
         return self._accounts.since_last(self._client.traffic)
-
-    async def close(self) -> None:
-        """See `Exchange`."""
-        if self._heir is not None:
-            self._heir.cancel()

@@ -6,23 +6,22 @@ workers that need these locks free them.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from gradstream.checkpoint.manifest import STATE, Manifest
-from gradstream.checkpoint.snapshot import NodeSnapshots, Pieces, load
+from gradstream.checkpoint.snapshot import Pieces, load
 from gradstream.collectives.group import GroupMembers
 from gradstream.collectives.shared_window import SharedWindow, open_shared_window
 from gradstream.coordinator.client.member import Member, names_of
-from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DeadlineError
 from gradstream.model.base import Layout
-from gradstream.runtime.base import Runtime, Work, awaited_later
+from gradstream.runtime.base import Runtime, Work
 from gradstream.runtime.real import RealRuntime
 from gradstream.sparse.data import SparseDataset
 from gradstream.sparse.model import SparseModel
@@ -30,7 +29,7 @@ from gradstream.strategies.base import SharedMemoryStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.config import WorkerConfig
-from gradstream.worker.exchange.base import ExchangeContext
+from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.shared import SharedReplica
 from gradstream.worker.shared_words import SharedWords
@@ -76,25 +75,33 @@ async def form_shared(
         layout = model.layout
         parameters = await window.common(layout.elems, layout.dtype, "parameters")
         words = await SharedWords.of(window, context.rank, parts.num_workers, layout.elems)
-        tables = await _tables(window, data) if real and isinstance(data, SparseDataset) else {}
+        sparse = await _SharedData.of(window, data) if real and isinstance(data, SparseDataset) else None
     except BaseException:
         await window.close()
         raise
     waits = Waits(runtime, member, words, context.deadlines.silence_s)
     replica = SharedReplica(parts, parameters, words, waits.unlock, alone=not real)
-    start = _Start(data, tables)
-    return SharedExchange(context, strategy, window, replica, start, layout, config.chunk_elems)
+    snapshot_source = _SharedSnapshot(replica, member, layout, config.chunk_elems)
+    return SharedExchange(context, strategy, window, replica, snapshot_source, sparse)
 
 
-async def _tables(window: SharedWindow, data: SparseDataset) -> dict[str, np.ndarray[Any, Any]]:
-    """Shared memory for the data."""
-    return {
-        name: (await window.common(elems, _TORCH[dtype], name)).tensor.numpy()
-        for name, elems, dtype in data.shared()
-    }
+@dataclass(frozen=True, slots=True)
+class _SharedData:
+    """Sparse data, and the shared memory for them."""
+
+    data: SparseDataset
+    tables: Mapping[str, np.ndarray[Any, Any]]
+
+    @classmethod
+    async def of(cls, window: SharedWindow, data: SparseDataset) -> _SharedData:
+        tables = {
+            name: (await window.common(elems, _TORCH[dtype], name)).tensor.numpy()
+            for name, elems, dtype in data.shared()
+        }
+        return cls(data, tables)
 
 
-class SharedExchange:
+class SharedExchange(Exchange):
     """Implements `Exchange`.
 
     Args:
@@ -102,10 +109,11 @@ class SharedExchange:
         strategy: strategy of the run.
         window: the shared memory.
         replica: this worker.
-        start: fills the data, or maps them once another worker has.
-        layout: layout of the parameters.
-        chunk_elems: number of elements of a chunk; the workers divide the writing of a checkpoint by chunks.
+        snapshot_source: this worker's part of a checkpoint.
+        sparse: sparse data that the workers share; None where each worker has its own data.
     """
+
+    replica: SharedReplica
 
     def __init__(
         self,
@@ -113,31 +121,35 @@ class SharedExchange:
         strategy: SharedMemoryStrategy,
         window: SharedWindow,
         replica: SharedReplica,
-        start: _Start,
-        layout: Layout,
-        chunk_elems: int,
+        snapshot_source: _SharedSnapshot,
+        sparse: _SharedData | None,
     ) -> None:
+        super().__init__(context)
         self.replica = replica
-        self._context = context
         self._strategy = strategy
         self._window = window
-        self._start = start
-        self._snapshot_source = _SharedSnapshot(replica, context.member, layout, chunk_elems)
-        self._snapshots_task: asyncio.Task[None] | None = None
+        self._snapshot_source = snapshot_source
+        self._sparse = sparse
 
     async def begin(self) -> None:
         """See `Exchange`: the worker of the lowest rank fills the shared memory; if it dies, the next one does."""
-        context, words, runtime = self._context, self.replica.words, self._context.runtime
+        context, words, runtime, sparse = (
+            self._context,
+            self.replica.words,
+            self._context.runtime,
+            self._sparse,
+        )
         while not words.ready:
             if context.is_lowest():
-                await self._start.fill_data(runtime)
+                if sparse is not None:
+                    await runtime.compute(lambda _: sparse.data.fill(sparse.tables), work=Work("init"))
                 words.begin(await self._fill_parameters())
             else:
                 await runtime.sleep(LOOK_S)
-        self._start.map_data()
+        if sparse is not None:
+            sparse.data.map(sparse.tables)
         self.replica.version = words.version
-        snapshots = NodeSnapshots(runtime, context.member, self._snapshot_source)
-        self._snapshots_task = awaited_later(runtime.spawn(snapshots.run(), name=f"{runtime.node}-cuts"))
+        self._keep_snapshots(self._snapshot_source)
 
     async def _fill_parameters(self) -> int:
         """Fills the parameters; returns how many minibatches are in them."""
@@ -154,12 +166,6 @@ class SharedExchange:
     async def train(self) -> None:
         """See `Exchange`."""
         await self._strategy.train(self.replica)
-
-    async def flush(self) -> None:
-        """See `Exchange`: an update is in the model when it is made."""
-
-    async def finish(self) -> None:
-        """See `Exchange`: there is one vector."""
 
     def report(self) -> Sequence[Event]:
         """See `Exchange`: a minibatch counts as a push and a fetch, without bytes."""
@@ -178,33 +184,8 @@ class SharedExchange:
 
     async def close(self) -> None:
         """See `Exchange`. The shared memory stays for as long as any worker maps it."""
-        if self._snapshots_task is not None:
-            self._snapshots_task.cancel()
+        await super().close()
         await self._window.close()
-
-
-class _Start:
-    """Fills the data of a run, or maps them.
-
-    Args:
-        data: data set of this worker.
-        tables: shared memory for sparse data; empty where each worker keeps its own.
-    """
-
-    def __init__(self, data: Dataset, tables: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        self._data = data
-        self._tables = tables
-
-    async def fill_data(self, runtime: Runtime) -> None:
-        """Generates or reads the data, into shared memory."""
-        data, tables = self._data, self._tables
-        if tables and isinstance(data, SparseDataset):
-            await runtime.compute(lambda _: data.fill(tables), work=Work("init"))
-
-    def map_data(self) -> None:
-        """Makes this worker read the data from shared memory from now on."""
-        if self._tables and isinstance(self._data, SparseDataset):
-            self._data.map(self._tables)
 
 
 class Waits:
