@@ -174,7 +174,7 @@ def test_a_stream_of_unknown_length_runs_for_steps_and_in_shape_only_worlds() ->
         config=gs.sim.SimulationConfig(shape_only=True),
     )
     assert shape_only.summary["samples"] == 40
-    with pytest.raises(gs.errors.ConfigError, match=r"epochs=2: nobody knows.*give steps= instead"):
+    with pytest.raises(gs.errors.ConfigError, match=r"epochs=2: .* is unknown; give steps= instead"):
         gs.simulate(model, gs.from_stream(forever), workers=2, epochs=2)
 
 
