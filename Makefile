@@ -3,6 +3,7 @@ PYTHON ?= python3
 TEST_PROCESSES ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
 PUBLIC_MODULES := $(addprefix gradstream.,data errors model optim optim.schedules replay runtime.simulation \
 	session sparse strategies testing trackers)
@@ -10,7 +11,7 @@ PUBLIC_MODULES := $(addprefix gradstream.,data errors model optim optim.schedule
 .PHONY: demo test test-fast test-extras check docs bench format setup
 .DEFAULT_GOAL := demo
 
-demo: $(READY)  ## train a small CNN with 2 workers and 1 parameter server
+demo: $(INSTALLED)  ## train a small CNN with 2 workers and 1 parameter server
 	$(BIN)/gradstream demo
 
 test: $(READY)  ## the files of tests in two processes: most of them wait for others for half of their time
@@ -56,12 +57,16 @@ format: $(READY)
 setup: $(READY)
 
 # Once per change of the dependencies. Without python3-venv (Debian) the environment comes
-# without pip, and the pip outside installs into it.
-$(READY): pyproject.toml constraints.txt
+# without pip, and the pip outside installs into it. The demo needs no tool of the developers.
+$(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "gradstream needs Python 3.11 or newer; try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
 		{ $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; } || \
 		{ echo "no virtual environment could be made: install python3-venv, or pip 22.3 or newer" >&2; exit 2; }
+	$(BIN)/pip install --quiet -c constraints.txt -e .
+	touch $@
+
+$(READY): $(INSTALLED)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@

@@ -41,7 +41,7 @@ class Scripted:
         self.skip = context.replica.step
         self.begin_at = sum(self.sizes[: self.skip])
 
-    joint = False
+    gradients_only = False
     behind = None
 
     def turn(self, parameters: torch.Tensor, given: Round) -> Turn:
@@ -76,7 +76,7 @@ class Own:
 
     sizes: list[list[int]]
     optimizer: str = ""
-    joint: bool = False
+    gradients_only: bool = False
     name: str = "own"
     num_samples: int = 0
     num_test_samples: int = 0

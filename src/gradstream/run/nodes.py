@@ -137,13 +137,13 @@ def _checkpoint_options(plan: RunPlan, started: StartedEvent, policy: Policy) ->
         states=partial(_states, plan),
         policy=policy,
         pieces=partial(_pieces, plan),
-        gradients_only=plan.joint,
+        gradients_only=plan.gradients_only,
     )
 
 
 def _states(plan: RunPlan, model: v1.ModelSpec) -> Sequence[str]:
     """Names of the state vectors on the shards, by the rule that the workers bring, or by the job's."""
-    if model.optimizer and not plan.joint:
+    if model.optimizer and not plan.gradients_only:
         return optimizer_of_text(model.optimizer)[0].state_names
     return plan.shards_optimizer.state_names
 
@@ -195,7 +195,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
         loop=own.loop(rank) if own else None,
         optimizer=own.optimizer if own and (plan.served is None or plan.served.pushes == "gradients") else "",
         resume=plan.resume,
-        joint=plan.joint,
+        gradients_only=plan.gradients_only,
         balanced=plan.balanced,
         form_group=partial(form_group, how=how),
         update_rule=_update_rule(plan, model, own),
@@ -205,7 +205,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
 
 def _update_rule(plan: RunPlan, model: Model, own: OwnData | None) -> UpdateRule:
     """The rule that updates the parameters, on the workers or on the shards."""
-    if plan.joint:
+    if plan.gradients_only:
         return Replace(), None
     if own is not None and own.optimizer:
         return optimizer_of_text(own.optimizer)

@@ -166,9 +166,9 @@ class RunPlan:
     # ---- update rules -------------------------------------------------------------------
 
     @property
-    def joint(self) -> bool:
+    def gradients_only(self) -> bool:
         """Whether only gradients are exchanged: the user's own loops make each step, on every worker."""
-        return self.open_ended and self.strategy.gives_mean and cast(OwnData, self.job.data).joint
+        return self.open_ended and self.strategy.gives_mean and cast(OwnData, self.job.data).gradients_only
 
     @property
     def workers_optimize(self) -> bool:
@@ -186,7 +186,7 @@ class RunPlan:
     @property
     def shards_optimizer(self) -> Optimizer:
         """The rule by which shards apply a weighted sum of pushes: the run's, or the strategy's outer one."""
-        if self.joint:
+        if self.gradients_only:
             return Replace()
         if self.served is None or self.served.pushes == "gradients":
             return self.optimizer

@@ -43,7 +43,8 @@ class LoopBridge:
     Args:
         binding: the user's parameters.
         log: figures that the user's loop logs; None where it logs none.
-        joint: only gradients are exchanged: a turn is a backward, and `stepped` says when a step was made.
+        gradients_only: whether only gradients are exchanged. Then a turn is a backward, and the loop calls `stepped`
+            after each step.
         on_step: called after each step of the loop.
 
     Attributes:
@@ -57,13 +58,13 @@ class LoopBridge:
         binding: ParameterBinding,
         log: SessionLog | None = None,
         *,
-        joint: bool = False,
+        gradients_only: bool = False,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
-        self.joint = joint
+        self.gradients_only = gradients_only
         self.ended = False
         self.visible: torch.Tensor | None = None
-        self.counts = LoopCounts(joint=joint)
+        self.counts = LoopCounts(gradients_only=gradients_only)
         self._binding = binding
         self._log = log
         self._on_step = on_step

@@ -35,12 +35,12 @@ class OwnLoop:
     Args:
         running: the loop of this process; None where it is no worker.
         optimizer: the update rule that the loop's optimizer asks for, as text.
-        joint: only gradients are exchanged, under strategies that return their mean.
+        gradients_only: whether only gradients are exchanged, under strategies that return their mean.
     """
 
     running: Loop | None = None
     optimizer: str = ""
-    joint: bool = True
+    gradients_only: bool = True
     name: str = "the script's own"
     num_samples: int = 0
     num_test_samples: int = 0

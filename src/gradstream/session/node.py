@@ -54,19 +54,21 @@ class RunConnection:
         self._binding: ParameterBinding | None = None
         self._thread: threading.Thread | None = None
 
-    def join(self, binding: ParameterBinding, rule: str, *, joint: bool) -> LoopBridge:
+    def join(self, binding: ParameterBinding, rule: str, *, gradients_only: bool) -> LoopBridge:
         """Joins the run. Returns when all workers have joined, with the same parameters.
 
         Args:
             binding: the user's parameters.
             rule: the update rule that the loop's optimizer asks for, as text.
-            joint: only gradients are exchanged.
+            gradients_only: whether only gradients are exchanged.
 
         Raises:
             GradstreamError: the run did not come about.
         """
         self._binding = binding
-        bridge = self.bridge = LoopBridge(binding, self._log, joint=joint, on_step=binding.snapshot_buffers)
+        bridge = self.bridge = LoopBridge(
+            binding, self._log, gradients_only=gradients_only, on_step=binding.snapshot_buffers
+        )
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         node = partial(self._live, binding, bridge, rule)
         self._thread = threading.Thread(target=node, name="gradstream", daemon=True)

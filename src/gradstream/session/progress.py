@@ -11,7 +11,7 @@ class LoopCounts:
     """Counts what a loop has handed to its worker since it began or was resumed.
 
     Args:
-        joint: only gradients are exchanged. Then the loop hands over one gradient for each backward, and says
+        gradients_only: whether only gradients are exchanged. Then the loop hands over one for each backward, and says
             itself when it has made a step; otherwise each hand-over is a step.
 
     Attributes:
@@ -20,9 +20,9 @@ class LoopCounts:
         iterations: iterations of a loop that calls `Session.skip`; 0 for other loops.
     """
 
-    def __init__(self, *, joint: bool) -> None:
+    def __init__(self, *, gradients_only: bool) -> None:
         self.batches = self.samples = self.iterations = 0
-        self._joint = joint
+        self._gradients_only = gradients_only
         self._steps = 0
         self._pending_samples = 0  # handed over since the last step
 
@@ -41,12 +41,12 @@ class LoopCounts:
     @property
     def steps(self) -> int:
         """Steps of the loop. Where it calls `Session.skip`: iterations up to its last step."""
-        return self._steps if self._joint else self.batches
+        return self._steps if self._gradients_only else self.batches
 
     @property
     def behind(self) -> tuple[int, int] | None:
         """See `Loop.behind`."""
-        return (self._pending_samples, self._steps) if self._joint else None
+        return (self._pending_samples, self._steps) if self._gradients_only else None
 
 
 class ResumePoint:

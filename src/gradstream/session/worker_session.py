@@ -111,7 +111,7 @@ class WorkerSession(Session):
         """See `Session.wrap`."""
         modules, optimizers = several(model, nn.Module), several(optimizer, TorchOptimizer)
         self._check_unused()
-        if self._averages_gradients:
+        if self._gradients_only:
             self._wrap_replicas(modules, optimizers)
             return model, optimizer
         if len(modules) != 1 or len(optimizers) != 1:
@@ -178,7 +178,7 @@ class WorkerSession(Session):
         strategy = self._strategy
         reassigns = strategy.survives_worker_loss and strategy.partitioning != "rounds"
         takeover = self._takeover if reassigns else None
-        aligned = self._averages_gradients
+        aligned = self._gradients_only
         part = LoaderPart(self.rank, self.world_size, self._seed, split, note, aligned, over, takeover)
         return part_of(data, part)
 
@@ -207,7 +207,7 @@ class WorkerSession(Session):
 
     def _begin_arrays(self, parameters: Tree, rule: Optimizer) -> None:
         self._check_unused()
-        if self._averages_gradients:
+        if self._gradients_only:
             replica = self._arrays = ArrayGradients(parameters)
             replica.synchronize(self._begin(replica.binding, description_of(rule)))
         else:
@@ -231,7 +231,7 @@ class WorkerSession(Session):
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """See `Session.evaluation`."""
-        if self._connection.bridge is None or self._closed or self._averages_gradients:
+        if self._connection.bridge is None or self._closed or self._gradients_only:
             yield
             return
         self._check_unchanged()
@@ -294,7 +294,7 @@ class WorkerSession(Session):
             self._step_hook.remove()
 
     def _begin(self, binding: ParameterBinding, rule: str) -> LoopBridge:
-        bridge = self._connection.join(binding, rule, joint=self._averages_gradients)
+        bridge = self._connection.join(binding, rule, gradients_only=self._gradients_only)
         self._takeover.bridge = bridge
         return bridge
 
@@ -309,7 +309,7 @@ class WorkerSession(Session):
         return self._samples.take()
 
     @cached_property
-    def _averages_gradients(self) -> bool:
+    def _gradients_only(self) -> bool:
         """Whether only gradients are exchanged, and the loop's own optimizer makes each step."""
         return self._strategy.gives_mean
 

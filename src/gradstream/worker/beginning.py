@@ -69,7 +69,7 @@ async def restore_own(config: WorkerConfig, runtime: Runtime, replica: Replica, 
         if frozen:
             read = partial(read_tensors, storage, f"{resume.folder}/{MODEL}", frozen)
             load_fixed(model, await runtime.beside(read, work=Work("restore")))
-    if config.joint:
+    if config.gradients_only:
         extra = await runtime.beside(
             lambda: read_own(storage, resume.folder, EXTRA_FILE), work=Work("restore")
         )

@@ -64,7 +64,7 @@ class WorkerConfig:
         loop: the user's loop, where one computes the gradients.
         optimizer: the update rule that the user's loop asks for; "" where the shards know the rule.
         resume: where the run continues; None if it begins.
-        joint: only gradients are exchanged: the loop's own optimizer makes each step.
+        gradients_only: whether only gradients are exchanged; then the loop's own optimizer makes each step.
         balanced: the workers' shares of a round follow their measured speed.
         form_group: makes the group, for strategies that exchange in one.
         log: recording of everything that a replay could not find out again; None records nothing.
@@ -93,7 +93,7 @@ class WorkerConfig:
     optimizer: str = ""
     num_steps: int | None = None
     resume: Resume | None = None
-    joint: bool = False
+    gradients_only: bool = False
     balanced: bool = False
     form_group: FormGroup | None = None
     log: Log | None = None

@@ -97,10 +97,11 @@ class Loop(Protocol):
     """A training loop of the user's, as a worker sees it.
 
     Attributes:
-        joint: only gradients are exchanged: `parameters` of a turn are the mean gradient of the round before.
+        gradients_only: whether only gradients are exchanged. The `parameters` of a turn are then the mean gradient
+            of the round before.
     """
 
-    joint: bool
+    gradients_only: bool
 
     @property
     def ended(self) -> bool:
@@ -147,11 +148,11 @@ class OwnData(Protocol):
 
     Attributes:
         optimizer: the update rule that the loop asks for; "" where the job names it.
-        joint: loops exchange only gradients, and the strategy gives every worker their mean.
+        gradients_only: whether loops exchange only gradients, of which the strategy gives every worker the mean.
     """
 
     optimizer: str
-    joint: bool
+    gradients_only: bool
 
     def loop(self, rank: int) -> Loop:
         """The loop of a worker."""
@@ -238,7 +239,7 @@ class LoopSource:
 
         into = gradient.vector.tensor
         turn = self._loop.turn(parameters, Round(into, known, report))
-        if not self._loop.joint and not finite(into):
+        if not self._loop.gradients_only and not finite(into):
             raise GradientError(
                 f"worker-{self._rank}, step {gradient.step}: the gradient has a NaN or an infinity; lower the "
                 "learning rate, scale the inputs, or clip the gradient. Nothing of it was applied"

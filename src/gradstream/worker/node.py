@@ -137,7 +137,7 @@ class WorkerNode:
             if config.resume is not None:
                 has_own_buffers = await restore_own(config, runtime, replica, config.resume)
             self._averager.restored.set()
-            if config.joint:
+            if config.gradients_only:
                 await self._averager.begin_as_first(buffers=not has_own_buffers)
             await exchange.begin()
             if self._evaluator is not None:
@@ -148,7 +148,7 @@ class WorkerNode:
             if config.loop is not None:  # every worker's loop continues with the final parameters
                 await exchange.finish()
                 await self._averager.freeze()  # others may ask after this one has its average
-                buffers = await self._averager.average(catch_up=config.joint)
+                buffers = await self._averager.average(catch_up=config.gradients_only)
                 config.loop.finish(replica.parameters.tensor, buffers)
             await self._conclude(exchange)
         finally:
@@ -161,7 +161,7 @@ class WorkerNode:
             endpoint=self._endpoint,
             member=self._member,
             rank=config.rank,
-            resume=None if config.joint else config.resume,
+            resume=None if config.gradients_only else config.resume,
             deadlines=config.deadlines,
             init=partial(fill_parameters, config, self._runtime),
             is_lowest=self._is_lowest,

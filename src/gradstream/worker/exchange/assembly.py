@@ -26,15 +26,11 @@ from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.exchange.group import GroupExchange
-from gradstream.worker.exchange.server import ServerExchange
 from gradstream.worker.exchange.shared import form_shared
 from gradstream.worker.gradient import Differentiator
 from gradstream.worker.loop import LoopSource
-from gradstream.worker.registration import row_exchange_of, row_spec_for
 from gradstream.worker.replica.base import Replica, ReplicaContext
 from gradstream.worker.replica.group import GroupReplica, GroupSetup
-from gradstream.worker.replica.rows import RowReplica
-from gradstream.worker.replica.server import ServerReplica
 from gradstream.worker.replica.sufficient_factors import SufficientFactors
 from gradstream.worker.replica.updater import LocalRule, Updater
 from gradstream.worker.schedule import Schedule
@@ -80,10 +76,11 @@ class Assembly:
         config, context = self._config, self._context
         match config.strategy:
             case ServerStrategy() as strategy:
-                changed = row_exchange_of(config)
-                kind = ServerReplica if changed is None else partial(RowReplica, exchange=changed)
-                make, rows = partial(kind, self._replica_context()), row_spec_for(config)
-                return ServerExchange(context, strategy, config.model.layout, config.chunk_elems, make, rows)
+                from gradstream.worker.exchange.server import (
+                    server_exchange,  # only runs with servers import it
+                )
+
+                return server_exchange(config, context, strategy, self._replica_context())
             case GroupStrategy() as strategy:
                 return await self._group_exchange(strategy)
             case SharedMemoryStrategy() as strategy:

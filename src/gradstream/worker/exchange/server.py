@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from gradstream.coordinator.client.member import names_of
 from gradstream.model.base import Layout
@@ -14,10 +15,24 @@ from gradstream.telemetry.events import Event
 from gradstream.telemetry.traffic import TrafficReports
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
+from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
+from gradstream.worker.registration import row_exchange_of, row_spec_for
+from gradstream.worker.replica.base import ReplicaContext
+from gradstream.worker.replica.rows import RowReplica
 from gradstream.worker.replica.server import ServerReplica
 
-__all__ = ["ServerExchange"]
+__all__ = ["ServerExchange", "server_exchange"]
+
+
+def server_exchange(
+    config: WorkerConfig, context: ExchangeContext, strategy: ServerStrategy, parts: ReplicaContext
+) -> ServerExchange:
+    """Makes the exchange of a worker, with a replica that sends rows where the strategy asks for it."""
+    changed = row_exchange_of(config)
+    kind = ServerReplica if changed is None else partial(RowReplica, exchange=changed)
+    make, rows = partial(kind, parts), row_spec_for(config)
+    return ServerExchange(context, strategy, config.model.layout, config.chunk_elems, make, rows)
 
 
 class ServerExchange(Exchange):
