@@ -33,11 +33,13 @@ class LossTolerance:
         quorum: number of gradients that make an update; the run needs as many workers. Verdicts of the first
             shard then tell which minibatches are in the model, and receipts do not. None: no quorum.
         allow_lost: the run ends well although data of lost workers is missing from the model.
+        quarantine_after: number of refused gradients in a row for which a worker counts as lost.
     """
 
     survives_worker_loss: bool
     quorum: int | None = None
     allow_lost: bool = False
+    quarantine_after: int = 3
 
 
 class Phases:

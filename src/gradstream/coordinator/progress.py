@@ -92,9 +92,8 @@ class SampleProgress:
     def dropped(self) -> dict[str, int]:
         """By data epoch, how many samples the updates were made without."""
         found = dict(self._dropped_before)
-        if isinstance(self.ledger, Ledger):
-            for epoch, count in self.ledger.dropped.items():
-                found[str(epoch)] = found.get(str(epoch), 0) + count
+        for epoch, count in self.ledger.dropped.items():
+            found[str(epoch)] = found.get(str(epoch), 0) + count
         return found
 
     @property

@@ -97,6 +97,9 @@ class Ledger:
         self._hands: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)
         """By worker, its assigned minibatches: (sequence, k) -> count."""
         self._again: set[tuple[int, int]] = set()  # those of them that another worker had before
+        self._refused: set[tuple[int, int]] = (
+            set()
+        )  # minibatches whose receipt will say that they are dropped
         self._lost: set[int] = set()
         self._paused: set[int] = set()
         self.num_receipts = 0
@@ -138,9 +141,33 @@ class Ledger:
         if (ref.partition, first) in self._again:
             self._again.remove((ref.partition, first))
             counts.reassigned += 1
+        if (ref.partition, first) in self._refused:
+            self._refused.remove((ref.partition, first))
+            self._drop(ref)
         while not self.finished and self.missing(self.num_complete) == 0:
             self.num_complete += 1
         return True
+
+    def refuse(self, ref: BatchRef, samples: int) -> None:
+        """Notes that a worker's gradient was refused: with its receipt, the minibatch counts as dropped.
+
+        Should the worker be lost before, another one computes the minibatch, and it counts as any other.
+
+        Raises:
+            InternalError: the run has no such minibatch.
+        """
+        del samples  # the plan knows
+        sequence, first = self._place(ref)
+        if sequence.received(first):  # a quorum's decision was faster
+            self._drop(ref)
+        else:
+            self._refused.add((ref.partition, first))
+
+    def _drop(self, ref: BatchRef) -> None:
+        """Counts the samples of a minibatch that has its receipt as dropped."""
+        size = self.plan.size(ref) or 0
+        self._counts[ref.epoch].dropped += size
+        self.num_samples = None if self.num_samples is None else self.num_samples - size
 
     def knows(self, ref: BatchRef, worker: int) -> bool:
         """Whether the run has such a minibatch. Any worker may compute it."""
@@ -175,15 +202,15 @@ class Ledger:
         """
         refs = tuple(self.plan.nth(partition, k) for partition in range(len(self._sequences)))
         for partition, ref in enumerate(refs):
+            if partition not in ranks:
+                self._refused.discard((partition, k))  # dropped once
             if self.receipt(ref, partition) and partition not in ranks:
-                size = self.plan.size(ref) or 0
-                self._counts[ref.epoch].dropped += size
-                self.num_samples = None if self.num_samples is None else self.num_samples - size
+                self._drop(ref)
         return refs
 
     @property
     def dropped(self) -> Mapping[int, int]:
-        """By data epoch, the number of samples that quorums have left out, as far as it is known."""
+        """By data epoch, the number of samples that updates were made without, as far as it is known."""
         return {epoch: counts.dropped for epoch, counts in sorted(self._counts.items()) if counts.dropped}
 
     # ---- assignment ---------------------------------------------------------------------
@@ -271,6 +298,7 @@ class Ledger:
         hand = self._hands.pop(rank, {})
         for (number, k), count in hand.items():
             self._again.discard((number, k))
+            self._refused.discard((number, k))
             self._sequences[number].give_back((k, count))
         return len(hand)
 

@@ -49,6 +49,8 @@ class Update:
         refs: minibatches that the gradients were computed on.
         clock: clock of this worker once the update is applied; 0 where workers have none. `push_soon` sets it.
         pieces: makes the parts to push, by chunk; a chunk left out is not pushed. None pushes all of `vector`.
+        sound: number of elements from the front that are pushed, where the gradient turned out not to be finite while
+            it left; chunks behind them are pushed as absent. None: all of them.
         prompt: whether `pieces` depends on the present parameters, and so must run before the worker continues.
     """
 
@@ -68,4 +70,5 @@ class Update:
     refs: Sequence[BatchRef] = ()
     clock: int = 0
     pieces: Callable[[], Awaitable[Mapping[int, UpdatePiece]]] | None = None
+    sound: int | None = None
     prompt: bool = False

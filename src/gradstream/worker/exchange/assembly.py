@@ -14,6 +14,7 @@ from functools import partial
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group, GroupMembers
 from gradstream.coordinator.client.member import names_of
+from gradstream.coordinator.receipts import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
@@ -21,6 +22,7 @@ from gradstream.errors import ConfigError, InternalError
 from gradstream.model.factors import factored_layers_of
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy
 from gradstream.telemetry.events import StepEvent
+from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
@@ -29,6 +31,7 @@ from gradstream.worker.exchange.group import GroupExchange
 from gradstream.worker.exchange.shared import form_shared
 from gradstream.worker.gradient import Differentiator
 from gradstream.worker.loop import LoopSource
+from gradstream.worker.refusals import Refusals, RefusedGradient
 from gradstream.worker.replica.base import Replica, ReplicaContext
 from gradstream.worker.replica.group import GroupReplica, GroupSetup
 from gradstream.worker.replica.sufficient_factors import SufficientFactors
@@ -181,7 +184,19 @@ class Assembly:
             on_receipt=context.member.receipt if quorum is None else lambda refs: None,
             on_step=self._on_step,
             on_boundary=self._on_boundary,
+            refusals=Refusals(self._refused, context.member.sound) if config.skips_non_finite else Refusals(),
             watch=config.watch,
+        )
+
+    def _refused(self, one: RefusedGradient) -> None:
+        self._context.member.refused(
+            v1.Refused(
+                batch=receipt_of(one.ref),
+                samples=max(0, one.samples),
+                step=one.step,
+                what=one.what,
+                in_a_row=one.in_a_row,
+            )
         )
 
     def _differentiator(self, schedule: Schedule) -> Differentiator:

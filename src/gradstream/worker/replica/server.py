@@ -390,7 +390,10 @@ class ServerReplica(Replica):
 
 
 def _fill_in(update: Update, gradient: ComputedGradient) -> None:
-    """Completes an update with the size and rate of a minibatch of a user's loop."""
+    """Completes an update when more is known: size and rate of a loop's minibatch, or that it was refused."""
+    if not gradient.samples and gradient.sound:
+        update.sound = gradient.sound
+        return
     update.samples, update.lr = gradient.samples, gradient.lr
     if not gradient.samples:
         update.vector = None
