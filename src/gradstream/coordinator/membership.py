@@ -162,7 +162,7 @@ class Membership:
         out: list[Instruction] = []
         for refused in beat.refused:
             out += self._refused(who, refused)
-            if self.phases.over:
+            if self.phases.phase == v1.Notice.ABORTED:
                 return out
         if beat.sound:
             self._offences.sound(who)
@@ -190,7 +190,7 @@ class Membership:
     def _refused(self, who: str, refused: v1.Refused) -> list[Instruction]:
         """Counts a gradient that is not in the model; ends the run where no worker has another one."""
         ref, what = ref_of(refused.batch), escaped(refused.what, WHAT_BYTES)
-        self.progress.ledger.refuse(ref, refused.samples)
+        self.progress.refused(ref, refused.samples, what)
         if not refused.in_a_row:  # its round is left out because of another worker
             return []
         event = GradientRefusedEvent(

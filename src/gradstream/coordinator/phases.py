@@ -17,7 +17,7 @@ from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
-from gradstream.errors import PeerLostError
+from gradstream.errors import NonFiniteError, PeerLostError
 from gradstream.telemetry.events import FailedEvent, StartedEvent, StoppedEvent
 from gradstream.wire import v1
 
@@ -148,6 +148,11 @@ class Phases:
                 f"every worker has finished, but {missing} batches of data epoch "
                 f"{epoch} have no receipt: a strategy must push the gradient of each of its batches",
             )
+        if self._progress.last_refused and self._progress.num_samples == 0:
+            message = (
+                f"{self._progress.last_refused}. No gradient of this run was finite, so nothing was learnt"
+            )
+            return out + self.abort(self._nodes.worker_names[0], NonFiniteError.__name__, message)
         out += [] if early else [*self._report_losses(), *map(Emit, self._progress.brief())]
         self.phase = v1.Notice.FINISHED
         done = self._progress.finished(self.criterion if early else "")

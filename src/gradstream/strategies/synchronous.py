@@ -79,7 +79,7 @@ class SynchronousRound(AggregationRule):
 
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
         """|B_i| / Σ|B| for means, 1 / Σ|B| for sums: the mean over the joined batch."""
-        total = sum(one.samples for one in update if not one.empty) or 1
+        total = sum(one.samples for one in update) or 1
         return [(one.samples if self.reduction == "mean" else 1) / total for one in update]
 
     def awaited(self, version: int, parked: Sequence[PushHeader]) -> Sequence[str]:
