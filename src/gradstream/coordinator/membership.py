@@ -190,9 +190,9 @@ class Membership:
     def _refused(self, who: str, refused: v1.Refused) -> list[Instruction]:
         """Counts a gradient that is not in the model; ends the run where no worker has another one."""
         ref, what = ref_of(refused.batch), escaped(refused.what, WHAT_BYTES)
-        self.progress.refused(ref, refused.samples, what)
-        if not refused.in_a_row:  # its round is left out because of another worker
-            return []
+        self.progress.refused(
+            ref, refused.samples, what, whole_round=self._started.in_rounds and not self._started.servers
+        )
         event = GradientRefusedEvent(
             who=who,
             step=refused.step,

@@ -55,9 +55,19 @@ class SampleProgress:
             self.ledger.receipt(ref_of(receipt), rank)
             self._heard_s = at_s
 
-    def refused(self, ref: BatchRef, samples: int, what: str) -> None:
-        """Records a minibatch whose gradient is not going to be in the model, and why."""
-        self.ledger.refuse(ref, samples)
+    def refused(self, ref: BatchRef, samples: int, what: str, *, whole_round: bool) -> None:
+        """Records a minibatch whose gradient is not going to be in the model, and why.
+
+        Args:
+            ref: the minibatch.
+            samples: number of its samples.
+            what: what is wrong with the gradient.
+            whole_round: those of all workers in the round are left out with it.
+        """
+        if whole_round and isinstance(self.ledger, Ledger):
+            self.ledger.refuse_round(ref)
+        else:
+            self.ledger.refuse(ref, samples)
         self.last_refused = what
 
     def begun(self, epochs: Iterable[v1.Begun], rank: int) -> None:

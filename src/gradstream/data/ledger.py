@@ -100,6 +100,7 @@ class Ledger:
         self._refused: set[tuple[int, int]] = (
             set()
         )  # minibatches whose receipt will say that they are dropped
+        self._left_out: set[int] = set()  # rounds
         self._lost: set[int] = set()
         self._paused: set[int] = set()
         self.num_receipts = 0
@@ -162,6 +163,14 @@ class Ledger:
             self._drop(ref)
         else:
             self._refused.add((ref.partition, first))
+
+    def refuse_round(self, ref: BatchRef) -> None:
+        """Notes that a round is left out since a worker's gradient was refused. Repeating it changes nothing."""
+        _, k = self._place(ref)
+        if k not in self._left_out:
+            self._left_out.add(k)
+            for partition in range(len(self._sequences)):
+                self.refuse(self.plan.nth(partition, k), 0)
 
     def _drop(self, ref: BatchRef) -> None:
         """Counts the samples of a minibatch that has its receipt as dropped."""

@@ -1,10 +1,7 @@
 """The gradients of a worker that are not finite: nothing of them is used, and each is reported.
 
-    refused     no samples are behind the gradient any more; to the exchange it is one of a worker without samples
-    left out    the gradient is good, and the round that it was for is left out on all workers alike
-
-The coordinator hears of both, counts the minibatches as dropped, and decides what becomes of the worker
-(`coordinator/offences.py`).
+No samples are behind such a gradient any more: to the exchange it is that of a worker without samples. The
+coordinator counts the minibatch as dropped, and decides what becomes of the worker (`coordinator/offences.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ class RefusedGradient:
         samples: number of samples behind it.
         step: number of the worker's step.
         what: what is wrong with it, in words.
-        in_a_row: number of the worker's refused gradients in a row, with this one; 0 for one that was left out.
+        in_a_row: number of the worker's refused gradients in a row, with this one.
     """
 
     ref: BatchRef
@@ -69,7 +66,8 @@ class Refusals:
                 "applied where the exchange does not overlap"
             )
         self._in_a_row += 1
-        self._report(self._of(gradient, what, self._in_a_row))
+        ref, samples = gradient.batch.ref, gradient.samples
+        self._report(RefusedGradient(ref, samples, gradient.step, what, self._in_a_row))
         gradient.refuse()
 
     def passed(self) -> None:
@@ -77,12 +75,3 @@ class Refusals:
         if self._in_a_row:
             self._in_a_row = 0
             self._sound()
-
-    def left_out(self, gradient: ComputedGradient) -> None:
-        """Reports that the round of a gradient is left out."""
-        if self._report is not None and gradient.samples:
-            self._report(self._of(gradient, "another worker's gradient is not finite", 0))
-
-    @staticmethod
-    def _of(gradient: ComputedGradient, what: str, in_a_row: int) -> RefusedGradient:
-        return RefusedGradient(gradient.batch.ref, gradient.samples, gradient.step, what, in_a_row)

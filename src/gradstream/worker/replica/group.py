@@ -316,33 +316,29 @@ class GroupPeers:
         """See `strategies.api.Peers`."""
         assert isinstance(gradient, ComputedGradient)
         await gradient.done()
-        if self._round.sums and not await self._apply():
-            self._context.refusals.left_out(gradient)
+        if self._round.sums:
+            await self._apply()
         self._replica.in_model(gradient)
 
-    async def _apply(self) -> bool:
-        """Makes the update. Returns False, and changes nothing, where a worker's gradient was not finite."""
+    async def _apply(self) -> None:
+        """Makes the update. Changes nothing where a worker's gradient was not finite."""
         sums, lr, updater = self._round.sums, self._round.lr, self._setup.updater
         parameters, version = self._replica.parameters, self._replica.version
         begun_ns = self._runtime.now()
         changed = [parameters[start : start + len(span)] for start, span in sums]
         parts = [(start, span.tensor) for start, span in sums if len(span)]
 
-        def update(_: object) -> bool:
-            if not all(finite(part) for start, part in parts if start >= self._held):
-                return False
-            updater.update(parameters.tensor, parts, lr=lr, step=version + 1)
-            return True
+        def update(_: object) -> None:
+            if all(finite(part) for start, part in parts if start >= self._held):
+                updater.update(parameters.tensor, parts, lr=lr, step=version + 1)
 
-        applied: bool = await self._runtime.compute(
+        await self._runtime.compute(
             update,
             work=Work("apply", elems=sum(len(span) for _, span in sums)),
             reads=[span for _, span in sums],
             writes=[*changed, *(vector.all for vector in updater.state.values())],
-            shape_only=True,
         )
         self._meter.updated(parameters, begun_ns)
-        return applied
 
     async def all_gather(self) -> None:
         """See `strategies.api.Peers`."""
