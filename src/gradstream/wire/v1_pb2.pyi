@@ -474,18 +474,20 @@ class CommandResult(_message.Message):
     def __init__(self, scalar: _Optional[float] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("name", "role", "rank", "address", "incarnation")
+    __slots__ = ("name", "role", "rank", "address", "incarnation", "since")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     rank: int
     address: str
     incarnation: int
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    since: int
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class ModelSpec(_message.Message):
     __slots__ = ("fingerprint", "elems", "dtype", "chunk_elems", "optimizer", "rows")

@@ -87,6 +87,11 @@ class Member(Reporter):
         self._presence: Presence | None = None
         self._attending: asyncio.Task[None] | None = None
 
+    @property
+    def since(self) -> int:
+        """Membership epoch in which this node has joined; 0 if it was there when training began."""
+        return next((node.since for node in self.notice.nodes if node.name == self.node.name), 0)
+
     # ---- joining and leaving --------------------------------------------------------------
 
     async def join(
