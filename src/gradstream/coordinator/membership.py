@@ -175,6 +175,8 @@ class Membership:
         for verdict in beat.verdicts:
             round_ = self.progress.verdict(verdict.round, list(verdict.ranks), at_s)
             out += [] if round_ is None else [Emit(round_)]
+        if beat.leaves:
+            self.nodes.leaving.add(who)
         if beat.finished:
             self.nodes.finish(who, relies=beat.relies)
         for report in beat.snapshots:
@@ -203,7 +205,9 @@ class Membership:
             return []
         if certificate and self.nodes.epoch and not over:  # before the training, a lost node may join again
             self.nodes.revoked.append(certificate)
-        left = LeftEvent(who=who, lost=not over, reason="" if over else reason, epoch=self.nodes.epoch)
+        lost = not over and who not in self.nodes.leaving
+        reason = reason if lost else "" if over else "it was asked to go"
+        left = LeftEvent(who=who, lost=lost, reason=reason, epoch=self.nodes.epoch)
         if over:
             return [Emit(left)]
         if self.phases.gathering:

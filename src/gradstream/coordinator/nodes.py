@@ -21,6 +21,7 @@ class Nodes:
         revoked: SHA-256 of the certificates of lost members. A node that shows one is not admitted again.
         epoch: the membership epoch: 0 while gathering, 1 when training begins, one more after each loss and each
             worker that joins later.
+        leaving: names of workers that were asked to go, and have said that they do.
     """
 
     def __init__(self, num_workers: int, num_servers: int) -> None:
@@ -33,6 +34,7 @@ class Nodes:
         self._nodes: dict[str, v1.Node] = {}  # in the order of joining
         self._in_order: list[v1.Node] | None = None  # cache of `as_notice`
         self._finished: set[str] = set()
+        self.leaving: set[str] = set()
 
     @property
     def missing(self) -> list[str]:
@@ -81,6 +83,7 @@ class Nodes:
 
     def add(self, node: v1.Node) -> None:
         """Adds a member, which is in since the present epoch."""
+        self.leaving.discard(node.name)
         self._nodes[node.name] = member = v1.Node()
         member.CopyFrom(node)
         member.since = self.epoch

@@ -19,6 +19,7 @@ from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.virtual import DeadlockError, VirtualCluster
 from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
+from gradstream.worker.node import WorkerNode
 
 __all__ = ["Script", "SimulatedCluster"]
 
@@ -52,6 +53,7 @@ class SimulatedCluster:
         self._address = ""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._incarnations: defaultdict[str, int] = defaultdict(lambda: 1)
+        self._workers: dict[str, WorkerNode] = {}
         self._outcome: RunOutcome | None = None
 
     def run(self, script: Script | None = None) -> RunOutcome | None:
@@ -77,6 +79,10 @@ class SimulatedCluster:
         self.virtual.runtime(name).kill()
         director = self.virtual.runtime("director")
         director.spawn(self._bury(self._tasks[name]), name=f"burial of {name}")
+
+    def drain(self, name: str) -> None:
+        """Asks a worker to hand in what it has computed and to leave, as SIGTERM does."""
+        self._workers[name].drain()
 
     async def restart(self, name: str) -> None:
         """Starts a worker again that was killed, as a new process at this instant of virtual time."""
@@ -144,7 +150,8 @@ class SimulatedCluster:
     async def _worker(self, rank: int, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)
         model = self._model if self.virtual.config.shape_only else copy.deepcopy(self._model)
-        await build_worker(self.plan, runtime, endpoint, rank, model).run()
+        worker = self._workers[runtime.node] = build_worker(self.plan, runtime, endpoint, rank, model)
+        await worker.run()
 
 
 Script = Callable[[SimulatedCluster], Coroutine[Any, Any, None]]

@@ -683,7 +683,7 @@ class SnapshotReport(_message.Message):
     def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[SnapshotReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("events", "receipts", "finished", "failure", "snapshots", "relies", "verdicts", "begun", "quiesced", "number")
+    __slots__ = ("events", "receipts", "finished", "failure", "snapshots", "relies", "verdicts", "begun", "quiesced", "number", "leaves")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -694,6 +694,7 @@ class Beat(_message.Message):
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     QUIESCED_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
     events: bytes
     receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
     finished: bool
@@ -704,7 +705,8 @@ class Beat(_message.Message):
     begun: _containers.RepeatedCompositeFieldContainer[Begun]
     quiesced: int
     number: int
-    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., quiesced: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    leaves: bool
+    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., quiesced: _Optional[int] = ..., number: _Optional[int] = ..., leaves: bool = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("attempt",)

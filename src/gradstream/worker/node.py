@@ -103,6 +103,7 @@ class WorkerNode:
             UserCodeError, GradientError: this worker's model or data failed; the coordinator was told.
             RunAbortedError: another node ended the run.
             PeerLostError, DeadlineError: a shard, another worker of a group, or the coordinator was lost.
+            DrainedError: see `drain`.
         """
         config = self._config
         try:
@@ -117,6 +118,14 @@ class WorkerNode:
             if self._exchange is not None:
                 await self._exchange.close()
             await self._member.leave()
+
+    def drain(self) -> None:
+        """Lets this worker finish its minibatch, bring all that it has computed into the model, and leave the run.
+
+        For strategies that go on without a lost worker. `run` raises DrainedError then. Other workers get the
+        minibatches that this one has not begun, so each sample still counts once.
+        """
+        self._batch_gate.leave(self._member.depart)
 
     async def _failed(self, error: Exception) -> None:
         await self._member.failed(error, _traceback_of(error))
