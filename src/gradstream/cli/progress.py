@@ -170,6 +170,10 @@ class ProgressLine:
             case "gradient_refused":
                 where = f"{event['who']}, step {event['step']} (data epoch {event['epoch']}, batch {event['batch']})"
                 return f"refused a gradient of {where}: {event['what']}"
+            case "left" if event["reason"]:
+                return f"{event['who']} has left: {event['reason']}"
+            case "joined" if event["epoch"] > 1:
+                return f"{event['who']} is back: a new process has taken its place"
             case "machine":
                 what = f"machine {event['who']} ({event['address']})"
                 if event["state"] == "joined":

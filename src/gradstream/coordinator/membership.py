@@ -28,6 +28,7 @@ from gradstream.coordinator.phases import LossTolerance, Phases
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.receipts import ref_of
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
+from gradstream.data.ledger import Ledger
 from gradstream.errors import NonFiniteError, PeerLostError
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import (
@@ -127,10 +128,13 @@ class Membership:
     # ---- nodes --------------------------------------------------------------------------
 
     def join(self, request: v1.Join, at_s: float) -> list[Instruction]:
-        """Admits a node, or returns `Refuse` as the only instruction."""
-        objection = self.admission.objection(request, gathering=self.phases.gathering)
+        """Admits a node, or returns `Refuse` as the only instruction; none if the node has to ask again later."""
+        closed = self._offences.reason(request.node.name) or self.phases.why_closed(request.node.role)
+        objection = self.admission.objection(request, closed)
         if objection is not None:
             return [objection]
+        if self.phases.training:
+            return self._replace(request) if self.phases.may_enter else []
         self.admission.admit(request)
         begun = [] if self.nodes.missing else self._begin(at_s)
         node = request.node
@@ -138,6 +142,19 @@ class Membership:
         # Notices of each of n nodes to all others would hold n³ / 2 names.
         notified = begun or len(self.nodes.names) <= NOTIFIED_OF_EACH
         return [joined, *begun, Notify()] if notified else [joined]
+
+    def _replace(self, request: v1.Join) -> list[Instruction]:
+        """Admits a worker in the place of a lost one, while the others train."""
+        self.nodes.epoch += 1
+        self.admission.admit(request)
+        node = request.node
+        assert isinstance(self.progress.ledger, Ledger)  # `LossTolerance.replaces`
+        self.progress.ledger.rejoined(node.rank)
+        self.replies.joined(node)
+        joined = Emit(JoinedEvent(who=node.name, address=node.address, epoch=self.nodes.epoch))
+        if self.participation is not None and self.participation.joined(node.name):
+            return [joined, *self._participation_changed()]
+        return [joined, Notify()]
 
     def check(self, who: str, beat: v1.Beat) -> None:
         """Raises RefusedError for an impossible beat. Call it before `beat`, which does not check."""
@@ -159,13 +176,9 @@ class Membership:
                 escaped(failure.traceback, TRACEBACK_BYTES, newlines=True),
             )
         self.progress.begun(beat.begun, node.rank)
-        out: list[Instruction] = []
-        for refused in beat.refused:
-            out += self._refused(who, refused)
-            if self.phases.phase == v1.Notice.ABORTED:
-                return out
-        if beat.sound:
-            self._offences.sound(who)
+        out = self._gradients(who, beat)
+        if self.phases.phase == v1.Notice.ABORTED:
+            return out
         self.progress.receipts(beat.receipts, node.rank, at_s)
         if (
             beat.quiesced
@@ -176,6 +189,8 @@ class Membership:
         for verdict in beat.verdicts:
             round_ = self.progress.verdict(verdict.round, list(verdict.ranks), at_s)
             out += [] if round_ is None else [Emit(round_)]
+        if beat.leaves:
+            self.nodes.leaving.add(who)
         if beat.finished:
             self.nodes.finish(who, relies=beat.relies)
         for report in beat.snapshots:
@@ -185,6 +200,17 @@ class Membership:
         out += self.after_snapshot()
         if beat.receipts or beat.verdicts or beat.finished:
             out += self.phases.conclude()
+        return out
+
+    def _gradients(self, who: str, beat: v1.Beat) -> list[Instruction]:
+        """Counts the gradients of a worker that are not in the model, until they end the run."""
+        out: list[Instruction] = []
+        for refused in beat.refused:
+            out += self._refused(who, refused)
+            if self.phases.over:
+                break
+        if beat.sound:
+            self._offences.sound(who)
         return out
 
     def _refused(self, who: str, refused: v1.Refused) -> list[Instruction]:
@@ -234,7 +260,9 @@ class Membership:
             return []
         if certificate and self.nodes.epoch and not over:  # before the training, a lost node may join again
             self.nodes.revoked.append(certificate)
-        left = LeftEvent(who=who, lost=not over, reason="" if over else reason, epoch=self.nodes.epoch)
+        lost = not over and who not in self.nodes.leaving
+        reason = reason if lost else "" if over else "it was asked to go"
+        left = LeftEvent(who=who, lost=lost, reason=reason, epoch=self.nodes.epoch)
         if over:
             return [Emit(left)]
         if self.phases.gathering:

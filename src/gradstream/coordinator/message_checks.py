@@ -48,9 +48,16 @@ class MessageChecks:
     def beat(self, node: v1.Node, beat: v1.Beat) -> None:
         """Checks a beat of a member."""
         is_worker = node.role == "worker"
-        if not is_worker and (
-            beat.receipts or beat.finished or beat.quiesced or beat.begun or beat.refused or beat.sound
-        ):
+        of_workers = (
+            beat.receipts,
+            beat.finished,
+            beat.quiesced,
+            beat.begun,
+            beat.leaves,
+            beat.refused,
+            beat.sound,
+        )
+        if not is_worker and any(of_workers):
             raise _impossible(
                 node.name, "only workers have receipts and gradients, finish, are paused, or begin epochs"
             )

@@ -109,6 +109,7 @@ def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEven
             quorum=None if plan.served is None else plan.served.quorum(plan.workers),
             allow_lost=plan.job.allow_lost,
             quarantine_after=plan.job.quarantine_after,
+            replaces=plan.replaces_workers,
         ),
         software=__version__,
         policy=plan.policy,

@@ -186,6 +186,7 @@ class Assembly:
             on_boundary=self._on_boundary,
             refusals=Refusals(self._refused, context.member.sound) if config.skips_non_finite else Refusals(),
             watch=config.watch,
+            late=context.late,
         )
 
     def _refused(self, one: RefusedGradient) -> None:

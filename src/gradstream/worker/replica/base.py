@@ -62,6 +62,7 @@ class ReplicaContext:
             the minibatches since the last call: the one just done, and those of rounds that the worker missed.
         refusals: refuses gradients that are not finite.
         watch: hears of each gradient and each update.
+        late: the worker has joined after training had begun.
     """
 
     runtime: Runtime
@@ -79,6 +80,7 @@ class ReplicaContext:
     on_boundary: Callable[[Replica, Sequence[BatchRef]], Awaitable[None]]
     refusals: Refusals = field(default_factory=Refusals)
     watch: Observer = field(default_factory=Observer)
+    late: bool = False
 
 
 class Replica(ABC):

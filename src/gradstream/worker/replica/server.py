@@ -99,7 +99,7 @@ class ServerReplica(Replica):
                 "clocks would never advance; use one of the two"
             )
         self._attendance = Attendance(
-            gate, self._meter, flush or self._flush, self.server, before, waited_for
+            gate, self._meter, flush or self._flush, self.server, before, waited_for, self._context.late
         )
         return super().batches()
 
