@@ -414,7 +414,10 @@ def test_number_of_samples_in_a_batch_of_a_stream() -> None:
         (lambda: gs.from_stream(3), "int is no function"),  # type: ignore[arg-type]
         (lambda: gs.from_stream(counting, batches=0), "batches=0"),
         (lambda: plan_of(gs.from_stream(counting, batches=1), spec_of(shares=(1, 2))), "leave out shares"),
-        (lambda: gs.from_stream(counting, test=gs.from_stream(counting)), "is a stream; expected numbered"),
+        (
+            lambda: gs.from_stream(counting, test=gs.from_stream(counting)),
+            "is a stream; expected a map-style",
+        ),
     ],
 )
 def test_streams_asked_for_wrongly(make: Any, message: str) -> None:

@@ -122,7 +122,7 @@ def test_a_loop_that_was_stopped_goes_on_and_ends_with_the_same_bytes(
     assert state["3.bias"].tolist() == whole.parameters["3.bias"].tolist() == [0.5]
 
     script.write_text(text_of(40))
-    with pytest.raises(gs.errors.ConfigError, match="their number stays"):
+    with pytest.raises(gs.errors.ConfigError, match="resume it with"):
         gs.resume(tmp_path / "stopped", workers=3)
     with pytest.raises(gs.errors.ConfigError, match="batch_size=7: this script"):
         gs.resume(tmp_path / "stopped", batch_size=7)

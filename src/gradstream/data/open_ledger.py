@@ -135,7 +135,10 @@ class OpenLedger:
     def receipt(self, ref: BatchRef, worker: int) -> bool:
         """Notes that a minibatch of a worker is in the model. Returns True the first time."""
         if worker != ref.partition or ref.epoch != 0:
-            raise InternalError(f"a receipt of worker {worker} for {ref}: minibatches are each worker's own")
+            raise InternalError(
+                f"worker {worker} sent a receipt for {ref}; expected partition {worker} and epoch 0, since each "
+                "worker of this run reads its own data"
+            )
         return self._sequences[ref.partition].add(ref.batch)
 
     def lost(self, rank: int) -> int:
