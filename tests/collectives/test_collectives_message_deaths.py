@@ -19,6 +19,7 @@ import asyncio
 from pathlib import Path
 import torch
 from gradstream.collectives.factory import form_group
+from gradstream.collectives.group import GroupMembers
 from gradstream.collectives.socket_driver import SocketWriter
 from gradstream.collectives.stream_driver import StreamDriver
 from gradstream.errors import GradstreamError
