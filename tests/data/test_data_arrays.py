@@ -52,8 +52,8 @@ def test_lists_will_do() -> None:
         (([1], [1], [1]), "lacks test_targets"),
         (([1], [1], None, [1]), "lacks test_inputs"),
         (([1], [1], [1, 2], [1]), "2 test_inputs and 1 test_targets"),
-        (([[1]], [1], [[1, 2]], [1]), r"test_inputs are samples of shape \(2,\)"),
-        (([1], [1], [1], [1.5]), "dtype float64, targets of .* int64"),
+        (([[1]], [1], [[1, 2]], [1]), r"samples of test_inputs have shape \(2,\)"),
+        (([1], [1], [1], [1.5]), "dtype float64; expected .* int64, as in targets"),
     ],
 )
 def test_errors(arguments: tuple[Any, ...], message: str) -> None:

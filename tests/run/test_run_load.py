@@ -142,7 +142,7 @@ def test_other_targets_are_regressed() -> None:
 
 def test_evaluate_says_what_is_missing() -> None:
     data = Held(np.zeros((1, 2), dtype=np.float32), np.zeros(1, dtype=np.int64))
-    with pytest.raises(ConfigError, match="no model"):
+    with pytest.raises(ConfigError, match="without its model"):
         Run().evaluate()
     with pytest.raises(ConfigError, match="has no held-out samples"):
         Run(model=Linear(), data=Held(np.zeros((0, 2)), np.zeros(0))).evaluate()

@@ -171,7 +171,7 @@ def test_a_changed_array_is_refused() -> None:
             session.exchange(w, np.ones(3), gs.optim.SGD(lr=0.1), samples=1)
             w *= 0.5
 
-    with pytest.raises(ConfigError, match=r"array '.*' was changed since the exchange before"):
+    with pytest.raises(ConfigError, match=r"changed array '.*' since the last session.exchange"):
         loop_in_threads(loop, workers=1, strategy=PLAIN, deadlines=DEADLINES)
 
 
@@ -191,8 +191,8 @@ def drop(model: nn.Sequential, optimizer: Made) -> None:
 @pytest.mark.parametrize(
     ("make", "change", "part"),
     [
-        (momentum, freeze, r"'0.weight' has no gradient, and requires none any more \(it was frozen\)"),
-        (lambda m: torch.optim.AdamW(m.parameters()), freeze, "AdamW on the servers would move it"),
+        (momentum, freeze, r"'0.weight' has no gradient, since it was frozen after session.wrap"),
+        (lambda m: torch.optim.AdamW(m.parameters()), freeze, "AdamW on the servers would, by momentum"),
         (
             lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
             add,

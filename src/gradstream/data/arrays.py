@@ -181,7 +181,7 @@ def _check_lengths(inputs: Tree, what: str, targets: Tree, of_targets: str) -> N
     for path, array in parts:
         if len(array) != count:
             raise DataError(
-                f"got {count} {what}, but {len(array)} {path}; expected equal numbers, one of each per sample"
+                f"got {count} {what} and {len(array)} {path}; expected equal numbers, one of each per sample"
             )
 
 

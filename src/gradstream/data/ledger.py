@@ -386,4 +386,4 @@ class Ledger:
         if inside and 0 <= ref.batch < ref.stop <= self._span(ref.partition, ref.epoch):
             k = self.plan.batches_before(ref.partition, ref.epoch) + ref.batch
             return self._sequences[ref.partition], k
-        raise InternalError(f"a receipt names {ref}, which is no minibatch of this run: {self.plan!r}")
+        raise InternalError(f"got a receipt for {ref}, which is no minibatch of this run: {self.plan!r}")

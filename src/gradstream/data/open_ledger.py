@@ -136,7 +136,7 @@ class OpenLedger:
         """Notes that a minibatch of a worker is in the model. Returns True the first time."""
         if worker != ref.partition or ref.epoch != 0:
             raise InternalError(
-                f"worker {worker} sent a receipt for {ref}; expected partition {worker} and epoch 0, since each "
+                f"got a receipt for {ref} of worker {worker}; expected partition {worker} and epoch 0, since each "
                 "worker of this run reads its own data"
             )
         return self._sequences[ref.partition].add(ref.batch)

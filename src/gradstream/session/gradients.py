@@ -150,8 +150,8 @@ class GradientReducer:
         for index in filter(states.changed_early, rest):
             raise ConfigError(
                 f"step {step}: the gradient of {wrapped.names[index]!r} was changed (clipped, for example) before "
-                "it was averaged over the workers. Run the last backward before this change outside of no_sync: "
-                "such a backward averages the gradients"
+                "it was averaged over the workers. Leave the last backward before the change out of no_sync: this "
+                "backward averages the gradients"
             )
         if rest:
             states.fired.update(rest)
