@@ -126,7 +126,7 @@ def test_a_run_that_did_not_finish_has_its_newest_checkpoint(run: Path) -> None:
     assert kept_parameters(run).parent.name == "step-00000010.1"
     result = evaluate(run, "--checkpoint", "step-00000011")
     assert result.exit_code == 2
-    assert "there: step-00000009, step-00000010, step-00000010.1\n" in result.stderr
+    assert "has: step-00000009, step-00000010, step-00000010.1\n" in result.stderr
 
 
 def test_an_altered_checkpoint_is_not_used(run: Path) -> None:
