@@ -167,6 +167,10 @@ class ProgressLine:
             case "left" if event["lost"]:
                 machine = self._members.machines.get(event["who"])
                 return f"lost {event['who']}{f' on {machine}' if machine else ''}: {event['reason']}"
+            case "left" if event["reason"]:
+                return f"{event['who']} has left: {event['reason']}"
+            case "joined" if event["epoch"] > 1:
+                return f"{event['who']} is back: a new process has taken its place"
             case "machine":
                 what = f"machine {event['who']} ({event['address']})"
                 if event["state"] == "joined":

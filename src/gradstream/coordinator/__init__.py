@@ -1,12 +1,13 @@
 """The coordinator: which nodes are in the run, and which minibatches are in the model."""
 
 from gradstream.coordinator.client.lifeline import EvictedError
-from gradstream.coordinator.client.member import Member, RunAbortedError, RunStoppedError
+from gradstream.coordinator.client.member import DrainedError, Member, RunAbortedError, RunStoppedError
 from gradstream.coordinator.coordinator import Coordinator, RunOutcome
 from gradstream.coordinator.membership import Membership
 
 __all__ = [
     "Coordinator",
+    "DrainedError",
     "EvictedError",
     "Member",
     "Membership",

@@ -66,12 +66,12 @@ class Admission:
             optimizer=optimizer,
         )
 
-    def objection(self, request: v1.Join, *, gathering: bool) -> Refuse | None:
+    def objection(self, request: v1.Join, closed: str) -> Refuse | None:
         """Returns why a node cannot join; None if it can.
 
         Args:
             request: the node's request.
-            gathering: whether the run still waits for nodes.
+            closed: why the run admits nobody now; "" if it does.
         """
         node = request.node
         if not _ADDRESS.fullmatch(node.address):
@@ -84,8 +84,8 @@ class Admission:
             )
         if node.name not in self._nodes.missing or node.name != f"{node.role}-{node.rank}":
             return self._name_objection(node)
-        if not gathering:
-            return Refuse(v1.NOT_MEMBER, f"{node.name}: the run is past gathering, nobody can join now")
+        if closed:
+            return Refuse(v1.NOT_MEMBER, f"{node.name}: {closed}")
         return self._model_objection(request) if node.role == "worker" else None
 
     def admit(self, request: v1.Join) -> None:

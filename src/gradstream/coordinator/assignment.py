@@ -70,6 +70,12 @@ class BatchAssignment:
         self._only_first: set[int] = set()  # ranks that have reported only their first gradient
         self._denied_s: dict[int, float] = {}  # by rank, since when it has been denied minibatches
 
+    def joined(self, rank: int) -> None:
+        """Forgets the speed of a worker, whose place a new process has taken."""
+        self._speeds[rank] = WorkerSpeed()
+        self._only_first.discard(rank)
+        self._denied_s.pop(rank, None)
+
     def took(self, rank: int, measured: WorkerSpeed, present: Sequence[int]) -> SharesEvent | None:
         """Takes the speed that a worker has measured since its last report. Returns new sizes, if any.
 

@@ -75,6 +75,13 @@ class AssignmentReplies:
 
     # ---- minibatches ----------------------------------------------------------------------
 
+    def joined(self, node: v1.Node) -> None:
+        """Forgets the requests and the speed of the process whose place a worker takes."""
+        self._asked.pop(node.name, None)
+        self._answered.pop(node.name, None)
+        if self._assignment is not None:
+            self._assignment.joined(node.rank)
+
     def measured(self, who: str, request: v1.Ask) -> list[Instruction]:
         """Takes the speed that a worker has measured since it asked for minibatches last."""
         node = self._worker(who)

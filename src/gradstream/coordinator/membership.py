@@ -26,6 +26,7 @@ from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.phases import LossTolerance, Phases
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
+from gradstream.data.ledger import Ledger
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import JoinedEvent, LeftEvent, ParticipationEvent, StartedEvent
 from gradstream.untrusted import escaped
@@ -116,10 +117,12 @@ class Membership:
     # ---- nodes --------------------------------------------------------------------------
 
     def join(self, request: v1.Join, at_s: float) -> list[Instruction]:
-        """Admits a node, or returns `Refuse` as the only instruction."""
-        objection = self.admission.objection(request, gathering=self.phases.gathering)
+        """Admits a node, or returns `Refuse` as the only instruction; none if the node has to ask again later."""
+        objection = self.admission.objection(request, self.phases.why_closed(request.node.role))
         if objection is not None:
             return [objection]
+        if self.phases.training:
+            return self._replace(request) if self.phases.may_enter else []
         self.admission.admit(request)
         begun = [] if self.nodes.missing else self._begin(at_s)
         node = request.node
@@ -127,6 +130,19 @@ class Membership:
         # Notices of each of n nodes to all others would hold n³ / 2 names.
         notified = begun or len(self.nodes.names) <= NOTIFIED_OF_EACH
         return [joined, *begun, Notify()] if notified else [joined]
+
+    def _replace(self, request: v1.Join) -> list[Instruction]:
+        """Admits a worker in the place of a lost one, while the others train."""
+        self.nodes.epoch += 1
+        self.admission.admit(request)
+        node = request.node
+        assert isinstance(self.progress.ledger, Ledger)  # `LossTolerance.replaces`
+        self.progress.ledger.rejoined(node.rank)
+        self.replies.joined(node)
+        joined = Emit(JoinedEvent(who=node.name, address=node.address, epoch=self.nodes.epoch))
+        if self.participation is not None and self.participation.joined(node.name):
+            return [joined, *self._participation_changed()]
+        return [joined, Notify()]
 
     def check(self, who: str, beat: v1.Beat) -> None:
         """Raises RefusedError for an impossible beat. Call it before `beat`, which does not check."""
@@ -159,6 +175,8 @@ class Membership:
         for verdict in beat.verdicts:
             round_ = self.progress.verdict(verdict.round, list(verdict.ranks), at_s)
             out += [] if round_ is None else [Emit(round_)]
+        if beat.leaves:
+            self.nodes.leaving.add(who)
         if beat.finished:
             self.nodes.finish(who, relies=beat.relies)
         for report in beat.snapshots:
@@ -187,7 +205,9 @@ class Membership:
             return []
         if certificate and self.nodes.epoch and not over:  # before the training, a lost node may join again
             self.nodes.revoked.append(certificate)
-        left = LeftEvent(who=who, lost=not over, reason="" if over else reason, epoch=self.nodes.epoch)
+        lost = not over and who not in self.nodes.leaving
+        reason = reason if lost else "" if over else "it was asked to go"
+        left = LeftEvent(who=who, lost=lost, reason=reason, epoch=self.nodes.epoch)
         if over:
             return [Emit(left)]
         if self.phases.gathering:

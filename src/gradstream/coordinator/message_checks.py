@@ -48,7 +48,7 @@ class MessageChecks:
     def beat(self, node: v1.Node, beat: v1.Beat) -> None:
         """Checks a beat of a member."""
         is_worker = node.role == "worker"
-        if not is_worker and (beat.receipts or beat.finished or beat.quiesced or beat.begun):
+        if not is_worker and (beat.receipts or beat.finished or beat.quiesced or beat.begun or beat.leaves):
             raise _impossible(node.name, "only workers have receipts, finish, are paused, or begin epochs")
         for one in beat.begun:
             _check_begun(node.name, one)

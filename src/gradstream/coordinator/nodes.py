@@ -19,7 +19,9 @@ class Nodes:
 
     Attributes:
         revoked: SHA-256 of the certificates of lost members. A node that shows one is not admitted again.
-        epoch: the membership epoch: 0 while gathering, 1 when training begins, one more after each loss.
+        epoch: the membership epoch: 0 while gathering, 1 when training begins, one more after each loss and each
+            worker that joins later.
+        leaving: names of workers that were asked to go, and have said that they do.
     """
 
     def __init__(self, num_workers: int, num_servers: int) -> None:
@@ -32,6 +34,7 @@ class Nodes:
         self._nodes: dict[str, v1.Node] = {}  # in the order of joining
         self._in_order: list[v1.Node] | None = None  # cache of `as_notice`
         self._finished: set[str] = set()
+        self.leaving: set[str] = set()
 
     @property
     def missing(self) -> list[str]:
@@ -79,8 +82,11 @@ class Nodes:
         return self._in_order
 
     def add(self, node: v1.Node) -> None:
-        """Adds a member."""
-        self._nodes[node.name] = node
+        """Adds a member, which is in since the present epoch."""
+        self.leaving.discard(node.name)
+        self._nodes[node.name] = member = v1.Node()
+        member.CopyFrom(node)
+        member.since = self.epoch
         self._in_order = None
 
     def finish(self, name: str, *, relies: bool) -> None:

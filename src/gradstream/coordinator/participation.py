@@ -84,6 +84,14 @@ class ParticipationSchedule:
         self._update()
         return any(name not in before for name in self.active)
 
+    def joined(self, who: str) -> bool:
+        """Adds a worker in the place of a lost one, paused. Returns whether it takes part at once."""
+        self._intervals[who] = _Interval()
+        self._intervals = dict(sorted(self._intervals.items(), key=lambda one: _rank(one[0])))
+        self._ledger.pause(_rank(who))
+        self._update()
+        return not self._intervals[who].paused
+
     def dismiss(self) -> bool:
         """Resumes all workers, so that they learn that nothing is left to do. Returns whether any was paused."""
         if not self.paused:

@@ -33,11 +33,13 @@ class LossTolerance:
         quorum: number of gradients that make an update; the run needs as many workers. Verdicts of the first
             shard then tell which minibatches are in the model, and receipts do not. None: no quorum.
         allow_lost: the run ends well although data of lost workers is missing from the model.
+        replaces: a new process can take the place of a lost worker while the others train.
     """
 
     survives_worker_loss: bool
     quorum: int | None = None
     allow_lost: bool = False
+    replaces: bool = False
 
 
 class Phases:
@@ -93,6 +95,34 @@ class Phases:
     def training(self) -> bool:
         """Whether all nodes have joined, and the run is not over."""
         return self.phase == v1.Notice.TRAINING
+
+    def why_closed(self, role: str) -> str:
+        """Says why a node of this role cannot join now; "" if it can, at once or later: see `may_enter`."""
+        if self.gathering:
+            return ""
+        if (
+            self.over
+            or self._snapshots.stopping
+            or self._snapshots.finishing
+            or self._progress.ledger.finished
+        ):
+            return "the run is at its end, nobody can join any more"
+        if role != "worker":
+            return f"training has begun, and no {role} can join after that"
+        if not self._losses.replaces:
+            return (
+                f"training has begun, and strategy {self._started.strategy!r} takes in no worker after that"
+            )
+        return ""
+
+    @property
+    def may_enter(self) -> bool:
+        """Whether a worker that joins after training has begun can begin now, or waits.
+
+        The first receipt tells that the parameters have their first values. During a snapshot every worker that it
+        names has a part in it.
+        """
+        return self._progress.ledger.num_receipts > 0 and self._snapshots.current is None
 
     def stop(self) -> list[Instruction]:
         """Ends the run with the newest checkpoint."""

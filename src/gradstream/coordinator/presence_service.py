@@ -21,6 +21,9 @@ __all__ = ["PresenceService"]
 WHY_BYTES = 100
 """The most bytes of the reason in a `refused_events` event, which has at most 256 bytes in all."""
 
+ENTER_S = 0.05
+"""Seconds between two looks whether a worker that came after training had begun can enter."""
+
 REASON_BYTES = 512
 """The most bytes of the reason why a stream has ended."""
 
@@ -85,7 +88,9 @@ class PresenceService:
         if who != stream.opened.sender:
             stream.refuse(v1.BAD_REQUEST, f"{stream.opened.sender} asks to join as {who}")
             return
-        instructions = self._membership.join(request, context.age_s())
+        while not (instructions := self._membership.join(request, context.age_s())):
+            await stream.waiting(self._membership.nodes.worker_names)
+            await context.runtime.sleep(ENTER_S)
         for instruction in instructions:
             if isinstance(instruction, Refuse):
                 stream.refuse(instruction.code, instruction.message)

@@ -259,6 +259,10 @@ class Ledger:
         self._lost.add(rank)
         return self._take_back(rank)
 
+    def rejoined(self, rank: int) -> None:
+        """Lets a lost worker take part again, as a new process that has no minibatches yet."""
+        self._lost.discard(rank)
+
     def pause(self, rank: int) -> int:
         """Takes back the minibatches of a paused worker, which it has not begun. Others may get those of its sequence.
 

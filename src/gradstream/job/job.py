@@ -95,6 +95,8 @@ class Job:
         allow_lost: whether a run with your own training loop may finish without data of a lost worker that
             the others could not take over (they can where `session.shard` has made the DataLoader). If not,
             such a run ends with an error that says what is missing.
+        max_restarts: how often the launcher starts each worker of its machine again that was killed, or was
+            lost while it stood still: under strategies that go on without a lost worker. 0 starts none again.
         chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 4194304. None is 262144;
             where all nodes exchange through shared memory, more for large models
             (`wire.chunks.shared_chunk_elems`). It changes no result.
@@ -151,6 +153,7 @@ class Job:
     record_machine: bool = True
     record: bool = False
     allow_lost: bool = False
+    max_restarts: int = 100
     chunk_elems: int | None = None
     checkpoint_every: int | str | None = "10min"
     keep_last: int = 2
@@ -198,6 +201,7 @@ class JobOptions(TypedDict, total=False):
     record_machine: bool
     record: bool
     allow_lost: bool
+    max_restarts: int
     chunk_elems: int | None
     checkpoint_every: int | str | None
     keep_last: int

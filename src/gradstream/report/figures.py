@@ -192,6 +192,9 @@ def _links(events: Iterable[EventDict]) -> tuple[LinkFigures, ...]:
 def _nodes(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[NodeFigures, ...]:
     joined = {event["who"]: event for event in by_kind["joined"]}
     left = {event["who"]: event for event in by_kind["left"]}
+    for name, event in joined.items():  # of a worker whose place another process has taken, the latest counts
+        if name in left and left[name]["time_s"] < event["time_s"]:
+            del left[name]
     cpu, memory = by_node(by_kind["cpu"]), by_node(by_kind["memory"])
     carriers: defaultdict[str, set[str]] = defaultdict(set)
     for pair, carrier in carriers_of(by_kind["carriers"]).items():

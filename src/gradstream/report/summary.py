@@ -301,8 +301,10 @@ def _workers_lost(events: Sequence[EventDict]) -> list[str]:
 
 
 def _absent(events: Sequence[EventDict]) -> set[str]:
-    """Workers that were lost, or paused at the end."""
-    return {*_workers_lost(events), *_last(events, "participation").get("paused", ())}
+    """Workers that were lost and not replaced, or paused at the end."""
+    there = {e["who"]: e["event"] == "joined" for e in events if e["event"] in ("joined", "left")}
+    lost = {who for who in _workers_lost(events) if not there[who]}
+    return {*lost, *_last(events, "participation").get("paused", ())}
 
 
 def _failed(events: Sequence[EventDict]) -> dict[str, str] | None:

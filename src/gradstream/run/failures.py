@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradstream import errors
+from gradstream.coordinator.client.lifeline import EvictedError
 from gradstream.errors import (
     ConfigError,
     DataError,
@@ -89,6 +90,16 @@ class EndedNodes:
         """Notes a node that is lost with its machine, unless it has ended or failed before."""
         self._errors.setdefault(name, error)
         self.statuses.setdefault(name, 1)
+
+    def was_lost(self, name: str) -> bool:
+        """Whether a node was killed by a signal, or has ended because the others had given it up."""
+        said = self._errors.get(name)
+        return self.statuses[name] < 0 if said is None else said["error"] == EvictedError.__name__
+
+    def forget(self, name: str) -> None:
+        """Forgets how a node has ended: it is started again."""
+        self.statuses.pop(name, None)
+        self._errors.pop(name, None)
 
     def failed_with(self, *errors: type[Exception]) -> str | None:
         """The first node that reported one of these errors; None for none."""

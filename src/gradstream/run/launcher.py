@@ -10,6 +10,7 @@ import dataclasses
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ from gradstream.run.plan import COORDINATOR, RunPlan, worker_name
 from gradstream.run.records import add_to_run_json, write_records
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
+from gradstream.run.restarts import Restarts
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.event_log import disk_error
 from gradstream.telemetry.events import FailedEvent
@@ -103,6 +105,8 @@ class Launcher:
         self._meeting = ""  # host:port at which a script's own process group meets
         self._stopping = False  # the coordinator was asked to stop
         self._reachable = False  # the coordinator can be asked to stop
+        self._restarts = Restarts(plan.job.max_restarts if plan.replaces_workers else 0)
+        self._address = ""  # of the coordinator
         self._begins_again = False  # a resumed script would begin from its start
         elsewhere = [worker_name(rank) for rank in range(plan.workers)] if options.on_address else []
         self._others = [name for name in plan.node_names if name not in (COORDINATOR, *elsewhere)]
@@ -229,7 +233,7 @@ class Launcher:
 
     def _start_nodes(self) -> None:
         self._start_node(COORDINATOR)
-        address = self._address_of_coordinator()
+        address = self._address = self._address_of_coordinator()
         if self._machines is not None:
             self._machines.join_service.go(int(address.rpartition(":")[2]))
         if self._options.on_address is not None:
@@ -280,11 +284,12 @@ class Launcher:
     def _handle_message(self) -> dict[str, Any] | None:
         """Handles Ctrl-C and the next message of a node or a machine, for which it waits up to POLL_S."""
         self._handle_stop()
+        self._restart_workers()
         message = self._cluster.message(POLL_S)
         if message is None:
             return None
         if "exited" in message:
-            self._ended.statuses[message["exited"]] = message["status"]
+            self._note_exit(message["exited"], message["status"])
         elif "error" in message:
             self._ended.report(message["from"], message)
         elif self._machines is not None and ("machine" in message or "insecure" in message):
@@ -299,6 +304,25 @@ class Launcher:
         elif "unwritten" in message:
             self._events.take(message["unwritten"].encode().splitlines())
         return message
+
+    def _note_exit(self, name: str, status: int) -> None:
+        """Notes that a node has ended. A worker that was killed or evicted while others train is started again."""
+        self._ended.statuses[name] = status
+        training = "started" in self._events.last and not self._is_ending
+        if training and name.startswith("worker") and self._ended.was_lost(name):
+            self._restarts.ended(name, time.monotonic())
+
+    def _restart_workers(self) -> None:
+        for name in self._restarts.take_due(time.monotonic()):
+            if not self._is_ending:
+                self._ended.forget(name)
+                self._start_node(name, "--coordinator", self._address)
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether the run has ended, or was asked to stop."""
+        ended = {"finished", "failed", "stopped"} & set(self._events.last)
+        return bool(ended) or self._stopping or COORDINATOR in self._ended.statuses
 
     def _handle_stop(self) -> None:
         """Stops the run where Ctrl-C, SIGTERM or `stop` asks for it.

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 import torch
 
 from gradstream.checkpoint.elsewhere import ElsewhereStorage
-from gradstream.coordinator import RunAbortedError, RunStoppedError
+from gradstream.coordinator import DrainedError, RunAbortedError, RunStoppedError
 from gradstream.data.lock import machine_lock
 from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
 from gradstream.job.job import Job, build_model
@@ -147,7 +147,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _failed(error: Exception, name: str, say: Say, log: TextIO) -> int:
     """Reports the error that ended a node, and returns the node's exit status."""
-    if isinstance(error, RunStoppedError):
+    if isinstance(error, RunStoppedError | DrainedError):
         return RESUMABLE
     if isinstance(error, RunAbortedError):
         log.write(f"{name}: {error}\n")
@@ -230,7 +230,10 @@ async def _run(
 
             await build_shard(plan, runtime, endpoint, int(rank), model).run()
         else:
-            await build_worker(plan, runtime, endpoint, int(rank), model).run()
+            worker = build_worker(plan, runtime, endpoint, int(rank), model)
+            if plan.replaces_workers and core is None:
+                _on_sigterm(worker.drain)
+            await worker.run()
         return OK
     finally:
         lateness.cancel()

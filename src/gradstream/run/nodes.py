@@ -108,6 +108,7 @@ def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEven
             survives_worker_loss=plan.strategy.survives_worker_loss,
             quorum=None if plan.served is None else plan.served.quorum(plan.workers),
             allow_lost=plan.job.allow_lost,
+            replaces=plan.replaces_workers,
         ),
         software=__version__,
         policy=plan.policy,

@@ -110,6 +110,17 @@ class RunPlan:
         """Whether the sizes of minibatches follow the measured speed of the workers."""
         return self.job.shares == MEASURED
 
+    @property
+    def replaces_workers(self) -> bool:
+        """Whether a new process can take the place of a lost worker while the others train.
+
+        Not in a recorded run: a recording has one file for each worker.
+        """
+        served = self.served
+        if served is None or self.open_ended or self.job.record:
+            return False
+        return served.survives_worker_loss and served.quorum(self.workers) is None
+
     def ledger(self) -> Ledger | OpenLedger:
         """A new account of every minibatch of the run."""
         if self.open_ended:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.virtual import DeadlockError, VirtualCluster
 from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
+from gradstream.worker.node import WorkerNode
 
 __all__ = ["Script", "SimulatedCluster"]
 
@@ -50,6 +52,8 @@ class SimulatedCluster:
         self._on_events = on_events
         self._address = ""
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._incarnations: defaultdict[str, int] = defaultdict(lambda: 1)
+        self._workers: dict[str, WorkerNode] = {}
         self._outcome: RunOutcome | None = None
 
     def run(self, script: Script | None = None) -> RunOutcome | None:
@@ -76,6 +80,16 @@ class SimulatedCluster:
         director = self.virtual.runtime("director")
         director.spawn(self._bury(self._tasks[name]), name=f"burial of {name}")
 
+    def drain(self, name: str) -> None:
+        """Asks a worker to hand in what it has computed and to leave, as SIGTERM does."""
+        self._workers[name].drain()
+
+    async def restart(self, name: str) -> None:
+        """Starts a worker again that was killed, as a new process at this instant of virtual time."""
+        self.virtual.replace(name)
+        self._incarnations[name] += 1
+        await self._start(name, partial(self._worker, int(name.rpartition("-")[2])))
+
     def stop(self) -> None:
         """Asks the run to stop with a checkpoint, as Ctrl-C does."""
         if self.coordinator is not None:
@@ -97,11 +111,12 @@ class SimulatedCluster:
         director = self.virtual.runtime("director")
         if script is not None:
             director.spawn(script(self), name="script")
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        while running := [task for task in self._tasks.values() if not task.done()]:
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def _start(self, name: str, run: Callable[[MemoryEndpoint], Coroutine[Any, Any, None]]) -> None:
         runtime = self.virtual.runtime(name)
-        endpoint = MemoryEndpoint(self.plan.identity(name, incarnation=1), runtime, self.network)
+        endpoint = MemoryEndpoint(self.plan.identity(name, self._incarnations[name]), runtime, self.network)
         await endpoint.start()
         if name == COORDINATOR:
             self._address = endpoint.address
@@ -135,7 +150,8 @@ class SimulatedCluster:
     async def _worker(self, rank: int, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)
         model = self._model if self.virtual.config.shape_only else copy.deepcopy(self._model)
-        await build_worker(self.plan, runtime, endpoint, rank, model).run()
+        worker = self._workers[runtime.node] = build_worker(self.plan, runtime, endpoint, rank, model)
+        await worker.run()
 
 
 Script = Callable[[SimulatedCluster], Coroutine[Any, Any, None]]

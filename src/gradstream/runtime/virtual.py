@@ -147,6 +147,11 @@ class VirtualCluster:
             self._runtimes[node] = VirtualRuntime(node, self)
         return self._runtimes[node]
 
+    def replace(self, node: str) -> VirtualRuntime:
+        """The runtime of a new process in the place of a killed node."""
+        del self._runtimes[node]
+        return self.runtime(node)
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine, and all it starts, to its end.
 

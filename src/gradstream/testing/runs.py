@@ -38,6 +38,7 @@ __all__ = [
     "kill_at",
     "least_squares",
     "numbered",
+    "replace_at",
     "token_counts",
 ]
 
@@ -202,6 +203,17 @@ def kill_at(name: str, seconds: float) -> Script:
     async def script(cluster: SimulatedCluster) -> None:
         await cluster.virtual.runtime("director").sleep(seconds)
         cluster.kill(name)
+
+    return script
+
+
+def replace_at(name: str, seconds: float, after_s: float = 0.0) -> Script:
+    """A script that kills a worker at an instant of virtual time, and starts a new process in its place later."""
+
+    async def script(cluster: SimulatedCluster) -> None:
+        await kill_at(name, seconds)(cluster)
+        await cluster.virtual.runtime("director").sleep(after_s)
+        await cluster.restart(name)
 
     return script
 

@@ -41,9 +41,9 @@ class PeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Challenge(self, request_iterator, context):
-        """Before streams, once for each connection. The caller sends no messages: what it says is in the metadata
-        of these calls ("gradstream-greeting-bin": Greeting; "gradstream-pass-bin": Pass), which is short and is
-        looked at before anything else.
+        """Before streams, once for each connection. The caller sends no messages. It puts its Greeting and its Pass into the
+        metadata of these calls ("gradstream-greeting-bin", "gradstream-pass-bin"), which are short, and which the called
+        side checks first.
         answered by Frame(challenge)
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -51,7 +51,7 @@ class PeerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """answered by Frame(proven); open as long as the session
+        """answered by Frame(proven); open for as long as the session
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

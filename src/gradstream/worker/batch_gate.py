@@ -102,7 +102,14 @@ class BatchGate:
         self._entered = 0  # number of the interval in which the worker has passed the gate
         self._reported = 0  # number of the interval in which it has reported to stand
         self._standing = False  # everything that was begun is in the model
+        self._leave: Callable[[], None] | None = None
         self._changed = asyncio.Event()
+
+    def leave(self, then: Callable[[], None]) -> None:
+        """Lets the worker begin no further minibatch, and calls `then` once all that it has begun is in the model."""
+        self._leave = then
+        self._report_standing()
+        self._changed.set()
 
     def hear(self, notice: v1.Notice) -> None:
         """Takes in a notice of the coordinator."""
@@ -137,7 +144,7 @@ class BatchGate:
         """
         while True:
             at_limit = self._stop.at_limit(self.begun)
-            if at_limit or self.interval.paused:
+            if at_limit or self.interval.paused or self._leave is not None:
                 if not self._standing:
                     await flush()
                     self._on_stand(self.begun, False)
@@ -179,6 +186,8 @@ class BatchGate:
         if not self._standing:
             return
         self._stop.stands(self.begun)
+        if self._leave is not None:
+            self._leave()
         if self.interval.paused and self._reported != self.interval.number:
             self._reported = self.interval.number
             self._quiesced(self.interval.number)

@@ -81,6 +81,11 @@ class BufferAverager:
             state = await self._ask(first, await self._own())
             await self._runtime.compute(lambda _: load_buffers(self._model, state.buffers), work=Work("copy"))
 
+    async def adopt(self) -> None:
+        """Takes the other workers' mean buffers: this worker joins them late, and has gone through no sample."""
+        buffers = await self.average()
+        await self._runtime.compute(lambda _: load_buffers(self._model, buffers), work=Work("copy"))
+
     async def keep(self, step: int) -> None:
         """Keeps the present buffers, after `step` steps, for the worker that evaluates there."""
         state = await self._own()

@@ -51,14 +51,20 @@ class Evaluator:
         self._averager = averager
         self._is_lowest = is_lowest
         self._last_ref: BatchRef | None = None
+        self._late = False
         self._num_due: int | None = None  # number of evaluations up to the last minibatch
 
-    async def at_begin(self, replica: Replica) -> None:
+    async def at_begin(self, replica: Replica, *, late: bool = False) -> None:
         """Checks before training that the model gives the outputs that metrics need.
+
+        Args:
+            replica: has the first parameters.
+            late: this worker has joined after training had begun: the evaluations before that are not its own.
 
         Raises:
             UserCodeError: the model does not.
         """
+        self._late = late
         plan, model = self._config.evaluation, self._config.model
         if plan.every is not None and plan.metrics and getattr(model, "calls_itself", False):
             await self._runtime.compute(
@@ -88,7 +94,10 @@ class Evaluator:
         period = self._config.evaluation.period(last)
         if period is None:
             return None
-        before = self._schedule.first.step // period if self._num_due is None else self._num_due
+        if self._num_due is None:
+            begin = self._schedule.position(refs[0]) if self._late else self._schedule.first
+            self._num_due = begin.step // period
+        before = self._num_due
         self._num_due = max(before, (last.step + 1) // period)
         over = last.step + 1 >= last.num_steps
         return self._num_due * period if self._num_due > before and not over else None

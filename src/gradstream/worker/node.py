@@ -103,6 +103,7 @@ class WorkerNode:
             UserCodeError, GradientError: this worker's model or data failed; the coordinator was told.
             RunAbortedError: another node ended the run.
             PeerLostError, DeadlineError: a shard, another worker of a group, or the coordinator was lost.
+            DrainedError: see `drain`.
         """
         config = self._config
         try:
@@ -118,6 +119,14 @@ class WorkerNode:
                 await self._exchange.close()
             await self._member.leave()
 
+    def drain(self) -> None:
+        """Lets this worker finish its minibatch, bring all that it has computed into the model, and leave the run.
+
+        For strategies that go on without a lost worker. `run` raises DrainedError then. Other workers get the
+        minibatches that this one has not begun, so each sample still counts once.
+        """
+        self._batch_gate.leave(self._member.depart)
+
     async def _failed(self, error: Exception) -> None:
         await self._member.failed(error, _traceback_of(error))
 
@@ -126,7 +135,8 @@ class WorkerNode:
     async def _train(self) -> None:
         config, runtime = self._config, self._runtime
         await self._member.training()
-        exchange = self._exchange = await self._assembly().exchange()
+        late = self._member.since > 0
+        exchange = self._exchange = await self._assembly(late).exchange()
         replica = exchange.replica
         if config.loop is not None:
             config.loop.begin(LoopContext(replica, self._member.requests))
@@ -134,14 +144,16 @@ class WorkerNode:
         reporting = runtime.spawn(self._keep_reporting(exchange), name=f"{runtime.node}-vitals")
         try:
             has_own_buffers = False
-            if config.resume is not None:
+            if late:
+                await self._averager.adopt()
+            elif config.resume is not None:
                 has_own_buffers = await restore_own(config, runtime, replica, config.resume)
             self._averager.restored.set()
             if config.gradients_only:
                 await self._averager.begin_as_first(buffers=not has_own_buffers)
             await exchange.begin()
             if self._evaluator is not None:
-                await self._evaluator.at_begin(replica)
+                await self._evaluator.at_begin(replica, late=late)
             await exchange.train()
             await exchange.flush()
             self._batch_gate.stand()
@@ -154,7 +166,7 @@ class WorkerNode:
         finally:
             reporting.cancel()
 
-    def _assembly(self) -> Assembly:
+    def _assembly(self, late: bool) -> Assembly:
         config = self._config
         context = ExchangeContext(
             runtime=self._runtime,
@@ -162,6 +174,7 @@ class WorkerNode:
             member=self._member,
             rank=config.rank,
             resume=None if config.gradients_only else config.resume,
+            late=late,
             deadlines=config.deadlines,
             init=partial(fill_parameters, config, self._runtime),
             is_lowest=self._is_lowest,

@@ -23,7 +23,7 @@ from gradstream.transport.stream import EXPIRED
 from gradstream.wire import v1
 from gradstream.wire.dtypes import itemsize_bytes
 
-__all__ = ["Member", "RunAbortedError", "RunStoppedError", "names_of"]
+__all__ = ["DrainedError", "Member", "RunAbortedError", "RunStoppedError", "names_of"]
 
 GATHER_S = 0.25
 """How long reports wait for others that go out in the same beat, where the deadlines allow it."""
@@ -45,6 +45,10 @@ class RunAbortedError(GradstreamError):
 
 class RunStoppedError(GradstreamError):
     """The run was stopped on request; it can be resumed."""
+
+
+class DrainedError(GradstreamError):
+    """This node was asked to go, and has left the run; the others go on."""
 
 
 class Member(Reporter):
@@ -86,6 +90,11 @@ class Member(Reporter):
         self._waiters: list[asyncio.Future[None]] = []
         self._presence: Presence | None = None
         self._attending: asyncio.Task[None] | None = None
+
+    @property
+    def since(self) -> int:
+        """Membership epoch in which this node has joined; 0 if it was there when training began."""
+        return next((node.since for node in self.notice.nodes if node.name == self.node.name), 0)
 
     # ---- joining and leaving --------------------------------------------------------------
 
@@ -159,6 +168,11 @@ class Member(Reporter):
         """Calls `listener` with each notice that differs from the one before."""
         self._listeners.append(listener)
 
+    def depart(self) -> None:
+        """Reports that this worker leaves before the end of the run; `over` and all that wait raise DrainedError."""
+        self.beat.leaves = True
+        self._fail(DrainedError(f"{self.node.name} was asked to go, and has left the run"))
+
     async def leave(self) -> None:
         """Sends the last reports, says goodbye, and waits until the coordinator has heard it.
 
@@ -190,7 +204,7 @@ class Member(Reporter):
         A lost peer is left to the coordinator first, which knows who was lost, and whether the run ends
         because of it. This node reports it only if the coordinator is there and finds no fault for a lease.
         """
-        if self._presence is None or isinstance(error, RunAbortedError | RunStoppedError):
+        if self._presence is None or isinstance(error, RunAbortedError | RunStoppedError | DrainedError):
             return
         if isinstance(error, PeerLostError | DeadlineError) and await self._judged():
             return

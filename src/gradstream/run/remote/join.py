@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gradstream.errors import ConfigError
+from gradstream.errors import RESUMABLE, ConfigError
 from gradstream.job.files import load_job
 from gradstream.job.job import Job, is_script
 from gradstream.run.local import NODE, SCRIPT, LocalCluster, node_environment
@@ -28,7 +30,7 @@ from gradstream.wire import v1
 __all__ = ["Joining", "join"]
 
 POLL_S = 0.05
-EXPECTED = (0, 3, 75)
+EXPECTED = (0, 3, RESUMABLE)
 """Exit statuses of a node that has finished, has ended because of another node, or was stopped."""
 
 LEAVE_S = 10.0
@@ -74,6 +76,9 @@ def join(joining: Joining, on_note: OnNote) -> int:
         PeerLostError, DeadlineError: the launcher cannot be reached, or is gone.
 
         After any of these, and after Ctrl-C, no process of the run is left on this machine.
+
+    At SIGTERM the workers of this machine hand in what they have computed and leave; the others go on. A machine that
+    holds a part of the parameters (a shard) cannot leave that way: SIGTERM ends it, as Ctrl-C does.
     """
     name = check_name(joining.machine or socket.gethostname(), "this machine's name (--name)")
     reached = reach(joining.address, fingerprint=joining.fingerprint, insecure=joining.insecure)
@@ -96,6 +101,7 @@ class _Machine:
         self._entrance = entrance
         self._note = on_note
         self._over: v1.Over | None = None
+        self._leaving = False
         self._errors: dict[str, dict[str, Any]] = {}
 
     async def run(self) -> int:
@@ -114,8 +120,10 @@ class _Machine:
             if order.HasField("go"):
                 self._note(f"everybody is there: starting {', '.join(names)}; logs in {run_dir / 'logs'}")
                 self._start(cluster, grant, run_dir, self._entrance.coordinator(order.go))
-                runtime = self._entrance.runtime
-                await runtime.gather(self._await_end(), self._follow(cluster))
+                if not shards:
+                    ask = partial(self._leave, cluster, names)
+                    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ask)
+                await self._entrance.runtime.gather(self._await_end(), self._follow(cluster))
             else:
                 self._over = order.over
             assert self._over is not None
@@ -147,13 +155,29 @@ class _Machine:
 
     async def _await_end(self) -> None:
         """Returns when the launcher reports the end of the run; raises when the launcher is gone."""
-        self._over = (await self._entrance.order()).over
+        order = self._entrance.runtime.spawn(self._entrance.order(), name="order")
+        while not order.done() and self._over is None:
+            await asyncio.wait([order], timeout=POLL_S)
+        if self._over is None:
+            self._over = order.result().over
+        order.cancel()
+
+    def _leave(self, cluster: LocalCluster, workers: Sequence[str]) -> None:
+        """Asks the workers of this machine to hand in what they have computed, and to leave."""
+        self._leaving = True
+        self._note("asked to go: the workers of this machine hand in what they have computed")
+        for name in workers:
+            cluster.signal(name, signal.SIGTERM)
 
     async def _follow(self, cluster: LocalCluster) -> None:
         """Reports to the launcher how nodes end."""
         while self._over is None:
             message = cluster.message(0)
             if message is None:
+                if self._leaving and not cluster.running:
+                    self._over = v1.Over(
+                        status=RESUMABLE, message="this machine has left the run, which goes on"
+                    )
                 await self._entrance.runtime.sleep(POLL_S)
             elif "error" in message:
                 self._errors[message["from"]] = message

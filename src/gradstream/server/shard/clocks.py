@@ -6,7 +6,7 @@ first c updates of every worker.
 
 A worker that has nothing to do takes no part, and nobody waits for it. When it resumes, its clock becomes the clock
 of the slowest worker, unless its own is later. A lost worker does not resume, even if a message of it still
-arrives. Pure: no I/O.
+arrives; a process that takes its place enters like a worker that resumes, at clock 0. Pure: no I/O.
 
 Reference: Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server", 2013.
 """
@@ -75,8 +75,15 @@ class Clocks:
             self._in[rank] = None
         return clock
 
+    def lacks(self, ranks: Collection[int]) -> bool:
+        """Whether `keep` would change anything."""
+        return not set(ranks).isdisjoint(self._lost) or not self._in.keys() <= set(ranks)
+
     def keep(self, ranks: Collection[int]) -> None:
-        """Stops waiting for all other workers for good: they are lost."""
+        """Stops waiting for all other workers: they are lost. A lost one of these ranks may take part again."""
+        self._lost.difference_update(ranks)
         for rank in [rank for rank in self._in if rank not in ranks]:
             self.pause(rank)
             self._lost.add(rank)
+            for at in self._at.values():
+                at.pop(rank, None)

@@ -224,8 +224,8 @@ class ShardExecutor:
     # ---- members ------------------------------------------------------------------------
 
     def keep_workers(self, ranks: Collection[int]) -> None:
-        """Stops waiting for the clocks of all other workers: they have left the run."""
-        if self.state.clocks.present - set(ranks):
+        """Stops waiting for the clocks of all other workers: they have left the run. These ones may take part."""
+        if self.state.clocks.lacks(ranks):
             self.handle(ParticipationChange("keep", tuple(sorted(ranks))))
 
     def keep_senders(self, members: Collection[Sender]) -> None:

@@ -74,6 +74,7 @@ class ShardNode:
         self._recorder = config.schedule if isinstance(config.schedule, ShardRecorder) else None
         self._reported: Counter[str] = Counter()
         self._late_s: dict[str, float] = {}
+        self._members: dict[str, int] = {}  # incarnation of each member, by name
 
     async def run(self) -> None:
         """Joins, serves, and leaves."""
@@ -110,9 +111,18 @@ class ShardNode:
             await self._member.leave()
 
     def _keep_members(self, notice: v1.Notice) -> None:
-        """Stops waiting for lost nodes, and frees their state."""
-        self._service.executor.keep_workers({node.rank for node in notice.nodes if node.role == "worker"})
-        self._service.keep_senders({(node.name, node.incarnation) for node in notice.nodes})
+        """Stops waiting for lost nodes, and frees their state.
+
+        Of a worker whose place another process has taken, the shard may hear only once that process is in: it first
+        frees what it keeps of the lost one.
+        """
+        before, self._members = self._members, {node.name: node.incarnation for node in notice.nodes}
+        stayed = [
+            node for node in notice.nodes if before.get(node.name, node.incarnation) == node.incarnation
+        ]
+        for members in (stayed, notice.nodes) if len(stayed) < len(notice.nodes) else (notice.nodes,):
+            self._service.executor.keep_workers({node.rank for node in members if node.role == "worker"})
+            self._service.keep_senders({(node.name, node.incarnation) for node in members})
 
     def parameters_of(self, chunk: int) -> torch.Tensor:
         """See `ShardStore.parameters_of`."""

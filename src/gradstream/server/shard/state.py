@@ -232,7 +232,7 @@ class ShardState:
         for parked in due.update:
             done = parked.header
             self._window_of(state, done).add(done.sequence)
-            if done.clock:
+            if done.clock and (not self._members or _sender_of(done) in self._members):
                 self.clocks.advance(chunk, done.rank, done.clock)
             staleness = 0 if parked.assign or done.empty else before - done.base_version
             out.append(Acknowledge(parked.token, chunk, done.sequence, "applied", state.version, staleness))

@@ -182,6 +182,7 @@ class Assembly:
             on_step=self._on_step,
             on_boundary=self._on_boundary,
             watch=config.watch,
+            late=context.late,
         )
 
     def _differentiator(self, schedule: Schedule) -> Differentiator:

@@ -34,6 +34,7 @@ class ExchangeContext:
         member: the node's membership; the run has begun.
         rank: rank of this worker.
         resume: where the run continues; None if it begins.
+        late: whether this worker has joined after training had begun.
         deadlines: how long the run waits for nodes that do not answer.
         init: fills a vector with the model's first parameters.
         is_lowest: whether this is the worker of the lowest rank that is still there.
@@ -45,6 +46,7 @@ class ExchangeContext:
     member: Member
     rank: int
     resume: Resume | None
+    late: bool
     deadlines: Deadlines
     init: Callable[[Vector], Awaitable[None]]
     is_lowest: Callable[[], bool]

@@ -81,7 +81,7 @@ class ServerExchange(Exchange):
     async def begin(self) -> None:
         """See `Exchange`: the worker of the lowest rank assigns the first ones; all others fetch them."""
         context, replica = self._context, self.replica
-        if context.resume is not None:  # not every strategy begins with a fetch
+        if context.resume is not None or context.late:  # not every strategy begins with a fetch
             await replica.swap_in(replica.server.fetch_soon())
         elif context.is_lowest():
             await context.init(replica.parameters)

@@ -23,6 +23,7 @@ class Attendance:
         server: told when the worker is paused and resumed; None where it cannot be paused.
         before: awaited before each minibatch, where the worker waits for the clocks of others.
         waited_for: updates wait for this worker.
+        late: the worker has joined after training had begun: nobody waits for it before it resumes.
 
     Attributes:
         between: the worker is between two minibatches.
@@ -38,6 +39,7 @@ class Attendance:
         server: api.Server | None = None,
         before: Callable[[], Awaitable[None]] | None = None,
         waited_for: bool = False,
+        late: bool = False,
     ) -> None:
         self.between = True
         self.resumed = False
@@ -47,7 +49,7 @@ class Attendance:
         self._flush = flush
         self._server = server
         self._before = before
-        self._paused = False
+        self._paused = late and (waited_for or before is not None)
 
     async def enter(self) -> Gate:
         """Returns when the worker may begin its next minibatch, or knows that it will not: see `BatchGate.gate`."""

@@ -61,6 +61,7 @@ class ReplicaContext:
         on_boundary: awaited between two minibatches, while the parameters do not change. It gets the replica, and
             the minibatches since the last call: the one just done, and those of rounds that the worker missed.
         watch: called for each gradient and each update.
+        late: whether the worker has joined after training had begun.
     """
 
     runtime: Runtime
@@ -77,6 +78,7 @@ class ReplicaContext:
     on_step: Callable[[StepEvent], None]
     on_boundary: Callable[[Replica, Sequence[BatchRef]], Awaitable[None]]
     watch: Observer = field(default_factory=Observer)
+    late: bool = False
 
 
 class Replica(ABC):

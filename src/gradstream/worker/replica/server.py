@@ -102,7 +102,7 @@ class ServerReplica(Replica):
                 "do not advance: leave out the wait or drive()"
             )
         self._attendance = Attendance(
-            gate, self._meter, flush or self._flush, self.server, before, waited_for
+            gate, self._meter, flush or self._flush, self.server, before, waited_for, self._context.late
         )
         return super().batches()
 

@@ -1,0 +1,341 @@
+"""A worker is killed, and a new process takes its place while the others train."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradstream as gs
+from gradstream._simulate import simulate
+from gradstream.job.files import load_job
+from gradstream.model.buffers import buffers_of
+from gradstream.run.restarts import FIRST_WAIT_S, MOST_WAIT_S, Restarts
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
+from gradstream.runtime.storage import MemoryStorage
+from gradstream.testing.runs import (
+    QUICK,
+    Tokens,
+    check_exactly_once,
+    check_nothing_lost,
+    kill_at,
+    least_squares,
+    numbered,
+    replace_at,
+)
+from gradstream.worker.buffer_averager import BufferAverager
+
+NUM_SAMPLES, EPOCHS = 24, 6
+WORLD = SimulationConfig(
+    costs={"gradient": Cost(base_s=0.03, jitter=Exponential()), "apply": Cost(base_s=1e-3)},
+    network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
+)
+
+
+def replaced(
+    strategy: gs.Strategy, seed: int, name: str, at_s: float, after_s: float, **options: Any
+) -> tuple[gs.Run, list[Any], int]:
+    """A run in which a worker is replaced; its events, and the steps that the newcomer has made."""
+    events: list[Any] = []
+    run = simulate(
+        Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0),
+        workers=3, servers=2, batch_size=2, epochs=EPOCHS, chunk_elems=64, seed=seed, deadlines=QUICK,
+        config=WORLD, script=replace_at(name, at_s, after_s), on_event=events.append, **options,
+    )  # fmt: skip
+    return run, events, newcomers_steps(events, name)
+
+
+def newcomers_steps(events: list[Any], name: str) -> int:
+    back_s = [e["time_s"] for e in events if e["event"] == "joined" and e["epoch"] > 1]
+    mine = [e for e in events if e["event"] == "step" and e["node"] == name]
+    return sum(bool(back_s) and e["time_s"] > back_s[0] for e in mine)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        gs.Downpour(),
+        gs.Downpour(push_every=2, fetch_every=2, overlap=False),
+        gs.SSP(bound=2),
+        gs.SSP(bound=0),
+        gs.AsySG(gradients=2),
+    ],
+    ids=str,
+)
+def test_a_worker_is_replaced_at_any_instant(strategy: gs.Strategy) -> None:
+    """Nothing is lost, also where the new process is there before anybody has heard of the death."""
+    rng, made = random.Random(str(strategy)), 0
+    for seed in range(12):
+        name, after_s = rng.choice(["worker-0", "worker-1"]), rng.choice([0.0, 1e-3, 0.02, 0.1])
+        run, events, steps = replaced(strategy, seed, name, rng.uniform(0.05, 0.5), after_s)
+        check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
+        assert [e["epoch"] for e in events if e["event"] in ("left", "joined") and e["epoch"] > 1][:2] != []
+        made += steps
+    assert made > 30
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        gs.Softsync(),
+        gs.StalenessAware(),
+        gs.DCASGD(),
+        gs.ElasticAveraging(every=2),
+        gs.ElasticAveraging(every=2, synchronous=True),
+        gs.ParameterAveraging(every=2),
+        gs.ParameterAveraging(every=2, state="averaged"),
+        gs.DiLoCo(every=2),
+        gs.Downpour(warm_start=4, waves=2, wave_every=8),
+    ],
+    ids=str,
+)
+def test_the_run_ends_with_its_result(strategy: gs.Strategy) -> None:
+    """Where updates cannot be counted: every minibatch has a receipt, and the loss is that of a run without a death."""
+    model, data = least_squares(96, 4, whole=False, reduction="mean")
+    options: dict[str, Any] = {
+        "optimizer": gs.optim.SGD(lr=0.05), "strategy": strategy, "workers": 3, "batch_size": 4, "epochs": 8,
+        "config": WORLD, "deadlines": QUICK,
+    }  # fmt: skip
+    x, y = torch.as_tensor(data.inputs), torch.as_tensor(data.targets)
+
+    def loss(run: gs.Run) -> float:
+        return float(((x @ torch.as_tensor(run.parameters["w"]) - y) ** 2).mean())
+
+    alone = loss(gs.simulate(model, data, **options))
+    for seed in range(4):
+        events: list[Any] = []
+        script = replace_at(f"worker-{seed % 2}", 0.2 + 0.1 * seed, 0.05)
+        run = simulate(model, data, **options, seed=seed, script=script, on_event=events.append)
+        assert run.summary["samples_accounted"] == 8 * 96
+        assert newcomers_steps(events, f"worker-{seed % 2}") > 3
+        assert loss(run) < 1.5 * alone + 0.01
+
+
+def test_a_newcomer_takes_the_others_buffers_and_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its BatchNorm begins with the statistics of those who have trained, and not with 0 and 1."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+
+    rng = np.random.default_rng(0)
+    data = gs.from_arrays(rng.normal(3.0, 1.0, (96, 4)).astype("float32"), rng.integers(0, 2, 96))
+    began: list[float] = []
+
+    async def adopt(self: BufferAverager) -> None:
+        await original(self)
+        began.append(float(buffers_of(self._model)["1.running_var"].sum()))
+
+    original = BufferAverager.adopt
+    monkeypatch.setattr(BufferAverager, "adopt", adopt)
+    options: dict[str, Any] = {
+        "strategy": "downpour", "workers": 3, "batch_size": 8, "epochs": 8, "config": WORLD, "deadlines": QUICK,
+    }  # fmt: skip
+    model = gs.from_torch(build, loss=nn.CrossEntropyLoss())
+    simulate(model, data, **options, script=replace_at("worker-0", 0.5, 0.05))
+    assert len(began) == 1
+    assert began[0] != 3.0  # the sum of three variances of 1, which a new module has
+
+
+def test_two_workers_of_three_are_replaced_again_and_again() -> None:
+    async def script(cluster: Any) -> None:
+        director = cluster.virtual.runtime("director")
+        for name in ("worker-0", "worker-1", "worker-0", "worker-1"):
+            await director.sleep(0.11)
+            cluster.kill(name)
+            await director.sleep(0.02)
+            await cluster.restart(name)
+
+    for seed in range(6):
+        run = simulate(
+            Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy="downpour", optimizer=gs.optim.SGD(lr=1.0),
+            workers=3, batch_size=2, epochs=EPOCHS, chunk_elems=64, seed=seed, deadlines=QUICK,
+            config=WORLD, script=script,
+        )  # fmt: skip
+        check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
+        assert len(run.summary["workers_lost"]) == 4
+
+
+@pytest.mark.parametrize("at_s", [0.0, 0.001, 0.004, 0.01, 0.03])
+def test_at_the_beginning_it_waits_for_the_first_parameters(at_s: float) -> None:
+    """Worker 0 hands them out; where it dies before that, the next one does, and the newcomer does not."""
+    slow = SimulationConfig(costs={**WORLD.costs, "init": Cost(base_s=0.05)}, network=WORLD.network)
+    for seed in range(4):
+        run = simulate(
+            Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy="downpour", optimizer=gs.optim.SGD(lr=1.0),
+            workers=3, servers=2, batch_size=2, epochs=EPOCHS, chunk_elems=64, seed=seed, deadlines=QUICK,
+            config=slow, script=replace_at("worker-0", 0.03 + at_s, 1e-3),
+        )  # fmt: skip
+        check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
+
+
+def test_during_a_snapshot_it_waits() -> None:
+    """Checkpoints are made all the time; a death in one ends it, and the newcomer enters between two."""
+    for seed in range(8):
+        run, events, _ = replaced(
+            gs.Downpour(),
+            seed,
+            "worker-1",
+            0.1 + 0.02 * seed,
+            0.01,
+            checkpoint_every=2,
+            storage=MemoryStorage(),
+        )
+        check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
+        assert any(e["event"] == "checkpoint" for e in events)
+
+
+def test_strategies_that_need_every_worker_take_in_nobody() -> None:
+    for strategy in (gs.Synchronous(), gs.AllReduce()):
+        model, data = least_squares(96, 4)
+        with pytest.raises(gs.errors.PeerLostError, match="worker-1"):
+            simulate(
+                model, data, strategy=strategy, workers=3, batch_size=4, epochs=8, config=WORLD, deadlines=QUICK,
+                script=kill_at("worker-1", 0.2),
+            )  # fmt: skip
+
+
+# ---- workers that are asked to go -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        gs.Downpour(),
+        gs.Downpour(push_every=3, fetch_every=3),
+        gs.SSP(bound=1),
+        gs.SSP(bound=0),
+        gs.AsySG(gradients=2),
+    ],
+    ids=str,
+)
+def test_a_worker_that_is_asked_to_go_hands_in_all_and_each_sample_counts_once(strategy: gs.Strategy) -> None:
+    """Also where its place is taken again at once, and where it has nothing to do."""
+    rng = random.Random(str(strategy))
+    for seed in range(8):
+        name, at_s, back = rng.choice(["worker-0", "worker-1"]), rng.uniform(0.05, 0.6), seed % 2 == 0
+
+        async def script(cluster: Any, name: str = name, at_s: float = at_s, back: bool = back) -> None:
+            director = cluster.virtual.runtime("director")
+            await director.sleep(at_s)
+            cluster.drain(name)
+            while back and name not in cluster.outcomes:
+                await director.sleep(1e-3)
+            if back and cluster.outcomes[name] is not None:
+                await cluster.restart(name)
+
+        events: list[Any] = []
+        run = simulate(
+            Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0),
+            workers=3, servers=2, batch_size=2, epochs=EPOCHS, chunk_elems=64, seed=seed, deadlines=QUICK,
+            config=WORLD, script=script, on_event=events.append,
+        )  # fmt: skip
+        check_exactly_once(run, NUM_SAMPLES, EPOCHS)
+        assert run.summary["workers_lost"] == []
+        left = [e for e in events if e["event"] == "left" and e["reason"]]
+        assert [(e["who"], e["reason"]) for e in left] == [(name, "it was asked to go")]
+
+
+# ---- the launcher -----------------------------------------------------------------------
+
+
+def test_restarts_are_at_once_and_then_wait_longer() -> None:
+    restarts = Restarts(limit=20)
+    assert restarts.ended("worker-1", 10.0)
+    assert restarts.take_due(10.0) == ["worker-1"]
+    assert restarts.take_due(99.0) == []
+    waits, now_s = [], 11.0
+    for _ in range(9):
+        restarts.ended("worker-1", now_s)
+        waited = next(
+            w
+            for w in (FIRST_WAIT_S * 2**k for k in range(9))
+            if restarts.take_due(now_s + min(w, MOST_WAIT_S))
+        )
+        waits.append(min(waited, MOST_WAIT_S))
+        now_s += waits[-1] + 1.0
+    assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    restarts.ended("worker-1", now_s + 100.0)  # it has worked for long since
+    assert restarts.take_due(now_s + 100.0) == ["worker-1"]
+
+
+def test_restarts_have_a_limit() -> None:
+    restarts = Restarts(limit=1)
+    assert restarts.ended("worker-1", 0.0)
+    assert restarts.take_due(0.0) == ["worker-1"]
+    assert not restarts.ended("worker-1", 100.0)
+    assert restarts.ended("worker-2", 100.0)
+    assert not Restarts(0).ended("worker-1", 0.0)
+
+
+JOB = """
+import gradstream as gs
+from gradstream.runtime.storage import MemoryStorage
+from gradstream.testing.runs import busy
+
+def job():
+    model, data = busy(4000, passes=100)
+    return gs.Job(
+        model, data, strategy="downpour", optimizer=gs.optim.SGD(lr=1e-7), workers=3, batch_size=10, epochs=100,
+        until=gs.until(seconds=60), deadlines=gs.Deadlines(lease_s=1.0),
+    )
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_the_launcher_starts_a_lost_worker_again(number: int, tmp_path: Path) -> None:
+    """One that was killed, and one that was stopped for longer than its lease."""
+    (tmp_path / "job.py").write_text(JOB)
+    log = tmp_path / "run" / "logs" / "worker-1.log"
+    told: list[str] = []
+    steps = 0
+
+    def pid() -> int:
+        return int(re.findall(r"worker-1: pid (\d+)", log.read_text())[-1])
+
+    def on_event(event: Mapping[str, Any]) -> None:
+        nonlocal steps
+        if event["event"] == "step" and event["node"] == "worker-1":
+            steps += 1
+            if steps == 5:
+                told.append("struck")
+                os.kill(pid(), number)
+        if event["event"] == "left" and event["lost"]:
+            told.append(f"lost {event['who']}")
+            if number == signal.SIGSTOP:
+                os.kill(pid(), signal.SIGCONT)
+        if event["event"] == "joined" and event["epoch"] > 1:
+            told.append(f"back {event['who']}")
+            steps = 100
+        if event["event"] == "step" and steps == 105:
+            raise KeyboardInterrupt
+
+    with pytest.raises((KeyboardInterrupt, gs.errors.Interrupted)):
+        gs.train(load_job(f"{tmp_path / 'job.py'}:job"), run_dir=tmp_path / "run", on_event=on_event)
+    assert told == ["struck", "lost worker-1", "back worker-1"]
+
+
+def test_sigterm_lets_a_worker_hand_in_its_last_gradient(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB.replace("epochs=100", "epochs=2"))
+    log = tmp_path / "run" / "logs" / "worker-1.log"
+    struck: list[int] = []
+
+    def on_event(event: Mapping[str, Any]) -> None:
+        if event["event"] == "step" and event["node"] == "worker-1" and not struck:
+            struck.append(int(re.findall(r"worker-1: pid (\d+)", log.read_text())[-1]))
+            os.kill(struck[0], signal.SIGTERM)
+
+    run = gs.train(load_job(f"{tmp_path / 'job.py'}:job"), run_dir=tmp_path / "run", on_event=on_event)
+    assert run.summary["samples_accounted"] == 2 * 4000
+    assert run.summary["workers_lost"] == []
+    left = [event for event in run.events if event["event"] == "left" and event["reason"]]
+    assert [(event["who"], event["reason"]) for event in left] == [("worker-1", "it was asked to go")]
