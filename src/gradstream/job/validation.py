@@ -230,7 +230,7 @@ def check_resumed(job: Job, resume: Resume) -> None:
     ):
         if got != expected:
             raise ConfigError(
-                f"{name}={got}, but the run of the checkpoint {resume.folder} had {name}={expected}; expected the same"
+                f"{name}={got}, but the run of the checkpoint {resume.folder} had {expected}; expected {expected}"
             )
 
 
