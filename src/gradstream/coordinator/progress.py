@@ -18,15 +18,15 @@ __all__ = ["SampleProgress"]
 
 
 class SampleProgress:
-    """The figures of the ledger, together with those of the run before it was resumed.
+    """Counts the samples and rounds of a run: the ledger's figures, plus the figures before the run was resumed.
 
     Args:
         ledger: records which minibatches are in the model.
-        num_samples: samples in a data epoch; None in a stream, which does not count them.
+        num_samples: number of samples in a data epoch; None for a stream, whose samples are not counted.
         resume: where a resumed run goes on; None for a new run.
 
     Attributes:
-        samples_per_epoch: `num_samples`.
+        samples_per_epoch: see `num_samples`.
         earlier_s: seconds of training before the run was resumed.
         last_refused: why the latest refused gradient was refused; "" if there is none.
     """

@@ -77,9 +77,11 @@ class Ledger:
     ) -> None:
         for what, limit in (("epochs", epochs), ("steps", steps)):
             if limit is not None and limit < 1:
-                raise ConfigError(f"{what} must be at least 1, got {limit}")
+                raise ConfigError(f"{what}={limit}: expected at least 1")
         if epochs is None and steps is None:
-            raise ConfigError("a run needs an end: give epochs or steps")
+            raise ConfigError(
+                "got neither epochs nor steps, so the run would have no end: give epochs or steps"
+            )
         self.plan = plan
         self.helping = helping or plan.num_partitions == 1
         self._sequences = []
@@ -286,7 +288,10 @@ class Ledger:
             InternalError: no such rank.
         """
         if not 0 <= rank < self.plan.num_workers:
-            raise InternalError(f"worker {rank} was lost; the ledger knows 0 to {self.plan.num_workers - 1}")
+            raise InternalError(
+                f"got the loss of worker {rank}; expected a rank that the ledger knows, 0 to "
+                f"{self.plan.num_workers - 1}"
+            )
         self._lost.add(rank)
         return self._take_back(rank)
 
@@ -422,4 +427,4 @@ class Ledger:
         if inside and 0 <= ref.batch < ref.stop <= self._span(ref.partition, ref.epoch):
             k = self.plan.batches_before(ref.partition, ref.epoch) + ref.batch
             return self._sequences[ref.partition], k
-        raise InternalError(f"a receipt for {ref}, which is no minibatch of this run on {self.plan!r}")
+        raise InternalError(f"got a receipt for {ref}, which is no minibatch of this run: {self.plan!r}")

@@ -137,7 +137,10 @@ class OpenLedger:
     def receipt(self, ref: BatchRef, worker: int) -> bool:
         """Notes that a minibatch of a worker is in the model. Returns True the first time."""
         if worker != ref.partition or ref.epoch != 0:
-            raise InternalError(f"a receipt of worker {worker} for {ref}: minibatches are each worker's own")
+            raise InternalError(
+                f"got a receipt for {ref} of worker {worker}; expected partition {worker} and epoch 0, since each "
+                "worker of this run reads its own data"
+            )
         return self._sequences[ref.partition].add(ref.batch)
 
     def refuse(self, ref: BatchRef, samples: int) -> None:

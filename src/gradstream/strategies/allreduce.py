@@ -99,13 +99,13 @@ class AllReduce(GroupStrategy):
             )
         if self.factors and self.sharded:
             raise ConfigError(
-                "AllReduce(factors=True, sharded=True): a worker that updates its slices alone needs "
-                "no other part of the gradient; leave one of the two out"
+                "AllReduce(factors=True, sharded=True): factors bring whole gradients, but a worker with sharded=True "
+                "needs only its own slices; leave one of the two out"
             )
         if self.sharded and self.algorithm in ALGORITHMS and self.algorithm not in PARTS:
             raise ConfigError(
-                f"AllReduce(algorithm={self.algorithm!r}, sharded=True): it has no reduce-scatter and no "
-                f"all-gather; expected {', '.join(PARTS)}, or 'auto'"
+                f"AllReduce(algorithm={self.algorithm!r}, sharded=True): this algorithm has no reduce-scatter and "
+                f"no all-gather; expected {', '.join(PARTS)}, or 'auto'"
             )
         if self.bucket_mib is not None and not 1e-4 <= self.bucket_mib <= 1 << 20:
             raise ConfigError(f"AllReduce(bucket_mib={self.bucket_mib}): expected MiB, 0.0001 to 1048576")

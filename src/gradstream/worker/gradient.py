@@ -76,7 +76,10 @@ class Clip:
         ]
         length = math.sqrt(math.fsum(squares)) / num_summed
         if not math.isfinite(length):
-            raise NonFiniteError("the gradient's length is beyond what its dtype can hold; scale the loss")
+            raise NonFiniteError(
+                "the norm of the gradient overflows, so it cannot be clipped; scale the loss, or lower the learning "
+                "rate"
+            )
         if length > self.norm:
             gradient.mul_(self.norm / length)
             if rows is not None:

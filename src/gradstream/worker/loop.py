@@ -105,7 +105,7 @@ class Loop(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether the loop has ended: the minibatch handed out last was none if it had no samples."""
+        """Whether the user's loop has ended. A latest minibatch without samples was then none of the loop's steps."""
         ...
 
     @property

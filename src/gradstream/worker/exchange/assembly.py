@@ -42,13 +42,13 @@ __all__ = ["Assembly"]
 
 
 class Assembly:
-    """The parts of an exchange.
+    """Makes the exchange of one worker, and the replica in it, by the strategy of the run.
 
     Args:
         config: configuration of the worker.
         context: the worker's place in the run.
         source: the worker's minibatches; a user's loop computes their gradients too.
-        batch_gate: lets the worker begin each minibatch.
+        batch_gate: see `ReplicaContext`.
         on_step, on_boundary: see `ReplicaContext`.
     """
 
@@ -70,7 +70,7 @@ class Assembly:
         self._on_boundary = on_boundary
 
     async def exchange(self) -> Exchange:
-        """Makes the exchange; through a group or shared memory, together with all other workers.
+        """Makes the exchange. In a group or in shared memory, this waits for all other workers.
 
         Raises:
             ConfigError: this model or these machines do not allow what the job asks for.

@@ -166,13 +166,13 @@ class _Round:
 
 
 class GroupPeers:
-    """Implements `strategies.api.Peers`.
+    """Implements `strategies.api.Peers`: one worker's collective operations on gradients, with the other workers.
 
     Args:
-        replica: this worker.
+        replica: replica of this worker; its parameters are updated.
         context: see `GroupReplica`.
         setup: see `GroupReplica`.
-        meter: counts the exchanges.
+        meter: counts the exchanges, and the time that they take.
     """
 
     def __init__(

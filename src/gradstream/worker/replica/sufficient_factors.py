@@ -170,7 +170,7 @@ class SufficientFactors:
 
     @property
     def agreed(self) -> bool:
-        """Whether the workers know of all layers of this round that they can."""
+        """Whether the workers have agreed already that all layers of this round can be exchanged as factors."""
         return self._shown and self._round.keys() <= self._agreed
 
     async def agree(self, gradient: Vector, rows: int) -> None:
