@@ -4,6 +4,7 @@
                          ├── `nodes.py`               which nodes are in, under which epoch
                          ├── `admission.py`           which nodes may join
                          ├── `progress.py`            what is in the model
+                         ├── `estates.py`             what lost workers had pushed without a receipt
                          ├── `participation.py`       which workers take part
                          ├── `snapshot.py`            checkpoints
                          ├── `phases.py`              the phase of the run, and its end
@@ -20,6 +21,7 @@ from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.admission import Admission
 from gradstream.coordinator.assignment_replies import AssignmentReplies, BatchDistribution
+from gradstream.coordinator.estates import Estates
 from gradstream.coordinator.instructions import Emit, Instruction, Notify
 from gradstream.coordinator.message_checks import MessageChecks
 from gradstream.coordinator.nodes import Nodes
@@ -75,6 +77,7 @@ class Membership:
         replies: answers to workers that ask what to do.
         balance: the shares of rounds; None where they are planned.
         participation: which workers take part; None where all do.
+        estates: what lost workers had pushed without a receipt; None where others compute all of it again.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Membership:
         self.nodes = Nodes(started.workers, started.servers)
         self.admission = Admission(self.nodes, software, resume)
         self.progress = SampleProgress(ledger, started.num_samples, resume)
+        self.estates = Estates(ledger, self.nodes) if losses.redoes and isinstance(ledger, Ledger) else None
         self.snapshots = SnapshotRounds(
             ledger,
             self.nodes,
@@ -103,6 +107,7 @@ class Membership:
             resume=resume,
             deadlines=deadlines,
             verdicts=by_verdicts,
+            estates=self.estates,
         )
         self.phases = Phases(started, self.nodes, self.progress, self.snapshots, self.participation, losses)
         first_round = resume.rounds if resume is not None else 0
@@ -123,6 +128,7 @@ class Membership:
             snapshot=None if self.snapshots.current is None else self.snapshots.current.as_notice(),
             participation=None if self.participation is None else self.participation.as_notice(),
             revoked=self.nodes.revoked,
+            fenced=() if self.estates is None else self.estates.as_notice(),
         )
 
     # ---- nodes --------------------------------------------------------------------------
@@ -189,6 +195,8 @@ class Membership:
         for verdict in beat.verdicts:
             round_ = self.progress.verdict(verdict.round, list(verdict.ranks), at_s)
             out += [] if round_ is None else [Emit(round_)]
+        settled = self._settle(who, beat, at_s)
+        out += settled
         if beat.leaves:
             self.nodes.leaving.add(who)
         if beat.finished:
@@ -198,9 +206,19 @@ class Membership:
         if self.phases.training:
             out += self.snapshots.tick(at_s)
         out += self.after_snapshot()
-        if beat.receipts or beat.verdicts or beat.finished:
+        if beat.receipts or beat.verdicts or beat.finished or settled:
             out += self.phases.conclude()
         return out
+
+    def _settle(self, who: str, beat: v1.Beat, at_s: float) -> list[Instruction]:
+        """Takes what is known of the pushes of lost workers; a snapshot waits for that."""
+        if self.estates is None:
+            return []
+        out = [one for report in beat.estates for one in self.estates.report(who, report)]
+        out += [one for done in beat.redone for one in self.estates.redone(who, done)]
+        if out:
+            self.progress.heard(at_s)
+        return out + self.snapshots.proceed(at_s) if out else out
 
     def _gradients(self, who: str, beat: v1.Beat) -> list[Instruction]:
         """Counts the gradients of a worker that are not in the model, until they end the run."""
@@ -246,7 +264,8 @@ class Membership:
     def lost(self, who: str, reason: str, at_s: float, certificate: bytes = b"") -> list[Instruction]:
         """Removes a member: its stream broke, it was silent for too long, or it left.
 
-        Its receipts stay valid. Other workers get the minibatches that it had no receipt for.
+        Its receipts stay valid. Other workers get the minibatches that it had no receipt for: at once, or when it is
+        known which of them are in the model.
 
         Args:
             who: name of the member.
@@ -273,7 +292,10 @@ class Membership:
         if hopeless:
             kind = NonFiniteError if self._offences.reason(who) else PeerLostError
             return out + self.phases.abort(who, kind.__name__, f"{reason}; {hopeless}")
-        self.progress.ledger.lost(node.rank)
+        if self.estates is None or who in self.nodes.leaving:
+            self.progress.ledger.lost(node.rank)
+        if self.estates is not None:
+            self.estates.lost(node)
         replaced = self.participation is not None and self.participation.lost(who)
         out += self._participation_changed() if replaced else [Notify()]
         out += self.snapshots.lost(who, at_s)

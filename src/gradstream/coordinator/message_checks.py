@@ -69,6 +69,14 @@ class MessageChecks:
                 raise _impossible(node.name, f"a receipt for {ref}, which is no minibatch of this run")
         for refused in beat.refused:
             self._check_refused(node, refused)
+        if (beat.estates and node.role != "shard") or (beat.redone and not is_worker):
+            raise _impossible(node.name, "an estate, or a push that it has redone")
+        for push in (push for estate in beat.estates for push in estate.pushes):
+            for ref in map(ref_of, push.batches):
+                if not self._ledger.knows(ref, node.rank):
+                    raise _impossible(
+                        node.name, f"a lost worker's push of {ref}, which is no minibatch of this run"
+                    )
         if beat.verdicts and (not self._quorum or node.name != "shard-0"):
             raise _impossible(
                 node.name, "a verdict; expected them from shard-0 alone, where there is a quorum"

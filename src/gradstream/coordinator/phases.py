@@ -35,6 +35,7 @@ class LossTolerance:
         allow_lost: the run ends well although data of lost workers is missing from the model.
         quarantine_after: number of refused gradients in a row for which a worker counts as lost.
         replaces: a new process can take the place of a lost worker while the others train.
+        redoes: shards say what the model has of a lost worker's pushes, and others redo those that are torn.
     """
 
     survives_worker_loss: bool
@@ -42,6 +43,7 @@ class LossTolerance:
     allow_lost: bool = False
     quarantine_after: int = 3
     replaces: bool = False
+    redoes: bool = False
 
 
 class Phases:

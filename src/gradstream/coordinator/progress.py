@@ -70,6 +70,10 @@ class SampleProgress:
             self.ledger.refuse(ref, samples)
         self.last_refused = what
 
+    def heard(self, at_s: float) -> None:
+        """Notes the time at which something of a lost worker got its receipt."""
+        self._heard_s = at_s
+
     def begun(self, epochs: Iterable[v1.Begun], rank: int) -> None:
         """Records epochs that the loop of this rank begins."""
         for one in epochs:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from gradstream.checkpoint.draft import VectorPlace
 from gradstream.checkpoint.manifest import Evaluated, Resume
 from gradstream.checkpoint.policy import Policy
+from gradstream.coordinator.estates import Estates
 from gradstream.coordinator.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.snapshot import Snapshot
@@ -52,6 +53,7 @@ class SnapshotRounds:
         deadlines: `cut_s` limits the pause of the workers.
         verdicts: the ledger learns of a round from the first shard's verdict, and not from workers that
             report to have reached it. The verdict may come later.
+        estates: what lost workers had pushed: no snapshot holds a torn push. None where nobody redoes it.
 
     Attributes:
         current: the snapshot under way.
@@ -71,6 +73,7 @@ class SnapshotRounds:
         resume: Resume | None = None,
         deadlines: Deadlines | None = None,
         verdicts: bool = False,
+        estates: Estates | None = None,
     ) -> None:
         self.current: Snapshot | None = None
         self.kept = resume.folder if resume is not None else ""
@@ -83,6 +86,7 @@ class SnapshotRounds:
         self._in_rounds = in_rounds
         self._pause_s = (deadlines or Deadlines()).cut_s
         self._verdicts = verdicts
+        self._estates = estates
         self._first_step = resume.step if resume is not None else 0
         self._count = 0
         self._latest = self._first_step, ledger.num_complete  # step and epochs when the latest one began
@@ -110,7 +114,7 @@ class SnapshotRounds:
             self._since_s = at_s
         if self.current is not None:
             return self._check_time(self.current, at_s)
-        if self._policy is None or self._ledger.finished:
+        if self._policy is None or self._ledger.finished or not self._whole:
             return []
         step, epochs = self._latest
         steps, epochs = self.step - step, self._ledger.num_complete - epochs
@@ -127,7 +131,8 @@ class SnapshotRounds:
             limit_s, since_s = self._pause_s, snapshot.began_s
         if at_s - since_s <= limit_s:
             return []
-        names = ", ".join(snapshot.awaited) or "the coordinator"
+        torn = [] if self._estates is None else self._estates.awaited
+        names = ", ".join(snapshot.awaited or torn) or "the coordinator"
         return self.fail(names, f"nothing came from {names} within {limit_s:g} s", at_s)
 
     def stop(self, at_s: float) -> list[Instruction]:
@@ -170,6 +175,10 @@ class SnapshotRounds:
             return self.fail(who, escaped(report.error, ERROR_BYTES), at_s)
         snapshot.take(who, report)
         return self._advance(snapshot, at_s)
+
+    def proceed(self, at_s: float) -> list[Instruction]:
+        """Goes on with a snapshot that has waited for the pushes of lost workers to be settled."""
+        return [] if self.current is None else self._advance(self.current, at_s)
 
     def prepared(self, snapshot: Snapshot, places: Sequence[VectorPlace], at_s: float) -> list[Instruction]:
         """Goes on to SNAPSHOT: the draft is open, and the workers have sent their own state."""
@@ -227,7 +236,9 @@ class SnapshotRounds:
 
     def _advance(self, snapshot: Snapshot, at_s: float) -> list[Instruction]:
         """Enters the next phase if all reports of the present one are there."""
-        if snapshot.awaited or (snapshot.phase == v1.Snapshot.STOP and self._verdict_missing(snapshot)):
+        if snapshot.awaited:
+            return []
+        if snapshot.phase == v1.Snapshot.STOP and (self._verdict_missing(snapshot) or not self._whole):
             return []
         match snapshot.phase:
             case v1.Snapshot.PAUSE:
@@ -248,6 +259,11 @@ class SnapshotRounds:
                 return []
             case _:
                 return self._order(snapshot, Commit(snapshot))
+
+    @property
+    def _whole(self) -> bool:
+        """Whether the model has no push of a lost worker in part."""
+        return self._estates is None or self._estates.settled
 
     def _verdict_missing(self, snapshot: Snapshot) -> bool:
         """Whether the verdict on a round that workers have gone through has not come yet."""

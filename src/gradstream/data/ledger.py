@@ -295,6 +295,22 @@ class Ledger:
         self._lost.add(rank)
         return self._take_back(rank)
 
+    def fence(self, rank: int) -> tuple[BatchRef, ...]:
+        """Marks a worker as lost. Returns its minibatches without a receipt, which nobody has from now on.
+
+        Each of them may be in the model: `receipt` or `give_back` says so once that is known.
+        """
+        self._lost.add(rank)
+        hand = self._hands.pop(rank, {})
+        return tuple(replace(self.plan.nth(number, k), count=count) for (number, k), count in hand.items())
+
+    def give_back(self, ref: BatchRef) -> None:
+        """Lets others have a minibatch that nobody has, and that is in no chunk."""
+        sequence, k = self._place(ref)
+        self._again.discard((ref.partition, k))
+        self._refused.discard((ref.partition, k))
+        sequence.give_back((k, ref.count))
+
     def rejoined(self, rank: int) -> None:
         """Lets a lost worker take part again, as a new process that has no minibatches yet."""
         self._lost.discard(rank)

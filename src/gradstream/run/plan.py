@@ -121,6 +121,18 @@ class RunPlan:
             return False
         return served.survives_worker_loss and served.quorum(self.workers) is None
 
+    @property
+    def redoes_pushes(self) -> bool:
+        """Whether other workers redo the pushes of a lost worker that are torn, so that each chunk takes them once.
+
+        Not in a recorded run: a replay would not know of it.
+        """
+        served = self.served
+        if served is None or self.open_ended or self.job.record or self.workers == 1:
+            return False
+        gradients = served.pushes == "gradients" and served.partitioning != "rounds"
+        return gradients and served.survives_worker_loss and served.quorum(self.workers) is None
+
     def ledger(self) -> Ledger | OpenLedger:
         """A new account of every minibatch of the run."""
         if self.open_ended:

@@ -45,6 +45,7 @@ class PushHeader:
         clock: clock of the worker once this push is applied; 0 where workers have none (see `clocks.py`).
         loss: mean loss over the samples; NaN where unknown.
         vector: vector that the push changes: "" for the parameters, else a state vector of the update rule.
+        redone: whether another worker pushes for this one, which is lost. It belongs to no clock.
     """
 
     sender: str
@@ -60,6 +61,7 @@ class PushHeader:
     clock: int = 0
     loss: float = math.nan
     vector: str = ""
+    redone: bool = False
 
 
 def rank_of(sender: str) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from gradstream.data.base import BatchRef
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import ComputeProgress
+from gradstream.wire import v1
 
 __all__ = ["Update", "UpdatePiece"]
 
@@ -47,6 +48,9 @@ class Update:
         target: vector that the shards change: "" for the parameters, else a state vector of the update rule.
         sequence: number of the push, once it has begun.
         refs: minibatches that the gradients were computed on.
+        names: the same as shards keep them in case this worker dies; none where nobody would redo the push.
+        settled: number of the last push whose receipts the coordinator has.
+        behalf: the lost worker in whose name this one pushes; None for an own push.
         clock: clock of this worker once the update is applied; 0 where workers have none. `push_soon` sets it.
         pieces: makes the parts to push, by chunk; a chunk left out is not pushed. None pushes all of `vector`.
         sound: number of elements from the front that are pushed, where the gradient turned out not to be finite while
@@ -68,6 +72,9 @@ class Update:
     target: str = ""
     sequence: int = 0
     refs: Sequence[BatchRef] = ()
+    names: Sequence[v1.Receipt] = ()
+    settled: int = 0
+    behalf: v1.Behalf | None = None
     clock: int = 0
     pieces: Callable[[], Awaitable[Mapping[int, UpdatePiece]]] | None = None
     sound: int | None = None

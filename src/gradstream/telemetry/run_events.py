@@ -24,6 +24,7 @@ __all__ = [
     "RefusedEventsEvent",
     "ResumedEvent",
     "RoundEvent",
+    "SettledEvent",
     "SharesEvent",
     "StartedEvent",
     "StoppedEvent",
@@ -67,6 +68,17 @@ class LeftEvent(Event):
     lost: bool
     reason: str
     epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettledEvent(Event):
+    """What became of the minibatches that a lost worker had without a receipt (coordinator)."""
+
+    name: ClassVar[str] = "settled"
+    who: str
+    in_model: int  # minibatches that every chunk had taken
+    torn: int  # minibatches that some chunks had taken: another worker computes them again for the others
+    again: int  # minibatches that no chunk had taken: handed out again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -317,7 +317,7 @@ class Broken(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., culprit: _Optional[str] = ..., silent: bool = ..., message: _Optional[str] = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ("command", "vector", "sequence", "samples", "lr", "round", "alpha", "num_gradients", "clock", "loss", "rows", "base_version")
+    __slots__ = ("command", "vector", "sequence", "samples", "lr", "round", "alpha", "num_gradients", "clock", "loss", "rows", "base_version", "batches", "settled", "behalf")
     class Command(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         APPLY: _ClassVar[Push.Command]
@@ -338,6 +338,9 @@ class Push(_message.Message):
     LOSS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    BEHALF_FIELD_NUMBER: _ClassVar[int]
     command: Push.Command
     vector: str
     sequence: int
@@ -350,7 +353,18 @@ class Push(_message.Message):
     loss: float
     rows: bool
     base_version: int
-    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., lr: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ..., clock: _Optional[int] = ..., loss: _Optional[float] = ..., rows: bool = ..., base_version: _Optional[int] = ...) -> None: ...
+    batches: _containers.RepeatedCompositeFieldContainer[Receipt]
+    settled: int
+    behalf: Behalf
+    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., lr: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ..., clock: _Optional[int] = ..., loss: _Optional[float] = ..., rows: bool = ..., base_version: _Optional[int] = ..., batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., settled: _Optional[int] = ..., behalf: _Optional[_Union[Behalf, _Mapping]] = ...) -> None: ...
+
+class Behalf(_message.Message):
+    __slots__ = ("sender", "incarnation")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    sender: str
+    incarnation: int
+    def __init__(self, sender: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class PushResult(_message.Message):
     __slots__ = ("chunk", "sequence", "outcome", "version", "staleness", "waited")
@@ -551,7 +565,7 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., same_as: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "snapshot", "participation", "revoked", "heard")
+    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "snapshot", "participation", "revoked", "heard", "fenced")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         GATHERING: _ClassVar[Notice.Phase]
@@ -574,6 +588,7 @@ class Notice(_message.Message):
     PARTICIPATION_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     HEARD_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
     model: ModelSpec
@@ -584,7 +599,28 @@ class Notice(_message.Message):
     participation: Participation
     revoked: _containers.RepeatedScalarFieldContainer[bytes]
     heard: int
-    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., participation: _Optional[_Union[Participation, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ..., heard: _Optional[int] = ...) -> None: ...
+    fenced: _containers.RepeatedCompositeFieldContainer[Fenced]
+    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., participation: _Optional[_Union[Participation, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ..., heard: _Optional[int] = ..., fenced: _Optional[_Iterable[_Union[Fenced, _Mapping]]] = ...) -> None: ...
+
+class Fenced(_message.Message):
+    __slots__ = ("sender", "incarnation", "errands")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ERRANDS_FIELD_NUMBER: _ClassVar[int]
+    sender: str
+    incarnation: int
+    errands: _containers.RepeatedCompositeFieldContainer[Errand]
+    def __init__(self, sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., errands: _Optional[_Iterable[_Union[Errand, _Mapping]]] = ...) -> None: ...
+
+class Errand(_message.Message):
+    __slots__ = ("sequence", "heir", "batches")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    HEIR_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    heir: str
+    batches: _containers.RepeatedCompositeFieldContainer[Receipt]
+    def __init__(self, sequence: _Optional[int] = ..., heir: _Optional[str] = ..., batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ...) -> None: ...
 
 class Participation(_message.Message):
     __slots__ = ("intervals", "phase")
@@ -683,7 +719,7 @@ class SnapshotReport(_message.Message):
     def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[SnapshotReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("events", "receipts", "finished", "failure", "snapshots", "relies", "verdicts", "begun", "refused", "sound", "quiesced", "number", "leaves")
+    __slots__ = ("events", "receipts", "finished", "failure", "snapshots", "relies", "verdicts", "begun", "refused", "sound", "quiesced", "number", "leaves", "estates", "redone")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -697,6 +733,8 @@ class Beat(_message.Message):
     QUIESCED_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LEAVES_FIELD_NUMBER: _ClassVar[int]
+    ESTATES_FIELD_NUMBER: _ClassVar[int]
+    REDONE_FIELD_NUMBER: _ClassVar[int]
     events: bytes
     receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
     finished: bool
@@ -710,7 +748,41 @@ class Beat(_message.Message):
     quiesced: int
     number: int
     leaves: bool
-    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., sound: bool = ..., quiesced: _Optional[int] = ..., number: _Optional[int] = ..., leaves: bool = ...) -> None: ...
+    estates: _containers.RepeatedCompositeFieldContainer[Estate]
+    redone: _containers.RepeatedCompositeFieldContainer[Redone]
+    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., sound: bool = ..., quiesced: _Optional[int] = ..., number: _Optional[int] = ..., leaves: bool = ..., estates: _Optional[_Iterable[_Union[Estate, _Mapping]]] = ..., redone: _Optional[_Iterable[_Union[Redone, _Mapping]]] = ...) -> None: ...
+
+class Estate(_message.Message):
+    __slots__ = ("sender", "incarnation", "chunks", "pushes")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
+    sender: str
+    incarnation: int
+    chunks: int
+    pushes: _containers.RepeatedCompositeFieldContainer[KeptPush]
+    def __init__(self, sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., chunks: _Optional[int] = ..., pushes: _Optional[_Iterable[_Union[KeptPush, _Mapping]]] = ...) -> None: ...
+
+class KeptPush(_message.Message):
+    __slots__ = ("sequence", "batches", "applied")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    BATCHES_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    batches: _containers.RepeatedCompositeFieldContainer[Receipt]
+    applied: int
+    def __init__(self, sequence: _Optional[int] = ..., batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., applied: _Optional[int] = ...) -> None: ...
+
+class Redone(_message.Message):
+    __slots__ = ("sender", "incarnation", "sequence")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sender: str
+    incarnation: int
+    sequence: int
+    def __init__(self, sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("batch", "samples", "step", "what", "in_a_row")

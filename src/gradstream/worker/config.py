@@ -71,6 +71,7 @@ class WorkerConfig:
         log: recording of everything that a replay could not find out again; None records nothing.
         watch: see `ReplicaContext`.
         update_rule: rule for updates of the parameters.
+        redoes: this worker redoes pushes of lost workers that are torn; see `worker.exchange.errands`.
         workers_optimize: workers update their own parameters by it; else the shards update theirs.
     """
 
@@ -97,6 +98,7 @@ class WorkerConfig:
     gradients_only: bool = False
     skips_non_finite: bool = False
     balanced: bool = False
+    redoes: bool = False
     form_group: FormGroup | None = None
     log: Log | None = None
     watch: Observer = field(default_factory=Observer)

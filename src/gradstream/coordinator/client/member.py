@@ -96,6 +96,11 @@ class Member(Reporter):
         """Membership epoch in which this node has joined; 0 if it was there when training began."""
         return next((node.since for node in self.notice.nodes if node.name == self.node.name), 0)
 
+    @property
+    def num_heard_receipts(self) -> int:
+        """Number of this node's receipts that the coordinator has."""
+        return 0 if self._presence is None else self._presence.num_receipts
+
     # ---- joining and leaving --------------------------------------------------------------
 
     async def join(

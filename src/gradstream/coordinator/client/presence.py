@@ -30,6 +30,9 @@ class Presence:
         endpoint: endpoint of this node.
         stream: the first stream, opened by "join".
         deadlines: bound the silence of the coordinator.
+
+    Attributes:
+        num_receipts: number of receipts that the coordinator has acknowledged.
     """
 
     def __init__(self, runtime: Runtime, endpoint: Endpoint, stream: Stream, deadlines: Deadlines) -> None:
@@ -43,6 +46,7 @@ class Presence:
         self._answer: v1.Notice | None = None  # first notice of a resumed presence, not returned yet
         self._attempt = 0
         self._resuming = False
+        self.num_receipts = 0
         self._resumed = Wakeup()  # rings when an attempt has ended
 
     @property
@@ -91,7 +95,7 @@ class Presence:
             raise PeerLostError(COORDINATOR, "closed its stream with this node before the run was over")
         notice = v1.Notice.FromString(received.frame.body.data)
         while self._unheard and self._unheard[0].number <= notice.heard:
-            self._unheard.popleft()
+            self.num_receipts += len(self._unheard.popleft().receipts)
         notice.ClearField("heard")
         return notice
 

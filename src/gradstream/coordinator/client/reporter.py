@@ -24,6 +24,7 @@ class Reporter:
 
     Attributes:
         beat: the next beat, without its events.
+        num_receipts: number of receipts so far.
     """
 
     def __init__(self, name: str, clock: RunClock) -> None:
@@ -32,6 +33,7 @@ class Reporter:
         self._clock = clock
         self._events: list[bytes] = []
         self._urgent = Wakeup()
+        self.num_receipts = 0
 
     def emit(self, event: Event) -> None:
         """Adds a record to the events of the run."""
@@ -43,7 +45,19 @@ class Reporter:
 
     def receipt(self, refs: Iterable[BatchRef]) -> None:
         """Reports minibatches that are in the model: all shards have acknowledged their pushes."""
+        before = len(self.beat.receipts)
         self.beat.receipts.extend(receipt_of(ref) for ref in refs)
+        self.num_receipts += len(self.beat.receipts) - before
+
+    def estate(self, estate: v1.Estate) -> None:
+        """Reports at once which pushes of a lost worker this shard's chunks have applied."""
+        self.beat.estates.append(estate)
+        self._urgent.ring()
+
+    def redone(self, done: v1.Redone) -> None:
+        """Reports at once that every chunk has a lost worker's push, which this worker has redone."""
+        self.beat.redone.append(done)
+        self._urgent.ring()
 
     def refused(self, refused: v1.Refused) -> None:
         """Reports at once a gradient that is not in the model, and is not going to be."""
@@ -89,6 +103,8 @@ class Reporter:
             or beat.finished
             or beat.snapshots
             or beat.quiesced
+            or beat.estates
+            or beat.redone
             or beat.refused
             or beat.sound
         )

@@ -22,6 +22,7 @@ from gradstream.server.client.arrival import Arrival, SparseDelta
 from gradstream.server.client.fetch import PendingFetchRequest
 from gradstream.server.client.links import ShardLinks
 from gradstream.server.client.push import PendingPushRequest
+from gradstream.server.client.settled import SettledPushes
 from gradstream.server.rows import RowMap
 from gradstream.server.update import Update
 from gradstream.wire import v1
@@ -42,6 +43,7 @@ class ServerClient:
             `SparseDelta` against these.
         back_buffer: vector that the next fetch lands in; None until the last fetch was swapped in.
         clock: clock of this worker.
+        settled: the pushes whose receipts the coordinator has; None where nobody redoes those of a lost worker.
         traffic, claims: see `ShardLinks`.
     """
 
@@ -60,6 +62,7 @@ class ServerClient:
         self._pushed: Vector | None = None  # vector of the last push
         self._last_fetch: Arrival | None = None
         self._num_fetches = 0
+        self.settled: SettledPushes | None = None
 
     # ---- operations ---------------------------------------------------------------------
 
@@ -87,6 +90,8 @@ class ServerClient:
         self._last_push = update.sequence = self._sequence
         # Initial parameters cannot wait for a fetch: the fetch may be waiting for them.
         before = None if update.assign else self._last_fetch
+        if self.settled is not None:
+            self.settled.begin(update)
         self._pushed = update.vector
         name = f"{self._runtime.node}-push-{self._sequence}"
         push = PendingPushRequest(self._links, update, self._sequence, before, pieces)
@@ -155,12 +160,14 @@ class ServerClient:
             return Arrival(vector, self.chunks.num_chunks)
         return SparseDelta(self.rows, self.known, vector.tensor.dtype, vector)
 
-    async def fetch_into(self, vector: Vector) -> None:
-        """Fetches all parameters as they are now, in no order with the operations above.
+    async def fetch_into(self, vector: Vector) -> Sequence[int]:
+        """Fetches all parameters as they are now, in no order with the operations above. Returns their versions.
 
         Push no gradients that were computed on them: a shard with a correction keeps no copy for this fetch.
         """
-        await PendingFetchRequest(self._links, Arrival(vector, self.chunks.num_chunks), v1.Fetch()).run()
+        arrival = Arrival(vector, self.chunks.num_chunks)
+        await PendingFetchRequest(self._links, arrival, v1.Fetch()).run()
+        return arrival.versions
 
     async def reclaim_back_buffer(self) -> None:
         """Waits for a fetch that was not swapped in, and discards its result."""
@@ -208,6 +215,17 @@ class ServerClient:
             clock = self.clock
             result = await self.command(v1.Command(kind=v1.Command.ENTER, clock=clock))
             self.clock = max(clock, result.clock)
+
+    async def redo(self, update: Update, behalf: v1.Behalf, sequence: int) -> None:
+        """Pushes in the name of a lost worker, beside this client's own pushes, until every chunk has the push.
+
+        Chunks that had it already leave it out.
+
+        Raises:
+            The error of `ShardLinks.retrying`: some chunks may lack it.
+        """
+        update.behalf, update.sequence = behalf, sequence
+        await PendingPushRequest(self._links, update, sequence, None).run()
 
     async def assign(self, vector: Vector) -> None:
         """Pushes initial parameters, version 0 of every chunk that has none yet; other chunks keep theirs."""

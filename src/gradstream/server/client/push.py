@@ -79,6 +79,9 @@ class PendingPushRequest:
             vector=update.target,
             rows=partial,
             base_version=max(0, min(update.base_version)) if partial else 0,
+            batches=update.names,
+            settled=update.settled,
+            behalf=update.behalf,
         )
 
     async def ready(self, chunk: int) -> None:

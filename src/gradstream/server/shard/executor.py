@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import FetchTerms
@@ -63,6 +63,7 @@ class ShardExecutor:
         leases: the chunks that are being read; an update of a chunk waits for its readers.
         counters: number of chunks that were pushed, by outcome.
         stragglers: the workers that made others wait.
+        on_freed: called after an update while pushes of senders that have left are on their way into chunks.
         failure: fails with the error of an update that could not be computed; the parameters are undefined
             then, and the node must end.
     """
@@ -87,6 +88,7 @@ class ShardExecutor:
         self._flush_terms = FetchTerms(runtime.node, 0, flush=True)
         self.stragglers = StragglerTracker()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.on_freed: Callable[[], None] = lambda: None
         schedule.begin(state)
 
     # ---- events -------------------------------------------------------------------------
@@ -185,6 +187,7 @@ class ShardExecutor:
         instructions = self.state.applied(update.due.chunk)
         if self._lingers:
             self._free_states()
+            self.on_freed()
         self.handle(UpdateApplied(update))
         return instructions
 
@@ -228,10 +231,10 @@ class ShardExecutor:
         if self.state.clocks.lacks(ranks):
             self.handle(ParticipationChange("keep", tuple(sorted(ranks))))
 
-    def keep_senders(self, members: Collection[Sender]) -> None:
-        """Frees the state of all other senders, once their pushes are applied."""
+    def keep_senders(self, members: Collection[Sender], fenced: Collection[Sender] = ()) -> None:
+        """Frees the state of all other senders, once their pushes are applied; see `ShardState.keep_senders`."""
         self._members = frozenset(members)
-        self.state.keep_senders(self._members)
+        self.state.keep_senders(self._members, fenced)
         self._free_states()
 
     def _free_states(self) -> None:

@@ -56,6 +56,10 @@ class ShardMembership(SnapshotMember, Protocol):
         """Adds a record to the run's events."""
         ...
 
+    def estate(self, estate: v1.Estate) -> None:
+        """Reports which pushes of a lost worker this shard's chunks have applied."""
+        ...
+
     def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
         """Reports which workers' pushes make the update of a round."""
         ...
@@ -84,6 +88,7 @@ class ShardNode:
             self._service.register(notice.model, opens=False)
             source = ShardSnapshot(self._service)
             await self._restore(source)
+            self._service.estates.on_report = self._member.estate
             self._keep_members(self._member.notice)
             self._member.listen(self._keep_members)
             self._service.open()
@@ -122,7 +127,7 @@ class ShardNode:
         ]
         for members in (stayed, notice.nodes) if len(stayed) < len(notice.nodes) else (notice.nodes,):
             self._service.executor.keep_workers({node.rank for node in members if node.role == "worker"})
-            self._service.keep_senders({(node.name, node.incarnation) for node in members})
+            self._service.keep_senders({(node.name, node.incarnation) for node in members}, notice.fenced)
 
     def parameters_of(self, chunk: int) -> torch.Tensor:
         """See `ShardStore.parameters_of`."""

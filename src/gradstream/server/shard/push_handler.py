@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import PushHeader, rank_of
+from gradstream.server.shard.estates import PushEstates
 from gradstream.server.shard.event_schedule import PushArrived
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.inspection import Inspection
@@ -32,6 +33,7 @@ class PushHandler:
         notifier: tells senders which nodes they wait for.
         quorum: counts the chunks that have come; None where there is no quorum.
         pacer: chooses which push of a round to read next; None reads each as fast as it comes.
+        estates: keeps the minibatches of pushes, in case their senders die.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class PushHandler:
         notifier: WaitNotifier,
         quorum: QuorumProtocol | None,
         pacer: PushPacer | None,
+        estates: PushEstates,
     ) -> None:
         self._runtime = runtime
         self._executor = executor
@@ -50,6 +53,7 @@ class PushHandler:
         self._notifier = notifier
         self._quorum = quorum
         self._pacer = pacer
+        self._estates = estates
 
     async def serve(self, stream: Stream) -> None:
         """Receives a push; returns once its sender has the result of every chunk.
@@ -60,6 +64,11 @@ class PushHandler:
         """
         request = v1.Push.FromString(stream.opened.body)
         self._inspection.check_push(stream.opened.sender, request)
+        opened = stream.opened
+        if request.HasField("behalf"):
+            self._estates.check_heir(opened, request)
+        else:
+            self._estates.note((opened.sender, opened.incarnation), request)
         push = PendingPush(stream, self._runtime.now())
         await self._runtime.gather(self._receive(push, request), self._answer(push))
 
@@ -109,10 +118,12 @@ class PushHandler:
         """
         opened = push.stream.opened
         self._inspection.check_member(opened)
+        redone = request.HasField("behalf")
+        sender = request.behalf if redone else opened
         header = PushHeader(
-            sender=opened.sender,
-            rank=rank_of(opened.sender),
-            incarnation=opened.incarnation,
+            sender=sender.sender,
+            rank=rank_of(sender.sender),
+            incarnation=sender.incarnation,
             sequence=request.sequence,
             samples=request.samples if part is not None or request.rows else 0,
             num_gradients=request.num_gradients,
@@ -123,6 +134,7 @@ class PushHandler:
             clock=request.clock,
             loss=request.loss,
             vector=request.vector,
+            redone=redone,
         )
         assign = request.command == v1.Push.ASSIGN
         push.took(chunk, part)

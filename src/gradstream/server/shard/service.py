@@ -8,7 +8,7 @@ it, so a fetch gets one version of each chunk.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from gradstream.errors import ConfigError, GradstreamError
 from gradstream.optim.base import Optimizer, skips_zeros
@@ -20,6 +20,7 @@ from gradstream.server.quorum import QuorumDecision
 from gradstream.server.rows import RowMap
 from gradstream.server.shard.commands import VectorCommands
 from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.estates import PushEstates
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.fetch_handler import FetchHandler
 from gradstream.server.shard.inspection import Inspection
@@ -52,7 +53,7 @@ class ShardService:
 
     Attributes:
         on_decision: called with each decision of a quorum.
-        store, state, executor, commands: exist once a model is registered.
+        store, state, executor, commands, estates: exist once a model is registered.
         quorum: agrees with the other shards on each update; None before a model is registered, and without a quorum.
     """
 
@@ -99,7 +100,11 @@ class ShardService:
         notifier = WaitNotifier(runtime, config.waiting_every_s, self.state)
         self._inspection = inspection
         pacer = PushPacer() if config.rule.paced else None
-        self._pushes = PushHandler(runtime, self.executor, inspection, notifier, self.quorum, pacer)
+        self.estates = PushEstates(self.state)
+        self.executor.on_freed = self.estates.report
+        self._pushes = PushHandler(
+            runtime, self.executor, inspection, notifier, self.quorum, pacer, self.estates
+        )
         self._fetches = FetchHandler(runtime, self.executor, inspection, notifier, config.silence_s)
         self.commands = VectorCommands(runtime, self.executor)
         endpoint.identity.fingerprint = model.fingerprint
@@ -130,11 +135,18 @@ class ShardService:
         self.on_decision(decision)
         self.executor.handle(decision)
 
-    def keep_senders(self, members: Collection[Sender]) -> None:
-        """Refuses all other nodes from now on, and frees their state."""
+    def keep_senders(self, members: Collection[Sender], fenced: Iterable[v1.Fenced] = ()) -> None:
+        """Refuses all other nodes from now on, and frees their state.
+
+        Args:
+            members: the members of the run.
+            fenced: lost workers of which the shard keeps what it knows, and reports it.
+        """
         self._inspection.keep_senders(members)
-        self.executor.keep_senders(members)
+        self.estates.keep(members, fenced)
+        self.executor.keep_senders(members, self.estates.fenced)
         self.commands.keep_senders(members)
+        self.estates.report()
 
     def open(self) -> None:
         """Begins to serve."""

@@ -178,6 +178,7 @@ class ShardState:
         self._quorum = quorum
         self._decisions: dict[int, frozenset[int]] = {}  # ranks, by round
         self._members: frozenset[Sender] = frozenset()
+        self._fenced: frozenset[Sender] = frozenset()
         self._lingering: dict[
             int, set[Sender]
         ] = {}  # by chunk: senders that left before their pushes were applied
@@ -256,13 +257,17 @@ class ShardState:
 
     # ---- senders that have left ---------------------------------------------------------
 
-    def keep_senders(self, members: Collection[Sender]) -> None:
+    def keep_senders(self, members: Collection[Sender], fenced: Collection[Sender] = ()) -> None:
         """Frees the state of all other senders, which have left and do not come back.
 
         The shard still uses their pushes that have arrived, and keeps their windows until then. The caller refuses
         new ones.
+
+        Args:
+            members: the senders that take part.
+            fenced: senders that have left, and whose windows are kept all the same.
         """
-        self._members = frozenset(members)
+        self._members, self._fenced = frozenset(members), frozenset(fenced)
         for state in self.chunks.values():
             self._free(state)
 
@@ -271,9 +276,26 @@ class ShardState:
         """Names of senders that have left, and whose pushes are not all applied."""
         return {name for senders in self._lingering.values() for name, _ in senders}
 
+    def withdraw(self, sender: Sender) -> bool:
+        """Drops pushes of a sender that has left which the rule does not take without others.
+
+        Returns:
+            Whether nothing of this sender is going to be applied any more. Else call it again after an update.
+        """
+        for state in self.chunks.values():
+            if not state.busy:
+                state.parked = [held for held in state.parked if _sender_of(held.header) != sender]
+        return not any(sender in state.senders for state in self.chunks.values())
+
+    def num_applied(self, sender: Sender, sequence: int) -> int:
+        """Number of chunks that have applied a push of a sender, whose windows are kept."""
+        windows = (state.windows.get(sender, ()) for state in self.chunks.values())
+        return sum(sequence in window for window in windows)
+
     def _free(self, state: ChunkState) -> None:
         lingering = state.senders - self._members
-        for gone in [one for one in state.windows if one not in self._members and one not in lingering]:
+        kept = lingering | self._members | self._fenced
+        for gone in [one for one in state.windows if one not in kept]:
             del state.windows[gone]
         if lingering:
             self._lingering[state.index] = lingering
@@ -406,8 +428,11 @@ class ShardState:
 
     def _is_complete(self, state: ChunkState, new: Sequence[PushHeader]) -> bool:
         """Whether the shard applies the sum once these pushes are in it."""
-        if self._rule.lockstep and not self._all_pushed(state, max(one.clock for one in new), new):
-            return False
+        if self._rule.lockstep:
+            own = [one for one in new if not one.redone]
+            clocks = [state.clock if state.summed else 0, *(one.clock for one in own)]
+            if not self._all_pushed(state, max(clocks), own):
+                return False
         return self._rule.completes(state.version, state.summed, new)
 
     def _all_pushed(self, state: ChunkState, clock: int, new: Sequence[PushHeader] = ()) -> bool:

@@ -107,7 +107,8 @@ class Updates:
         if summed or not due.completes:
             writes += store.sum_spans(chunk)
         if self._senders is not None:
-            writes += [span for one in present for span in self._senders.spans(one, chunk)]
+            corrected = [one for one in present if not one.redone]
+            writes += [span for one in corrected for span in self._senders.spans(one, chunk)]
 
         def arithmetic(_: object) -> None:
             parts = self._corrected(chunk, present, pushed, parameters.tensor)
@@ -120,7 +121,7 @@ class Updates:
         work = _priced("apply", len(parameters) * max(1, len(pushed)))
         await self._runtime.compute(arithmetic, work=work, reads=reads, writes=writes)
         if self._senders is not None:
-            for one in present:
+            for one in (one for one in present if not one.redone):
                 self._senders.used(one, chunk)
         if store.changed is not None and due.completes:
             store.changed.note(chunk, None, due.step)
@@ -172,11 +173,11 @@ class Updates:
         pushed: Sequence[torch.Tensor],
         parameters: torch.Tensor,
     ) -> Sequence[torch.Tensor]:
-        """The corrected elements of each push."""
+        """The corrected elements of each push. A push that is redone was computed on parameters just fetched."""
         if self._senders is None:
             return pushed
         return [
-            self._senders.corrected(one, chunk, elements, parameters)
+            elements if one.redone else self._senders.corrected(one, chunk, elements, parameters)
             for one, elements in zip(present, pushed, strict=True)
         ]
 

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from gradstream.coordinator.client.member import names_of
+from gradstream.coordinator.receipts import receipt_of
 from gradstream.model.base import Layout
 from gradstream.server.client.client import ServerClient
 from gradstream.server.client.links import ShardLinks
+from gradstream.server.client.settled import SettledPushes
 from gradstream.server.rows import RowMap
 from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import Event
@@ -17,6 +19,7 @@ from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
+from gradstream.worker.exchange.errands import Errands
 from gradstream.worker.registration import row_exchange_of, row_spec_for
 from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.rows import RowReplica
@@ -49,6 +52,8 @@ class ServerExchange(Exchange):
 
     replica: ServerReplica
 
+    _errands: Errands | None = None
+
     def __init__(
         self,
         context: ExchangeContext,
@@ -77,6 +82,22 @@ class ServerExchange(Exchange):
         self._client = ServerClient(links, back_buffer, None if rows is None else RowMap.of(chunks, rows))
         self._layout = layout
         self.replica = replica(self._client)
+
+    def redo_torn(self, parts: ReplicaContext) -> None:
+        """Lets this worker redo pushes of lost workers, and others redo its own if it is lost."""
+        member = self._context.member
+        self._client.settled = SettledPushes(
+            lambda: member.num_receipts, lambda: member.num_heard_receipts, receipt_of
+        )
+        self._errands = Errands(self._context, parts, self._client)
+        member.listen(self._errands.hear)
+        self._errands.hear(member.notice)
+
+    async def close(self) -> None:
+        """See `Exchange`."""
+        await super().close()
+        if self._errands is not None:
+            self._errands.cancel()
 
     async def begin(self) -> None:
         """See `Exchange`: the worker of the lowest rank assigns the first ones; all others fetch them."""

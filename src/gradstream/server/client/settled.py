@@ -1,0 +1,54 @@
+"""The pushes of a worker that shards need not keep the minibatches of any more.
+
+If the worker dies, the coordinator asks the shards which pushes they have applied. That matters only for minibatches
+whose receipts it has not heard: so each push says up to which push all receipts have arrived.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from gradstream.data.base import BatchRef
+from gradstream.server.update import Update
+from gradstream.wire import v1
+
+__all__ = ["SettledPushes"]
+
+
+class SettledPushes:
+    """Follows the receipts of a worker's pushes.
+
+    Args:
+        num_receipts: number of receipts that this worker has reported.
+        num_heard: number of those that the coordinator has.
+        name_of: makes a receipt for a minibatch.
+    """
+
+    def __init__(
+        self,
+        num_receipts: Callable[[], int],
+        num_heard: Callable[[], int],
+        name_of: Callable[[BatchRef], v1.Receipt],
+    ) -> None:
+        self._num_receipts = num_receipts
+        self._num_heard = num_heard
+        self._name_of = name_of
+        self._open: deque[tuple[int, int]] = deque()  # number of a push, and of all receipts with its own
+        self._newest = 0
+
+    def begin(self, update: Update) -> None:
+        """Names the minibatches of a push, which has its sequence number, and the last settled push before."""
+        heard = self._num_heard()
+        while self._open and self._open[0][1] <= heard:
+            self._newest, _ = self._open.popleft()
+        update.settled = self._newest
+        update.names = [self._name_of(ref) for ref in update.refs]
+        done = update.on_done
+
+        def on_done() -> None:
+            if done is not None:
+                done()
+            self._open.append((update.sequence, self._num_receipts()))
+
+        update.on_done = on_done

@@ -1,0 +1,107 @@
+"""The minibatches of recent pushes, in case their sender dies before the coordinator has their receipts.
+
+A push of a lost worker may be torn: applied by some chunks and not by others. Once the shard refuses the worker, and
+the pushes that had arrived are applied, it reports the worker's estate: for each push whether its chunks have it. The
+coordinator then lets a living worker redo what is torn (`coordinator/estates.py`), for which the shard keeps the lost
+worker's windows of sequence numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from gradstream.errors import RefusedError
+from gradstream.server.shard.state import Sender, ShardState
+from gradstream.wire import v1
+
+__all__ = ["MOST_KEPT", "PushEstates"]
+
+MOST_KEPT = 4096
+"""The most minibatches that a shard keeps of one sender. The oldest beyond that are forgotten; should the sender die,
+others compute them again."""
+
+
+@dataclass(slots=True)
+class _Kept:
+    pushes: dict[int, tuple[v1.Receipt, ...]] = field(default_factory=dict)  # by sequence number, in order
+    count: int = 0
+
+    def forget(self, sequence: int) -> None:
+        self.count -= len(self.pushes.pop(sequence))
+
+
+class PushEstates:
+    """What a shard keeps of each sender's pushes, and the estates of the lost ones. No I/O.
+
+    Args:
+        state: the state machine of the chunks.
+
+    Attributes:
+        on_report: called with the estate of each lost worker, once.
+    """
+
+    def __init__(self, state: ShardState) -> None:
+        self.on_report: Callable[[v1.Estate], None] = lambda estate: None
+        self._state = state
+        self._kept: dict[Sender, _Kept] = {}
+        self._heirs: dict[Sender, dict[int, str]] = {}  # of lost workers, by number of a torn push
+        self._reported: set[Sender] = set()
+
+    @property
+    def fenced(self) -> Collection[Sender]:
+        """Lost workers whose pushes are not settled."""
+        return self._heirs.keys()
+
+    def note(self, sender: Sender, push: v1.Push) -> None:
+        """Keeps the minibatches of a push that begins, and frees those that the coordinator has receipts of."""
+        if not push.batches:
+            return
+        kept = self._kept.setdefault(sender, _Kept())
+        if push.sequence in kept.pushes:  # a retry
+            return
+        while kept.pushes and (oldest := next(iter(kept.pushes))) <= push.settled:
+            kept.forget(oldest)
+        kept.pushes[push.sequence] = tuple(push.batches)
+        kept.count += len(push.batches)
+        while kept.count > MOST_KEPT:
+            kept.forget(next(iter(kept.pushes)))
+
+    def keep(self, members: Collection[Sender], fenced: Iterable[v1.Fenced]) -> None:
+        """Frees what belongs to nobody in the run, and to no lost worker that the coordinator names."""
+        self._heirs = {
+            (one.sender, one.incarnation): {errand.sequence: errand.heir for errand in one.errands}
+            for one in fenced
+        }
+        self._reported &= self._heirs.keys()
+        stay = {*members, *self._heirs}
+        self._kept = {sender: kept for sender, kept in self._kept.items() if sender in stay}
+
+    def report(self) -> None:
+        """Reports the lost workers of which no push is on its way into a chunk any more."""
+        for sender in self._heirs:
+            if sender not in self._reported and self._state.withdraw(sender):
+                self._reported.add(sender)
+                self.on_report(self._estate_of(sender))
+
+    def _estate_of(self, sender: Sender) -> v1.Estate:
+        kept, state = self._kept.pop(sender, _Kept()), self._state
+        pushes = [
+            v1.KeptPush(sequence=sequence, batches=names, applied=state.num_applied(sender, sequence))
+            for sequence, names in kept.pushes.items()
+        ]
+        name, incarnation = sender
+        return v1.Estate(sender=name, incarnation=incarnation, chunks=len(state.chunks), pushes=pushes)
+
+    def check_heir(self, opened: v1.Open, push: v1.Push) -> None:
+        """Refuses a push for a lost worker which the coordinator has not asked its sender for, as far as is known here.
+
+        Raises:
+            RefusedError: STALE_EPOCH, so that the sender tries again: it may have been told before this shard.
+        """
+        name, incarnation = push.behalf.sender, push.behalf.incarnation
+        heir = self._heirs.get((name, incarnation), {}).get(push.sequence)
+        if heir != opened.sender:
+            text = f"{opened.sender} pushes number {push.sequence} for {name[:64]}"
+            expected = f"from {heir}" if heir else "no such push"
+            raise RefusedError("shard", "STALE_EPOCH", f"{text}; expected {expected}")

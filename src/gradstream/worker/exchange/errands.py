@@ -1,0 +1,174 @@
+"""Errands: pushes of lost workers that are torn, and that this worker redoes for the chunks that lack them.
+
+    parameters, just fetched ──gradient of each minibatch──▶ sum ──pushed in the lost worker's name──▶ every chunk
+
+An errand runs beside the strategy, in memory of its own, which is freed afterwards: so a worker redoes pushes also
+while it stands for a snapshot, is paused, or waits for minibatches. The arithmetic thread computes one thing at a
+time, so the errand comes between two gradients of the worker's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from gradstream.coordinator.receipts import ref_of
+from gradstream.data.base import BatchRef
+from gradstream.memory import Vector
+from gradstream.runtime.base import Work
+from gradstream.server.client.client import ServerClient
+from gradstream.server.update import Update
+from gradstream.wire import v1
+from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
+from gradstream.worker.exchange.base import ExchangeContext
+from gradstream.worker.replica.arithmetic import add_scaled
+from gradstream.worker.replica.base import ReplicaContext
+from gradstream.worker.replica.next_update import NextUpdate
+
+__all__ = ["Errands"]
+
+Key = tuple[str, int, int]
+"""Name and incarnation of a lost worker, and the number of its push."""
+
+
+class Errands:
+    """The errands of one worker.
+
+    Args:
+        context: the worker's place in the run.
+        parts: parts of its replica.
+        server: its client of the parameter server.
+    """
+
+    def __init__(self, context: ExchangeContext, parts: ReplicaContext, server: ServerClient) -> None:
+        self._context = context
+        self._parts = parts
+        self._server = server
+        self._runtime = context.runtime
+        self._layout = parts.model.layout
+        self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._turn = asyncio.Lock()
+
+    def hear(self, notice: v1.Notice) -> None:
+        """Begins the errands that the coordinator asks this worker for."""
+        named = dict[Key, v1.Errand]()
+        for lost in notice.fenced:
+            for errand in lost.errands:
+                if errand.heir == self._runtime.node:
+                    named[lost.sender, lost.incarnation, errand.sequence] = errand
+        for key, errand in named.items():
+            if key not in self._tasks:
+                name = f"{self._runtime.node}-redoes-{key[0]}-{key[2]}"
+                self._tasks[key] = self._runtime.spawn(self._run(key, errand), name=name)
+        for key in [key for key, task in self._tasks.items() if task.done() and key not in named]:
+            del self._tasks[key]
+
+    def cancel(self) -> None:
+        """Ends all errands."""
+        for task in self._tasks.values():
+            task.cancel()
+
+    async def _run(self, key: Key, errand: v1.Errand) -> None:
+        sender, incarnation, sequence = key
+        behalf = v1.Behalf(sender=sender, incarnation=incarnation)
+        try:
+            async with self._turn:
+                with self._memory() as (parameters, gradient, total, sums):
+                    base = await self._server.fetch_into(parameters)
+                    refs = [ref_of(one) for one in errand.batches]
+                    update = await self._sum(refs, base, parameters, gradient, total, sums)
+                    await self._server.redo(update, behalf, sequence)
+        except Exception as error:
+            await self._context.failed(error)
+        else:
+            self._context.member.redone(
+                v1.Redone(sender=sender, incarnation=incarnation, sequence=sequence)
+            )
+
+    @contextmanager
+    def _memory(self) -> Iterator[tuple[Vector, Vector, Vector, Vector | None]]:
+        """Vectors for the parameters, a gradient, the sum of gradients, and sums of parts of a minibatch."""
+        memory, layout = self._runtime.memory, self._layout
+        names = ["redone parameters", "redone gradient", "redone sum", "redone parts"][: 3 + self._parts.joins]
+        vectors = [
+            memory.allocate(layout.elems, layout.dtype, name, exchanged=True, lead_bytes=layout.lead_bytes)
+            for name in names
+        ]
+        try:
+            yield vectors[0], vectors[1], vectors[2], vectors[3] if self._parts.joins else None
+        finally:
+            for vector in vectors:
+                memory.free(vector)
+
+    async def _sum(
+        self,
+        refs: Sequence[BatchRef],
+        base: Sequence[int],
+        parameters: Vector,
+        gradient: Vector,
+        total: Vector,
+        sums: Vector | None,
+    ) -> Update:
+        """The sum of the gradients of these minibatches, weighed as in any push of several gradients."""
+        next_update = NextUpdate(base)
+        for ref in refs:
+            one = await self._gradient(ref, parameters, gradient, sums)
+            if one.samples:
+                begins = next_update.begins_with(one)
+                weight = 1.0 if begins else next_update.weight(one)
+                await self._runtime.compute(
+                    lambda _, begins=begins, weight=weight: (
+                        total.tensor.copy_(gradient.tensor)
+                        if begins
+                        else total.tensor.add_(gradient.tensor, alpha=weight)
+                    ),
+                    work=Work("copy", elems=len(total)),
+                    reads=[gradient.all],
+                    writes=[total.all],
+                )
+                next_update.update.vector = total
+            next_update.count(one, math.nan, summed=bool(one.samples))
+        return next_update.take(base)
+
+    async def _gradient(
+        self, ref: BatchRef, parameters: Vector, vector: Vector, sums: Vector | None
+    ) -> ComputedGradient:
+        """The mean gradient of a minibatch at these parameters, with its weight decay where gradients have it."""
+        parts, source = self._parts, self._parts.gradients
+        size = parts.schedule.size(ref)
+        samples = None
+        if size is None:
+            samples = await self._runtime.compute(
+                lambda _: source.read(ref, parts.first_step), work=Work("read"), shape_only=()
+            )
+            size = sum(part.num_samples for part in samples)
+        one = ComputedGradient(
+            vector,
+            SampleBatch(ref, size, samples),
+            parts.schedule.rate(ref),
+            parts.first_step,
+            mean=True,
+            sums=sums,
+        )
+        if not size:
+            return one
+        decays = parts.rule.decays
+
+        def compute(report: object) -> Result:
+            result = source.compute(parameters.tensor, one, lambda elems: None)
+            if decays and not result.refused:
+                add_scaled(vector.tensor, parameters.tensor, decays)
+            return result
+
+        result = await self._runtime.compute(
+            compute,
+            work=Work("gradient", samples=size, elems=len(vector), elsewhere=source.elsewhere),
+            reads=[parameters.all],
+            writes=[vector.all, *([] if sums is None else [sums.all])],
+            shape_only=Result(math.nan),
+        )
+        if result.refused:
+            parts.refusals.refuse(one, result.refused)
+        return one
