@@ -26,6 +26,7 @@ from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.phases import LossTolerance, Phases
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
+from gradstream.coordinator.stand_ins import StandIns
 from gradstream.data.ledger import Ledger
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import JoinedEvent, LeftEvent, ParticipationEvent, StartedEvent
@@ -65,6 +66,7 @@ class Membership:
         replies: answers to workers that ask what to do.
         balance: the shares of rounds; None where they are planned.
         participation: which workers take part; None where all do.
+        stand_ins: who computes the parts of lost workers in rounds; None where nobody does.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class Membership:
             verdicts=by_verdicts,
         )
         self.phases = Phases(started, self.nodes, self.progress, self.snapshots, self.participation, losses)
+        self.stand_ins = StandIns(self.nodes) if losses.stands_in else None
         first_round = resume.rounds if resume is not None else 0
         self._checks = MessageChecks(ledger, started.workers, first_round=first_round, quorum=by_verdicts)
         self.replies = AssignmentReplies(distribution, self.nodes, self.phases, self.snapshots, self._checks)
@@ -112,6 +115,7 @@ class Membership:
             snapshot=None if self.snapshots.current is None else self.snapshots.current.as_notice(),
             participation=None if self.participation is None else self.participation.as_notice(),
             revoked=self.nodes.revoked,
+            stand_ins=() if self.stand_ins is None else self.stand_ins.as_notice(),
         )
 
     # ---- nodes --------------------------------------------------------------------------
@@ -139,6 +143,8 @@ class Membership:
         assert isinstance(self.progress.ledger, Ledger)  # `LossTolerance.replaces`
         self.progress.ledger.rejoined(node.rank)
         self.replies.joined(node)
+        if self.stand_ins is not None:
+            self.nodes.entering.add(node.name)
         joined = Emit(JoinedEvent(who=node.name, address=node.address, epoch=self.nodes.epoch))
         if self.participation is not None and self.participation.joined(node.name):
             return [joined, *self._participation_changed()]
@@ -165,7 +171,11 @@ class Membership:
             )
         self.progress.begun(beat.begun, node.rank)
         self.progress.receipts(beat.receipts, node.rank, at_s)
+        self._settle_rounds()
         out: list[Instruction] = []
+        for one in beat.handed:
+            if self.stand_ins is not None and self.stand_ins.handed_over(who, one):
+                out.append(Notify())
         if (
             beat.quiesced
             and self.participation is not None
@@ -218,6 +228,9 @@ class Membership:
         if hopeless:
             return out + self.phases.abort(who, "PeerLostError", f"{reason}; {hopeless}")
         self.progress.ledger.lost(node.rank)
+        if self.stand_ins is not None:
+            self.stand_ins.lost(node.rank)
+            self._settle_rounds()
         replaced = self.participation is not None and self.participation.lost(who)
         out += self._participation_changed() if replaced else [Notify()]
         out += self.snapshots.lost(who, at_s)
@@ -271,6 +284,13 @@ class Membership:
         started = self.admission.with_model(self._started)
         resumed = self.progress.resumed()
         return [Emit(started)] if resumed is None else [Emit(started), Emit(resumed)]
+
+    def _settle_rounds(self) -> None:
+        """Accounts for the parts of lost workers in rounds that are in the model."""
+        ledger = self.progress.ledger
+        if self.stand_ins is not None and isinstance(ledger, Ledger):
+            for rank in self.stand_ins.ever_lost:
+                ledger.settle_rounds(rank)
 
     def after_snapshot(self) -> list[Instruction]:
         """Stops the run if that is what the latest snapshot was made for."""

@@ -48,8 +48,12 @@ class MessageChecks:
     def beat(self, node: v1.Node, beat: v1.Beat) -> None:
         """Checks a beat of a member."""
         is_worker = node.role == "worker"
-        if not is_worker and (beat.receipts or beat.finished or beat.quiesced or beat.begun or beat.leaves):
+        if not is_worker and (
+            beat.receipts or beat.finished or beat.quiesced or beat.begun or beat.leaves or beat.handed
+        ):
             raise _impossible(node.name, "only workers have receipts, finish, are paused, or begin epochs")
+        if any(one.rank >= self._num_workers or one.round > MAX_COUNT for one in beat.handed):
+            raise _impossible(node.name, "it hands over to a worker, or at a round, that cannot be")
         for one in beat.begun:
             _check_begun(node.name, one)
         for receipt in beat.receipts:

@@ -34,12 +34,14 @@ class LossTolerance:
             shard then tell which minibatches are in the model, and receipts do not. None: no quorum.
         allow_lost: the run ends well although data of lost workers is missing from the model.
         replaces: a new process can take the place of a lost worker while the others train.
+        stands_in: until then, one of the others computes its part of each round.
     """
 
     survives_worker_loss: bool
     quorum: int | None = None
     allow_lost: bool = False
     replaces: bool = False
+    stands_in: bool = False
 
 
 class Phases:
@@ -147,7 +149,7 @@ class Phases:
         """Says why the run cannot continue without a lost node; "" if it can."""
         if gone.role == "shard":
             return f"its ranges of the parameters are gone with it (shard rank {gone.rank})"
-        left = len(self._nodes.workers)
+        left = len(self._nodes.active_workers)
         if left >= self._needed:
             return ""
         if not left:

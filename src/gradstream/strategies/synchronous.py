@@ -110,7 +110,8 @@ class Synchronous(ServerStrategy):
     sparse: bool = False
 
     partitioning: ClassVar[Partitioning] = "rounds"
-    survives_worker_loss: ClassVar[bool] = False
+    survives_worker_loss: ClassVar[bool] = True
+    stands_in: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.backup < 0:

@@ -65,6 +65,7 @@ class WorkerConfig:
         optimizer: the update rule that the user's loop asks for; "" where the shards know the rule.
         resume: where the run continues; None if it begins.
         gradients_only: whether only gradients are exchanged; then the loop's own optimizer makes each step.
+        stands_in: the workers compute the parts of lost ones in each round.
         balanced: the workers' shares of a round follow their measured speed.
         form_group: makes the group, for strategies that exchange in one.
         log: recording of everything that a replay could not find out again; None records nothing.
@@ -94,6 +95,7 @@ class WorkerConfig:
     num_steps: int | None = None
     resume: Resume | None = None
     gradients_only: bool = False
+    stands_in: bool = False
     balanced: bool = False
     form_group: FormGroup | None = None
     log: Log | None = None
