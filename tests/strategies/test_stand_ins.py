@@ -7,7 +7,6 @@ import random
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +138,7 @@ def test_a_round_may_be_torn_when_its_worker_dies(monkeypatch: pytest.MonkeyPatc
         try:
             run_with(script)
         except gs.errors.PeerLostError as error:
-            assert error.peer == "coordinator"
-            stuck += 1
+            stuck += error.peer == "coordinator"
     assert stuck > 0
 
 

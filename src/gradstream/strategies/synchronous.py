@@ -10,8 +10,8 @@ table in docs/strategies/synchronous.md). With `overlap` a chunk is sent as soon
 updated as soon as every worker's has arrived, and fetched as soon as it is updated. Chunks do not wait for one
 another, which changes no number.
 
-Bytes a step and worker: 4N up, 4N down (float32). A dead worker ends the run. A worker without samples in a round
-tells the server so and contributes nothing.
+Bytes a step and worker: 4N up, 4N down (float32). Another worker computes the part of a dead one, with the same bits,
+until a new process takes it over. A worker without samples in a round tells the server so and contributes nothing.
 
     backup = b:  ĝ = Σ_{i ∈ A} g_i / Σ_{i ∈ A} |B_i|,   A the first N of N + b workers of this version
 
