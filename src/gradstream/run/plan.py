@@ -162,9 +162,9 @@ class RunPlan:
         plan = plan_of(job.data, spec)
         if job.assignment == "queue" and not isinstance(plan, QueuePlan):
             raise ConfigError(
-                f"assignment='queue': the data {job.data.name!r} is a stream, is read ahead, or brings its "
-                f"own plan ({plan!r}), so each worker needs a part of its own; leave assignment out: others "
-                "take what is left of a part at its end"
+                f"assignment='queue': the data {job.data.name!r} is a stream, has a loader with num_workers, or "
+                f"brings its own plan ({plan!r}), so each worker needs its own partition; leave assignment out: "
+                "fast workers then help slow ones at the end of their partitions"
             )
         joined = plan if job.accumulate == 1 else JoinedPlan(plan, job.accumulate)
         if self.balanced:
@@ -185,8 +185,8 @@ class RunPlan:
             return
         if not isinstance(plan, RoundPlan):
             raise ConfigError(
-                f"shares='measured': the data {self.job.data.name!r} brings its own plan, {plan!r}, whose "
-                "rounds cannot be divided anew; leave out shares"
+                f"shares='measured': the data {self.job.data.name!r} brings its own plan, {plan!r}, so gradstream "
+                "cannot divide its rounds by the workers' speeds; leave out shares"
             )
         before = self.resume.shares if self.resume is not None else ()
         if len(before) == plan.num_partitions and sum(before) == sum(plan.shares):
@@ -307,15 +307,13 @@ def num_servers(job: Job, strategy: Strategy) -> int:
     name = type(strategy).__name__
     if not isinstance(strategy, ServerStrategy):
         if job.servers:
-            how = (
-                "in a group of workers"
-                if isinstance(strategy, GroupStrategy)
-                else "in memory that workers share"
+            how = "in a group" if isinstance(strategy, GroupStrategy) else "through shared memory"
+            raise ConfigError(
+                f"servers={job.servers}, but the workers of {name} exchange {how}, without servers: leave servers out"
             )
-            raise ConfigError(f"servers={job.servers}, but {name} exchanges {how}, without: leave it out")
         return 0
     if job.servers == 0:
-        raise ConfigError(f"servers=0: {name} goes through a parameter server; expected at least 1")
+        raise ConfigError(f"servers=0: the workers of {name} exchange through servers; expected at least 1")
     return 1 if job.servers is None else job.servers
 
 

@@ -50,6 +50,8 @@ class Update:
         stands_for: rank of a lost worker, whose part of a round the update is; None for the worker's own.
         clock: clock of this worker once the update is applied; 0 where workers have none. `push_soon` sets it.
         pieces: makes the parts to push, by chunk; a chunk left out is not pushed. None pushes all of `vector`.
+        sound: number of elements from the front that are pushed, where the gradient turned out not to be finite while
+            it left; chunks behind them are pushed as absent. None: all of them.
         prompt: whether `pieces` depends on the present parameters, and so must run before the worker continues.
     """
 
@@ -70,4 +72,5 @@ class Update:
     stands_for: int | None = None
     clock: int = 0
     pieces: Callable[[], Awaitable[Mapping[int, UpdatePiece]]] | None = None
+    sound: int | None = None
     prompt: bool = False

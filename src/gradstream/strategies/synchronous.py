@@ -11,7 +11,8 @@ updated as soon as every worker's has arrived, and fetched as soon as it is upda
 another, which changes no number.
 
 Bytes a step and worker: 4N up, 4N down (float32). Another worker computes the part of a dead one, with the same bits,
-until a new process takes it over. A worker without samples in a round tells the server so and contributes nothing.
+until a new process takes it over. A worker without samples in a round tells the server so and contributes nothing;
+so does one whose gradient is not finite.
 
     backup = b:  ĝ = Σ_{i ∈ A} g_i / Σ_{i ∈ A} |B_i|,   A the first N of N + b workers of this version
 

@@ -709,7 +709,7 @@ class SnapshotReport(_message.Message):
     def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[SnapshotReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("events", "receipts", "finished", "failure", "snapshots", "relies", "verdicts", "begun", "quiesced", "number", "handed", "leaves")
+    __slots__ = ("events", "receipts", "finished", "failure", "snapshots", "relies", "verdicts", "begun", "refused", "sound", "quiesced", "number", "handed", "leaves")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -718,6 +718,8 @@ class Beat(_message.Message):
     RELIES_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    SOUND_FIELD_NUMBER: _ClassVar[int]
     QUIESCED_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     HANDED_FIELD_NUMBER: _ClassVar[int]
@@ -730,11 +732,27 @@ class Beat(_message.Message):
     relies: bool
     verdicts: _containers.RepeatedCompositeFieldContainer[Verdict]
     begun: _containers.RepeatedCompositeFieldContainer[Begun]
+    refused: _containers.RepeatedCompositeFieldContainer[Refused]
+    sound: bool
     quiesced: int
     number: int
     handed: _containers.RepeatedCompositeFieldContainer[HandOver]
     leaves: bool
-    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., quiesced: _Optional[int] = ..., number: _Optional[int] = ..., handed: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., leaves: bool = ...) -> None: ...
+    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., sound: bool = ..., quiesced: _Optional[int] = ..., number: _Optional[int] = ..., handed: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., leaves: bool = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("batch", "samples", "step", "what", "in_a_row")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    IN_A_ROW_FIELD_NUMBER: _ClassVar[int]
+    batch: Receipt
+    samples: int
+    step: int
+    what: str
+    in_a_row: int
+    def __init__(self, batch: _Optional[_Union[Receipt, _Mapping]] = ..., samples: _Optional[int] = ..., step: _Optional[int] = ..., what: _Optional[str] = ..., in_a_row: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("attempt",)
@@ -767,20 +785,24 @@ class Kept(_message.Message):
     def __init__(self, path: _Optional[str] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("round", "ranks")
+    __slots__ = ("round", "ranks", "distances")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
+    DISTANCES_FIELD_NUMBER: _ClassVar[int]
     round: int
     ranks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, round: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
+    distances: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, round: _Optional[int] = ..., ranks: _Optional[_Iterable[int]] = ..., distances: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Whole(_message.Message):
-    __slots__ = ("rank", "round")
+    __slots__ = ("rank", "round", "distances")
     RANK_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
+    DISTANCES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     round: int
-    def __init__(self, rank: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
+    distances: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, rank: _Optional[int] = ..., round: _Optional[int] = ..., distances: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Receipt(_message.Message):
     __slots__ = ("epoch", "partition", "batch", "more")

@@ -45,6 +45,16 @@ class Reporter:
         """Reports minibatches that are in the model: all shards have acknowledged their pushes."""
         self.beat.receipts.extend(receipt_of(ref) for ref in refs)
 
+    def refused(self, refused: v1.Refused) -> None:
+        """Reports at once a gradient that is not in the model, and is not going to be."""
+        self.beat.refused.append(refused)
+        self.beat.sound = False
+        self._urgent.ring()
+
+    def sound(self) -> None:
+        """Reports that this worker's newest gradient is finite, after others that were not."""
+        self.beat.sound = True
+
     def report(self, report: v1.SnapshotReport) -> None:
         """Reports at once how far this node is with a snapshot. Earlier receipts go out in the same beat."""
         self.beat.snapshots.append(report)
@@ -85,6 +95,8 @@ class Reporter:
             or beat.snapshots
             or beat.quiesced
             or beat.handed
+            or beat.refused
+            or beat.sound
         )
 
     def _take_beats(self) -> list[v1.Beat]:

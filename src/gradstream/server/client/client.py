@@ -67,14 +67,15 @@ class ServerClient:
         """Starts a push, once the previous push is done.
 
         Args:
-            update: the update; an update of no gradients is done at once, and nothing is sent.
+            update: the update; an update of no gradients is done at once, and nothing is sent but a clock.
             advance_clock: whether the push advances this worker's clock by one.
 
         Raises:
             GradstreamError: the error of the previous push; some shards may have applied their chunks of it.
         """
         await self.flush()
-        if update.vector is None and update.num_gradients == 0:  # nothing was accumulated
+        nothing = update.vector is None and update.num_gradients == 0  # was accumulated
+        if nothing and not (advance_clock and update.refs):
             if update.on_done is not None:
                 update.on_done()
             return

@@ -149,7 +149,7 @@ class _ToShard:
             elems=stop - start,
             version=max(0, update.base_version[chunk]),
         )
-        if update.vector is None:
+        if update.vector is None or (update.sound is not None and stop > update.sound):
             header.flags = ABSENT
             await stream.send(
                 v1.Frame(chunk=header), None, self._links.silence_s

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from gradstream.errors import ConfigError, RefusedError
+from gradstream.model.check import usable
 from gradstream.server.aggregation import rank_of
 from gradstream.server.rows import RowPart, unpack
 from gradstream.server.shard.row_store import Part, elements_of
@@ -169,11 +170,12 @@ class Inspection:
                 f"chunk {chunk.index}: got {got}, expected {stop - start} of {dtype} "
                 "(every node must run the same job file)",
             )
-        if not _finite(elements_of(part)):
+        elements = elements_of(part)
+        if not (elements.is_meta or usable(elements)):
             raise self._refused(
                 "NON_FINITE",
-                f"chunk {chunk.index} of {sender} holds a NaN or an infinity; lower the learning "
-                "rate or clip the gradient",
+                f"chunk {chunk.index} of {sender} holds a NaN, an infinity, or elements whose squares overflow; "
+                "lower the learning rate or clip the gradient",
             )
         return part
 
@@ -194,10 +196,3 @@ class Inspection:
     def _refused(self, code: str, message: str) -> RefusedError:
         self._counters["refused"] += 1
         return RefusedError(self._identity.name, code, message)
-
-
-def _finite(elements: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite. A sum shows that in one pass, unless the sum itself overflows."""
-    if elements.is_meta or math.isfinite(elements.sum().item()):
-        return True
-    return bool(torch.isfinite(elements).all())

@@ -111,7 +111,10 @@ class ShardService:
         optimizer, grouped = self._config.optimizer, self._config.grouped
         if model.optimizer:
             if self._config.find_optimizer is None:
-                raise ConfigError("the workers bring an update rule, and this shard has no way to find it")
+                raise ConfigError(
+                    "the first worker registered an update rule, but this shard's configuration has no find_optimizer "
+                    "to make it with"
+                )
             optimizer, grouped = self._config.find_optimizer(model.optimizer)
         if model.HasField("rows") and not skips_zeros(grouped or optimizer):
             raise ConfigError(

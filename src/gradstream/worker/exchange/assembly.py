@@ -14,6 +14,7 @@ from functools import partial
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group, GroupMembers
 from gradstream.coordinator.client.member import names_of
+from gradstream.coordinator.receipts import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
@@ -21,6 +22,7 @@ from gradstream.errors import ConfigError, InternalError
 from gradstream.model.factors import factored_layers_of
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy
 from gradstream.telemetry.events import StepEvent
+from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
@@ -29,6 +31,7 @@ from gradstream.worker.exchange.group import GroupExchange
 from gradstream.worker.exchange.shared import form_shared
 from gradstream.worker.gradient import Differentiator, GradientSource
 from gradstream.worker.loop import LoopSource
+from gradstream.worker.refusals import Refusals, RefusedGradient
 from gradstream.worker.replica.base import Replica, ReplicaContext
 from gradstream.worker.replica.group import GroupReplica, GroupSetup
 from gradstream.worker.replica.sufficient_factors import SufficientFactors
@@ -39,13 +42,13 @@ __all__ = ["Assembly"]
 
 
 class Assembly:
-    """The parts of an exchange.
+    """Makes the exchange of one worker, and the replica in it, by the strategy of the run.
 
     Args:
         config: configuration of the worker.
         context: the worker's place in the run.
         source: the worker's minibatches; a user's loop computes their gradients too.
-        batch_gate: lets the worker begin each minibatch.
+        batch_gate: see `ReplicaContext`.
         on_step, on_boundary: see `ReplicaContext`.
     """
 
@@ -67,7 +70,7 @@ class Assembly:
         self._on_boundary = on_boundary
 
     async def exchange(self) -> Exchange:
-        """Makes the exchange; through a group or shared memory, together with all other workers.
+        """Makes the exchange. In a group or in shared memory, this waits for all other workers.
 
         Raises:
             ConfigError: this model or these machines do not allow what the job asks for.
@@ -181,8 +184,20 @@ class Assembly:
             on_receipt=context.member.receipt if quorum is None else lambda refs: None,
             on_step=self._on_step,
             on_boundary=self._on_boundary,
+            refusals=Refusals(self._refused, context.member.sound) if config.skips_non_finite else Refusals(),
             watch=config.watch,
             late=context.late,
+        )
+
+    def _refused(self, one: RefusedGradient) -> None:
+        self._context.member.refused(
+            v1.Refused(
+                batch=receipt_of(one.ref),
+                samples=max(0, one.samples),
+                step=one.step,
+                what=one.what,
+                in_a_row=one.in_a_row,
+            )
         )
 
     def _source_of(self, rank: int) -> GradientSource:

@@ -23,7 +23,6 @@ from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.rows import RowReplica
 from gradstream.worker.replica.server import ServerReplica
 from gradstream.worker.replica.stand_in import StandIn
-from gradstream.worker.schedule import BatchSchedule
 
 __all__ = ["ServerExchange", "server_exchange"]
 
@@ -49,7 +48,7 @@ def server_exchange(
     make, rows = partial(kind, parts), row_spec_for(config)
     exchange = ServerExchange(context, strategy, config.model.layout, config.chunk_elems, make, rows)
     if config.stands_in:
-        exchange.let_stand_in(parts.schedule, source_of)
+        exchange.let_stand_in(parts, source_of)
     return exchange
 
 
@@ -96,14 +95,21 @@ class ServerExchange(Exchange):
         self._layout = layout
         self.replica = replica(self._client)
 
-    def let_stand_in(self, schedule: BatchSchedule, source_of: Callable[[int], GradientSource]) -> None:
+    def let_stand_in(self, parts: ReplicaContext, source_of: Callable[[int], GradientSource]) -> None:
         """Lets this worker compute the parts of lost workers, where the coordinator asks for it."""
         context, member = self._context, self._context.member
         allocate = partial(
             context.runtime.memory.allocate, self._layout.elems, self._layout.dtype, exchanged=True
         )
         stand_in = StandIn(
-            context.runtime, self._client, schedule, source_of, allocate, member.hand_over, context.failed
+            context.runtime,
+            self._client,
+            parts.schedule,
+            source_of,
+            allocate,
+            member.hand_over,
+            context.failed,
+            parts.refusals,
         )
         self.replica.stand_in = stand_in
         member.listen(stand_in.hear)

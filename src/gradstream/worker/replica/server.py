@@ -79,7 +79,10 @@ class ServerReplica(Replica):
 
     async def _flush(self) -> None:
         if self._updater is not None:
-            raise InternalError("a strategy whose workers optimize() says how to flush: batches(flush)")
+            raise InternalError(
+                "the strategy calls optimize(), but not batches(flush=...); expected a flush function, which pushes "
+                "the progress since the last push"
+            )
         if self._next.refs:  # a gradient without samples needs its receipt too
             await self.server.push_soon(self.take_accumulated())
         await self.server.flush()
@@ -100,8 +103,8 @@ class ServerReplica(Replica):
         gate = self._context.batch_gate
         if before is not None and gate.driven:
             raise ConfigError(
-                "the strategy waits for the clocks of all workers, and its drive() pauses some of them: their "
-                "clocks would never advance; use one of the two"
+                "the strategy waits for the clocks of all workers, but its drive() pauses some of them, whose clocks "
+                "do not advance: leave out the wait or drive()"
             )
         self._attendance = Attendance(
             gate, self._meter, flush or self._flush, self.server, before, waited_for, self._context.late
@@ -400,7 +403,10 @@ class ServerReplica(Replica):
 
 
 def _fill_in(update: Update, gradient: ComputedGradient) -> None:
-    """Completes an update with the size and rate of a minibatch of a user's loop."""
+    """Completes an update when more is known: size and rate of a loop's minibatch, or that it was refused."""
+    if not gradient.samples and gradient.sound:
+        update.sound = gradient.sound
+        return
     update.samples, update.lr = gradient.samples, gradient.lr
     if not gradient.samples:
         update.vector = None

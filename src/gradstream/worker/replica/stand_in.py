@@ -14,6 +14,7 @@ from gradstream.server.update import Update
 from gradstream.wire import v1
 from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
 from gradstream.worker.gradient import GradientSource
+from gradstream.worker.refusals import Refusals
 from gradstream.worker.schedule import BatchSchedule
 
 __all__ = ["Round", "StandIn"]
@@ -52,6 +53,7 @@ class StandIn:
         allocate: allocates memory for a gradient, by name.
         hand_over: tells the coordinator that this worker computes no part of a rank from a round on.
         failed: tells it that a part cannot be computed.
+        refusals: refuses gradients that are not finite.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class StandIn:
         allocate: Callable[[str], Vector],
         hand_over: Callable[[v1.HandOver], None],
         failed: Callable[[Exception], Awaitable[None]],
+        refusals: Refusals,
     ) -> None:
         self._runtime = runtime
         self._server = server
@@ -71,6 +74,7 @@ class StandIn:
         self._allocate = allocate
         self._hand_over = hand_over
         self._failed = failed
+        self._refusals = refusals
         self._asked: dict[
             int, int
         ] = {}  # by rank of a lost worker, the newcomer that waits to take over, or 0
@@ -131,7 +135,7 @@ class StandIn:
             self._parts[rank] = self._source_of(rank), self._allocate(f"gradient for worker-{rank}")
         source, vector = self._parts[rank]
         gradient = ComputedGradient(vector, SampleBatch(ref, samples), rate, present.step, sums=present.sums)
-        await self._runtime.compute(
+        result = await self._runtime.compute(
             lambda report: source.compute(present.parameters.tensor, gradient, report),
             work=Work("gradient", samples=samples, elems=len(vector), elsewhere=source.elsewhere),
             reads=[present.parameters.all],
@@ -139,5 +143,9 @@ class StandIn:
             milestones=source.milestones(gradient),
             shape_only=Result(float("nan")),
         )
-        update.vector = vector
+        if result.refused:
+            self._refusals.refuse(gradient, result.refused)
+            update.samples = 0
+        else:
+            update.vector = vector
         return update
