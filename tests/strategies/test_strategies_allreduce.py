@@ -220,6 +220,7 @@ def test_a_gradient_that_is_not_finite_changes_nobodys_parameters() -> None:
             batch_size=4,
             steps=9,
             optimizer=gs.optim.SGD(lr=1.0),
+            non_finite="error",
         )
     assert np.isfinite(seen).all()
 

@@ -11,6 +11,7 @@ workers are without data, the run ends before the first round in which none was 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradstream.data.base import BatchRef
@@ -74,6 +75,7 @@ class OpenLedger:
     def __init__(self, num_workers: int, *, rounds: bool) -> None:
         self._sequences = [_Sequence() for _ in range(num_workers)]
         self._rounds = rounds
+        self._dropped = 0
         self.reassignment = Reassignment(self._sequences)
         self._last_round = -1  # the last round to which a worker without data was told
 
@@ -141,6 +143,16 @@ class OpenLedger:
             )
         return self._sequences[ref.partition].add(ref.batch)
 
+    def refuse(self, ref: BatchRef, samples: int) -> None:
+        """Notes that a worker's gradient over so many samples was refused, which its loop counts as any other."""
+        del ref
+        self._dropped += samples
+
+    @property
+    def dropped(self) -> Mapping[int, int]:
+        """By data epoch, the number of samples whose gradients were refused."""
+        return {0: self._dropped} if self._dropped else {}
+
     def lost(self, rank: int) -> int:
         """Notes that a worker is lost. Others ask for its minibatches (see `reassignment`). Returns 0."""
         self._sequences[rank].lost = True
@@ -181,8 +193,8 @@ class OpenLedger:
 
     @property
     def num_samples(self) -> int:
-        """The number of samples of workers without data."""
-        return self.samples(0)
+        """The number of samples of workers without data, but for those whose gradients were refused."""
+        return max(0, self.samples(0) - self._dropped)
 
     def missing(self, epoch: int) -> int:
         """The number of those minibatches without a receipt."""

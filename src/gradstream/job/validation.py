@@ -11,7 +11,7 @@ from typing import Any, cast
 from gradstream.checkpoint.manifest import Resume
 from gradstream.coordinator.stopping import Until
 from gradstream.data.shares import MEASURED
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.callbacks import check_callbacks
 from gradstream.job.job import Job, build_model, is_open_ended
 from gradstream.job.overrides import plain
@@ -65,7 +65,9 @@ def check(job: Job) -> None:
 
 
 def _check_numbers(job: Job) -> None:
-    for name in ("workers", "accumulate", "connections"):
+    if job.non_finite not in ("skip", "error"):
+        raise UnknownNameError("non_finite", str(job.non_finite), ("skip", "error"))
+    for name in ("workers", "accumulate", "connections", "quarantine_after"):
         whole(name, getattr(job, name), least=1)
     if job.servers is not None:
         whole("servers", job.servers, least=0)

@@ -12,8 +12,9 @@ where the group's algorithm sums in the order of ranks.
 Wait-free backprop: the vector is divided into buckets, in backward order. A bucket is sent as soon as backprop has
 passed its end, and backprop continues meanwhile. The last bucket is sent when the whole gradient is known to be
 finite, and the update is made when all buckets have arrived. So a worker that dies or fails in the middle of a round
-leaves the others with the parameters of the last complete round. (With `sharded`, a death during the update itself
-leaves the parameters undefined; the run goes back to its checkpoint.)
+leaves the others with the parameters of the last complete round. Where a gradient is not finite, all workers leave
+its round out. (With `sharded`, a death during the update itself leaves the parameters undefined; the run goes back to
+its checkpoint.)
 
     bucket l ready at r_l, exchanged in a_l:  s_l = max(r_l, e_{l+1}),  e_l = s_l + a_l,  T = e_1 + t_update
 

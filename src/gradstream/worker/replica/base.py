@@ -32,6 +32,7 @@ from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
 from gradstream.worker.gradient import GradientSource
 from gradstream.worker.observer import Observer
+from gradstream.worker.refusals import Refusals
 from gradstream.worker.replica.attendance import Attendance
 from gradstream.worker.replica.step_meter import StepMeter
 from gradstream.worker.replica.updater import LocalRule
@@ -60,6 +61,7 @@ class ReplicaContext:
         on_step: called with the event of each step.
         on_boundary: awaited between two minibatches, while the parameters do not change. It gets the replica, and
             the minibatches since the last call: the one just done, and those of rounds that the worker missed.
+        refusals: refuses gradients that are not finite.
         watch: called for each gradient and each update.
         late: whether the worker has joined after training had begun.
     """
@@ -77,6 +79,7 @@ class ReplicaContext:
     on_receipt: Callable[[Sequence[BatchRef]], None]
     on_step: Callable[[StepEvent], None]
     on_boundary: Callable[[Replica, Sequence[BatchRef]], Awaitable[None]]
+    refusals: Refusals = field(default_factory=Refusals)
     watch: Observer = field(default_factory=Observer)
     late: bool = False
 
@@ -250,6 +253,10 @@ class Replica(ABC):
                 on_progress=gradient.ready.advance,
                 shape_only=Result(math.nan),
             )
+            if result.refused:
+                self._context.refusals.refuse(gradient, result.refused)
+            else:
+                self._context.refusals.passed()
         except BaseException as error:
             gradient.ready.fail(error)
             raise
