@@ -122,9 +122,7 @@ class Estates:
             counts["again"] += 1
             estate.held.remove(ref)
             self._ledger.give_back(ref)
-        event = SettledEvent(
-            who=who, in_model=counts["in_model"], torn=counts["torn"], again=counts["again"]
-        )
+        event = SettledEvent(who=who, in_model=counts["in_model"], torn=counts["torn"], again=counts["again"])
         self._close(who, incarnation, estate)
         return [Emit(event), Notify()]
 

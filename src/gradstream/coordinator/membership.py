@@ -30,6 +30,7 @@ from gradstream.coordinator.phases import LossTolerance, Phases
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.receipts import ref_of
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
+from gradstream.coordinator.stand_ins import StandIns
 from gradstream.data.ledger import Ledger
 from gradstream.errors import NonFiniteError, PeerLostError
 from gradstream.runtime.deadlines import Deadlines
@@ -78,6 +79,7 @@ class Membership:
         balance: the shares of rounds; None where they are planned.
         participation: which workers take part; None where all do.
         estates: what lost workers had pushed without a receipt; None where others compute all of it again.
+        stand_ins: who computes the parts of lost workers in rounds; None where nobody does.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Membership:
             estates=self.estates,
         )
         self.phases = Phases(started, self.nodes, self.progress, self.snapshots, self.participation, losses)
+        self.stand_ins = StandIns(self.nodes) if losses.stands_in else None
         first_round = resume.rounds if resume is not None else 0
         self._checks = MessageChecks(ledger, started.workers, first_round=first_round, quorum=by_verdicts)
         self._offences = Offences(losses.quarantine_after)
@@ -129,6 +132,7 @@ class Membership:
             participation=None if self.participation is None else self.participation.as_notice(),
             revoked=self.nodes.revoked,
             fenced=() if self.estates is None else self.estates.as_notice(),
+            stand_ins=() if self.stand_ins is None else self.stand_ins.as_notice(),
         )
 
     # ---- nodes --------------------------------------------------------------------------
@@ -157,6 +161,8 @@ class Membership:
         assert isinstance(self.progress.ledger, Ledger)  # `LossTolerance.replaces`
         self.progress.ledger.rejoined(node.rank)
         self.replies.joined(node)
+        if self.stand_ins is not None:
+            self.nodes.entering.add(node.name)
         joined = Emit(JoinedEvent(who=node.name, address=node.address, epoch=self.nodes.epoch))
         if self.participation is not None and self.participation.joined(node.name):
             return [joined, *self._participation_changed()]
@@ -186,6 +192,8 @@ class Membership:
         if self.phases.phase == v1.Notice.ABORTED:
             return out
         self.progress.receipts(beat.receipts, node.rank, at_s)
+        self._settle_rounds()
+        out += self._handed(who, beat)
         if (
             beat.quiesced
             and self.participation is not None
@@ -219,6 +227,13 @@ class Membership:
         if out:
             self.progress.heard(at_s)
         return out + self.snapshots.proceed(at_s) if out else out
+
+    def _handed(self, who: str, beat: v1.Beat) -> list[Instruction]:
+        """Lets newcomers begin to whom their stand-in has handed over."""
+        if self.stand_ins is None:
+            return []
+        begin = [self.stand_ins.handed_over(who, handed) for handed in beat.handed]
+        return [Notify()] if any(begin) else []
 
     def _gradients(self, who: str, beat: v1.Beat) -> list[Instruction]:
         """Counts the gradients of a worker that are not in the model, until they end the run."""
@@ -296,6 +311,9 @@ class Membership:
             self.progress.ledger.lost(node.rank)
         if self.estates is not None:
             self.estates.lost(node)
+        if self.stand_ins is not None:
+            self.stand_ins.lost(node.rank)
+            self._settle_rounds()
         replaced = self.participation is not None and self.participation.lost(who)
         out += self._participation_changed() if replaced else [Notify()]
         out += self.snapshots.lost(who, at_s)
@@ -349,6 +367,13 @@ class Membership:
         started = self.admission.with_model(self._started)
         resumed = self.progress.resumed()
         return [Emit(started)] if resumed is None else [Emit(started), Emit(resumed)]
+
+    def _settle_rounds(self) -> None:
+        """Accounts for the parts of lost workers in rounds that are in the model."""
+        ledger = self.progress.ledger
+        if self.stand_ins is not None and isinstance(ledger, Ledger):
+            for rank in self.stand_ins.ever_lost:
+                ledger.settle_rounds(rank)
 
     def after_snapshot(self) -> list[Instruction]:
         """Stops the run if that is what the latest snapshot was made for."""

@@ -51,6 +51,7 @@ class Update:
         names: the same as shards keep them in case this worker dies; none where nobody would redo the push.
         settled: number of the last push whose receipts the coordinator has.
         behalf: the lost worker in whose name this one pushes; None for an own push.
+        stands_for: rank of a lost worker, whose part of a round the update is; None for the worker's own.
         clock: clock of this worker once the update is applied; 0 where workers have none. `push_soon` sets it.
         pieces: makes the parts to push, by chunk; a chunk left out is not pushed. None pushes all of `vector`.
         sound: number of elements from the front that are pushed, where the gradient turned out not to be finite while
@@ -75,6 +76,7 @@ class Update:
     names: Sequence[v1.Receipt] = ()
     settled: int = 0
     behalf: v1.Behalf | None = None
+    stands_for: int | None = None
     clock: int = 0
     pieces: Callable[[], Awaitable[Mapping[int, UpdatePiece]]] | None = None
     sound: int | None = None

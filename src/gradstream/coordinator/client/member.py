@@ -101,6 +101,12 @@ class Member(Reporter):
         """Number of this node's receipts that the coordinator has."""
         return 0 if self._presence is None else self._presence.num_receipts
 
+    @property
+    def first_round(self) -> int | None:
+        """The round with which this node begins, where it has joined late; None while the coordinator has said none."""
+        enters = next((node.enters for node in self.notice.nodes if node.name == self.node.name), 0)
+        return enters - 1 if enters else None
+
     # ---- joining and leaving --------------------------------------------------------------
 
     async def join(

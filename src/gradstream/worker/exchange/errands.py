@@ -83,15 +83,15 @@ class Errands:
         except Exception as error:
             await self._context.failed(error)
         else:
-            self._context.member.redone(
-                v1.Redone(sender=sender, incarnation=incarnation, sequence=sequence)
-            )
+            self._context.member.redone(v1.Redone(sender=sender, incarnation=incarnation, sequence=sequence))
 
     @contextmanager
     def _memory(self) -> Iterator[tuple[Vector, Vector, Vector, Vector | None]]:
         """Vectors for the parameters, a gradient, the sum of gradients, and sums of parts of a minibatch."""
         memory, layout = self._runtime.memory, self._layout
-        names = ["redone parameters", "redone gradient", "redone sum", "redone parts"][: 3 + self._parts.joins]
+        names = ["redone parameters", "redone gradient", "redone sum", "redone parts"][
+            : 3 + self._parts.joins
+        ]
         vectors = [
             memory.allocate(layout.elems, layout.dtype, name, exchanged=True, lead_bytes=layout.lead_bytes)
             for name in names
