@@ -72,14 +72,7 @@ class MessageChecks:
                 raise _impossible(node.name, f"a receipt for {ref}, which is no minibatch of this run")
         for refused in beat.refused:
             self._check_refused(node, refused)
-        if (beat.estates and node.role != "shard") or (beat.redone and not is_worker):
-            raise _impossible(node.name, "an estate, or a push that it has redone")
-        for push in (push for estate in beat.estates for push in estate.pushes):
-            for ref in map(ref_of, push.batches):
-                if not self._ledger.knows(ref, node.rank):
-                    raise _impossible(
-                        node.name, f"a lost worker's push of {ref}, which is no minibatch of this run"
-                    )
+        self._check_estates(node, beat)
         if beat.verdicts and (not self._quorum or node.name != "shard-0"):
             raise _impossible(
                 node.name, "a verdict; expected them from shard-0 alone, where there is a quorum"
@@ -100,6 +93,16 @@ class MessageChecks:
             raise _impossible(node.name, f"a gradient of {ref}, which is no minibatch of this run")
         if max(refused.samples, refused.step) > MAX_COUNT:
             raise _impossible(node.name, f"a gradient of {refused.samples} samples in step {refused.step}")
+
+    def _check_estates(self, node: v1.Node, beat: v1.Beat) -> None:
+        if (beat.estates and node.role != "shard") or (beat.redone and node.role != "worker"):
+            raise _impossible(node.name, "only shards report estates, and only workers redo pushes")
+        names = (name for estate in beat.estates for push in estate.pushes for name in push.batches)
+        for ref in map(ref_of, names):
+            if not self._ledger.knows(ref, node.rank):
+                raise _impossible(
+                    node.name, f"a lost worker's push of {ref}, which is no minibatch of this run"
+                )
 
     def _check_verdict(self, who: str, verdict: v1.Verdict) -> None:
         ranks = list(verdict.ranks)

@@ -7,6 +7,7 @@ from gradstream.testing.strategies import (
     StrategyReport,
     check_strategy,
 )
+from gradstream.testing.tokens import TokenAudit, Tokens, numbered
 
 __all__ = [
     "CHECKS",
@@ -16,7 +17,10 @@ __all__ = [
     "Pair",
     "PropertyResult",
     "StrategyReport",
+    "TokenAudit",
+    "Tokens",
     "check_endpoint",
     "check_strategy",
+    "numbered",
     "run_check",
 ]

@@ -13,7 +13,7 @@ Three models with results that can be computed on paper:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,21 @@ from gradstream.data.arrays import ArrayDataset
 from gradstream.job.job import Deadlines
 from gradstream.model import from_functions
 from gradstream.model.base import Batch, Layout, Model, Reduction
-from gradstream.run.result import Run
 from gradstream.run.simulated import Script, SimulatedCluster
 from gradstream.runtime.base import Report
+from gradstream.testing.tokens import (
+    TOKENS_PER_CHUNK,
+    Silent,
+    Tokens,
+    check_exactly_once,
+    check_nothing_lost,
+    numbered,
+    token_counts,
+)
 
 __all__ = [
     "QUICK",
+    "TOKENS_PER_CHUNK",
     "Sized",
     "Tokens",
     "busy",
@@ -44,9 +53,6 @@ __all__ = [
 
 QUICK = Deadlines(join_s=5.0, silence_s=0.2, lease_s=2.0, retry_s=30.0)
 """Short deadlines, for a simulated network that loses frames."""
-
-TOKENS_PER_CHUNK = 64
-"""Elements of the smallest chunk, and so the largest number of samples that `Tokens` can count separately."""
 
 
 def least_squares(
@@ -113,64 +119,7 @@ def busy(num_samples: int, *, passes: int = 150) -> tuple[Model, ArrayDataset]:
     return model, data
 
 
-def numbered(num_samples: int) -> ArrayDataset:
-    """A data set in which each sample is its own number, for `Tokens`."""
-    numbers = np.arange(num_samples, dtype=np.int64)
-    return from_arrays(numbers, numbers)
-
-
-class _Silent:
-    """Base of these models: no outputs, and a tree that is the layout."""
-
-    reduction: Reduction = "mean"
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-
-    def init(self, seed: int, parameters: torch.Tensor) -> None:
-        """Fills the parameters with zeros."""
-        parameters.zero_()
-
-    def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
-        """Returns the inputs: there is nothing to learn."""
-        return torch.as_tensor(np.asarray(inputs))
-
-    def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
-        """The tensors by name."""
-        return {name: view.numpy() for name, view in self.layout.views(parameters)}
-
-
-class Tokens(_Silent):
-    """Each sample of a batch has the gradient -1 in its own element of every chunk, else 0.
-
-    With plain SGD of rate 1 the parameters count the applied samples (exact below 2²⁴). The number of a sample
-    selects its element, so use `numbered` data of at most 64 samples, and chunks of 64 elements. Gradients are
-    sums, whatever `reduction` says.
-
-    Args:
-        num_chunks: number of chunks.
-    """
-
-    def __init__(self, num_chunks: int) -> None:
-        super().__init__(Layout.of([("tokens", (num_chunks, TOKENS_PER_CHUNK))], torch.float32))
-
-    def gradient(
-        self,
-        parameters: torch.Tensor,
-        batch: Batch,
-        gradient: torch.Tensor,
-        *,
-        seed: int,
-        report: Report,
-    ) -> float:
-        """See `Model.gradient`."""
-        gradient.zero_()
-        gradient.view(-1, TOKENS_PER_CHUNK)[:, torch.as_tensor(batch.ids)] = -1.0
-        report(len(gradient))
-        return 0.0
-
-
-class Sized(_Silent):
+class Sized(Silent):
     """Layers of given sizes, in the order in which a backward pass finishes them. Gradients are 0.
 
     Args:
@@ -216,47 +165,3 @@ def replace_at(name: str, seconds: float, after_s: float = 0.0) -> Script:
         await cluster.restart(name)
 
     return script
-
-
-def token_counts(run: Run, num_samples: int) -> np.ndarray[Any, Any]:
-    """How often each sample is in the model of a run of `Tokens`: shape (chunks, samples)."""
-    counts: np.ndarray[Any, Any] = np.rint(run.parameters["tokens"]).astype(np.int64)
-    return counts[:, :num_samples]
-
-
-def check_exactly_once(run: Run, num_samples: int, epochs: int) -> None:
-    """Checks that every sample of every data epoch was applied once to every chunk.
-
-    Raises:
-        AssertionError: it was not; the message has the sample, the chunk, and the numbers got and expected.
-    """
-    counts = token_counts(run, num_samples)
-    for chunk, sample in np.argwhere(counts != epochs):
-        raise AssertionError(
-            f"sample {sample} was applied {counts[chunk, sample]} times to chunk {chunk}; "
-            f"pushed {epochs} times, once per data epoch"
-        )
-
-
-def check_nothing_lost(run: Run, num_samples: int, epochs: int) -> None:
-    """Checks a run after the death of a worker: nothing is missing, and only repeated minibatches count twice.
-
-    Other workers compute the minibatches again that the dead worker had pushed and for which no receipt
-    had arrived: these may be in the model twice, in some chunks or in all.
-
-    Raises:
-        AssertionError: a sample is missing in a chunk, or more samples are repeated than minibatches were.
-    """
-    counts = token_counts(run, num_samples)
-    for chunk, sample in np.argwhere(counts < epochs):
-        raise AssertionError(
-            f"sample {sample} was applied {counts[chunk, sample]} times to chunk {chunk}; "
-            f"expected at least {epochs}, once per data epoch"
-        )
-    ledger = [event for event in run.events if event["event"] == "ledger"]
-    assert [event["epoch"] for event in ledger] == list(range(epochs)), ledger
-    assert all(event["samples"] == num_samples for event in ledger), ledger
-    redone = sum(event["reassigned"] for event in ledger)
-    excess = int((counts - epochs).sum(axis=1).max())
-    largest = max(event["samples"] for event in run.events if event["event"] == "step")
-    assert excess <= redone * largest, f"{excess} samples twice, but only {redone} batches were redone"

@@ -317,7 +317,7 @@ class Broken(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., culprit: _Optional[str] = ..., silent: bool = ..., message: _Optional[str] = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ("command", "vector", "sequence", "samples", "lr", "round", "alpha", "num_gradients", "clock", "loss", "rows", "base_version", "batches", "settled", "behalf")
+    __slots__ = ("command", "vector", "sequence", "samples", "lr", "round", "alpha", "num_gradients", "clock", "loss", "rows", "base_version", "stands_for", "batches", "settled", "behalf")
     class Command(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         APPLY: _ClassVar[Push.Command]
@@ -338,6 +338,7 @@ class Push(_message.Message):
     LOSS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STANDS_FOR_FIELD_NUMBER: _ClassVar[int]
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     BEHALF_FIELD_NUMBER: _ClassVar[int]
@@ -353,20 +354,19 @@ class Push(_message.Message):
     loss: float
     rows: bool
     base_version: int
+    stands_for: int
     batches: _containers.RepeatedCompositeFieldContainer[Receipt]
     settled: int
     behalf: Behalf
-    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., lr: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ..., clock: _Optional[int] = ..., loss: _Optional[float] = ..., rows: bool = ..., base_version: _Optional[int] = ..., batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., settled: _Optional[int] = ..., behalf: _Optional[_Union[Behalf, _Mapping]] = ...) -> None: ...
+    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., lr: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ..., clock: _Optional[int] = ..., loss: _Optional[float] = ..., rows: bool = ..., base_version: _Optional[int] = ..., stands_for: _Optional[int] = ..., batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., settled: _Optional[int] = ..., behalf: _Optional[_Union[Behalf, _Mapping]] = ...) -> None: ...
 
 class Behalf(_message.Message):
-    __slots__ = ("sender", "incarnation", "stands_for")
+    __slots__ = ("sender", "incarnation")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    STANDS_FOR_FIELD_NUMBER: _ClassVar[int]
     sender: str
     incarnation: int
-    stands_for: int
-    def __init__(self, sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., stands_for: _Optional[int] = ...) -> None: ...
+    def __init__(self, sender: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class PushResult(_message.Message):
     __slots__ = ("chunk", "sequence", "outcome", "version", "staleness", "waited")

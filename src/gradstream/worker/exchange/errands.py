@@ -13,10 +13,13 @@ import asyncio
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from gradstream.coordinator.receipts import ref_of
 from gradstream.data.base import BatchRef
 from gradstream.memory import Vector
+from gradstream.model.batch import Batch
 from gradstream.runtime.base import Work
 from gradstream.server.client.client import ServerClient
 from gradstream.server.update import Update
@@ -117,13 +120,8 @@ class Errands:
             one = await self._gradient(ref, parameters, gradient, sums)
             if one.samples:
                 begins = next_update.begins_with(one)
-                weight = 1.0 if begins else next_update.weight(one)
                 await self._runtime.compute(
-                    lambda _, begins=begins, weight=weight: (
-                        total.tensor.copy_(gradient.tensor)
-                        if begins
-                        else total.tensor.add_(gradient.tensor, alpha=weight)
-                    ),
+                    partial(_add, total, gradient, None if begins else next_update.weight(one)),
                     work=Work("copy", elems=len(total)),
                     reads=[gradient.all],
                     writes=[total.all],
@@ -138,10 +136,11 @@ class Errands:
         """The mean gradient of a minibatch at these parameters, with its weight decay where gradients have it."""
         parts, source = self._parts, self._parts.gradients
         size = parts.schedule.size(ref)
-        samples = None
+        samples: tuple[Batch, ...] | None = None
         if size is None:
+            unread: tuple[Batch, ...] = ()
             samples = await self._runtime.compute(
-                lambda _: source.read(ref, parts.first_step), work=Work("read"), shape_only=()
+                lambda _: source.read(ref, parts.first_step), work=Work("read"), shape_only=unread
             )
             size = sum(part.num_samples for part in samples)
         one = ComputedGradient(
@@ -172,3 +171,11 @@ class Errands:
         if result.refused:
             parts.refusals.refuse(one, result.refused)
         return one
+
+
+def _add(total: Vector, gradient: Vector, weight: float | None, _: Any) -> None:
+    """Adds a gradient to the sum; begins the sum with it where it has no weight."""
+    if weight is None:
+        total.tensor.copy_(gradient.tensor)
+    else:
+        total.tensor.add_(gradient.tensor, alpha=weight)

@@ -1,0 +1,173 @@
+"""The token oracle: runs whose final parameters are an exact count of the samples in the model, chunk by chunk.
+
+Each sample adds 1 to its own element of every chunk. So one number of the final parameters shows a push that was
+lost, applied twice, torn between chunks, or sent to the wrong chunk, whatever happened to the nodes:
+
+    run = gs.simulate(Tokens(3), numbered(24), optimizer=gs.optim.SGD(lr=1.0), chunk_elems=64, epochs=2, ...)
+    audit = TokenAudit.of(run, num_samples=24, epochs=2)      # lost 0, doubled 0, torn 0
+
+The update rule has to be plain SGD at rate 1, and the strategy has to push gradients that the shards add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradstream.data import from_arrays
+from gradstream.data.arrays import ArrayDataset
+from gradstream.model.base import Batch, Layout, Reduction
+from gradstream.run.result import Run
+from gradstream.runtime.base import Report
+
+__all__ = [
+    "TOKENS_PER_CHUNK",
+    "Silent",
+    "TokenAudit",
+    "Tokens",
+    "check_exactly_once",
+    "check_nothing_lost",
+    "numbered",
+    "token_counts",
+]
+
+TOKENS_PER_CHUNK = 64
+"""Elements of the smallest chunk, and so the largest number of samples that `Tokens` counts one by one in it."""
+
+
+def numbered(num_samples: int) -> ArrayDataset:
+    """A data set in which each sample is its own number, for `Tokens`."""
+    numbers = np.arange(num_samples, dtype=np.int64)
+    return from_arrays(numbers, numbers)
+
+
+class Silent:
+    """Base of these models: no outputs, and a tree that is the layout."""
+
+    reduction: Reduction = "mean"
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def init(self, seed: int, parameters: torch.Tensor) -> None:
+        """Fills the parameters with zeros."""
+        parameters.zero_()
+
+    def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
+        """Returns the inputs: there is nothing to learn."""
+        return torch.as_tensor(np.asarray(inputs))
+
+    def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
+        """The tensors by name."""
+        return {name: view.numpy() for name, view in self.layout.views(parameters)}
+
+
+class Tokens(Silent):
+    """Each sample of a batch has the gradient -1 in its own element of every chunk, else 0.
+
+    With plain SGD of rate 1 the parameters count the applied samples (exact below 2²⁴). The number of a sample
+    selects its element, so use `numbered` data of at most `tokens` samples, and chunks of `tokens` elements.
+    Gradients are sums, whatever `reduction` says.
+
+    Args:
+        num_chunks: number of chunks.
+        tokens: elements of a chunk, a multiple of 64: the most samples that are counted one by one.
+    """
+
+    def __init__(self, num_chunks: int, tokens: int = TOKENS_PER_CHUNK) -> None:
+        super().__init__(Layout.of([("tokens", (num_chunks, tokens))], torch.float32))
+        self._tokens = tokens
+
+    def gradient(
+        self,
+        parameters: torch.Tensor,
+        batch: Batch,
+        gradient: torch.Tensor,
+        *,
+        seed: int,
+        report: Report,
+    ) -> float:
+        """See `Model.gradient`."""
+        gradient.zero_()
+        gradient.view(-1, self._tokens)[:, torch.as_tensor(batch.ids)] = -1.0
+        report(len(gradient))
+        return 0.0
+
+
+def token_counts(run: Run, num_samples: int) -> np.ndarray[Any, Any]:
+    """How often each sample is in the model of a run of `Tokens`: shape (chunks, samples)."""
+    counts: np.ndarray[Any, Any] = np.rint(run.parameters["tokens"]).astype(np.int64)
+    return counts[:, :num_samples]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAudit:
+    """How a run of `Tokens` differs from one in which every chunk has every sample once per data epoch.
+
+    Args:
+        lost: applications that are missing in the chunk that has fewest, over all samples.
+        doubled: applications that are too many in the chunk that has most, over all samples.
+        torn: number of samples that some chunks have more often than others.
+    """
+
+    lost: int
+    doubled: int
+    torn: int
+
+    @classmethod
+    def of(cls, run: Run, num_samples: int, epochs: int) -> TokenAudit:
+        """Audits the final parameters of a run over `num_samples` samples, for so many data epochs."""
+        counts = token_counts(run, num_samples)
+        fewest, most = counts.min(axis=0), counts.max(axis=0)
+        return cls(
+            lost=int(np.maximum(epochs - fewest, 0).sum()),
+            doubled=int(np.maximum(most - epochs, 0).sum()),
+            torn=int((most > fewest).sum()),
+        )
+
+    @property
+    def exact(self) -> bool:
+        """Whether every chunk has every sample exactly once per data epoch."""
+        return self == TokenAudit(0, 0, 0)
+
+
+def check_exactly_once(run: Run, num_samples: int, epochs: int) -> None:
+    """Checks that every sample of every data epoch was applied once to every chunk.
+
+    Raises:
+        AssertionError: it was not; the message has the sample, the chunk, and the numbers got and expected.
+    """
+    counts = token_counts(run, num_samples)
+    for chunk, sample in np.argwhere(counts != epochs):
+        raise AssertionError(
+            f"sample {sample} was applied {counts[chunk, sample]} times to chunk {chunk}; "
+            f"pushed {epochs} times, once per data epoch"
+        )
+
+
+def check_nothing_lost(run: Run, num_samples: int, epochs: int) -> None:
+    """Checks a run after the death of a worker: nothing is missing, and only repeated minibatches count twice.
+
+    Other workers compute the minibatches again that the dead worker had pushed and for which no receipt
+    had arrived: these may be in the model twice, in some chunks or in all.
+
+    Raises:
+        AssertionError: a sample is missing in a chunk, or more samples are repeated than minibatches were.
+    """
+    counts = token_counts(run, num_samples)
+    for chunk, sample in np.argwhere(counts < epochs):
+        raise AssertionError(
+            f"sample {sample} was applied {counts[chunk, sample]} times to chunk {chunk}; "
+            f"expected at least {epochs}, once per data epoch"
+        )
+    ledger = [event for event in run.events if event["event"] == "ledger"]
+    assert [event["epoch"] for event in ledger] == list(range(epochs)), ledger
+    assert all(event["samples"] == num_samples for event in ledger), ledger
+    redone = sum(event["reassigned"] for event in ledger)
+    excess = int((counts - epochs).sum(axis=1).max())
+    largest = max(event["samples"] for event in run.events if event["event"] == "step")
+    assert excess <= redone * largest, f"{excess} samples twice, but only {redone} batches were redone"

@@ -1,0 +1,156 @@
+"""Workers die at any instant, and every chunk has every sample exactly once all the same.
+
+A scenario is a seed: workers, shards, chunks, strategy, network, checkpoints, deaths; the second death may hit the heir
+while it redoes a push. Faults that are planted must show in the counts.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+import gradstream as gs
+from gradstream._simulate import simulate
+from gradstream.coordinator.estates import Estates
+from gradstream.errors import Interrupted
+from gradstream.run.simulated import Script, SimulatedCluster
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
+from gradstream.runtime.storage import MemoryStorage
+from gradstream.server.client.client import ServerClient
+from gradstream.server.client.push import PendingPushRequest
+from gradstream.server.shard.inspection import Inspection
+from gradstream.server.shard.state import ShardState
+from gradstream.testing import TokenAudit, Tokens, numbered
+from gradstream.testing.runs import QUICK
+from gradstream.testing.trials import Record, bad_world, observed
+from gradstream.transport.endpoint import EndpointCore
+from gradstream.wire.window import SequenceWindow
+
+SAMPLES, EPOCHS = 32, 3
+SEEDS = int(os.environ.get("ONCE_SEEDS", "60"))
+
+STRATEGIES: tuple[gs.strategies.ServerStrategy, ...] = (
+    gs.Downpour(overlap=False),
+    gs.Downpour(),
+    gs.Downpour(push_every=3, fetch_every=2),
+    gs.SSP(bound=2),
+    gs.SSP(bound=0),
+    gs.AsySG(gradients=2),
+    gs.SoftSync(),
+    gs.StalenessAware(),
+    gs.DCASGD(),
+)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a seed stands for."""
+
+    seed: int
+    strategy: gs.strategies.ServerStrategy
+    workers: int
+    servers: int
+    kills: tuple[tuple[str, float], ...]
+    follows: bool  # the heir dies while it redoes a push
+    checkpoints: int | None
+    stop_s: float | None
+    bad: bool  # the network loses, delays and doubles frames
+
+    @classmethod
+    def of(cls, seed: int) -> Scenario:
+        rng = random.Random(seed)
+        workers = rng.randint(2, 4)
+        victims = rng.sample(range(workers), rng.randint(1, workers - 1))
+        follows = workers > 2 and rng.random() < 0.4
+        kills = [(f"worker-{rank}", rng.uniform(0.03, 0.6)) for rank in victims[: 1 if follows else None]]
+        return cls(
+            seed,
+            STRATEGIES[seed % len(STRATEGIES)],
+            workers,
+            rng.randint(1, 3),
+            tuple(sorted(kills, key=lambda kill: kill[1])),
+            follows,
+            rng.choice((None, None, 5)),
+            rng.uniform(0.1, 0.5) if rng.random() < 0.2 else None,
+            rng.random() < 0.3,
+        )
+
+
+@dataclass
+class Outcome:
+    """What became of a scenario."""
+
+    audit: TokenAudit
+    deaths: int
+    minibatches: Counter[str]
+    events: list[Any]
+
+
+def script_of(scenario: Scenario, stop: bool) -> Script:
+    async def script(cluster: SimulatedCluster) -> None:
+        director, rng = cluster.virtual.runtime("director"), random.Random(scenario.seed)
+        now = 0.0
+        for name, seconds in scenario.kills:
+            await director.sleep(seconds - now)
+            now = seconds
+            cluster.kill(name)
+        if stop and scenario.stop_s is not None:
+            await director.sleep(max(0.0, scenario.stop_s - now))
+            cluster.stop()
+        for _ in range(2000 if scenario.follows else 0):
+            estates = cluster.coordinator._membership.estates if cluster.coordinator else None
+            heirs = [
+                errand.heir for one in (estates._open.values() if estates else ()) for errand in one.errands.values()
+            ]
+            if heirs:
+                await director.sleep(rng.uniform(0.0, 0.03))
+                cluster.kill(heirs[0])
+                return
+            await director.sleep(5e-4)
+
+    return script
+
+
+def once(scenario: Scenario) -> Outcome:
+    """Simulates a scenario; a run that was stopped is resumed."""
+    events: list[Any] = []
+    costs = {"gradient": Cost(base_s=0.02, jitter=Exponential()), "apply": Cost(base_s=1e-3)}
+    config = bad_world(scenario.workers, scenario.servers)
+    if not scenario.bad:  # a chunk takes more than a millisecond
+        network = Network(bandwidth_bytes_s=2e5, link=Link(latency_s=1e-3, jitter_s=1e-3))
+        config = SimulationConfig(costs=costs, network=network)
+    storage = MemoryStorage()
+    options: dict[str, Any] = {
+        "strategy": observed(scenario.strategy, Record(unweighted=True)), "optimizer": gs.optim.SGD(lr=1.0),
+        "workers": scenario.workers, "servers": scenario.servers, "batch_size": 2, "epochs": EPOCHS,
+        "chunk_elems": 64, "seed": scenario.seed, "deadlines": QUICK, "config": config, "storage": storage,
+        "on_event": events.append, "checkpoint_every": scenario.checkpoints,
+    }  # fmt: skip
+    model, data = Tokens(num_chunks=5), numbered(SAMPLES)
+    try:
+        run = simulate(model, data, script=script_of(scenario, stop=True), **options)
+    except Interrupted:
+        run = simulate(model, data, resume=True, **options)
+    minibatches: Counter[str] = Counter()
+    for event in (event for event in events if event["event"] == "settled"):
+        minibatches.update({what: event[what] for what in ("in_model", "torn", "again")})
+    deaths = sum(event["event"] == "left" and event["lost"] for event in events)
+    return Outcome(TokenAudit.of(run, SAMPLES, EPOCHS), deaths, minibatches, events)
+
+
+def test_every_chunk_has_every_sample_once_whenever_workers_die() -> None:
+    total, deaths = Counter[str](), 0
+    for seed in range(SEEDS):
+        outcome = once(Scenario.of(seed))
+        assert outcome.audit.exact, (Scenario.of(seed), outcome.audit)
+        total += outcome.minibatches
+        deaths += outcome.deaths
+    print(f"{SEEDS} seeds, {deaths} deaths: {dict(total)}")
+    assert deaths > SEEDS // 2
+    assert min(total["in_model"], total["torn"], total["again"]) > SEEDS // 20  # the hard cases did happen
