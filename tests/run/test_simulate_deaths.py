@@ -20,7 +20,6 @@ from gradstream.testing.runs import (
     check_nothing_lost,
     kill_at,
     numbered,
-    token_counts,
 )
 
 NUM_SAMPLES, EPOCHS = 24, 3
@@ -109,20 +108,18 @@ def test_the_next_worker_keeps_the_parameters_where_the_first_dies_before_it_cou
 @pytest.mark.parametrize("lowest", [False, True], ids=["worker-1", "worker-0"])
 def test_downpour_survives_a_worker_killed_at_any_time(lowest: bool) -> None:
     rng = random.Random(1)
-    reassigned = redone = survivors = 0
+    reassigned = survivors = 0
     for seed in range(30):
         name, seconds = (
             ("worker-0", rng.uniform(0.1, 0.4)) if lowest else ("worker-1", rng.uniform(0.05, 0.4))
         )
         strategy = STRATEGIES[seed % len(STRATEGIES)]
         run, events = run_killing(name, seconds, seed, strategy=strategy)
-        check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
+        check_exactly_once(run, NUM_SAMPLES, EPOCHS)
         survivors += name not in lost(events)  # it was done already
         reassigned += sum(event["reassigned"] for event in events if event["event"] == "ledger")
-        redone += int((token_counts(run, NUM_SAMPLES) > EPOCHS).any())
     assert survivors < 15
     assert reassigned > 30
-    assert redone > 0  # the hard case did happen: pushed, but the receipt was lost with the worker
 
 
 def test_checker_of_deaths_notices_what_is_not_redone(monkeypatch: pytest.MonkeyPatch) -> None:

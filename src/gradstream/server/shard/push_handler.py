@@ -119,6 +119,8 @@ class PushHandler:
         opened = push.stream.opened
         self._inspection.check_member(opened)
         redone = request.HasField("behalf")
+        if redone:  # again: the errand may be done, and the lost worker's windows freed
+            self._estates.check_heir(opened, request)
         sender = request.behalf if redone else opened
         header = PushHeader(
             sender=sender.sender,

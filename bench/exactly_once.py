@@ -1,0 +1,117 @@
+"""Real SIGKILLs of workers, and what the model has of every sample afterwards: lost, doubled, torn.
+
+    python bench/exactly_once.py                         # every carrier and strategy, one run of each
+    python bench/exactly_once.py --rounds 8              # 8 runs of each: 7 kills a run
+
+Of eight workers seven are killed, one after the other, at random times; the last one ends the run. Each sample adds 1 to
+its own element of every chunk (`gradstream.testing.tokens`), so the final parameters are the count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gradstream as gs
+from gradstream._train import launch
+from gradstream.job.files import load_job
+from gradstream.run.local import LocalCluster, node_environment
+from gradstream.run.plan import plan_run
+from gradstream.testing import TokenAudit, Tokens, numbered
+
+WORKERS, SAMPLES, EPOCHS, CHUNKS = 8, 512, 40, 8
+STRATEGIES = {"downpour": gs.Downpour(), "ssp": gs.SSP(bound=3)}
+
+
+def job() -> gs.Job:
+    """The run, whatever its carrier and strategy."""
+    return gs.Job(
+        Tokens(CHUNKS, SAMPLES),
+        numbered(SAMPLES),
+        strategy="downpour",
+        optimizer=gs.optim.SGD(lr=1.0),
+        workers=WORKERS,
+        servers=2,
+        batch_size=2,
+        epochs=EPOCHS,
+        chunk_elems=SAMPLES,
+        max_restarts=0,
+    )
+
+
+class Killer:
+    """Kills all workers but one at random steps of the run.
+
+    Args:
+        cluster: the nodes.
+        seed: of the steps, and of the order of the workers.
+    """
+
+    def __init__(self, cluster: LocalCluster, seed: int) -> None:
+        rng = random.Random(seed)
+        self._cluster = cluster
+        self._victims = rng.sample(range(WORKERS), WORKERS - 1)
+        total = SAMPLES * EPOCHS // 2
+        self._at = sorted(rng.randrange(50, total * 3 // 4) for _ in self._victims)
+        self._steps = 0
+        self.kills = 0
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Counts a step, and kills whoever is due."""
+        self._steps += event["event"] == "step"
+        while self.kills < len(self._at) and self._steps >= self._at[self.kills]:
+            self._cluster.signal(f"worker-{self._victims[self.kills]}", signal.SIGKILL)
+            self.kills += 1
+
+
+def run_once(carrier: str, strategy: str, seed: int, folder: Path) -> tuple[int, TokenAudit, Counter[str]]:
+    """One run: number of kills, audit, and what became of the minibatches without a receipt."""
+    given = load_job(f"{Path(__file__).resolve()}:job")
+    changed = replace(given, strategy=STRATEGIES[strategy], carrier=carrier, seed=seed)
+    spec = plan_run(changed, f"{carrier}-{strategy}-{seed}")
+    with LocalCluster(folder / "logs", node_environment(WORKERS)) as cluster:
+        killer = Killer(cluster, seed)
+        run = launch(spec, folder, cluster=cluster, on_event=killer)
+    settled: Counter[str] = Counter()
+    for event in run.events:
+        if event["event"] == "settled":
+            settled.update(in_model=event["in_model"], redone=event["torn"], again=event["again"])
+    return killer.kills, TokenAudit.of(run, SAMPLES, EPOCHS), settled
+
+
+def main() -> None:
+    """Prints a line for each run, and the sums."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--carriers", default="shm,tcp,grpc")
+    parser.add_argument("--strategies", default="downpour,ssp")
+    given = parser.parse_args()
+    total: Counter[str] = Counter()
+    for seed in range(given.first_seed, given.first_seed + given.rounds):
+        for carrier in given.carriers.split(","):
+            for strategy in given.strategies.split(","):
+                with tempfile.TemporaryDirectory() as folder:
+                    begun_s = time.perf_counter()
+                    kills, audit, settled = run_once(carrier, strategy, seed, Path(folder))
+                total.update(kills=kills, lost=audit.lost, doubled=audit.doubled, torn=audit.torn, **settled)
+                took_s = time.perf_counter() - begun_s
+                print(
+                    f"{carrier} {strategy} {seed}: {kills} kills, {audit}, {dict(settled)}, {took_s:.0f} s",
+                    flush=True,
+                )
+    print(dict(total))
+
+
+if __name__ == "__main__":
+    main()
