@@ -6,9 +6,9 @@ import asyncio
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +16,13 @@ import torch
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.errors import ConfigError, GradstreamError, UnknownNameError
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.server.quorum import QuorumLeader
 from gradstream.server.robust import CenteredClipping, ClippedMean, Krum, Median, TrimmedMean
 from gradstream.server.shard.distances import DistanceTable, weights_of
-from gradstream.strategies.api import Gradient, ServerWorker
+from gradstream.strategies.api import ServerWorker
 from gradstream.strategies.synchronous import Synchronous
 from gradstream.testing.runs import least_squares
 
@@ -76,7 +76,7 @@ def strategy_of(name: str, **options: Any) -> Synchronous:
     return Synchronous(**({"aggregate": name} | RULES[name][0] | options))
 
 
-def twin_of(name: str, run: Run, x: Vector, y: Vector, rounds: Sequence[Sequence[Vector]]) -> Vector:
+def twin_of(name: str, x: Vector, y: Vector, rounds: Sequence[Sequence[Vector]]) -> Vector:
     """The same run as one loop: of each round, the samples of each worker."""
     w, v, combine = np.zeros(x.shape[1]), np.zeros(x.shape[1]), RULES[name][1]
     for ids in rounds:
@@ -86,10 +86,8 @@ def twin_of(name: str, run: Run, x: Vector, y: Vector, rounds: Sequence[Sequence
     return w
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("servers", [1, 3])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_run_is_that_of_a_naive_loop(name: str, servers: int, reduction: Any) -> None:
+def run_and_twin(name: str, servers: int, reduction: Any = "mean", **options: Any) -> tuple[Vector, Vector]:
+    """The final parameters of a run, and those of the loop with the same samples."""
     model, data = least_squares(224, FEATURES, whole=False, reduction=reduction)
     seen: defaultdict[int, dict[int, Vector]] = defaultdict(dict)
 
@@ -97,25 +95,21 @@ def test_a_run_is_that_of_a_naive_loop(name: str, servers: int, reduction: Any) 
     class Watched(Synchronous):
         async def train(self, worker: ServerWorker) -> None:
             inner: Any = worker
-            source = inner._context.gradients
-            read, rank = source.read, worker.rank
-            plan = inner._context.schedule.plan
+            source, plan = inner._context.gradients, inner._context.schedule.plan
             compute = source.compute
 
             def watched(parameters: Any, gradient: Any, report: Any) -> Any:
                 ref = gradient.batch.ref
-                seen[ref.batch][rank] = np.asarray(plan.ids(ref))
+                seen[ref.batch][worker.rank] = np.asarray(plan.ids(ref))
                 return compute(parameters, gradient, report)
 
             source.compute = watched
-            del read
             await super(Watched, self).train(worker)
 
-    strategy = Watched(**({"aggregate": name} | RULES[name][0]))
     run = simulate(
         model,
         data,
-        strategy=strategy,
+        strategy=Watched(**({"aggregate": name} | RULES[name][0] | options)),
         workers=WORKERS,
         servers=servers,
         batch_size=BATCH,
@@ -126,15 +120,116 @@ def test_a_run_is_that_of_a_naive_loop(name: str, servers: int, reduction: Any) 
     )
     rounds = [[seen[k][rank] for rank in range(WORKERS)] for k in sorted(seen)]
     assert len(rounds) == 224 // (WORKERS * BATCH)
-    inputs, targets = np.asarray(data.inputs), np.asarray(data.targets)
-    expected = twin_of(name, run, inputs, targets, rounds)
-    assert np.abs(run.parameters["w"] - expected).max() < 1e-6
+    return run.parameters["w"], twin_of(name, np.asarray(data.inputs), np.asarray(data.targets), rounds)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_run_is_that_of_a_naive_loop(name: str, servers: int, reduction: Any) -> None:
+    found, expected = run_and_twin(name, servers, reduction)
+    assert np.abs(found - expected).max() < 1e-6
     assert np.abs(expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["krum", "clipped-mean", "centered-clipping"])
+def test_distances_over_one_shard_alone_would_be_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = QuorumLeader.measured
+
+    def of_the_first(self: QuorumLeader, shard: int, round_: int, distances: Any) -> Any:
+        return whole(self, shard, round_, distances if shard == 0 else [0.0] * len(distances))
+
+    monkeypatch.setattr(QuorumLeader, "measured", of_the_first)
+    found, expected = run_and_twin(name, servers=3)
+    assert np.abs(found - expected).max() > 1e-4
+
+
+def test_the_same_bits_with_overlap_and_without() -> None:
+    for name in RULES:
+        assert run_and_twin(name, 2)[0].tobytes() == run_and_twin(name, 2, overlap=False)[0].tobytes()
+
+
+def test_a_worker_that_leaves_out_a_chunk_is_left_out_of_all() -> None:
+    """Its first chunk had left when the second one turned out not to be finite."""
+    first, second = torch.arange(6.0).view(3, 2), torch.ones(3, 2)
+    table = DistanceTable(3)
+    table.add(list(first), None, pairs=True)
+    table.add([second[0], None, second[2]], None, pairs=True)
+    assert weights_of(ClippedMean(1e9), table.flat, [0, 1, 2]) == {0: 0.5, 1: 0.0, 2: 0.5}
+    assert weights_of(Krum(0), table.flat, [0, 2]) == {0: 1.0, 2: 0.0}
+    assert table.flat[1] == pytest.approx(3.0) and math.isnan(table.flat[2])
+    assert table.flat[4 * 1 + 3] == pytest.approx(32.0)
+    table.add([None, None, None], None, pairs=True)
+    assert set(weights_of(Krum(0), table.flat, [0, 1, 2]).values()) == {0.0}
+
+
+def test_with_fewer_contributions_a_rule_expects_no_more_wrong_ones_than_it_can_stand() -> None:
+    of_two = torch.tensor([[1.0], [3.0]])
+    assert TrimmedMean(2).of_sorted(of_two).item() == 2.0
+    assert TrimmedMean(2).of_sorted(torch.tensor([[1.0], [2.0], [99.0]])).item() == 2.0
+    assert Median().of_sorted(of_two).item() == 2.0
+    assert Krum(2).weights([1.0], [[0.0]]) == [1.0]
+    assert ClippedMean(2.0).weights([16.0, 0.0], []) == [0.25, 0.5]
+    assert CenteredClipping(2.0).weights([16.0, 1.0], []) == [0.25, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("options", "workers", "message"),
+    [
+        ({"aggregate": "trimmed-mean", "faulty": 2}, 4, "faulty=2 with 4 workers: expected less than half"),
+        ({"aggregate": "krum", "faulty": 2}, 6, "faulty=2 with 6 workers: expected at most 1"),
+        ({"aggregate": "krum", "faulty": 0}, 2, "expected at least 3 workers"),
+        ({"aggregate": "krum", "faulty": 1, "keep": 5}, 5, "keep=4 at most"),
+        ({"aggregate": "median", "faulty": 1}, 5, "faulty=1.*leave it out"),
+        ({"aggregate": "median", "backup": 1}, 5, "backup=1.*leave out one of the two"),
+        ({"aggregate": "krum", "sparse": True}, 5, "sparse=True.*leave out one of the two"),
+        ({"aggregate": "clipped-mean"}, 5, "radius=None.*a finite length above 0"),
+        ({"aggregate": "centered-clipping", "radius": -1.0}, 5, "radius=-1.0"),
+        ({"worker_momentum": 1.0}, 5, "worker_momentum=1.0"),
+        ({"faulty": -1}, 5, "faulty=-1"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    options: dict[str, Any], workers: int, message: str
+) -> None:
+    model, data = least_squares(64, 8)
+    with pytest.raises(ConfigError, match=message):
+        simulate(model, data, strategy=Synchronous(**options), workers=workers, batch_size=4, steps=1)
+
+
+def test_other_names_and_recordings_are_refused() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'median'"):
+        Synchronous(aggregate="medain")
+    model, data = least_squares(64, 8)
+    with pytest.raises(ConfigError, match=r"aggregate='krum'.*record=True"):
+        simulate(
+            model, data, strategy=Synchronous(aggregate="krum"), workers=3, batch_size=4, steps=1, record=True
+        )
+
+
+def test_momentum_of_workers_alone_is_that_of_the_mean() -> None:
+    """Without a robust rule: w ← w - η·m of the mean gradient, m ← β·m + (1 - β)·g."""
+    model, data = least_squares(56, 20, whole=False)
+    run = simulate(
+        model,
+        data,
+        strategy=Synchronous(worker_momentum=0.5),
+        workers=2,
+        batch_size=28,
+        steps=3,
+        optimizer=gs.optim.SGD(lr=0.1),
+    )
+    x, y = np.asarray(data.inputs), np.asarray(data.targets)
+    w, m = np.zeros(20), np.zeros(20)
+    for _ in range(3):
+        m = 0.5 * m + 0.5 * (x @ w - y) @ x / len(x)
+        w = w - 0.1 * m
+    assert np.abs(run.parameters["w"] - w).max() < 1e-12
 
 
 # ---- attacks ----------------------------------------------------------------------------------
 
-NODES, SIZE = 9, 20
+NODES, SIZE = 7, 20
 
 
 def two_classes() -> tuple[Any, Any, Callable[[Run], float]]:
@@ -213,7 +308,7 @@ def attacked(conspiracy: Conspiracy, **options: Any) -> Run:
                 conspiracy.attacks += 1
                 result = compute(parameters, gradient, lambda _: None)
                 gradient.sound = 0
-                return gs_result(result)
+                return replace(result, refused="the gradient has a NaN or an infinity")
 
             inner.server.push_soon = push_soon
             if conspiracy.attack == "nan" and conspiracy.is_attacker(worker.rank):
@@ -229,17 +324,11 @@ def attacked(conspiracy: Conspiracy, **options: Any) -> Run:
         workers=NODES,
         servers=2,
         batch_size=SIZE,
-        epochs=5,
+        epochs=4,
         chunk_elems=64,
         optimizer=gs.optim.SGD(lr=1.0),
         quarantine_after=1000,
     )
-
-
-def gs_result(result: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(result, refused="the gradient has a NaN or an infinity")
 
 
 PROBLEM = two_classes()
@@ -251,11 +340,11 @@ def defences(faulty: int) -> dict[str, dict[str, Any]]:
         "median": {},
         "trimmed-mean": {"faulty": faulty},
         "clipped-mean": {"radius": 0.1},
-        "centered-clipping": {"radius": 0.1, "worker_momentum": 0.9},
+        "centered-clipping": {"radius": 0.1},
     }
-    if NODES >= 2 * faulty + 3:
-        found |= {"krum": {"faulty": faulty, "keep": NODES - 2 * faulty - 2}}
-    return found
+    if 2 * faulty + 3 <= NODES:
+        found |= {"krum": {"faulty": faulty, "keep": NODES - faulty}}
+    return {name: options | {"worker_momentum": 0.9} for name, options in found.items()}
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +354,7 @@ def clean() -> float:
     return accuracy
 
 
-@pytest.mark.parametrize("faulty", [1, 2, 3, 4])
+@pytest.mark.parametrize("faulty", [1, 2, 3])
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_minority_cannot_spoil_a_robust_run(attack: str, faulty: int, clean: float) -> None:
     """Within 2 points of the run without attack, for each rule that promises it for so many; the mean is spoilt."""
@@ -274,8 +363,19 @@ def test_a_minority_cannot_spoil_a_robust_run(attack: str, faulty: int, clean: f
         conspiracy = Conspiracy(attack, faulty)
         found[name] = PROBLEM[2](attacked(conspiracy, aggregate=name, **options))
         assert conspiracy.attacks > 0
-    print(attack, faulty, clean, found)
+    try:
+        mean = PROBLEM[2](attacked(Conspiracy(attack, faulty)))
+    except GradstreamError:
+        mean = 0.0  # the parameters have grown beyond all numbers
     assert all(accuracy > clean - 0.02 for accuracy in found.values()), found
-    mean = PROBLEM[2](attacked(Conspiracy(attack, faulty)))
     if attack in ("sign-flip", "gaussian"):
         assert mean < clean - 0.02
+
+
+def test_without_momentum_a_little_is_enough(clean: float) -> None:
+    """What the rules alone do not stand: few, small and constant steps aside (Karimireddy and others 2021)."""
+    found = {
+        name: PROBLEM[2](attacked(Conspiracy("a little is enough", 3), aggregate=name, **options))
+        for name, options in {"median": {}, "trimmed-mean": {"faulty": 3}}.items()
+    }
+    assert all(accuracy < clean - 0.02 for accuracy in found.values()), found
