@@ -105,11 +105,12 @@ def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEven
         started,
         BatchDistribution(ledger=ledger, balance=balance, assignment=assignment, participation=participation),
         LossTolerance(
-            survives_worker_loss=plan.strategy.survives_worker_loss,
+            survives_worker_loss=plan.survives_worker_loss,
             quorum=None if plan.served is None else plan.served.quorum(plan.workers),
             allow_lost=plan.job.allow_lost,
             quarantine_after=plan.job.quarantine_after,
             replaces=plan.replaces_workers,
+            stands_in=plan.stands_in,
         ),
         software=__version__,
         policy=plan.policy,
@@ -203,6 +204,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
         form_group=partial(form_group, how=how),
         update_rule=_update_rule(plan, model, own),
         workers_optimize=plan.workers_optimize,
+        stands_in=plan.stands_in,
     )
 
 

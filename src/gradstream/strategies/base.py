@@ -119,6 +119,15 @@ class ServerStrategy(Strategy):
     pushes: ClassVar[Pushes] = "gradients"
     """Content of the pushes; see `Pushes`."""
 
+    @property
+    def stands_in(self) -> bool:
+        """Whether another worker can make the push of a lost one in a round, with the same result.
+
+        The push is then the gradient of the lost worker's minibatch at the parameters of that round, and nothing else
+        of the worker's own.
+        """
+        return False
+
     @abstractmethod
     async def train(self, worker: ServerWorker) -> None:
         """The client; see `Strategy.train`."""

@@ -10,8 +10,9 @@ table in docs/strategies/synchronous.md). With `overlap` a chunk is sent as soon
 updated as soon as every worker's has arrived, and fetched as soon as it is updated. Chunks do not wait for one
 another, which changes no number.
 
-Bytes a step and worker: 4N up, 4N down (float32). A dead worker ends the run. A worker without samples in a round
-tells the server so and contributes nothing; so does one whose gradient is not finite.
+Bytes a step and worker: 4N up, 4N down (float32). Another worker computes the part of a dead one, with the same bits,
+until a new process takes it over. A worker without samples in a round tells the server so and contributes nothing;
+so does one whose gradient is not finite.
 
     backup = b:  ĝ = Σ_{i ∈ A} g_i / Σ_{i ∈ A} |B_i|,   A the first N of N + b workers of this version
 
@@ -155,7 +156,7 @@ class Synchronous(ServerStrategy):
     worker_momentum: float = 0.0
 
     partitioning: ClassVar[Partitioning] = "rounds"
-    survives_worker_loss: ClassVar[bool] = False
+    survives_worker_loss: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.backup < 0:
@@ -214,6 +215,11 @@ class Synchronous(ServerStrategy):
                 f"expected at most {num_workers - 1}"
             )
         return num_workers - self.backup if self.backup else None
+
+    @property
+    def stands_in(self) -> bool:
+        """See `ServerStrategy.stands_in`: not with momentum, which is a worker's own."""
+        return not self.worker_momentum
 
     @property
     def gives_mean(self) -> bool:
