@@ -104,8 +104,9 @@ def resume(
         found = to_resume(DiskStorage(path), _refused, from_start=from_start)
     if found is not None and is_script(job) and job.workers != found[1].workers:
         raise ConfigError(
-            f"workers={job.workers}, but {path} is of a training loop of its own with {found[1].workers} "
-            "workers: each goes on in its own part of the data, so their number stays"
+            f"workers={job.workers}, but the run in {path} had {found[1].workers} workers, and its script has a "
+            "training loop of its own, whose workers continue in their own parts of the data: resume it with "
+            f"workers={found[1].workers}"
         )
     num_lost = job.workers - len(found[1].steps) if found is not None and is_script(job) else 0
     if (

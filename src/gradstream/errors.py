@@ -8,6 +8,7 @@
     ├── PreflightError                  you: a check before the start failed
     ├── UserCodeError                   you: your function raised
     │   ├── GradientError (ValueError)  you: a gradient or loss that cannot be used
+    │   │   └── NonFiniteError          you: it has a NaN or an infinity
     │   └── DataError (ValueError)      you: a data set that cannot be read
     ├── PeerLostError (ConnectionError) the machine or process of a peer is gone
     ├── DeadlineError (TimeoutError)    a peer was silent for longer than allowed
@@ -49,6 +50,7 @@ __all__ = [
     "Interrupted",
     "JoinRefusedError",
     "LentMemoryError",
+    "NonFiniteError",
     "PeerLostError",
     "PreflightError",
     "RefusedError",
@@ -137,6 +139,10 @@ class UserCodeError(GradstreamError):
 
 class GradientError(UserCodeError, ValueError):
     """A gradient of the wrong shape or dtype, or a gradient or loss that is not finite."""
+
+
+class NonFiniteError(GradientError):
+    """A gradient, a loss or an update has a NaN or an infinity. Nothing of it is in the model that the run keeps."""
 
 
 class DataError(UserCodeError, ValueError):

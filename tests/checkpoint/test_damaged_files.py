@@ -110,7 +110,7 @@ def sealed(body: bytes) -> bytes:
         (b"[" * 100_000, "does not begin with the SHA-256"),
         (sealed(b' "x": ' + b"[" * 100_000), "cannot be read: "),
         (sealed(b' "format": 2}\n'), "cannot be read"),
-        (sealed(b' "format": 1}\n'), "has format 1, this gradstream reads 2"),
+        (sealed(b' "format": 1}\n'), "has format 1, but this version of gradstream reads format 2"),
         (sealed(b"[]"), "cannot be read"),
     ],
 )

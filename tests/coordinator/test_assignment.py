@@ -255,7 +255,7 @@ def test_samples_a_second_are_as_many_with_short_epochs() -> None:
         ({"assignment": "ring"}, "expected 'queue' or 'partitions'"),
         ({"assignment": "queue", "shares": [1, 2, 3, 4]}, "there are no shares"),
         ({"shares": [3, 1, 1, 1]}, "leave shares out"),
-        ({"assignment": "partitions", "shares": "measured"}, "its own fixed partition"),
+        ({"assignment": "partitions", "shares": "measured"}, "partitions are fixed at its begin"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:

@@ -117,7 +117,7 @@ def test_shares_that_make_no_sense() -> None:
     for place, sizes in (((0, 5), (15, 6)), ((0, 5), (20,)), ((0, 5), (21, -1)), ((0, 3), (10, 10))):
         with pytest.raises(InternalError):
             plan.reassign(*place, sizes)
-    with pytest.raises(ConfigError, match="its own fixed partition"):
+    with pytest.raises(ConfigError, match="partitions are fixed at its begin"):
         PartitionPlan(100, 10, 2, shares="measured")
     with pytest.raises(ConfigError, match="a round has 2 samples for 3 workers"):
         RoundPlan(100, (2, 0, 0), 3, shares="measured")
@@ -300,7 +300,7 @@ def test_the_report_shows_the_shares() -> None:
 def test_where_shares_cannot_be_measured() -> None:
     model, data = least_squares(64, 4)
     options: dict[str, Any] = {"strategy": "downpour", "assignment": "partitions", "shares": "measured"}
-    with pytest.raises(ConfigError, match="its own fixed partition"):
+    with pytest.raises(ConfigError, match="partitions are fixed at its begin"):
         simulate(model, data, workers=2, epochs=1, **options)
 
     def batches(rank: int, config: int, epoch: int, seed: int) -> Any:

@@ -47,13 +47,13 @@ def test_lists_will_do() -> None:
         (([], []), "has no samples"),
         ((["a"], [1]), "inputs have dtype <U1"),
         (([1.0], [object()]), "targets have dtype object"),
-        (([[1], [1, 2]], [1, 2]), "all samples must have one shape"),
+        (([[1], [1, 2]], [1, 2]), "all samples must have the same shape"),
         ((1.0, [1]), "inputs are a single number"),
         (([1], [1], [1]), "lacks test_targets"),
         (([1], [1], None, [1]), "lacks test_inputs"),
         (([1], [1], [1, 2], [1]), "2 test_inputs and 1 test_targets"),
-        (([[1]], [1], [[1, 2]], [1]), r"test_inputs are samples of shape \(2,\)"),
-        (([1], [1], [1], [1.5]), "dtype float64, targets of .* int64"),
+        (([[1]], [1], [[1, 2]], [1]), r"samples of test_inputs have shape \(2,\)"),
+        (([1], [1], [1], [1.5]), "dtype float64; expected .* int64, as in targets"),
     ],
 )
 def test_errors(arguments: tuple[Any, ...], message: str) -> None:
@@ -65,7 +65,7 @@ def test_errors(arguments: tuple[Any, ...], message: str) -> None:
 def test_unknown_ids(wrong: int) -> None:
     data = from_arrays([1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3])
     for batch in (data.batch, data.test_batch):
-        with pytest.raises(DataError, match="asked of the 3"):
+        with pytest.raises(DataError, match="since there are 3"):
             batch(np.array([0, wrong]))
 
 

@@ -216,8 +216,8 @@ def test_any_history_ends_with_every_sample_once(
     ("limits", "message"),
     [
         ({}, "give epochs or steps"),
-        ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"epochs": 0}, "epochs=0: expected at least 1"),
+        ({"steps": 0}, "steps=0: expected at least 1"),
     ],
 )
 def test_errors(limits: dict[str, Any], message: str) -> None:
@@ -230,5 +230,5 @@ def test_unknown_batches_and_ranks(ref: BatchRef) -> None:
     ledger = Ledger(PartitionPlan(4, 1, 2), epochs=2)
     with pytest.raises(InternalError, match="no minibatch of this run"):
         ledger.receipt(ref, 0)
-    with pytest.raises(InternalError, match="the ledger knows 0 to 1"):
+    with pytest.raises(InternalError, match="the ledger knows, 0 to 1"):
         ledger.lost(2)

@@ -177,7 +177,7 @@ def test_a_loaders_batch_size_order_and_drop_last_are_kept(partitioning: Any) ->
     two = numbers(read_all(shuffled, spec_of(partitioning=partitioning), epochs=2))
     assert Counter(flat(two)) == dict.fromkeys(range(22), 2)
     assert two == numbers(read_all(shuffled, spec_of(partitioning=partitioning), epochs=2))
-    with pytest.raises(ConfigError, match="batch_size=5, but the DataLoader of 'Numbered' has 4"):
+    with pytest.raises(ConfigError, match="batch_size=5, but the DataLoader of 'Numbered' has batch_size=4"):
         plan_of(shuffled, spec_of(batch_size=5))
 
 
@@ -210,7 +210,7 @@ def test_samplers_get_the_epoch_and_must_keep_their_length() -> None:
     sampler = Epochs(6, 6)
     read_all(gs.from_loader(DataLoader(Numbered(6), sampler=sampler)), spec_of(), epochs=2)
     assert sampler.told == [-1, 0, 1, 0, 1][: len(sampler.told)]
-    with pytest.raises(DataError, match=r"drew \(7,\) in data epoch 0, expected \(6,\)"):
+    with pytest.raises(DataError, match=r"drew samples of shape \(7,\) in data epoch 0; expected \(6,\)"):
         read_all(gs.from_loader(DataLoader(Numbered(7), sampler=Epochs(6, 7))), spec_of())
 
 
@@ -414,7 +414,10 @@ def test_number_of_samples_in_a_batch_of_a_stream() -> None:
         (lambda: gs.from_stream(3), "int is no function"),  # type: ignore[arg-type]
         (lambda: gs.from_stream(counting, batches=0), "batches=0"),
         (lambda: plan_of(gs.from_stream(counting, batches=1), spec_of(shares=(1, 2))), "leave out shares"),
-        (lambda: gs.from_stream(counting, test=gs.from_stream(counting)), "is a stream; expected numbered"),
+        (
+            lambda: gs.from_stream(counting, test=gs.from_stream(counting)),
+            "is a stream; expected a map-style",
+        ),
     ],
 )
 def test_streams_asked_for_wrongly(make: Any, message: str) -> None:

@@ -164,5 +164,5 @@ def test_an_order_of_ones_own_and_nothing_short(kind: type[EpochPlan], batches: 
     plan = kind(10, 2, 2, order=lambda epoch: np.arange(10) + 100 * epoch, drop_last=True)
     refs = [BatchRef(1, rank, batch) for rank in (0, 1) for batch in range(plan.batches_per_epoch(rank))]
     assert [(plan.ids(ref) - 100).tolist() for ref in refs] == batches
-    with pytest.raises(ConfigError, match="drop_last leaves nothing of 10 samples"):
+    with pytest.raises(ConfigError, match="drop_last drops all 10 samples"):
         kind(10, 6, 2, drop_last=True)

@@ -161,7 +161,7 @@ def test_what_is_offered_must_be_of_its_family(install: Install) -> None:
     for group in ("strategies", "optimizers", "datasets"):
         install(f"odd{group}", entry_points.format(group))
     install("acme", "")
-    with pytest.raises(ConfigError, match=r"is a dict; expected a subclass of ServerStrategy, Group"):
+    with pytest.raises(ConfigError, match=r"makes an object of class dict; expected a strategy"):
         find_strategy("odd")
     with pytest.raises(ConfigError, match="is a dict without lr, state_names, apply"):
         find_optimizer("odd")

@@ -109,7 +109,7 @@ BAD: list[tuple[Any, str]] = [
     (lambda: gs.schedules.Chain(0.1, -1, 0.2), "at is -1"),
     (lambda: rate_at(lambda _: -0.5, Position(3, 10, 10)), r"returned -0.5 at step 3 of 10"),
     (lambda: rate_at(lambda _: "x", Position(3, 10, 10)), r"returned 'x'"),  # type: ignore[arg-type,return-value]
-    (lambda: nominal_rate(lambda _: 0.5), "a function has no field lr"),
+    (lambda: nominal_rate(lambda _: 0.5), "a function without this field"),
 ]
 
 
@@ -192,7 +192,7 @@ def a_rate(position: Position) -> float:
 def test_a_function_has_no_rate_for_local_steps() -> None:
     model, data = least_squares(16, 4)
     strategy: Strategy = gs.Downpour(fetch_every=2, local_lr=0.1)
-    with pytest.raises(ConfigError, match="a function has no field lr"):
+    with pytest.raises(ConfigError, match="a function without this field"):
         simulate(
             model,
             data,

@@ -230,7 +230,7 @@ def test_workers_of_each_machine(numbers: tuple[int, int | None, int | None], ea
 
 @pytest.mark.parametrize("numbers", [(4, None, 6), (4, 1, 8), (4, 3, 4)])
 def test_workers_that_do_not_divide(numbers: tuple[int, int | None, int]) -> None:
-    with pytest.raises(gs.errors.ConfigError, match="--workers means those of all machines"):
+    with pytest.raises(gs.errors.ConfigError, match=r"--workers . counts the workers of all machines"):
         workers_each(*numbers)
 
 
@@ -240,7 +240,7 @@ def test_workers_that_do_not_divide(numbers: tuple[int, int | None, int]) -> Non
         ({"address": Address("0.0.0.0")}, "name the one address"),
         ({"address": Address("::")}, "name the one address"),
         ({"machines": 0}, "wait=0"),
-        ({"workers_per_machine": 2}, "2 machines with 2 each have 4"),
+        ({"workers_per_machine": 2}, "2 machines with 2 workers each have 4"),
         ({"servers_on": "each"}, "servers_on='each': expected one of 'all', 'launcher'"),
     ],
 )

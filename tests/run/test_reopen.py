@@ -120,13 +120,13 @@ def test_a_run_that_did_not_finish_has_its_newest_checkpoint(run: Path) -> None:
     shutil.rmtree(run / "checkpoints/final")
     result = evaluate(run)
     assert result.exit_code == 2
-    assert "did not finish, and no checkpoint was kept" in result.stderr
+    assert "did not finish, and it has no checkpoint" in result.stderr
     for name in ("step-00000009", "step-00000010", "step-00000010.1", ".step-00000011.x.tmp"):
         keep(run, name, [0, 0, 0])
     assert kept_parameters(run).parent.name == "step-00000010.1"
     result = evaluate(run, "--checkpoint", "step-00000011")
     assert result.exit_code == 2
-    assert "there: step-00000009, step-00000010, step-00000010.1\n" in result.stderr
+    assert "has: step-00000009, step-00000010, step-00000010.1\n" in result.stderr
 
 
 def test_an_altered_checkpoint_is_not_used(run: Path) -> None:

@@ -142,9 +142,9 @@ def test_other_targets_are_regressed() -> None:
 
 def test_evaluate_says_what_is_missing() -> None:
     data = Held(np.zeros((1, 2), dtype=np.float32), np.zeros(1, dtype=np.int64))
-    with pytest.raises(ConfigError, match="no model"):
+    with pytest.raises(ConfigError, match="without its model"):
         Run().evaluate()
-    with pytest.raises(ConfigError, match="holds no samples out"):
+    with pytest.raises(ConfigError, match="has no held-out samples"):
         Run(model=Linear(), data=Held(np.zeros((0, 2)), np.zeros(0))).evaluate()
     with pytest.raises(ConfigError, match=r"parameters\['w'\]: got nothing, expected shape \(2, 2\)"):
         Run(model=Linear(), data=data).evaluate()

@@ -223,9 +223,9 @@ def test_what_is_sent_and_what_is_left_add_up(monkeypatch: pytest.MonkeyPatch) -
         ({"optimizer": gs.optim.SGD(lr=0.1, weight_decay=0.1)}, "without weight decay"),
         (
             {"groups": [{"match": "last.*", "momentum": 0.0}], "optimizer": gs.optim.Momentum(0.1)},
-            "would change",
+            "would give this group other state",
         ),
-        ({"strategy_options": {"local_momentum": 0.5}}, "local momentum of 0.5"),
+        ({"strategy_options": {"local_momentum": 0.5}}, "local_momentum=0.5"),
     ],
 )
 def test_an_optimizer_that_moves_every_parameter_is_refused(options: dict[str, Any], says: str) -> None:

@@ -388,7 +388,7 @@ def test_what_cannot_be_divided_is_refused_with_a_remedy() -> None:
         shard(shard(DataLoader(Ids(4))))
     with pytest.raises(ConfigError, match="call shard once"):
         shard(shard(["a", "b"]))
-    with pytest.raises(ConfigError, match="keeps an iterator"):
+    with pytest.raises(ConfigError, match="from an iterator made before shard"):
         list(shard(Repeating(Ids(4))))
     with pytest.raises(ConfigError, match="in_order=True"):
         shard(DataLoader(Stream(4), in_order=False))

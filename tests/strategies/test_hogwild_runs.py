@@ -69,7 +69,7 @@ def job(**options: object) -> gs.Job:
 def test_what_it_cannot_do_is_said_before_anything_is_started() -> None:
     plan_run(job(), "x")
     for options, match in (
-        ({"servers": 1}, "in memory that workers share"),
+        ({"servers": 1}, "through shared memory"),
         ({"optimizer": "adam"}, "expected gradstream.optim.SGD"),
         ({"optimizer": gs.optim.SGD(0.1, momentum=0.9)}, "expected gradstream.optim.SGD"),
         ({"optimizer": gs.optim.SGD(0.1, weight_decay=0.1)}, "expected gradstream.optim.SGD"),

@@ -279,7 +279,7 @@ def test_options_travel_and_are_settings() -> None:
     ("options", "wanted"),
     [
         ({"outer_lr": 0.0}, r"outer_lr=0\.0.*a finite number > 0"),
-        ({"outer_lr": gs.schedules.Cosine(0.7)}, r"outer_lr=.*expected a number; schedules"),
+        ({"outer_lr": gs.schedules.Cosine(0.7)}, r"outer_lr=.*expected a number; only"),
         ({"outer_momentum": 1.0}, r"outer_momentum=1\.0.*a number in \[0, 1\)"),
         ({"nesterov": "no"}, r"nesterov='no'\): expected True or False"),
     ],

@@ -296,7 +296,7 @@ PLANTED: tuple[tuple[Property, Strategy, str], ...] = (
     (
         properties.resumes,
         Hidden(),
-        "resumed it ends with other parameters .* loses the state that it keeps itself",
+        "resumed ends with other parameters .* loses its local variables",
     ),
     (properties.deaths, Boastful(), "worker-0 is killed: "),
 )

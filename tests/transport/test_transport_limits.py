@@ -333,7 +333,7 @@ def test_short_bodies_that_nobody_takes_are_bounded(carrier: Carrier) -> None:
                 await near.send(body_frame(bytes(LIMITS.free_body_bytes)))
             intake = intake_of(pair)
             await until(pair, lambda: intake.unread_bytes == MAX_FREE_BYTES)
-            with pytest.raises(RefusedError, match=r"BAD_REQUEST.*bytes of bodies that nobody has taken"):
+            with pytest.raises(RefusedError, match=r"BAD_REQUEST.*unread bytes of bodies"):
                 await answer_to(near, (body_frame(b"x"), None))
             held.released.set()
 

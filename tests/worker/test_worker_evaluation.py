@@ -208,7 +208,7 @@ BAD: list[tuple[Any, str]] = [
 def test_bad_options_are_named(options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run_with(**options)
-    with pytest.raises(ConfigError, match="holds no samples out"):
+    with pytest.raises(ConfigError, match="has no held-out samples"):
         simulate(*least_squares(8, 3), workers=1, epochs=1, evaluate_every=1)
 
 

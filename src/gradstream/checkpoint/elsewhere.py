@@ -116,7 +116,9 @@ class ElsewhereStorage(DiskStorage):
                 left_bytes -= len(parts[-1])
                 if left_bytes < 0:
                     raise RefusedError(
-                        self._coordinator, "BAD_REQUEST", f"it sent too much of {request.path}"
+                        self._coordinator,
+                        "BAD_REQUEST",
+                        f"it sent more than the {request.size_bytes} bytes of {request.path} that were requested",
                     )
         finally:
             stream.cancel("done")

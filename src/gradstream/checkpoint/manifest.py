@@ -129,7 +129,10 @@ class Manifest:
             del record["sha256"]
             number = record.pop("format")
             if number != FORMAT:
-                raise DataError(f"{STATE} has format {number}, this gradstream reads {FORMAT}: install newer")
+                raise DataError(
+                    f"{STATE} has format {number}, but this version of gradstream reads format {FORMAT}: "
+                    "use the version that wrote the checkpoint"
+                )
             check_record(cls, {**record, "done": {"epochs": 0}})
             record["done"] = DataProgress.of_json(record["done"])
             record["files"] = {_checked(name): FileEntry(**entry) for name, entry in record["files"].items()}

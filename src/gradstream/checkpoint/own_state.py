@@ -1,4 +1,4 @@
-"""The state that each worker has of its own, and the method "state" that sends it.
+"""A worker's part of a checkpoint beside the common vectors, and the method "state" that sends it.
 
 Each worker has its own buffers of the model, such as the running means of BatchNorm. A node that needs them, for
 a checkpoint or an evaluation, calls the worker's method "state". The worker answers with Body frames that
@@ -43,7 +43,7 @@ CHECK = EXTRA + "check"
 """Name of the numbers that an exchanged vector has behind the gradients of a loop. They are not parameters."""
 
 EXTRA_FACTOR = 8
-"""Such tensors may have so many times the bytes of the model."""
+"""The tensors of a user's loop may have at most this many times the bytes of the model."""
 
 HEADER_BYTES = 1 << 20
 """The most bytes of the file's header."""
@@ -51,12 +51,12 @@ HEADER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class OwnState:
-    """A worker's own state.
+    """The state that differs between workers: the buffers of a worker's model, and how far the worker is.
 
     Args:
-        samples: number of samples that it has gone through, including those before the run was resumed.
-        buffers: buffers of its model, by name.
-        steps: number of its minibatches, including those before the run was resumed.
+        samples: number of samples that the worker has gone through, including samples before the run was resumed.
+        buffers: buffers of the worker's model, by name.
+        steps: number of minibatches that the worker has gone through, including those before the run was resumed.
     """
 
     samples: int

@@ -38,15 +38,15 @@ class SnapshotSource(Protocol):
     """A node that has parts of the run's vectors: a shard, or a worker where there are no servers."""
 
     def pieces(self) -> Mapping[str, Pieces]:
-        """Returns its pieces of each vector: "" for the parameters, otherwise a state of the optimizer."""
+        """Returns the node's pieces of each vector, by name: "" for the parameters, else a state of the optimizer."""
         ...
 
     def versions(self) -> Sequence[int]:
-        """Returns the versions of its chunks."""
+        """Returns the versions of the node's chunks."""
         ...
 
     def still(self) -> AbstractAsyncContextManager[object]:
-        """Returns a context in which no piece is written."""
+        """Returns a context in which no piece changes."""
         ...
 
 

@@ -167,6 +167,9 @@ class ProgressLine:
             case "left" if event["lost"]:
                 machine = self._members.machines.get(event["who"])
                 return f"lost {event['who']}{f' on {machine}' if machine else ''}: {event['reason']}"
+            case "gradient_refused":
+                where = f"{event['who']}, step {event['step']} (data epoch {event['epoch']}, batch {event['batch']})"
+                return f"refused a gradient of {where}: {event['what']}"
             case "left" if event["reason"]:
                 return f"{event['who']} has left: {event['reason']}"
             case "joined" if event["epoch"] > 1:

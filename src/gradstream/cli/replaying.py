@@ -53,7 +53,10 @@ class ReplayQuery:
         if self.find is not None:
             places.append(not_finite() if self.find == "nan" else loss_jump())
         if len(places) > 1:
-            raise ConfigError("expected one place to stop: an update, a worker's step, a version, or --find")
+            raise ConfigError(
+                f"got {len(places)} places at which to stop; expected one: an update, a worker's step, a version, "
+                "or --find"
+            )
         return places[0] if places else None
 
 

@@ -170,7 +170,8 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("samples", f"{s['samples']:,} in {s['steps']:,} minibatches"),
         ("ended by", _of(s.get("reason"), "{}")),
         ("accounted for", _of(s["samples_accounted"], "{:,} samples")),
-        ("dropped", _of(s.get("samples_dropped") or None, "{:,} samples, of workers that came late")),
+        ("dropped", _of(s.get("samples_dropped") or None, f"{{:,}} samples, {_why_dropped(s)}")),
+        ("not finite", _refused(s.get("gradients_refused", {}))),
         ("shares", ", ".join(f"{who} {size:,}" for who, size in s.get("shares", {}).items())),
         ("time", _of(s["train_s"], "{:.2f} s")),
         ("rate", _of(s["samples_per_s"], "{:,.0f} samples/s")),
@@ -188,6 +189,20 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("workers lost", ", ".join(s["workers_lost"])),
     ]
     return [(name, value) for name, value in rows if value]
+
+
+def _why_dropped(s: Mapping[str, Any]) -> str:
+    causes = {"of workers that came late": s.get("late"), "of refused gradients": s.get("gradients_refused")}
+    return " and ".join(cause for cause, some in causes.items() if some) or "of workers that came late"
+
+
+def _refused(by_worker: Mapping[str, int]) -> str:
+    """The gradients that were refused, by worker."""
+    total = sum(by_worker.values())
+    if not total:
+        return ""
+    each = ", ".join(f"{who} {count:,}" for who, count in by_worker.items())
+    return f"{_count(total, 'gradient')} refused: {each}"
 
 
 def _exchanged(s: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -1,4 +1,7 @@
-"""Chooses an algorithm by the length of a vector: the cheapest by the cost formulas, with measured figures."""
+"""Chooses the algorithm of an allreduce by the length of the vector: the cheapest by its cost formula.
+
+The formulas use the costs of messages and sums that are measured among the ranks of the group.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,13 @@ _SECONDS = struct.Struct("<d")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """What messages and sums cost among the ranks of a group.
+    """Costs of messages and sums among the ranks of a group, as measured.
 
     Args:
-        alpha_s: a message from one rank to the next, however short, in seconds.
-        beta_s_byte: each byte of a message.
-        gamma_s_byte: adding up elements of one byte.
-        message_s: handling one more message at the same time (LogP's overhead o), in seconds.
+        alpha_s: seconds that a message takes from one rank to another, however short it is (latency α).
+        beta_s_byte: seconds for each byte of a message (β).
+        gamma_s_byte: seconds to add each byte of a vector to another vector (γ).
+        message_s: seconds of a rank's processor for each further message at the same time (LogP's overhead o).
     """
 
     alpha_s: float
@@ -61,14 +64,14 @@ class Choice:
 
     Args:
         size: number of ranks.
-        figures: the same at all ranks; otherwise they would choose different algorithms.
+        figures: costs, which must be the same at all ranks, or the ranks would choose different algorithms.
     """
 
     size: int
     figures: MeasuredCosts
 
     def seconds(self, algorithm: str, num_bytes: int) -> float:
-        """What the formula predicts for an allreduce of `num_bytes`."""
+        """Seconds that the formula predicts for an allreduce of `num_bytes`."""
         cost, at = ALGORITHMS[algorithm].cost(self.size), self.figures
         return cost.seconds(num_bytes, at.alpha_s, at.beta_s_byte, at.gamma_s_byte, at.message_s)
 

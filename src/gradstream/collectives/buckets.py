@@ -35,6 +35,15 @@ class Buckets:
         start, stop = slice_of(bucket[1] - bucket[0], rank, self.size)
         return bucket[0] + start, bucket[0] + stop
 
+    @property
+    def first_held(self) -> int:
+        """First element of the trailing buckets in which every rank owns something that owns anything."""
+        owners = [rank for rank in range(self.size) if self.owned(rank)]
+        for bucket in reversed(self.bounds):
+            if all(self.owned(rank)[-1][1] > bucket[0] for rank in owners):
+                return bucket[0]
+        return 0
+
     def owned(self, rank: int) -> Sequence[tuple[int, int]]:
         """All slices that a rank owns, in the order of the vector. Those of all ranks cover the whole."""
         slices = (self.slice_in(bucket, rank) for bucket in self.bounds)

@@ -61,7 +61,10 @@ class GroupMembers:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < len(self.names) or len(set(self.names)) < len(self.names):
             names = ", ".join(self.names)
-            raise ConfigError(f"rank {self.rank} of {names}: expected different names, and one of them")
+            raise ConfigError(
+                f"got rank {self.rank} in the group {names}; expected different names, and a rank from 0 to "
+                f"{len(self.names) - 1}"
+            )
         if not self.silence_s > 0:
             raise ConfigError(f"silence_s = {self.silence_s}: expected a positive number")
 

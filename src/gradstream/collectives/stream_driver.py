@@ -26,18 +26,18 @@ from gradstream.wire.dtypes import to_wire
 __all__ = ["StreamDriver"]
 
 BRIEF_ELEMS = 1 << 14
-"""The event loop adds up so few elements itself, and sends such messages one after the other: to wake another
-thread, or a task, would take longer."""
+"""The event loop itself adds up to this many elements, and sends such messages one after the other. To wake another
+thread or task would take longer."""
 
 
 class StreamDriver:
-    """One operation while it lasts; see `ScheduleDriver`.
+    """Implements `ScheduleDriver`: carries out one collective operation over streams.
 
     Args:
-        progress: of this rank's plan, in elements.
-        operation: what the ranks do.
-        tensor: (elems,), borrowed for writing.
-        streams: the stream to each peer, by its number in the plan.
+        progress: progress of this rank's plan, in elements.
+        operation: the operation that all ranks carry out.
+        tensor: (elems,) the vector, borrowed for writing.
+        streams: the stream to each peer, by the peer's number in the plan.
         runtime: runtime of this node.
     """
 

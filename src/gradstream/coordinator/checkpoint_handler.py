@@ -49,7 +49,11 @@ class CheckpointHandler:
             part = v1.Part.FromString(received.frame.body.data)
             if not lies_in(ranges, part):
                 text = f"{who} may not write {len(part.data)} bytes at {part.offset_bytes} of {path[:200]!r}"
-                raise RefusedError(self._name, "BAD_REQUEST", f"{text}: expected its own of an open draft")
+                raise RefusedError(
+                    self._name,
+                    "BAD_REQUEST",
+                    f"{text}: expected a range of an open draft that {who} has to write",
+                )
             parts.append((part.offset_bytes, part.data))
             if sum(len(data) for _, data in parts) >= WRITE_BYTES:
                 await self._write(path, parts)

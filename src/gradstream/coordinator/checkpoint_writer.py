@@ -62,7 +62,7 @@ class _Open:
 
 
 class CheckpointWriter:
-    """Carries out `Prepare`, `Commit` and `Discard`.
+    """Writes checkpoints for the coordinator: carries out the instructions `Prepare`, `Commit` and `Discard`.
 
     Args:
         context: see `CoordinatorContext`.

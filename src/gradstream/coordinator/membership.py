@@ -23,12 +23,22 @@ from gradstream.coordinator.assignment_replies import AssignmentReplies, BatchDi
 from gradstream.coordinator.instructions import Emit, Instruction, Notify
 from gradstream.coordinator.message_checks import MessageChecks
 from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.offences import Offences
 from gradstream.coordinator.phases import LossTolerance, Phases
 from gradstream.coordinator.progress import SampleProgress
+from gradstream.coordinator.receipts import ref_of
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
+from gradstream.coordinator.stand_ins import StandIns
 from gradstream.data.ledger import Ledger
+from gradstream.errors import NonFiniteError, PeerLostError
 from gradstream.runtime.deadlines import Deadlines
-from gradstream.telemetry.events import JoinedEvent, LeftEvent, ParticipationEvent, StartedEvent
+from gradstream.telemetry.events import (
+    GradientRefusedEvent,
+    JoinedEvent,
+    LeftEvent,
+    ParticipationEvent,
+    StartedEvent,
+)
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
@@ -36,8 +46,9 @@ __all__ = ["Membership"]
 
 NAME_BYTES = 128
 MESSAGE_BYTES = 8192
+WHAT_BYTES = 512
 TRACEBACK_BYTES = 1 << 16
-"""The most bytes that are kept of a member's failure: its name, message and traceback."""
+"""The most bytes that are kept of a member's failure: its name, message, what is wrong with a gradient, traceback."""
 
 NOTIFIED_OF_EACH = 64
 """Up to so many nodes, all members get a notice of each node that joins."""
@@ -65,6 +76,7 @@ class Membership:
         replies: answers to workers that ask what to do.
         balance: the shares of rounds; None where they are planned.
         participation: which workers take part; None where all do.
+        stand_ins: who computes the parts of lost workers in rounds; None where nobody does.
     """
 
     def __init__(
@@ -95,8 +107,10 @@ class Membership:
             verdicts=by_verdicts,
         )
         self.phases = Phases(started, self.nodes, self.progress, self.snapshots, self.participation, losses)
+        self.stand_ins = StandIns(self.nodes) if losses.stands_in else None
         first_round = resume.rounds if resume is not None else 0
         self._checks = MessageChecks(ledger, started.workers, first_round=first_round, quorum=by_verdicts)
+        self._offences = Offences(losses.quarantine_after)
         self.replies = AssignmentReplies(distribution, self.nodes, self.phases, self.snapshots, self._checks)
 
     @property
@@ -112,13 +126,15 @@ class Membership:
             snapshot=None if self.snapshots.current is None else self.snapshots.current.as_notice(),
             participation=None if self.participation is None else self.participation.as_notice(),
             revoked=self.nodes.revoked,
+            stand_ins=() if self.stand_ins is None else self.stand_ins.as_notice(),
         )
 
     # ---- nodes --------------------------------------------------------------------------
 
     def join(self, request: v1.Join, at_s: float) -> list[Instruction]:
         """Admits a node, or returns `Refuse` as the only instruction; none if the node has to ask again later."""
-        objection = self.admission.objection(request, self.phases.why_closed(request.node.role))
+        closed = self._offences.reason(request.node.name) or self.phases.why_closed(request.node.role)
+        objection = self.admission.objection(request, closed)
         if objection is not None:
             return [objection]
         if self.phases.training:
@@ -139,6 +155,8 @@ class Membership:
         assert isinstance(self.progress.ledger, Ledger)  # `LossTolerance.replaces`
         self.progress.ledger.rejoined(node.rank)
         self.replies.joined(node)
+        if self.stand_ins is not None:
+            self.nodes.entering.add(node.name)
         joined = Emit(JoinedEvent(who=node.name, address=node.address, epoch=self.nodes.epoch))
         if self.participation is not None and self.participation.joined(node.name):
             return [joined, *self._participation_changed()]
@@ -164,8 +182,12 @@ class Membership:
                 escaped(failure.traceback, TRACEBACK_BYTES, newlines=True),
             )
         self.progress.begun(beat.begun, node.rank)
+        out = self._gradients(who, beat)
+        if self.phases.phase == v1.Notice.ABORTED:
+            return out
         self.progress.receipts(beat.receipts, node.rank, at_s)
-        out: list[Instruction] = []
+        self._settle_rounds()
+        out += self._handed(who, beat)
         if (
             beat.quiesced
             and self.participation is not None
@@ -187,6 +209,54 @@ class Membership:
         if beat.receipts or beat.verdicts or beat.finished:
             out += self.phases.conclude()
         return out
+
+    def _handed(self, who: str, beat: v1.Beat) -> list[Instruction]:
+        """Lets newcomers begin to whom their stand-in has handed over."""
+        if self.stand_ins is None:
+            return []
+        begin = [self.stand_ins.handed_over(who, handed) for handed in beat.handed]
+        return [Notify()] if any(begin) else []
+
+    def _gradients(self, who: str, beat: v1.Beat) -> list[Instruction]:
+        """Counts the gradients of a worker that are not in the model, until they end the run."""
+        out: list[Instruction] = []
+        for refused in beat.refused:
+            out += self._refused(who, refused)
+            if self.phases.over:
+                break
+        if beat.sound:
+            self._offences.sound(who)
+        return out
+
+    def _refused(self, who: str, refused: v1.Refused) -> list[Instruction]:
+        """Counts a gradient that is not in the model; ends the run where no worker has another one."""
+        ref, what = ref_of(refused.batch), escaped(refused.what, WHAT_BYTES)
+        self.progress.refused(
+            ref, refused.samples, what, whole_round=self._started.in_rounds and not self._started.servers
+        )
+        event = GradientRefusedEvent(
+            who=who,
+            step=refused.step,
+            epoch=ref.epoch,
+            batch=ref.batch,
+            samples=refused.samples,
+            what=what,
+            in_a_row=refused.in_a_row,
+        )
+        judgement = self._offences.refused(who, refused.in_a_row, what, self.nodes.worker_names)
+        if judgement != "diverged":
+            return [Emit(event)]
+        whose = "of every worker" if len(self.nodes.workers) > 1 else "of the worker"
+        message = (
+            f"{what}. The newest gradients {whose} are not finite, {refused.in_a_row} in a row: the model has "
+            "diverged. Lower the learning rate, scale the inputs, or clip the gradient. None of them is in the "
+            "parameters"
+        )
+        return [Emit(event), *self.phases.abort(who, NonFiniteError.__name__, message)]
+
+    def quarantined(self, who: str) -> str:
+        """Why a member counts as lost from now on, although it lives; "" if it does not."""
+        return "" if self.phases.over else self._offences.reason(who)
 
     def lost(self, who: str, reason: str, at_s: float, certificate: bytes = b"") -> list[Instruction]:
         """Removes a member: its stream broke, it was silent for too long, or it left.
@@ -216,8 +286,12 @@ class Membership:
         out: list[Instruction] = [Emit(replace(left, epoch=self.nodes.epoch))]
         hopeless = self.phases.why_hopeless(node)
         if hopeless:
-            return out + self.phases.abort(who, "PeerLostError", f"{reason}; {hopeless}")
+            kind = NonFiniteError if self._offences.reason(who) else PeerLostError
+            return out + self.phases.abort(who, kind.__name__, f"{reason}; {hopeless}")
         self.progress.ledger.lost(node.rank)
+        if self.stand_ins is not None:
+            self.stand_ins.lost(node.rank)
+            self._settle_rounds()
         replaced = self.participation is not None and self.participation.lost(who)
         out += self._participation_changed() if replaced else [Notify()]
         out += self.snapshots.lost(who, at_s)
@@ -271,6 +345,13 @@ class Membership:
         started = self.admission.with_model(self._started)
         resumed = self.progress.resumed()
         return [Emit(started)] if resumed is None else [Emit(started), Emit(resumed)]
+
+    def _settle_rounds(self) -> None:
+        """Accounts for the parts of lost workers in rounds that are in the model."""
+        ledger = self.progress.ledger
+        if self.stand_ins is not None and isinstance(ledger, Ledger):
+            for rank in self.stand_ins.ever_lost:
+                ledger.settle_rounds(rank)
 
     def after_snapshot(self) -> list[Instruction]:
         """Stops the run if that is what the latest snapshot was made for."""

@@ -48,14 +48,30 @@ class MessageChecks:
     def beat(self, node: v1.Node, beat: v1.Beat) -> None:
         """Checks a beat of a member."""
         is_worker = node.role == "worker"
-        if not is_worker and (beat.receipts or beat.finished or beat.quiesced or beat.begun or beat.leaves):
-            raise _impossible(node.name, "only workers have receipts, finish, are paused, or begin epochs")
+        of_workers = (
+            beat.receipts,
+            beat.finished,
+            beat.quiesced,
+            beat.begun,
+            beat.leaves,
+            beat.refused,
+            beat.sound,
+            beat.handed,
+        )
+        if not is_worker and any(of_workers):
+            raise _impossible(
+                node.name, "only workers have receipts and gradients, finish, are paused, or begin epochs"
+            )
+        if any(one.rank >= self._num_workers or one.round > MAX_COUNT for one in beat.handed):
+            raise _impossible(node.name, "it hands over to a worker, or at a round, that cannot be")
         for one in beat.begun:
             _check_begun(node.name, one)
         for receipt in beat.receipts:
             ref = ref_of(receipt)
             if not self._ledger.knows(ref, node.rank):
                 raise _impossible(node.name, f"a receipt for {ref}, which is no minibatch of this run")
+        for refused in beat.refused:
+            self._check_refused(node, refused)
         if beat.verdicts and (not self._quorum or node.name != "shard-0"):
             raise _impossible(
                 node.name, "a verdict; expected them from shard-0 alone, where there is a quorum"
@@ -69,6 +85,13 @@ class MessageChecks:
                 raise _impossible(
                     node.name, f"{report.count} minibatches begun, of {self._ledger.most_begun}"
                 )
+
+    def _check_refused(self, node: v1.Node, refused: v1.Refused) -> None:
+        ref = ref_of(refused.batch)
+        if not self._ledger.knows(ref, node.rank):
+            raise _impossible(node.name, f"a gradient of {ref}, which is no minibatch of this run")
+        if max(refused.samples, refused.step) > MAX_COUNT:
+            raise _impossible(node.name, f"a gradient of {refused.samples} samples in step {refused.step}")
 
     def _check_verdict(self, who: str, verdict: v1.Verdict) -> None:
         ranks = list(verdict.ranks)

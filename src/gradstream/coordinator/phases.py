@@ -17,7 +17,7 @@ from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
-from gradstream.errors import PeerLostError
+from gradstream.errors import NonFiniteError, PeerLostError
 from gradstream.telemetry.events import FailedEvent, StartedEvent, StoppedEvent
 from gradstream.wire import v1
 
@@ -33,13 +33,17 @@ class LossTolerance:
         quorum: number of gradients that make an update; the run needs as many workers. Verdicts of the first
             shard then tell which minibatches are in the model, and receipts do not. None: no quorum.
         allow_lost: the run ends well although data of lost workers is missing from the model.
+        quarantine_after: number of refused gradients in a row for which a worker counts as lost.
         replaces: a new process can take the place of a lost worker while the others train.
+        stands_in: until then, one of the others computes its part of each round.
     """
 
     survives_worker_loss: bool
     quorum: int | None = None
     allow_lost: bool = False
+    quarantine_after: int = 3
     replaces: bool = False
+    stands_in: bool = False
 
 
 class Phases:
@@ -147,7 +151,7 @@ class Phases:
         """Says why the run cannot continue without a lost node; "" if it can."""
         if gone.role == "shard":
             return f"its ranges of the parameters are gone with it (shard rank {gone.rank})"
-        left = len(self._nodes.workers)
+        left = len(self._nodes.active_workers)
         if left >= self._needed:
             return ""
         if not left:
@@ -176,6 +180,11 @@ class Phases:
                 f"every worker has finished, but {missing} batches of data epoch "
                 f"{epoch} have no receipt: a strategy must push the gradient of each of its batches",
             )
+        if self._progress.last_refused and self._progress.num_samples == 0:
+            message = (
+                f"{self._progress.last_refused}. No gradient of this run was finite, so nothing was learnt"
+            )
+            return out + self.abort(self._nodes.worker_names[0], NonFiniteError.__name__, message)
         out += [] if early else [*self._report_losses(), *map(Emit, self._progress.brief())]
         self.phase = v1.Notice.FINISHED
         done = self._progress.finished(self.criterion if early else "")

@@ -151,6 +151,10 @@ class PresenceService:
                     self._on_events(admitted)
             context.carry_out(self._membership.beat(who, beat, context.age_s()))
             self._on_beat(beat)
+            why = self._membership.quarantined(who)
+            if why:
+                stream.refuse(v1.NOT_MEMBER, why)
+                raise PeerLostError(who, why)
 
     async def _tell(self, attendance: _Attendance, stream: Stream) -> None:
         """Sends the notice at each change, and repeatedly as a sign of life, until the last one is sent.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from gradstream.checkpoint.manifest import Resume
 from gradstream.coordinator.receipts import ref_of
+from gradstream.data.base import BatchRef
 from gradstream.data.joined import ids_of
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import LostSamples, OpenLedger
@@ -17,16 +18,17 @@ __all__ = ["SampleProgress"]
 
 
 class SampleProgress:
-    """The figures of the ledger, together with those of the run before it was resumed.
+    """Counts the samples and rounds of a run: the ledger's figures, plus the figures before the run was resumed.
 
     Args:
         ledger: records which minibatches are in the model.
-        num_samples: samples in a data epoch; None in a stream, which does not count them.
+        num_samples: number of samples in a data epoch; None for a stream, whose samples are not counted.
         resume: where a resumed run goes on; None for a new run.
 
     Attributes:
-        samples_per_epoch: `num_samples`.
+        samples_per_epoch: see `num_samples`.
         earlier_s: seconds of training before the run was resumed.
+        last_refused: why the latest refused gradient was refused; "" if there is none.
     """
 
     def __init__(self, ledger: Ledger | OpenLedger, num_samples: int | None, resume: Resume | None) -> None:
@@ -37,6 +39,7 @@ class SampleProgress:
         self._dropped_before = dict(resume.dropped) if resume is not None else {}
         self._first_round = resume.rounds if resume is not None else 0
         self._num_complete = ledger.num_complete
+        self.last_refused = ""
         self._began_s = 0.0
         self._heard_s = 0.0  # when the latest receipt or verdict came
 
@@ -51,6 +54,21 @@ class SampleProgress:
         for receipt in receipts:
             self.ledger.receipt(ref_of(receipt), rank)
             self._heard_s = at_s
+
+    def refused(self, ref: BatchRef, samples: int, what: str, *, whole_round: bool) -> None:
+        """Records a minibatch whose gradient is not going to be in the model, and why.
+
+        Args:
+            ref: the minibatch.
+            samples: number of its samples.
+            what: what is wrong with the gradient.
+            whole_round: those of all workers in the round are left out with it.
+        """
+        if whole_round and isinstance(self.ledger, Ledger):
+            self.ledger.refuse_round(ref)
+        else:
+            self.ledger.refuse(ref, samples)
+        self.last_refused = what
 
     def begun(self, epochs: Iterable[v1.Begun], rank: int) -> None:
         """Records epochs that the loop of this rank begins."""
@@ -92,9 +110,8 @@ class SampleProgress:
     def dropped(self) -> dict[str, int]:
         """By data epoch, how many samples the updates were made without."""
         found = dict(self._dropped_before)
-        if isinstance(self.ledger, Ledger):
-            for epoch, count in self.ledger.dropped.items():
-                found[str(epoch)] = found.get(str(epoch), 0) + count
+        for epoch, count in self.ledger.dropped.items():
+            found[str(epoch)] = found.get(str(epoch), 0) + count
         return found
 
     @property

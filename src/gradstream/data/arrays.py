@@ -116,7 +116,10 @@ def from_arrays(
 def check_ids(ids: Ids, num_samples: int, where: str) -> None:
     """Raises DataError for an id outside [0, num_samples): numpy would count negative ones from the end."""
     if len(ids) and not (ids.min() >= 0 and ids.max() < num_samples):
-        raise DataError(f"ids from {ids.min()} to {ids.max()} asked of the {num_samples} {where}")
+        raise DataError(
+            f"got sample ids from {ids.min()} to {ids.max()}; expected 0 to {num_samples - 1}, since there are "
+            f"{num_samples} {where}"
+        )
 
 
 def _arrays(value: Any, what: str) -> Tree:
@@ -125,7 +128,7 @@ def _arrays(value: Any, what: str) -> Tree:
         return None
     if isinstance(value, Mapping):
         if not value:
-            raise DataError(f"{what} are an empty dict; expected arrays in it")
+            raise DataError(f"{what} are an empty dict; expected a dict of arrays")
         return {key: _arrays(branch, f"{what}[{key!r}]") for key, branch in value.items()}
     if isinstance(value, tuple) and value:
         branches = [_arrays(branch, f"{what}[{index}]") for index, branch in enumerate(value)]
@@ -139,8 +142,8 @@ def _array(value: Any, what: str) -> Array:
         array: Array = np.asanyarray(value)
     except (ValueError, TypeError) as error:
         raise DataError(
-            f"{what} are no array ({error}); all samples must have one shape. Samples of varying length: "
-            "gradstream.from_dataset(samples, collate=...)"
+            f"{what} cannot be made into an array ({error}); all samples must have the same shape. For samples of "
+            "varying length use gradstream.from_dataset(samples, collate=...)"
         ) from error
     if array.dtype.kind not in "biufc":
         raise DataError(
@@ -177,7 +180,9 @@ def _check_lengths(inputs: Tree, what: str, targets: Tree, of_targets: str) -> N
     parts = [*leaves_of(inputs, what), *(leaves_of(targets, of_targets) if targets is not None else ())]
     for path, array in parts:
         if len(array) != count:
-            raise DataError(f"{count} {what} and {len(array)} {path}: every sample needs one of each")
+            raise DataError(
+                f"got {count} {what} and {len(array)} {path}; expected equal numbers, one of each per sample"
+            )
 
 
 def _check_alike(what: str, train: Tree, test: Tree) -> None:
@@ -185,11 +190,11 @@ def _check_alike(what: str, train: Tree, test: Tree) -> None:
         return
     here, there = dict(leaves_of(train, what)), dict(leaves_of(test, what))
     if list(here) != list(there):
-        raise DataError(f"test_{what} have the parts {list(there)}, expected those of {what}: {list(here)}")
+        raise DataError(f"test_{what} have the parts {list(there)}; expected {list(here)}, as in {what}")
     for path, array in here.items():
         other = there[path]
         if array.shape[1:] != other.shape[1:] or array.dtype != other.dtype:
             raise DataError(
-                f"test_{path} are samples of shape {other.shape[1:]} and dtype {other.dtype}, "
-                f"{path} of {array.shape[1:]} and {array.dtype}; they must be alike"
+                f"samples of test_{path} have shape {other.shape[1:]} and dtype {other.dtype}; expected "
+                f"{array.shape[1:]} and {array.dtype}, as in {path}"
             )

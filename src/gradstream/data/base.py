@@ -141,11 +141,14 @@ class BatchPlan(Protocol):
         ...
 
     def batches_in(self, partition: int, epoch: int) -> int:
-        """The number of its minibatches in this epoch; fewer than in a whole one if some of it is done."""
+        """The number of minibatches of a partition in data epoch `epoch`.
+
+        In a resumed run, the minibatches that are in the model already do not count.
+        """
         ...
 
     def batches_before(self, partition: int, epoch: int) -> int:
-        """The number of its minibatches in data epochs 0 … epoch-1."""
+        """The number of minibatches of a partition in data epochs 0 … epoch-1, counted as in `batches_in`."""
         ...
 
     def nth(self, partition: int, k: int) -> BatchRef:
@@ -153,7 +156,7 @@ class BatchPlan(Protocol):
         ...
 
     def done_with(self, num_epochs: int, refs: Iterable[BatchRef]) -> DataProgress:
-        """The progress if `num_epochs` whole epochs and these minibatches of later ones are in the model."""
+        """The progress of a run whose model has the first `num_epochs` epochs and these minibatches of later ones."""
         ...
 
     def size(self, ref: BatchRef) -> int | None:

@@ -130,9 +130,9 @@ def caltech101(
     CC BY 4.0.
     """
     if not 8 <= size <= 512:
-        raise ConfigError(f"size must be 8 to 512 pixels a side, got {size}")
+        raise ConfigError(f"caltech101(size={size}): expected 8 to 512 pixels a side")
     if not 0 <= test_fraction < 1:
-        raise ConfigError(f"test_fraction must be at least 0 and below 1, got {test_fraction}")
+        raise ConfigError(f"caltech101(test_fraction={test_fraction}): expected at least 0 and below 1")
     images = open_cache(
         _find(root, download=download),
         size=size,

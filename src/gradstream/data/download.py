@@ -111,8 +111,8 @@ def body_begins_at(
 def _check_length(num_bytes: int | None, file: RemoteFile) -> None:
     if num_bytes not in (None, file.num_bytes):
         raise DataError(
-            f"{file.url} is {num_bytes:,} bytes long, expected {file.num_bytes:,}: it is another file, or "
-            "the publisher has changed it. Look for a newer gradstream, or name a mirror of the old file"
+            f"{file.url} is {num_bytes:,} bytes long, expected {file.num_bytes:,}: the publisher has changed the "
+            "file. Install a newer gradstream, or name a mirror of the old file"
         )
 
 
@@ -328,7 +328,7 @@ def _verified(partial: _Partial, file: RemoteFile, *, last: bool) -> bool:
     partial.drop()
     if last:
         raise DataError(
-            f"{file.url} has the SHA-256 {got}, expected {file.sha256}: it was damaged or changed on the "
-            "way. It was deleted; start again, and if this happens again, use another network or a mirror"
+            f"{file.url} has the SHA-256 {got}, expected {file.sha256}: the download was damaged or changed on the "
+            "way, and was deleted. Start again; if this happens again, use another network or a mirror"
         )
     return False

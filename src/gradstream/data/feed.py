@@ -21,7 +21,7 @@ def plan_of(data: Dataset, spec: PartitionSpec) -> BatchPlan:
         return plan
     if data.num_samples is None:
         raise ConfigError(
-            f"data set {data.name!r} has neither a number of samples (num_samples) nor a plan()"
+            f"data set {data.name!r} has num_samples=None and no plan(); expected a number of samples, or a plan()"
         )
     return plan_samples(data.num_samples, spec)
 

@@ -140,7 +140,7 @@ def _fill(path: Path, source: Path, size: int, last: str) -> ImageManifest:
         else:
             skipped.append(name)
     if not rows:
-        raise DataError(f"{source} holds no <category>/<image>.jpg; got {skipped[:3]}")
+        raise DataError(f"{source} has no images; expected files <category>/<image>.jpg, got {skipped[:3]}")
     counts = Counter(name.partition("/")[0] for name in rows)
     categories = sorted(counts, key=lambda category: (category == last, category))
     place = {category: label for label, category in enumerate(categories)}

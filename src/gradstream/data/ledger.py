@@ -77,9 +77,11 @@ class Ledger:
     ) -> None:
         for what, limit in (("epochs", epochs), ("steps", steps)):
             if limit is not None and limit < 1:
-                raise ConfigError(f"{what} must be at least 1, got {limit}")
+                raise ConfigError(f"{what}={limit}: expected at least 1")
         if epochs is None and steps is None:
-            raise ConfigError("a run needs an end: give epochs or steps")
+            raise ConfigError(
+                "got neither epochs nor steps, so the run would have no end: give epochs or steps"
+            )
         self.plan = plan
         self.helping = helping or plan.num_partitions == 1
         self._sequences = []
@@ -97,6 +99,10 @@ class Ledger:
         self._hands: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)
         """By worker, its assigned minibatches: (sequence, k) -> count."""
         self._again: set[tuple[int, int]] = set()  # those of them that another worker had before
+        self._refused: set[tuple[int, int]] = (
+            set()
+        )  # minibatches whose receipt will say that they are dropped
+        self._left_out: set[int] = set()  # rounds
         self._lost: set[int] = set()
         self._paused: set[int] = set()
         self.num_receipts = 0
@@ -138,9 +144,41 @@ class Ledger:
         if (ref.partition, first) in self._again:
             self._again.remove((ref.partition, first))
             counts.reassigned += 1
+        if (ref.partition, first) in self._refused:
+            self._refused.remove((ref.partition, first))
+            self._drop(ref)
         while not self.finished and self.missing(self.num_complete) == 0:
             self.num_complete += 1
         return True
+
+    def refuse(self, ref: BatchRef, samples: int) -> None:
+        """Notes that a worker's gradient was refused: with its receipt, the minibatch counts as dropped.
+
+        Should the worker be lost before, another one computes the minibatch, and it counts as any other.
+
+        Raises:
+            InternalError: the run has no such minibatch.
+        """
+        del samples  # the plan knows
+        sequence, first = self._place(ref)
+        if sequence.received(first):  # a quorum's decision was faster
+            self._drop(ref)
+        else:
+            self._refused.add((ref.partition, first))
+
+    def refuse_round(self, ref: BatchRef) -> None:
+        """Notes that a round is left out since a worker's gradient was refused. Repeating it changes nothing."""
+        _, k = self._place(ref)
+        if k not in self._left_out:
+            self._left_out.add(k)
+            for partition in range(len(self._sequences)):
+                self.refuse(self.plan.nth(partition, k), 0)
+
+    def _drop(self, ref: BatchRef) -> None:
+        """Counts the samples of a minibatch that has its receipt as dropped."""
+        size = self.plan.size(ref) or 0
+        self._counts[ref.epoch].dropped += size
+        self.num_samples = None if self.num_samples is None else self.num_samples - size
 
     def knows(self, ref: BatchRef, worker: int) -> bool:
         """Whether the run has such a minibatch. Any worker may compute it."""
@@ -175,15 +213,15 @@ class Ledger:
         """
         refs = tuple(self.plan.nth(partition, k) for partition in range(len(self._sequences)))
         for partition, ref in enumerate(refs):
+            if partition not in ranks:
+                self._refused.discard((partition, k))  # dropped once
             if self.receipt(ref, partition) and partition not in ranks:
-                size = self.plan.size(ref) or 0
-                self._counts[ref.epoch].dropped += size
-                self.num_samples = None if self.num_samples is None else self.num_samples - size
+                self._drop(ref)
         return refs
 
     @property
     def dropped(self) -> Mapping[int, int]:
-        """By data epoch, the number of samples that quorums have left out, as far as it is known."""
+        """By data epoch, the number of samples that updates were made without, as far as it is known."""
         return {epoch: counts.dropped for epoch, counts in sorted(self._counts.items()) if counts.dropped}
 
     # ---- assignment ---------------------------------------------------------------------
@@ -250,9 +288,23 @@ class Ledger:
             InternalError: no such rank.
         """
         if not 0 <= rank < self.plan.num_workers:
-            raise InternalError(f"worker {rank} was lost; the ledger knows 0 to {self.plan.num_workers - 1}")
+            raise InternalError(
+                f"got the loss of worker {rank}; expected a rank that the ledger knows, 0 to "
+                f"{self.plan.num_workers - 1}"
+            )
         self._lost.add(rank)
         return self._take_back(rank)
+
+    def settle_rounds(self, rank: int) -> None:
+        """Adds the receipts of a worker for all rounds up to the latest of which another worker has one.
+
+        For rounds that need every worker: one receipt tells that the whole round is in the model, and all before it.
+        """
+        others = [one for number, one in enumerate(self._sequences) if number != rank]
+        last = max((max(one.ahead, default=one.low - 1) for one in others), default=-1)
+        sequence = self._sequences[rank]
+        while (k := sequence.next_missing(0)) <= min(last, sequence.total - 1):
+            self.receipt(self.plan.nth(rank, k), rank)
 
     def rejoined(self, rank: int) -> None:
         """Lets a lost worker take part again, as a new process that has no minibatches yet."""
@@ -275,6 +327,7 @@ class Ledger:
         hand = self._hands.pop(rank, {})
         for (number, k), count in hand.items():
             self._again.discard((number, k))
+            self._refused.discard((number, k))
             self._sequences[number].give_back((k, count))
         return len(hand)
 
@@ -385,4 +438,4 @@ class Ledger:
         if inside and 0 <= ref.batch < ref.stop <= self._span(ref.partition, ref.epoch):
             k = self.plan.batches_before(ref.partition, ref.epoch) + ref.batch
             return self._sequences[ref.partition], k
-        raise InternalError(f"a receipt for {ref}, which is no minibatch of this run on {self.plan!r}")
+        raise InternalError(f"got a receipt for {ref}, which is no minibatch of this run: {self.plan!r}")

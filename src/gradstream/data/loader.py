@@ -149,7 +149,7 @@ class LoaderDataset(MapDataset):
         self._shuffled = whole and type(sampler) is RandomSampler and not sampler.replacement
         self._num_drawn = len(sampler)
         if not self._num_drawn:
-            raise DataError(f"data set {name!r}: its sampler draws no samples")
+            raise DataError(f"data set {name!r}: the loader's sampler draws no samples; expected at least 1")
 
     def plan(self, spec: PartitionSpec) -> EpochPlan:
         """The plan of the sampler's order. Raises ConfigError if the job has another batch size."""
@@ -157,7 +157,8 @@ class LoaderDataset(MapDataset):
         given = spec.batch_size
         if given not in (DEFAULT_BATCH_SIZE, size):
             raise ConfigError(
-                f"batch_size={given!r}, but the DataLoader of {self.name!r} has {size}: leave out the job's"
+                f"batch_size={given!r}, but the DataLoader of {self.name!r} has batch_size={size}: leave out the "
+                "job's batch_size"
             )
         assert size is not None
         # Processes that read ahead must know the next samples.
@@ -180,7 +181,10 @@ class LoaderDataset(MapDataset):
 
 
 def _run(loader: Loader, rank: int, world: int, epoch: int, seed: int) -> Iterable[Any]:
-    """Every W-th batch of a whole loader, which has the same seeds on all workers."""
+    """Runs the whole loader in one data epoch, and yields every W-th batch: those of worker `rank`.
+
+    All W workers run the loader with the same seeds, so they get the same batches, and each batch is used once.
+    """
     if hasattr(loader.dataset, "set_epoch"):
         loader.dataset.set_epoch(epoch)
     mine = copy.copy(loader)
@@ -192,7 +196,7 @@ def _run(loader: Loader, rank: int, world: int, epoch: int, seed: int) -> Iterab
 
 
 def _run_share(loader: Loader, rank: int, world: int, epoch: int, seed: int) -> Iterable[Any]:
-    """The batches of one worker, of a loader whose batches have numbers."""
+    """Reads only the batches of worker `rank` in one data epoch: batches rank, rank + W, … of the sampler."""
     generator = torch.Generator().manual_seed(mixed(seed, epoch, rank))
     if loader.batch_sampler is None:
         share = list(interleaved_part(drawn_by(loader.sampler, seed, epoch), rank, world))
@@ -218,8 +222,8 @@ def order_of(loader: DataLoader[Any], num_samples: int, seed: int, name: str) ->
         drawn = np.array(drawn_by(loader.sampler, seed, epoch), dtype=np.int64)
         if drawn.shape != (num_drawn,):
             raise DataError(
-                f"the sampler of {name!r} drew {drawn.shape} in data epoch {epoch}, expected ({num_drawn},): "
-                "as many sample numbers as its len() says"
+                f"the sampler of {name!r} drew samples of shape {drawn.shape} in data epoch {epoch}; expected "
+                f"({num_drawn},): as many sample numbers as its len() says"
             )
         return drawn
 

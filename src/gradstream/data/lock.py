@@ -44,8 +44,8 @@ def machine_lock(
             holder = _holder(path)
             if time.monotonic() >= give_up:
                 raise DataError(
-                    f"{holder} has held {path} for {wait_s:g} s; wait until it is done, or end it and "
-                    "start again: its unfinished work is continued or discarded"
+                    f"{holder} has held the lock {path} for {wait_s:g} s; wait until that process is done, or end "
+                    "it and start again: its unfinished work is then continued or discarded"
                 )
             if on_wait is not None and not reported:
                 on_wait(f"waiting for {holder}")

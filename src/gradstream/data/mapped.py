@@ -131,12 +131,15 @@ def held_out_of(test: Any, collate: Collate, targets: str | None, name: str) -> 
     if isinstance(test, DataLoader):
         if isinstance(test.dataset, IterableDataset):
             raise ConfigError(
-                f"test data of {name!r}: a DataLoader over an IterableDataset has no numbered samples"
+                f"test data of {name!r}: a DataLoader over an IterableDataset has no numbered samples; expected a "
+                "map-style data set, or a loader over one"
             )
         test, collate = test.dataset, test.collate_fn
     if hasattr(test, "batch") and hasattr(test, "num_test_samples"):
         if test.num_samples is None:
-            raise ConfigError(f"test data of {name!r}: {test.name!r} is a stream; expected numbered samples")
+            raise ConfigError(
+                f"test data of {name!r}: {test.name!r} is a stream; expected a map-style data set, or a loader over one"
+            )
         held: Dataset = test
         return held
     check_mapped(test, f"{name}, held out")

@@ -11,6 +11,7 @@ workers are without data, the run ends before the first round in which none was 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradstream.data.base import BatchRef
@@ -74,6 +75,7 @@ class OpenLedger:
     def __init__(self, num_workers: int, *, rounds: bool) -> None:
         self._sequences = [_Sequence() for _ in range(num_workers)]
         self._rounds = rounds
+        self._dropped = 0
         self.reassignment = Reassignment(self._sequences)
         self._last_round = -1  # the last round to which a worker without data was told
 
@@ -135,8 +137,21 @@ class OpenLedger:
     def receipt(self, ref: BatchRef, worker: int) -> bool:
         """Notes that a minibatch of a worker is in the model. Returns True the first time."""
         if worker != ref.partition or ref.epoch != 0:
-            raise InternalError(f"a receipt of worker {worker} for {ref}: minibatches are each worker's own")
+            raise InternalError(
+                f"got a receipt for {ref} of worker {worker}; expected partition {worker} and epoch 0, since each "
+                "worker of this run reads its own data"
+            )
         return self._sequences[ref.partition].add(ref.batch)
+
+    def refuse(self, ref: BatchRef, samples: int) -> None:
+        """Notes that a worker's gradient over so many samples was refused, which its loop counts as any other."""
+        del ref
+        self._dropped += samples
+
+    @property
+    def dropped(self) -> Mapping[int, int]:
+        """By data epoch, the number of samples whose gradients were refused."""
+        return {0: self._dropped} if self._dropped else {}
 
     def lost(self, rank: int) -> int:
         """Notes that a worker is lost. Others ask for its minibatches (see `reassignment`). Returns 0."""
@@ -178,8 +193,8 @@ class OpenLedger:
 
     @property
     def num_samples(self) -> int:
-        """The number of samples of workers without data."""
-        return self.samples(0)
+        """The number of samples of workers without data, but for those whose gradients were refused."""
+        return max(0, self.samples(0) - self._dropped)
 
     def missing(self, epoch: int) -> int:
         """The number of those minibatches without a receipt."""

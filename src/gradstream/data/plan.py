@@ -103,8 +103,8 @@ class EpochPlan(BatchSequence):
         self._divide(batch_size, shares)
         if not any(map(self.batches_per_epoch, range(self.num_partitions))):
             raise ConfigError(
-                f"drop_last leaves nothing of {self.num_samples} samples: none of the {self.num_workers} "
-                f"workers fills a minibatch of {self.batch_sizes}; use smaller ones, or fewer workers"
+                f"drop_last drops all {self.num_samples} samples: none of the {self.num_workers} workers has enough "
+                f"for a minibatch of {self.batch_sizes}; use smaller minibatches, or fewer workers"
             )
 
     def _check_shares(self, shares: Sequence[float]) -> tuple[Fraction, ...]:
@@ -128,8 +128,8 @@ class EpochPlan(BatchSequence):
 
     def _check_measured(self) -> None:
         raise ConfigError(
-            "shares='measured': each worker has its own fixed partition; give numbers, "
-            'or leave assignment="partitions" out'
+            "shares='measured' changes the workers' shares during the run, but partitions are fixed at its begin; "
+            'give shares as numbers, or leave assignment="partitions" out'
         )
 
     @abstractmethod
@@ -231,8 +231,9 @@ class RoundPlan(EpochPlan):
         total = sum(self.batch_sizes)
         if total < self.num_partitions:
             raise ConfigError(
-                f"shares='measured': a round has {total} samples for {self.num_partitions} workers; each "
-                "needs at least one, or it cannot be measured: use a larger batch_size"
+                f"shares='measured': a round has {total} samples for {self.num_partitions} workers; expected at "
+                "least one each, since the speed of a worker without samples cannot be measured: use a larger "
+                "batch_size"
             )
 
     def _divide(self, batch_size: int | Sequence[int], shares: Sequence[float] | None) -> None:

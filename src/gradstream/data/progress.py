@@ -71,7 +71,7 @@ class DataProgress:
             return cls(_number(record["epochs"]), parts)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
-                f"not an account of samples: {error!r}; expected epochs, and parts by epoch"
+                f"the progress of a run cannot be read: {error!r}; expected epochs, and parts by epoch"
             ) from error
 
 

@@ -39,16 +39,17 @@ class QueuePlan(EpochPlan):
         total = sum(self.batch_sizes)
         if total < self.num_workers:
             raise ConfigError(
-                f"shares='measured': minibatches have {total} samples together for {self.num_workers} "
-                "workers; each needs at least one, or it cannot be measured: use a larger batch_size"
+                f"shares='measured': the minibatches of {self.num_workers} workers have {total} samples together; "
+                "expected at least one each, since the speed of a worker without samples cannot be measured: use "
+                "a larger batch_size"
             )
 
     def _divide(self, batch_size: int | Sequence[int], shares: Sequence[float] | None) -> None:
         if shares is not None:
             raise ConfigError(
-                f"shares={list(shares)}: workers take minibatches from one queue when they need them, so "
-                "there are no shares, and a fast worker takes more; leave shares out. "
-                'assignment="partitions" begins with parts of these sizes; fast workers help slow ones at the end'
+                f"shares={list(shares)}: workers take minibatches from one queue when they need them, so a fast "
+                'worker takes more, and there are no shares: leave shares out, or set assignment="partitions", which '
+                "gives each worker a partition of its share"
             )
         common = math.gcd(*self.batch_sizes)
         finest = max(1, common // FINENESS)

@@ -30,7 +30,7 @@ class _Ahead:
         self.begin(BatchRef(0, 0, 0))
 
     def begin(self, start: BatchRef) -> None:
-        """Continues with this minibatch, up to the end of the epoch, or as far as samples are known."""
+        """Sets the range to read: from this minibatch to the end of the epoch, or as far as samples are known."""
         self.start, self.stop = start, self._plan.known_until(start)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -40,7 +40,7 @@ class _Ahead:
 
 
 class ReadAhead:
-    """Reads a worker's own minibatches ahead in processes, and others when they are asked for.
+    """Reads a worker's own minibatches ahead, in processes of a loader; reads other minibatches in this process.
 
     Args:
         data: the data set.

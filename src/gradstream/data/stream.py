@@ -30,18 +30,19 @@ Stream = Callable[[int, int, int, int], Iterable[Any]]
 
 
 class StreamPlan(BatchSequence):
-    """The plan of a stream. The size of a minibatch is unknown until it is read.
+    """Divides a stream into minibatches, whose sizes are unknown until they are read.
 
-    Since samples have no ids, progress counts batches: a resumed run continues after the last batch that every
-    partition has finished.
+    Samples of a stream have no ids, so the plan counts batches: a resumed run continues after the last batch that
+    all partitions have finished.
 
     Args:
-        counts: number of minibatches of each partition in each epoch.
-        rounds: number of rounds, if all partitions take part in rounds; those beyond its count are empty for a
-            partition. None without rounds.
-        endless: whether one epoch of the plan is the whole run, with as many epochs of the stream as needed.
-        typical_size: assumed samples of a minibatch that is not read.
-        progress: batches of each partition that are in the model already.
+        counts: number of minibatches of each partition in an epoch.
+        rounds: number of rounds in an epoch, the largest of `counts`; a partition with fewer minibatches takes part
+            in the last rounds with empty ones. None under a strategy without rounds.
+        endless: True if the length of the stream is unknown. The run is then one epoch of this plan, and begins the
+            stream again whenever it ends.
+        typical_size: number of samples that a simulation assumes for a minibatch.
+        progress: batches that are in the model of a resumed run already.
     """
 
     def __init__(
@@ -183,8 +184,8 @@ class StreamDataset:
             return (self._batches,) * workers
         if self._batches < workers:
             raise ConfigError(
-                f"workers={workers}, but {self.name!r} has {self._batches} batches an epoch: "
-                "each worker needs at least one"
+                f"workers={workers}, but {self.name!r} has {self._batches} batches an epoch; expected at least one "
+                "for each worker"
             )
         return tuple(len(range(rank, self._batches, workers)) for rank in range(workers))
 
@@ -282,7 +283,8 @@ class StreamFeed:
             )
         return DataError(
             f"the stream {self._name!r} of rank {ref.partition} ended after {ref.batch} of its "
-            f"{self._plan.counts[ref.partition]} batches (data epoch {ref.epoch}): declare how many it has"
+            f"{self._plan.counts[ref.partition]} batches (data epoch {ref.epoch}): declare the number that it "
+            "yields in each epoch: from_stream(f, batches=...), or __len__ of the IterableDataset"
         )
 
     def _where(self, epoch: int, ref: BatchRef) -> str:

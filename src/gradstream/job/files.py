@@ -49,7 +49,13 @@ JOB_MODULE = "__gradstream_job__"
 
 
 class _Captured(BaseException):
-    """Ends a job file at the call that would start its run. Not an Exception, which scripts may catch."""
+    """Raised by `train` in a script that is only read for its job: ends the script, and carries the job.
+
+    It derives from BaseException, so that an `except Exception` in the script does not catch it.
+
+    Args:
+        job: the job that the script passed to `train`.
+    """
 
     def __init__(self, job: Job) -> None:
         super().__init__()

@@ -73,6 +73,11 @@ class Job:
         clip_norm: greatest norm of a worker's mean gradient over a step, clipped before the exchange.
         clip_value: greatest absolute value of an element of that gradient. With either of the two, the
             exchange does not overlap with backpropagation.
+        non_finite: what becomes of a gradient with a NaN or an infinity. "skip" leaves it out: the worker goes on
+            with its next minibatch, the samples count as dropped, and an event names worker, step and
+            minibatch. "error" ends the run at the first one.
+        quarantine_after: number of such gradients of one worker in a row for which it counts as lost. If the
+            newest gradients of all others are not finite either, the model has diverged, and the run ends.
         epochs: passes over the data. Exactly one of `epochs` and `steps` is given.
         steps: steps per worker: minibatches, or k of them with `accumulate`.
         evaluate_every: steps (synchronous: rounds) between two evaluations on held-out samples, or "epoch".
@@ -140,6 +145,8 @@ class Job:
     accumulate: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
+    non_finite: Literal["skip", "error"] = "skip"
+    quarantine_after: int = 3
     epochs: int | None = None
     steps: int | None = None
     evaluate_every: int | Literal["epoch"] | None = None
@@ -188,6 +195,8 @@ class JobOptions(TypedDict, total=False):
     accumulate: int
     clip_norm: float | None
     clip_value: float | None
+    non_finite: Literal["skip", "error"]
+    quarantine_after: int
     epochs: int | None
     steps: int | None
     evaluate_every: int | Literal["epoch"] | None

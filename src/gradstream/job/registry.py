@@ -94,8 +94,8 @@ def find_strategy(spec: str | Strategy, options: Mapping[str, Any] | None = None
     found = _find("strategy", spec, options or {})
     if not isinstance(found, ServerStrategy | GroupStrategy | SharedMemoryStrategy):
         raise ConfigError(
-            f"strategy {spec!r} is a {type(found).__name__}; expected a subclass of ServerStrategy, GroupStrategy "
-            "or SharedMemoryStrategy of gradstream.strategies, by how its workers exchange"
+            f"strategy {spec!r} makes an object of class {type(found).__name__}; expected a strategy: derive the "
+            "class from gradstream.strategies.ServerStrategy, GroupStrategy or SharedMemoryStrategy"
         )
     return found
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from gradstream.checkpoint.manifest import Resume
 from gradstream.coordinator.stopping import Until
 from gradstream.data.shares import MEASURED
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.callbacks import check_callbacks
 from gradstream.job.job import Job, build_model, is_open_ended
 from gradstream.job.overrides import plain
@@ -65,7 +65,9 @@ def check(job: Job) -> None:
 
 
 def _check_numbers(job: Job) -> None:
-    for name in ("workers", "accumulate", "connections"):
+    if job.non_finite not in ("skip", "error"):
+        raise UnknownNameError("non_finite", str(job.non_finite), ("skip", "error"))
+    for name in ("workers", "accumulate", "connections", "quarantine_after"):
         whole(name, getattr(job, name), least=1)
     if job.servers is not None:
         whole("servers", job.servers, least=0)
@@ -105,16 +107,16 @@ def _check_evaluation(job: Job) -> None:
     if every is None:
         if job.until is not None and job.until.accuracy is not None:
             raise ConfigError(
-                f"until accuracy={job.until.accuracy}, but nobody looks at held-out samples: "
-                "give evaluate_every"
+                f"until(accuracy={job.until.accuracy}) needs evaluations during the run; give evaluate_every, "
+                "evaluate_every='epoch' for example"
             )
         return
     if every != "epoch":
         whole("evaluate_every", every, least=1, other=", or 'epoch'")
     if not job.data.num_test_samples:
         raise ConfigError(
-            f"evaluate_every={every!r}, but the data set {job.data.name!r} holds no samples out; give it "
-            "some (test_inputs and test_targets of gradstream.from_arrays)"
+            f"evaluate_every={every!r}, but the data set {job.data.name!r} has no held-out samples; give it some "
+            "(test_inputs and test_targets of gradstream.from_arrays)"
         )
 
 
@@ -147,14 +149,14 @@ def _check_quorum(job: Job, strategy: Strategy) -> None:
         )
     if job.shares == MEASURED:
         raise ConfigError(
-            f"shares={MEASURED!r} waits for the measurements of all workers, and {what} does not wait for all "
-            "of them: use one of the two"
+            f"shares={MEASURED!r} needs the speed of every worker in each round, but {what} does not wait for "
+            "every worker: leave out shares, or leave out backup"
         )
     for given, amounts in (("batch_size", job.batch_size), ("shares", job.shares)):
         if isinstance(amounts, Sequence) and 0 in amounts:
             raise ConfigError(
-                f"{given}={list(amounts)}: {what} takes the workers that come first, and a worker without "
-                "samples would always be one of them: give each worker some, or leave out backup"
+                f"{given}={list(amounts)}: {what} does not wait for the slowest workers, and a worker without samples "
+                "would always be among the fastest: give each worker some samples, or leave out backup"
             )
 
 
@@ -180,8 +182,9 @@ def _check_hooks(strategy: Strategy) -> None:
     called = [name for name in _HOOKS_OF_SERVERS if hasattr(strategy, name)]
     if called:
         raise ConfigError(
-            f"{type(strategy).__name__} has {', '.join(f'{name}()' for name in called)}, which only servers would "
-            "call; leave out, or derive from gradstream.strategies.ServerStrategy"
+            f"{type(strategy).__name__} has {', '.join(f'{name}()' for name in called)}, which only servers call, but "
+            "the strategy has no servers: leave this method out, or derive from "
+            "gradstream.strategies.ServerStrategy"
         )
 
 
@@ -209,7 +212,10 @@ def _check_shared(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     name = type(strategy).__name__
     check_compiler(f"what {name} does to shared memory")
     if is_open_ended(job):
-        raise ConfigError(f"{name} has no part for a training loop of your own: give it a model and data")
+        raise ConfigError(
+            f"{name} does not support a training loop of your own: pass a model and data to train(), or take "
+            "another strategy"
+        )
     if not isinstance(optimizer, SGD) or optimizer.state_names or optimizer.weight_decay or job.groups:
         raise ConfigError(
             f"{name} adds -lr·gradient to single components, and has no state of them: got {optimizer}"
@@ -226,7 +232,7 @@ def check_resumed(job: Job, resume: Resume) -> None:
     ):
         if got != expected:
             raise ConfigError(
-                f"{name}={got}, but {resume.folder} is of a run with {name}={expected}; expected {expected}"
+                f"{name}={got}, but the run of the checkpoint {resume.folder} had {expected}; expected {expected}"
             )
 
 

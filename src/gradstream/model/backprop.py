@@ -85,7 +85,7 @@ class Sink:
         self.written = True
 
     def clear(self) -> None:
-        """Sets the gradient to zero: there is no contribution."""
+        """Sets the gradient to zero. Called where the loss does not depend on the parameter."""
         if self.factors is not None:
             self.factors.clear()
         else:
@@ -126,7 +126,7 @@ class RowSink:
         raise self._dense()
 
     def clear(self) -> None:
-        """Does nothing: there is no contribution, and so there are no rows."""
+        """Called where the loss does not depend on the parameter. Does nothing: a gradient without rows is zero."""
 
     def _dense(self) -> GradientError:
         return GradientError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
-from gradstream.errors import ConfigError, GradientError
+from gradstream.errors import ConfigError, NonFiniteError
 
-__all__ = ["check_option", "finite", "finite_loss"]
+__all__ = ["check_option", "check_updated", "finite", "finite_loss", "usable"]
 
 
 def check_option(function: str, option: str, got: object, *names: str) -> None:
@@ -29,10 +30,37 @@ def finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all().item())
 
 
+def usable(gradient: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite, and the sum of their squares is finite in the gradient's own dtype.
+
+    Norms and update rules with squares (Adam, Adagrad) need that. In float32 it holds up to a length of 1.8e19, so
+    sums of usable gradients do not overflow either. One pass over the memory, without a temporary.
+    """
+    flat = gradient.flatten()
+    return math.isfinite(torch.dot(flat, flat).item())
+
+
+def check_updated(vectors: Iterable[torch.Tensor], where: str, lr: float, step: int) -> None:
+    """Raises NonFiniteError unless parameters and state are finite after an update: a rate is too large.
+
+    Args:
+        vectors: parameters and state that the update has changed.
+        where: which part of them, in words.
+        lr: learning rate of the update.
+        step: number of the update.
+    """
+    if not all(map(finite, vectors)):
+        raise NonFiniteError(
+            f"update {step}, {where}: at learning rate {lr:g} a parameter, or the optimizer's state, has become NaN "
+            "or infinite, although no gradient was; lower the learning rate, or clip the gradient. The newest "
+            "checkpoint has the parameters before"
+        )
+
+
 def finite_loss(value: float) -> float:
-    """Raises GradientError unless the loss is a finite number. Returns it."""
+    """Raises NonFiniteError unless the loss is a finite number. Returns it."""
     if not math.isfinite(value):
-        raise GradientError(
+        raise NonFiniteError(
             f"loss is {value}, expected a finite number: lower the learning rate, or check this batch's inputs"
         )
     return value

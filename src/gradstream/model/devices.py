@@ -1,7 +1,7 @@
-"""Finds the devices beside the CPU, and copies between one and main memory.
+"""Finds a worker's device, and copies tensors between this device and main memory.
 
-`Streams` makes each copy at once, which works on every device of torch. `CudaStreams` queues copies and returns:
-the device makes them beside its computations, and an event tells when one has ended.
+`Streams` copies synchronously, which works on every device of torch. `CudaStreams` queues a copy and returns: the
+device copies beside its computations, and an event tells when a copy has ended.
 """
 
 from __future__ import annotations
@@ -83,13 +83,16 @@ class _AtOnce:
 
 
 class Streams:
-    """Copies between main memory and a device; this one makes each at once.
+    """Copies tensors between main memory and a device. Each call returns when its copy is complete.
+
+    The class works for every device of torch; `CudaStreams` makes the copies asynchronously.
 
     Args:
-        device: the device, with its index.
+        device: the device, with its index ("cuda:0").
 
     Attributes:
-        generators: indices of the devices whose random numbers a model may draw.
+        device: the device.
+        generators: indices of the CUDA devices from whose random number generators the model may draw.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -97,36 +100,39 @@ class Streams:
         self.generators: Sequence[int] = ()
 
     def current(self) -> AbstractContextManager[object]:
-        """Inside, this thread's "cuda" is this device."""
+        """A context in which "cuda" without an index means this device, on this thread."""
         return nullcontext()
 
     def pin(self, host: torch.Tensor) -> None:
-        """Lets the device read and write this memory directly, which makes copies faster."""
+        """Pins this memory where the device can use pinned memory, which makes copies faster."""
 
     def pinned_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """New main memory for a copy of `tensor`."""
+        """An empty tensor in main memory, pinned where possible, of the shape and dtype of `tensor`."""
         return torch.empty_like(tensor, device="cpu")
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` on the device, for computations that are queued after this call.
+        """Copies `tensor` to the device, for computations that are queued after this call.
 
-        Its copy in main memory must not change until they have ended.
+        Do not write `tensor` until these computations have ended: the copy may still read it.
         """
         return tensor.to(self.device)
 
     def to_host(self, source: torch.Tensor, view: torch.Tensor) -> Copied:
-        """Copies `source` into main memory, as the computations that are queued so far leave it.
+        """Copies `source` into main memory, after the computations that are queued already.
 
         Args:
-            source: tensor on the device; must not be written before the copy has ended.
-            view: tensor of the same shape in main memory; undefined before the copy has ended.
+            source: tensor on the device. Do not write it before the copy has ended.
+            view: tensor of the same shape in main memory. Its contents are undefined before the copy has ended.
+
+        Returns:
+            An object that tells when the copy has ended.
         """
         view.copy_(source)
         return _AtOnce()
 
 
 class CudaStreams(Streams):
-    """Copies that a CUDA device makes beside its computations.
+    """Copies tensors between main memory and a CUDA device, asynchronously and beside the computations.
 
     Args:
         device: the device, with its index.
@@ -145,7 +151,7 @@ class CudaStreams(Streams):
         return context
 
     def pin(self, host: torch.Tensor) -> None:
-        """See `Streams.pin`. Pins the memory where it is, so nothing is copied on the CPU."""
+        """See `Streams.pin`. Pins the memory in place, without a copy on the CPU."""
         memory = host.untyped_storage()
         at, size_bytes = memory.data_ptr(), memory.nbytes()
         if at in self._pinned:
@@ -185,7 +191,7 @@ class CudaStreams(Streams):
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The copy streams of a device."""
+    """The object that copies to and from a device."""
     return CudaStreams(device) if device.type == "cuda" else Streams(device)
 
 

@@ -98,7 +98,7 @@ class FactorPair:
         self.state = "refused"
 
     def clear(self) -> None:
-        """Sets both factors to zero: there is no gradient."""
+        """Sets both factors to zero. Called where the loss does not depend on the layer."""
         self.delta.zero_()
         self.x.zero_()
 

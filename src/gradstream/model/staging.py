@@ -86,7 +86,7 @@ class Landing:
         self._under_way.append((copied, lambda: then(float(host))))
 
     def ready(self, elems: int) -> None:
-        """Takes the reports of a backward pass: `elems` from the front are written on the device, or queued."""
+        """Called by the backward pass when the device has written the first `elems` elements, or has queued that."""
         if elems - self._asked >= COPY_ELEMS or elems == len(self.source):
             piece = slice(self._asked, elems)
             copied = self._streams.to_host(self.source[piece], self._gradient[piece])

@@ -63,9 +63,9 @@ class Optimizer(Protocol):
 
 
 def skips_zeros(rule: object) -> bool:
-    """Whether a gradient of 0 changes neither parameter nor state, so that it need not be applied.
+    """Whether elements with a gradient of 0 may be skipped, since an update changes neither them nor their state.
 
-    Built-in rules have a property of this name; a rule without it is taken to change them. With momentum,
-    running means or weight decay, every update moves every element.
+    True only for a rule with a property `skips_zeros` that is True, such as plain SGD. With momentum, running
+    means or weight decay, every update moves every element.
     """
     return bool(getattr(rule, "skips_zeros", False))

@@ -95,7 +95,10 @@ def _rule_with(optimizer: Optimizer, settings: Mapping[str, Any], where: str) ->
     names = [entry.name for entry in dataclasses.fields(record) if entry.init and entry.name != "lr"]
     for name in settings:
         if name == "lr":
-            raise ConfigError(f"{where}: lr is the same for all groups: set lr_scale, which multiplies it")
+            raise ConfigError(
+                f"{where}: got lr={settings[name]!r}, but all groups share the learning rate of the optimizer; "
+                "set lr_scale, the group's factor of this rate: lr_scale=0.1, for example"
+            )
         if name not in names:
             raise UnknownNameError(f"setting of {where}", name, [*names, "lr_scale", "match"])
     try:
@@ -104,9 +107,9 @@ def _rule_with(optimizer: Optimizer, settings: Mapping[str, Any], where: str) ->
         raise ConfigError(f"{where}: {error}") from error
     if (rule.state_names, rule.state_init) != (optimizer.state_names, optimizer.state_init):
         raise ConfigError(
-            f"{where}: {', '.join(settings)} would change the state of the update rule ({_state(rule)}, "
-            f"elsewhere {_state(optimizer)}), which must be the same for all parameters: leave it out here, or set "
-            "it in the optimizer"
+            f"{where}: {', '.join(settings)} would give this group other state vectors ({_state(rule)}) than the "
+            f"optimizer has ({_state(optimizer)}), but they must be the same for all parameters: leave the setting "
+            "out of the group, or set it in the optimizer"
         )
     return rule
 

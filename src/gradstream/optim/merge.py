@@ -95,9 +95,9 @@ class Outer:
     def __post_init__(self) -> None:
         if callable(self.rule.lr):
             raise ConfigError(
-                f"the strategy's outer optimizer is {self.rule}, whose lr is a schedule; expected a number: "
-                "schedules count a worker's minibatches, which shards do not know. Use the schedule in the run's "
-                "own optimizer, which the workers apply"
+                f"the strategy's outer optimizer is {self.rule}, whose lr is a schedule; expected a number, since "
+                "the shards do not know the position in the run. Give the schedule to the run's optimizer, which "
+                "the workers apply"
             )
 
     @property

@@ -126,9 +126,9 @@ def nominal_rate(lr: Rate) -> float:
     if isinstance(nominal, int | float):
         return nominal
     raise ConfigError(
-        f"a rate of local steps beside the schedule {lr!r}: a function has no field lr to which it could be "
-        "relative; leave the local rate out, or use a schedule with a field lr, such as "
-        "gradstream.schedules.Cosine"
+        f"the strategy's local_lr or significance is relative to the field lr of the schedule, but {lr!r} is a "
+        "function without this field; leave local_lr and significance out, or use a schedule with a field lr, "
+        "gradstream.schedules.Cosine for example"
     )
 
 

@@ -41,11 +41,11 @@ class Pushed:
     Args:
         chunk: number of the chunk.
         rank, sequence: rank of the worker, and number of its push.
-        chunk_time: chunk time at which it arrived.
+        chunk_time: chunk time at which the contribution arrived.
         base_version: version of the chunk that the gradient was computed on.
         version: version of the chunk when the contribution arrived; -1 before its initial parameters.
-        assign: whether it brings initial parameters.
-        absent: whether it has no elements.
+        assign: whether the contribution has initial parameters.
+        absent: whether the worker pushed no elements for this chunk.
     """
 
     chunk: int
@@ -60,9 +60,9 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class FetchAsked:
-    """A shard received a fetch that makes it apply the sum of a chunk.
+    """A shard received a fetch that makes the shard apply the pushes of a chunk that it has summed.
 
-    `number` is 0 if the shard itself asked, for a snapshot. `rank` is then the rank of the shard.
+    If the shard does so for a snapshot, `number` is 0 and `rank` is the rank of the shard.
     """
 
     chunk: int
@@ -118,7 +118,7 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class BatchesAssigned:
-    """The coordinator's answer to a worker that asked for minibatches (written by the worker)."""
+    """The coordinator assigned minibatches to a worker that had asked for some (written by the worker)."""
 
     refs: tuple[BatchRef, ...]
     complete: bool
@@ -127,11 +127,11 @@ class BatchesAssigned:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReached:
-    """A snapshot paused a worker; everything that it had computed was in the model (written by the worker).
+    """A worker paused for a snapshot, with all of its gradients in the model (written by the worker).
 
     Args:
         begun: number of minibatches that the worker had begun.
-        ends: whether the worker began no further one.
+        ends: whether the worker began no further minibatch afterwards.
     """
 
     begun: int
@@ -140,12 +140,12 @@ class SnapshotReached:
 
 @dataclass(frozen=True, slots=True)
 class IntervalBegun:
-    """A participation schedule let a worker in, or moved it to another phase (written by the worker).
+    """A worker began an interval, since the participation schedule resumed it or changed the phase (by the worker).
 
     Args:
-        begun: number of minibatches that the worker had begun.
+        begun: number of minibatches that the worker had begun before.
         number: number of the interval.
-        phase: the strategy's name of the phase.
+        phase: name of the phase, as the strategy gives it.
     """
 
     begun: int
@@ -167,7 +167,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The run was over: no entry of this shard is missing."""
+    """The run was over. A recording that ends with this entry is complete."""
 
 
 Entry: TypeAlias = (
@@ -191,7 +191,7 @@ FLAG = 0x10
 
 
 def encode(entry: Entry) -> bytes:
-    """An entry as bytes, about seven of them."""
+    """An entry as bytes, about seven bytes."""
     match entry:
         case Pushed():
             kind = PUSHED | FLAG * entry.assign | 2 * FLAG * entry.absent

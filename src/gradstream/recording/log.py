@@ -180,6 +180,9 @@ def read_log(data: bytes, name: str) -> LogPart:
             f"{name} is not a recording, or nothing of it was written; put it back from a copy"
         ) from error
     if number != FORMAT:
-        raise DataError(f"{name} has format {number}, this gradstream reads {FORMAT}")
+        raise DataError(
+            f"{name} has format {number}, but this version of gradstream reads format {FORMAT}: use the version "
+            "that made the recording"
+        )
     entries = [entry for block in blocks for entry in decode(block)]
     return LogPart(node, header, entries, reader.torn_bytes)

@@ -130,6 +130,12 @@ class ReplayedMember(Member):
     def receipt(self, refs: Iterable[BatchRef]) -> None:
         """Does nothing: the recording knows which minibatches are in the model."""
 
+    def refused(self, refused: v1.Refused) -> None:
+        """Does nothing, since there is no coordinator."""
+
+    def sound(self) -> None:
+        """Does nothing, since there is no coordinator."""
+
     def report(self, report: v1.SnapshotReport) -> None:
         """After a worker has reached a snapshot, publishes the next one, or the end if that was the last."""
         if report.kind != v1.SnapshotReport.REACHED or self._ended:

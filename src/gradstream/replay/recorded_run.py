@@ -142,7 +142,7 @@ def _from_disk(run: str | Path | Run, job: Job | None) -> tuple[Job, Parts, Stor
     if job is None and recorded.get("sha256") and recorded["sha256"] != digest_of(recorded.get("job", "")):
         raise ConfigError(
             f"the job file {recorded['job'].partition(':')[0]} has changed since {path} was made: "
-            "restore it, or pass the job (job=...)"
+            "restore the file as it was, or pass the job (job=...)"
         )
     return job or job_of_run(path), parts, storage
 

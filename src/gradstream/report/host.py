@@ -33,13 +33,13 @@ def lost_share(workers: Sequence[WorkerFigures]) -> float:
 
 
 def for_slow_worker(run: SlowRun, one: WorkerFigures, slowness: float, about: str) -> Reason | None:
-    """The reason why its machine makes a worker slower; None if the machine is not the cause.
+    """Finds why a worker's machine makes the worker slower than the others; None if the machine is not the cause.
 
     Args:
         run: the run.
-        one: the worker.
-        slowness: how many times slower the worker is than the median, > 1.
-        about: a clause that says how slow the worker is.
+        one: the slow worker.
+        slowness: ratio of its time to the median worker's, > 1.
+        about: text that says how slow the worker is, for the begin of the sentence.
     """
     excess_s = one.compute_s * (1 - 1 / slowness)
     if one.lost_s >= MOST * excess_s:
@@ -50,11 +50,11 @@ def for_slow_worker(run: SlowRun, one: WorkerFigures, slowness: float, about: st
 
 
 def for_reading(workers: Sequence[WorkerFigures], about: str = "") -> Reason:
-    """The reason is that reading samples takes long.
+    """Says that reading samples takes long.
 
     Args:
-        workers: the workers that read.
-        about: a clause about the one worker whose slowness this explains; "" for all workers.
+        workers: workers that spend much of their time reading.
+        about: if the reason is about one slow worker, text that says how slow it is; "" for all workers.
     """
     read_s = math.fsum(one.read_s for one in workers)
     share, whose = read_s / math.fsum(one.total_s for one in workers), "its" if about else "the workers'"
@@ -69,11 +69,11 @@ def for_reading(workers: Sequence[WorkerFigures], about: str = "") -> Reason:
 
 
 def for_cores(run: SlowRun, workers: Sequence[WorkerFigures], about: str = "") -> Reason:
-    """The reason why gradients take much longer than their CPU time.
+    """Finds why workers take much longer for a gradient than the CPU time that they use for it.
 
     Args:
         run: the run.
-        workers: the workers with such gradients.
+        workers: workers whose gradients take much longer than their CPU time.
         about: see `for_reading`.
     """
     compute_s = math.fsum(one.compute_s for one in workers)

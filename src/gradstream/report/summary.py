@@ -103,7 +103,8 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         steps: number of minibatches of all workers, without those that a resumed run has computed again.
         samples: number of samples in them; a sample counts each time.
         samples_accounted: number of samples with a receipt, which are in the model; None if the run did not finish.
-        samples_dropped: number of samples that updates left out, with backup workers.
+        samples_dropped: number of samples that updates left out: with backup workers, or of refused gradients.
+        gradients_refused: by worker, number of gradients that were not finite.
         late: by worker, number of gradients that came too late.
         shares: by worker, samples of a round at the end; empty if shares are not measured.
         reason: why the run finished before its data was used up (`until`), or None.
@@ -205,6 +206,9 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
         "samples": samples,
         "samples_accounted": finished.get("samples"),
         "samples_dropped": finished.get("dropped", 0),
+        "gradients_refused": dict(
+            sorted(Counter(one["who"] for one in _of(events, "gradient_refused")).items())
+        ),
         "late": _late(steps),
         "shares": _shares(events),
         "reason": finished.get("reason") or None,

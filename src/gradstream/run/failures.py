@@ -21,6 +21,7 @@ from gradstream.errors import (
     GradientError,
     GradstreamError,
     InternalError,
+    NonFiniteError,
     PeerLostError,
     RefusedError,
     UserCodeError,
@@ -34,7 +35,7 @@ NAME_BYTES, MESSAGE_BYTES, TRACEBACK_BYTES = 128, 8192, 1 << 16
 TAIL_LINES, TAIL_BYTES = 5, 1024
 """The part of a node's log that an error shows."""
 
-_OF_USER = {cls.__name__: cls for cls in (UserCodeError, GradientError, DataError)}
+_OF_USER = {cls.__name__: cls for cls in (UserCodeError, GradientError, NonFiniteError, DataError)}
 _OF_PEER = {cls.__name__: cls for cls in (PeerLostError, DeadlineError)}
 
 

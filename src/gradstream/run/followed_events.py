@@ -30,7 +30,9 @@ MESSAGE_BYTES = 1024
 
 
 class FollowedEvents:
-    """Follows the events of a run from now on; the file may hold those of the run's earlier parts.
+    """Reads the events that the nodes of a run write from now on, and passes each to a callback.
+
+    The file of a resumed run also has the events before the run was resumed, which are not read.
 
     Args:
         run_dir: run directory.

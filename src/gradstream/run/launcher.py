@@ -353,7 +353,7 @@ class Launcher:
             if silent and len(self._ended.statuses) == len(self._others) and self._options.on_address is None:
                 others_gone += 1  # broken connections tell the coordinator, which may be suspended meanwhile
                 if others_gone * POLL_S > self._job.deadlines.patience_s:
-                    raise PeerLostError(COORDINATOR, "did not react to the end of all other nodes")
+                    raise PeerLostError(COORDINATOR, "did not end the run after all other nodes had ended")
         self._events.read()
         if "stopped" in self._events.last:
             self._let_leave()
@@ -390,8 +390,9 @@ class Launcher:
             return
         raise PeerLostError(
             "worker-0",
-            "was lost with all workers of this machine. The others have finished the run, but the final "
-            "parameters are with them: `gradstream join` has said where, copy them from there",
+            "all workers of this machine were lost. The workers of the other machines have finished the run, so "
+            f"the final parameters are there and not in {self._run_dir}: the output of `gradstream join` on those "
+            "machines names the file; copy it from one of them",
         )
 
     # ---- the end ------------------------------------------------------------------------

@@ -16,9 +16,9 @@ __all__ = ["RunEntry", "list_runs"]
 
 
 class RunEntry(TypedDict):
-    """One run; figures that its events do not give are None.
+    """A run in a list of runs. A figure is None if the events of the run do not contain it.
 
-    `damaged` is a message that names a damaged file and the remedy, or "".
+    `damaged` is "", or a message that names a damaged file of the run and the remedy.
     """
 
     path: Path
@@ -39,7 +39,8 @@ def list_runs(folder: Path) -> list[RunEntry]:
     """
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder}: no such folder; runs are kept in runs/ of the folder they were started in"
+            f"{folder}: no such folder; expected a folder of runs. By default, a run is kept in runs/ of the folder "
+            "in which it was started"
         )
     found = sorted(path.parent for path in folder.glob("*/run.json"))
     return [_entry(path) for path in found]

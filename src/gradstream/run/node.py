@@ -216,7 +216,7 @@ async def _run(
             with machine_lock(Path(spec.run_dir) / LOCK, doing="running it", wait_s=LOCK_S):
                 return await _coordinate(plan, runtime, endpoint, say, when_asked or _on_sigterm)
         if given.coordinator is None:
-            raise ConfigError(f"{name} needs --coordinator, the address of the coordinator")
+            raise ConfigError(f"{name}: --coordinator is missing; expected the address of the coordinator")
         role, _, rank = name.partition("-")
         model = build_model(job, int(rank))
         await endpoint.start()

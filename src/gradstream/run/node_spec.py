@@ -125,15 +125,16 @@ class NodeSpec:
             mine, launchers = here.get(part, "none"), self.data.get(part, "none")
             if mine != launchers:
                 raise ConfigError(
-                    f"{part} of the data set {job.data.name!r} are {mine}; those of the launcher {launchers}. "
-                    "Every node runs the job file, and makes the data anew: give the random generator a "
-                    "seed, numpy.random.default_rng(0), or keep the data in a file"
+                    f"{part} of the data set {job.data.name!r} differ between nodes: this node has {mine}, the "
+                    f"launcher {launchers}. Every node runs the job file and makes the data again: give the random "
+                    "generator a seed, numpy.random.default_rng(0), or read the data from a file"
                 )
 
     def _load(self, job: str) -> Job:
         if not job:
             raise ConfigError(
-                f"{self.run_dir}: the job of this run was not in a file, so it cannot be read again"
+                f"{self.run_dir}: the job of this run was not in a file, so it cannot be loaded again; put the job "
+                "into a file, and begin a new run"
             )
         loaded = load_job(job, earlier=[Path(path) for path in self.earlier], argv=self.argv)
         # A class that is defined in the job file has no place: the fields of the file's own object are changed.

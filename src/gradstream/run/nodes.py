@@ -105,10 +105,12 @@ def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEven
         started,
         BatchDistribution(ledger=ledger, balance=balance, assignment=assignment, participation=participation),
         LossTolerance(
-            survives_worker_loss=plan.strategy.survives_worker_loss,
+            survives_worker_loss=plan.survives_worker_loss,
             quorum=None if plan.served is None else plan.served.quorum(plan.workers),
             allow_lost=plan.job.allow_lost,
+            quarantine_after=plan.job.quarantine_after,
             replaces=plan.replaces_workers,
+            stands_in=plan.stands_in,
         ),
         software=__version__,
         policy=plan.policy,
@@ -197,10 +199,12 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
         optimizer=own.optimizer if own and (plan.served is None or plan.served.pushes == "gradients") else "",
         resume=plan.resume,
         gradients_only=plan.gradients_only,
+        skips_non_finite=job.non_finite == "skip",
         balanced=plan.balanced,
         form_group=partial(form_group, how=how),
         update_rule=_update_rule(plan, model, own),
         workers_optimize=plan.workers_optimize,
+        stands_in=plan.stands_in,
     )
 
 

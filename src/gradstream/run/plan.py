@@ -117,9 +117,27 @@ class RunPlan:
         Not in a recorded run: a recording has one file for each worker.
         """
         served = self.served
-        if served is None or self.open_ended or self.job.record:
+        if served is None or self.open_ended or self.job.record or served.quorum(self.workers) is not None:
             return False
-        return served.survives_worker_loss and served.quorum(self.workers) is None
+        return self.stands_in or (served.survives_worker_loss and served.partitioning != "rounds")
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether the others compute the parts of a lost worker in each round.
+
+        Not where shares follow measured speeds, rows are exchanged, or only reading a minibatch tells its size.
+        """
+        served = self.served
+        if served is None or not served.stands_in or served.quorum(self.workers) is not None:
+            return False
+        several = self.open_ended or self.balanced or self.job.record
+        return not several and served.rows(tables=True) is None and self.job.data.num_samples is not None
+
+    @property
+    def survives_worker_loss(self) -> bool:
+        """Whether the run goes on when a worker is lost, with its minibatches."""
+        rounds = self.served is not None and self.served.partitioning == "rounds"
+        return self.stands_in if rounds else self.strategy.survives_worker_loss
 
     def ledger(self) -> Ledger | OpenLedger:
         """A new account of every minibatch of the run."""
@@ -144,9 +162,9 @@ class RunPlan:
         plan = plan_of(job.data, spec)
         if job.assignment == "queue" and not isinstance(plan, QueuePlan):
             raise ConfigError(
-                f"assignment='queue': the data {job.data.name!r} is a stream, is read ahead, or brings its "
-                f"own plan ({plan!r}), so each worker needs a part of its own; leave assignment out: others "
-                "take what is left of a part at its end"
+                f"assignment='queue': the data {job.data.name!r} is a stream, has a loader with num_workers, or "
+                f"brings its own plan ({plan!r}), so each worker needs its own partition; leave assignment out: "
+                "fast workers then help slow ones at the end of their partitions"
             )
         joined = plan if job.accumulate == 1 else JoinedPlan(plan, job.accumulate)
         if self.balanced:
@@ -167,8 +185,8 @@ class RunPlan:
             return
         if not isinstance(plan, RoundPlan):
             raise ConfigError(
-                f"shares='measured': the data {self.job.data.name!r} brings its own plan, {plan!r}, whose "
-                "rounds cannot be divided anew; leave out shares"
+                f"shares='measured': the data {self.job.data.name!r} brings its own plan, {plan!r}, so gradstream "
+                "cannot divide its rounds by the workers' speeds; leave out shares"
             )
         before = self.resume.shares if self.resume is not None else ()
         if len(before) == plan.num_partitions and sum(before) == sum(plan.shares):
@@ -289,15 +307,13 @@ def num_servers(job: Job, strategy: Strategy) -> int:
     name = type(strategy).__name__
     if not isinstance(strategy, ServerStrategy):
         if job.servers:
-            how = (
-                "in a group of workers"
-                if isinstance(strategy, GroupStrategy)
-                else "in memory that workers share"
+            how = "in a group" if isinstance(strategy, GroupStrategy) else "through shared memory"
+            raise ConfigError(
+                f"servers={job.servers}, but the workers of {name} exchange {how}, without servers: leave servers out"
             )
-            raise ConfigError(f"servers={job.servers}, but {name} exchanges {how}, without: leave it out")
         return 0
     if job.servers == 0:
-        raise ConfigError(f"servers=0: {name} goes through a parameter server; expected at least 1")
+        raise ConfigError(f"servers=0: the workers of {name} exchange through servers; expected at least 1")
     return 1 if job.servers is None else job.servers
 
 

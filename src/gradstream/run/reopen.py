@@ -85,17 +85,20 @@ def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
         found = newest(storage, damaged.append)
         if found is None and damaged:
             named = "".join(f"\n  {error}" for error in damaged)
-            raise DataError(f"{path} has no parameters: every checkpoint of it is damaged:{named}")
+            raise DataError(f"{path} has no parameters: all of its checkpoints are damaged:{named}")
         for error in damaged:
             warnings.warn(f"{error}; the one before is used", stacklevel=2)
         if found is None:
-            raise ConfigError(f"{path} has no parameters: the run did not finish, and no checkpoint was kept")
+            raise ConfigError(
+                f"{path} has no parameters: the run did not finish, and it has no checkpoint; run the job again, with "
+                "checkpoint_every= to keep checkpoints"
+            )
         return path / found[0] / FINAL_MODEL.name
     there = {kept.parent.name: kept for kept in sorted((path / FOLDER).glob("[!.]*/model.safetensors"))}
     name = checkpoint.rstrip("/").rpartition("/")[2]
     if name not in there:
         raise ConfigError(
-            f"{path / FOLDER} has no checkpoint {checkpoint!r}; there: {', '.join(there) or 'none'}"
+            f"{path / FOLDER} has no checkpoint {checkpoint!r}; it has: {', '.join(there) or 'none'}"
         )
     if there[name] != path / FINAL_MODEL:
         verify(storage, f"{FOLDER}/{name}")

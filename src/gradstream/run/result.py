@@ -140,9 +140,15 @@ class Run:
         """
         data = data or self.data
         if self.model is None or data is None:
-            raise ConfigError("evaluate: no model or no data; give them: Run.load(path, model=…, data=…)")
+            raise ConfigError(
+                "evaluate: this run was loaded without its model or data; pass both: "
+                "Run.load(path, model=…, data=…)"
+            )
         if not data.num_test_samples:
-            raise ConfigError(f"evaluate: the data set {data.name!r} holds no samples out for testing")
+            raise ConfigError(
+                f"evaluate: the data set {data.name!r} has no held-out samples; pass one that has some: "
+                "evaluate(data=…)"
+            )
         flat = flatten(self.model, self.parameters)
         with with_buffers(self.model, self.parameters):  # for this call: the model may be trained again
             return evaluate(self.model, flat, data, self.metrics, batch_size=batch_size)

@@ -42,17 +42,20 @@ class Deadlines:
 
     @property
     def beat_s(self) -> float:
-        """The longest time between two signs of life of a node, and between two attempts to send one."""
+        """The longest time between two heartbeats, or attempts to send one, from a node to the coordinator."""
         return self.lease_s / BEATS_PER_LEASE
 
     @property
     def notice_s(self) -> float:
-        """The longest time between two signs of life that the coordinator sends to a node."""
+        """The longest time between two messages of the coordinator to a node; without news it sends a heartbeat."""
         return self.lease_s / NOTICES_PER_LEASE
 
     @property
     def patience_s(self) -> float:
-        """The silence after which a node gives up the coordinator: not before the coordinator gives up the node."""
+        """How long the coordinator may be silent before a node counts it as lost, in seconds.
+
+        It is at least `lease_s`, so that the coordinator gives up the node first.
+        """
         return max(self.coordinator_s, self.lease_s)
 
     @property

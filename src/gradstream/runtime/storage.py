@@ -20,8 +20,8 @@ class DiskStorage:
     """Files below a directory.
 
     Args:
-        root: the run directory; parents of a file are made when it is written.
-        durable: written files survive a power cut. A trial, whose files are removed again, does without.
+        root: the run directory. Folders in it are made when a file in them is written.
+        durable: whether written files survive a power cut; False is faster, for a trial whose files are removed.
     """
 
     def __init__(self, root: Path, *, durable: bool = True) -> None:
@@ -30,7 +30,7 @@ class DiskStorage:
         self._torn: dict[str, tuple[int, int]] = {}  # by file: end and begin of a torn record
 
     def write(self, path: str, data: bytes) -> None:
-        """Atomic and durable: after a crash the file has its old or its new content."""
+        """Replaces the file atomically: after a crash it has its old or its new content."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")

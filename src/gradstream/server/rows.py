@@ -96,12 +96,13 @@ class RowPart:
 
 
 class RowMap:
-    """The rows of every chunk.
+    """Knows how each chunk is divided into rows: how many it has, and where each one lies.
 
     Args:
-        chunks: the chunk map.
-        tables: the tables, in the order of the vector; they do not overlap.
-        block_elems: elements of a row outside tables. Such a row ends early at the end of its chunk or at a table.
+        chunks: division of the flat vector into chunks.
+        tables: the row-sparse tensors, in the order of the flat vector; they do not overlap.
+        block_elems: elements of a row outside of tables. Such a row is shorter at the end of its chunk and
+            before a table.
     """
 
     def __init__(self, chunks: ChunkMap, tables: Sequence[RowTable], block_elems: int) -> None:
@@ -118,8 +119,8 @@ class RowMap:
         edges = [edge for table in tables for edge in (table.start, table.stop)]
         if edges != sorted(edges) or any(edge > chunks.elems for edge in edges) or not spec.block_elems:
             raise ConfigError(
-                f"the registered model has tables at {edges} of {chunks.elems} elements, and blocks of "
-                f"{spec.block_elems}; expected growing places, and at least 1"
+                f"the registered model has tables with the edges {edges} in {chunks.elems} elements, and blocks of "
+                f"{spec.block_elems} elements; expected increasing edges inside the vector, and at least 1 element"
             )
         return cls(chunks, tables, spec.block_elems)
 

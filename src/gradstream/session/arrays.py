@@ -65,9 +65,9 @@ class ArrayBinding(ParameterBinding):
         for name, view in self.layout.views(self._shown) if len(self._shown) else ():
             if not np.array_equal(view.numpy(), self._arrays[name], equal_nan=True):
                 raise ConfigError(
-                    f"{where}: array {name!r} was changed since the exchange before, and the next one would "
-                    "undo that: change it before the first exchange or after session.close, or let the update "
-                    "rule do it (such as weight_decay)"
+                    f"{where}: your script changed array {name!r} since the last session.exchange, and the next "
+                    "exchange would overwrite the change: change it before the first exchange or after "
+                    "session.close, or use the update rule (weight_decay, for example)"
                 )
 
     @property
@@ -93,8 +93,8 @@ class ArrayBinding(ParameterBinding):
         given = {name: np.asarray(array) for name, array in _named(gradients)}
         if given.keys() != self._arrays.keys():
             raise GradientError(
-                f"session.exchange: got gradients of {sorted(given)}; expected those of {sorted(self._arrays)}: "
-                "give one for each parameter, zeros where there is none"
+                f"session.exchange: got gradients of {sorted(given)}; expected one for each parameter, "
+                f"{sorted(self._arrays)}: pass zeros where a parameter has no gradient"
             )
         for name, array in self._arrays.items():
             got = given[name]
@@ -177,8 +177,8 @@ class ArrayParameters:
         """Raises ConfigError unless arrays and rule are those of the first step; only `lr` may differ."""
         if type(rule) is not type(self._rule) or _without_lr(rule) != _without_lr(self._rule):
             raise ConfigError(
-                f"session.exchange: got the update rule {rule}; expected that of the first step, {self._rule}: "
-                "only lr may change"
+                f"session.exchange: got the update rule {rule}; expected the rule of the first step, "
+                f"{self._rule}: only its lr may change"
             )
         self.binding.check(parameters)
 
@@ -291,8 +291,8 @@ def rate_of(rule: Optimizer) -> float:
     """
     if callable(rule.lr):
         raise ConfigError(
-            f"session.exchange: lr is the schedule {rule.lr!r}; expected a number: a loop of your own gives "
-            "each step its learning rate, as SGD(lr=0.1)"
+            f"session.exchange: the update rule has the schedule lr={rule.lr!r}; expected a number: compute the "
+            "learning rate of each step in your loop, and pass SGD(lr=0.1), for example"
         )
     return rule.lr
 

@@ -84,12 +84,14 @@ class ParameterBinding(ABC):
 
     def gradient(self, *_: Any, **__: Any) -> float:
         """Raises InternalError: the user's loop computes the gradients."""
-        raise InternalError("the user's own loop computes its gradients")
+        raise InternalError(
+            "a worker asked a session for a gradient, but the user's loop computes the gradients"
+        )
 
     def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
         """Raises InternalError: the user's loop computes the outputs."""
         del parameters, inputs
-        raise InternalError("the user's own loop computes its outputs")
+        raise InternalError("a worker asked a session for outputs, but the user's loop computes the outputs")
 
 
 class GradientBinding(ParameterBinding):
@@ -139,16 +141,16 @@ class ModuleBinding(ParameterBinding):
                 raise ConfigError(
                     f"session.wrap: parameter {name!r} is on {parameter.device}; this strategy exchanges "
                     'parameters in main memory: keep the module on "cpu", or use the strategy "synchronous" '
-                    'or "allreduce", under which it may be on any device'
+                    'or "allreduce", which support any device'
                 )
             tensors.append((name, tuple(parameter.shape)))
         dtypes = {str(parameter.dtype) for parameter in self._parameters}
         if len(dtypes) != 1 or not dtypes <= {"torch.float32", "torch.float64"}:
             got = ", ".join(sorted(dtypes)) or "no parameters that require a gradient"
             raise ConfigError(
-                f"session.wrap: the optimizer has {got}; expected one dtype, float32 or float64, in which steps "
-                "are added up: keep the parameters in float32 (model.float()), and compute in bfloat16 or "
-                "float16 with torch.autocast"
+                f"session.wrap: the optimizer has {got}; expected one dtype for all parameters, float32 or "
+                "float64: keep the parameters in float32 (model.float()), and compute in bfloat16 or float16 "
+                "with torch.autocast"
             )
         self.layout = Layout.of(tensors, self._parameters[0].dtype)
         self.watch = ParameterWatch(module, self._parameters, self.layout)

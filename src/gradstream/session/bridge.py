@@ -186,11 +186,18 @@ class LoopBridge:
             self._wait()
 
     def step(self, samples: int, lr: float, loss: float) -> None:
-        """Hands over the gradient that `ParameterBinding.copy_gradient` finds, and waits for the next turn.
+        """Gives the loop's gradient to the worker, and returns when the worker has set the next parameters.
+
+        The worker reads the gradient with `ParameterBinding.copy_gradient`.
+
+        Args:
+            samples: number of samples behind the gradient.
+            lr: learning rate of this step.
+            loss: mean loss over the samples, NaN where it is unknown.
 
         Raises:
-            ClosedError: the loop has ended before.
-            GradstreamError: the worker has ended with this error. The gradient may have been applied or not.
+            ClosedError: the session was closed before.
+            GradstreamError: the error with which the worker has ended. The gradient may or may not be applied.
         """
         with self._condition:
             if self.ended:

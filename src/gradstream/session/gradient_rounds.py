@@ -27,8 +27,8 @@ class RoundResult:
     Args:
         mean: the mean vector (E,), valid until the next round begins.
         fired: indices of the parameters for which some worker's backward has computed a gradient.
-        broken: indices for which some worker's gradient has a NaN or an infinity.
-        present: indices that have a gradient on some worker.
+        broken: indices of the parameters for which some worker's gradient has a NaN or an infinity.
+        present: indices of the parameters that have a gradient on some worker.
     """
 
     mean: torch.Tensor
@@ -39,12 +39,12 @@ class RoundResult:
 
 @dataclass(frozen=True, slots=True)
 class LateGradients:
-    """Mean gradients of parameters without a place in the vector.
+    """Mean gradients of parameters that have no place in the gradient vector, since they were frozen at `wrap`.
 
     Args:
         means: flat mean gradient of each parameter.
         broken: indices for which some worker's gradient has a NaN or an infinity.
-        own_broken: those for which this worker's has.
+        own_broken: indices for which this worker's own gradient has a NaN or an infinity.
     """
 
     means: Mapping[int, torch.Tensor]
@@ -115,7 +115,7 @@ class GradientRounds:
             indices: indices of the parameters, the same on all workers.
 
         Raises:
-            ConfigError: they would need more than `LATE_ROUNDS` rounds.
+            ConfigError: the gradients would need more than `LATE_ROUNDS` rounds.
             ReplicasDifferError: see `exchange`.
         """
         names, parameters = self._wrapped.names, self._wrapped.parameters
@@ -123,9 +123,9 @@ class GradientRounds:
         room, total = self._vector.gradient_elems, sum(sizes)
         if total > LATE_ROUNDS * room:
             raise ConfigError(
-                f"{names[indices[0]]!r} and {len(indices) - 1} other parameters were frozen at session.wrap "
-                f"and are trained now: {total:,} elements, but wrap reserved {room:,}. Call wrap while they "
-                "require a gradient, and freeze them after it: that reserves their place"
+                f"{names[indices[0]]!r} and {len(indices) - 1} other parameters were frozen at session.wrap and "
+                f"have gradients now: {total:,} elements, too many for the {room:,} that wrap has reserved. "
+                "Call wrap while these parameters require a gradient, and freeze them afterwards"
             )
         flat = torch.empty(total, dtype=self._vector.layout.dtype)
         bounds = [(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]

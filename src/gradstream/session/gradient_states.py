@@ -34,13 +34,14 @@ class WrappedParameters:
         self._indices = {id(parameter): index for index, parameter in enumerate(parameters)}
 
     def indices_of(self, optimizer: torch.optim.Optimizer, step: int) -> list[int]:
-        """Indices of a wrapped optimizer's parameters.
+        """Positions in `parameters` of the parameters that an optimizer steps.
 
         Args:
-            step: step of the loop, for messages.
+            optimizer: one of `optimizers`.
+            step: number of the loop's step, for the error message.
 
         Raises:
-            ConfigError: a parameter with a gradient was added to the optimizer after `wrap`.
+            ConfigError: the script has added a parameter to the optimizer after `wrap`, and it has a gradient.
         """
         found = []
         for parameter in _parameters_of(optimizer):
@@ -49,9 +50,9 @@ class WrappedParameters:
                 found.append(index)
             elif parameter.grad is not None:
                 raise ConfigError(
-                    f"step {step}: {type(optimizer).__name__} has a parameter of shape "
-                    f"{tuple(parameter.shape)} that it did not have at session.wrap, so its gradient is of "
-                    "this worker's samples alone: make it before wrap, and wrap its module or optimizer too"
+                    f"step {step}: {type(optimizer).__name__} got a parameter of shape "
+                    f"{tuple(parameter.shape)} after session.wrap, so its gradient is not averaged over the "
+                    "workers: make it before wrap, and wrap its module or optimizer too"
                 )
         return found
 
@@ -68,9 +69,9 @@ class WrappedParameters:
                 raise ConfigError(
                     f"step {step}: {type(optimizer).__name__}, which was not wrapped, has a parameter of "
                     f"shape {tuple(parameter.shape)} that no wrapped module or optimizer has, so its "
-                    "gradient is of this worker's samples alone: call session.wrap([model, ...], [optimizer, "
-                    "...]) with all of them; or, if each worker is to have its own, make the step inside "
-                    "session.no_sync()"
+                    "gradient is not averaged over the workers: call session.wrap([model, ...], [optimizer, "
+                    "...]) with all modules and optimizers; or, if each worker is to have a parameter of its "
+                    "own, make the step inside session.no_sync()"
                 )
 
 

@@ -149,9 +149,9 @@ class GradientReducer:
         rest = [index for index in mine if not states.is_averaged(index)]
         for index in filter(states.changed_early, rest):
             raise ConfigError(
-                f"step {step}: the gradient of {wrapped.names[index]!r} was clipped or changed in another "
-                "way before it was averaged with those of the other workers. Leave the last backward before "
-                "that out of no_sync: it averages the gradients"
+                f"step {step}: the gradient of {wrapped.names[index]!r} was changed (clipped, for example) before "
+                "it was averaged over the workers. Leave the last backward before the change out of no_sync: this "
+                "backward averages the gradients"
             )
         if rest:
             states.fired.update(rest)
@@ -183,9 +183,9 @@ class GradientReducer:
                 self._begin_in_backward()
             elif self._end_of_backward() is None:
                 raise UserCodeError(
-                    "the backward before this one failed half-way, and this worker has sent part of its "
-                    "gradient already, so it cannot go on in step with the others: resume the run from its "
-                    "newest checkpoint (gradstream resume)"
+                    "the previous backward raised an error after this worker had sent a part of its gradient, so "
+                    "this worker can no longer average gradients with the others: resume the run from its newest "
+                    "checkpoint (gradstream resume)"
                 )
             self._write(index)
 

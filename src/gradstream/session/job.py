@@ -24,7 +24,8 @@ class ScriptModel:
     def gradient(self, *_: Any, **__: Any) -> NoReturn:
         """Raises ConfigError: the script computes its gradients."""
         raise ConfigError(
-            "a script with a training loop of its own computes its gradients itself, so this job has no model"
+            "this job has no model: its script has a training loop of its own, which computes the gradients; start "
+            "it with gradstream train script.py"
         )
 
 
@@ -50,8 +51,8 @@ class OwnLoop:
         """The loop of this process."""
         if self.running is None:
             raise ConfigError(
-                f"worker-{rank}: this job is a script with a training loop of its own, and this process does not "
-                "run it: start it with gradstream train script.py"
+                f"worker-{rank}: this job is a script with a training loop of its own, which this process does not "
+                "run: start the job with gradstream train script.py"
             )
         return self.running
 

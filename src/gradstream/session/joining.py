@@ -89,8 +89,8 @@ def join(
     intercept(job)
     if placement.running() is not None:
         raise ConfigError(
-            "join: it was called before in this process; one script is one worker of one run: keep the session "
-            "of the first call"
+            "join: this process has called join() before, and a process is one worker of one run: use the session "
+            "that the first call returned"
         )
     if not describe(find_strategy(strategy, job.strategy_options))["class"]:
         raise ConfigError(

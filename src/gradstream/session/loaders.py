@@ -165,8 +165,9 @@ class ShardedLoader(DataLoader[Any]):
             epoch = sampler.latest if epoch is None else epoch
             if epoch is None or not epoch.counts:
                 raise ConfigError(
-                    f"session.shard: the __iter__ of {type(self).__name__} gives minibatches that its sampler "
-                    "has not drawn: it keeps an iterator from before. Shard a plain DataLoader instead"
+                    f"session.shard: the __iter__ of {type(self).__name__} gives minibatches that the sampler of "
+                    "session.shard has not drawn, from an iterator made before shard. Shard a plain DataLoader "
+                    "instead"
                 )
             if takeover is not None:
                 steps = steps or EpochSteps(takeover, Epoch(self._number, epoch.epoch))
@@ -205,7 +206,7 @@ class ShardedLoader(DataLoader[Any]):
 
 
 class ShardedStream(DataLoader[Any]):
-    """A worker's part of a DataLoader of an IterableDataset. Iterates over all of it, and leaves out the rest."""
+    """A worker's part of a DataLoader of an IterableDataset: reads all minibatches, and yields the worker's own."""
 
     _part: LoaderPart
     _common_random: CommonRandomState | None
@@ -221,14 +222,16 @@ class ShardedStream(DataLoader[Any]):
 
 
 def _part_of_loader(loader: DataLoader[Any], part: LoaderPart) -> DataLoader[Any]:
-    """The part of a DataLoader that one worker takes.
+    """A loader of the minibatches, or parts of minibatches, that one worker takes.
 
     Raises:
-        ConfigError: the loader is a part already, or gives the part of another worker, or its order differs
+        ConfigError: the loader was sharded already, or is divided for another worker, or its order would differ
             between workers.
     """
     if isinstance(loader, ShardedLoader | ShardedStream):
-        raise ConfigError("session.shard: the loader is this worker's part already; call shard once")
+        raise ConfigError(
+            "session.shard: got a loader that session.shard returned; call shard once per loader"
+        )
     divided = is_divided(loader, part)
     if divided:  # it gives this worker's part already: only count its samples
         part = dataclasses.replace(part, rank=0, world_size=1, split=False, takeover=None)
@@ -283,23 +286,24 @@ def part_of(data: Any, part: LoaderPart) -> Any:
         return _part_of_loader(data, part)
     if isinstance(data, IterableDataset):
         raise ConfigError(
-            "session.shard: got an IterableDataset, expected its DataLoader: shard that, or divide the dataset "
-            "by session.rank yourself"
+            "session.shard: got an IterableDataset, expected a DataLoader of it: shard the DataLoader, or divide "
+            "the dataset by session.rank and session.world_size yourself"
         )
     if isinstance(data, Dataset):
         size = len(data)  # type: ignore[arg-type]  # map-style: has a length
         if part.aligned and size % part.world_size:
             raise ConfigError(
-                f"session.shard: got a Dataset of {size} samples for {part.world_size} workers; expected a "
-                "multiple: the workers make all steps together, and parts of different lengths would make "
-                "different numbers of steps. Shard its DataLoader instead, or leave out "
-                f"{size % part.world_size} samples"
+                f"session.shard: got a Dataset of {size} samples; expected a multiple of the {part.world_size} "
+                "workers, since all workers must make the same number of steps. Shard a DataLoader of the dataset "
+                f"instead, or leave out {size % part.world_size} samples"
             )
         return Subset(data, part.of(range(size)))
     if isinstance(data, np.ndarray | torch.Tensor) and not part.split:
         return part.of(data)
     if isinstance(data, ShardedIterable):
-        raise ConfigError("session.shard: these are this worker's minibatches already; call shard once")
+        raise ConfigError(
+            "session.shard: got an iterable that session.shard returned; call shard once for each"
+        )
     if isinstance(data, Iterable):
         return ShardedIterable(data, part)
     raise ConfigError(

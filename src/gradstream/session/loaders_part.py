@@ -127,10 +127,10 @@ def length_of(values: Any) -> int | None:
 
 
 def is_divided(loader: DataLoader[Any], part: LoaderPart) -> bool:
-    """Whether the loader gives this worker's part of the data already, and not all of it.
+    """Whether the loader has a sampler that divides the data already (DistributedSampler), for this worker.
 
     Raises:
-        ConfigError: it gives the part of another worker, or one of another number of workers.
+        ConfigError: the sampler gives the part of another rank, or divides among another number of workers.
     """
     for divider in _nested(loader):
         for total, which in _NAMES:

@@ -19,10 +19,10 @@ __all__ = ["EpochSteps", "Takeover", "TakeoverOrder"]
 
 
 class TakeoverOrder:
-    """The minibatches of an epoch as the sampler has given them, most often as lists of sample indices.
+    """The minibatches that a sampler has drawn in an epoch, most often as lists of sample indices.
 
     Attributes:
-        whole: whether the sampler has given all of them.
+        whole: whether the sampler has drawn all minibatches of the epoch.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ def _packed(batch: Any) -> Any:
 
 
 class Takeover:
-    """Connects all loaders of a session with the coordinator, which knows the lost workers.
+    """Lets the loaders of a session take over minibatches of lost workers, which the coordinator assigns.
 
     Args:
         steps: returns the number of the loop's next step, None while it is not known. A resumed run begins

@@ -85,19 +85,19 @@ def several(given: Any, kind: type[K]) -> list[K]:
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Stands in for a user's optimizer whose updates the servers make. Shares its `param_groups`.
+    """Takes the place of a user's optimizer in the loop, while the servers make its updates.
 
-    `step` hands the gradients over and returns when the parameters are those of the next step. It reads the
-    learning rate from `param_groups` each time, so schedulers work, on this optimizer or on the user's own.
-    The servers hold the state of the update rule (momentum): `state` is empty.
+    `step` pushes the gradients, and returns when the parameters of the next step are in the model. It reads the
+    learning rate from `param_groups` each time. Both optimizers share these, so a scheduler works on either.
+    `state` is empty: the servers hold the state of the update rule (momentum).
 
     Args:
-        inner: the user's optimizer. It is not stepped any more.
-        rule: the update that the servers make in its place.
-        step: hands a step over; see `Step`.
+        inner: the user's optimizer, whose `step` is no longer called.
+        rule: the update rule that the servers apply instead.
+        step: gives a step to the worker; see `Step`.
         watch: checks the parameters that are exchanged; None checks nothing.
         where: returns the names of worker and step, for messages.
-        moves: parameters may move in a step without a gradient, whatever the rule is.
+        moves: whether parameters without a gradient may change in a step, whatever the rule is.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if _members(inner) != self._members:
             raise ConfigError(
                 f"{where}: the parameter groups of your {type(inner).__name__} have other parameters than at "
-                "session.wrap, when the servers learned which rule updates which parameter: leave the groups "
-                f"as they are. {ON_WORKERS}"
+                "session.wrap, where the servers learned which rule updates which parameter: do not move "
+                f"parameters between groups. {ON_WORKERS}"
             )
         if inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks:
             raise ConfigError(

@@ -100,7 +100,7 @@ class ResumePoint:
         """Raises ConfigError where a resumed script makes steps without having asked where to go on."""
         if self.steps and not self.asked:
             raise ConfigError(
-                f"this run goes on from step {self.steps}, but the script begins its loop again: skip the "
-                "iterations that are done (`if session.skip(): continue` at the top of the loop), or begin "
-                "the loop at session.step"
+                f"this run was resumed at step {self.steps}, but the script begins its loop at the first step: "
+                "skip the iterations that are done (`if session.skip(): continue` at the top of the loop), or "
+                "begin the loop at session.step"
             )

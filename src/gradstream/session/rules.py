@@ -125,8 +125,8 @@ class ServerRule:
                 got, ratio = float(group["lr"]), own.get("lr_scale", 1.0)
                 raise ConfigError(
                     f"optimizer.step: parameter group {index} has lr={got!r}, group 0 has lr={first!r}; expected "
-                    f"{ratio:g} times that of group 0, as at session.wrap: the rates of groups may only change "
-                    f"together. {ON_WORKERS}"
+                    f"{ratio:g} times the rate of group 0, as at session.wrap: scale the rates of all groups by "
+                    f"the same factor. {ON_WORKERS}"
                 )
         return first
 
@@ -199,8 +199,8 @@ def rule_for(
     against = objection(strategy, workers)
     if against:
         raise ConfigError(
-            f"{why}. Nor can the optimizer run on the workers, which would push its steps instead of gradients: "
-            f"{against}; or {INSTEAD}"
+            f"{why}. Under this strategy, the optimizer cannot run on the workers either (they would push its "
+            f"steps instead of gradients): {against}; or {INSTEAD}"
         )
     return None
 

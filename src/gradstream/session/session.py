@@ -196,10 +196,11 @@ class Session:
         yield
 
     def close(self) -> None:
-        """Ends this worker's part, and waits for the others; then the model is final, and equal on all workers.
+        """Ends training on this worker: call it after the last step.
 
-        Make no step after it. A second call does nothing. A session that is open when its script ends is
-        closed then.
+        Waits until all workers have made their last steps. Then the wrapped model has the final parameters,
+        the same on all workers. A step after `close` raises ClosedError; a second `close` does nothing. If the
+        script does not call `close`, the session is closed when the script ends.
         """
 
     def __enter__(self) -> Self:

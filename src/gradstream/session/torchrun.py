@@ -219,8 +219,9 @@ def _reachable(away: str) -> Address:
         if not is_loopback(own):
             return Address(own)
     raise ConfigError(
-        f"MASTER_ADDR={os.environ.get('MASTER_ADDR')!r} is no address at which other machines reach rank 0; "
-        "expected one of this machine: torchrun --master-addr 10.0.0.1, or with a rendezvous --local-addr"
+        f"MASTER_ADDR={os.environ.get('MASTER_ADDR')!r}: the other machines cannot reach rank 0 there; expected "
+        "a network address of rank 0's machine: torchrun --master-addr 10.0.0.1, for example, or with "
+        "--rdzv-backend, --local-addr 10.0.0.1"
     )
 
 

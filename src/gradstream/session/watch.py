@@ -101,9 +101,9 @@ class ParameterWatch:
                 if parameter.grad is not None and id(parameter) not in self._names:
                     raise ConfigError(
                         f"{where}: parameter {place} of group {index}, of shape {tuple(parameter.shape)}, "
-                        "has a gradient and is not exchanged: it was added or unfrozen after session.wrap. "
-                        "Pass the optimizer all parameters before wrap, with requires_grad=True, and freeze "
-                        "them after it (with fused=False, if the optimizer has momentum or weight decay); or "
+                        "has a gradient, but was added or unfrozen after session.wrap, so it is not exchanged. "
+                        "Pass all parameters to the optimizer before wrap, with requires_grad=True, and freeze "
+                        "some afterwards (with fused=False, if the optimizer has momentum or weight decay); or "
                         f"{INSTEAD}"
                     )
 
@@ -112,12 +112,12 @@ class ParameterWatch:
         for parameter in group["params"]:
             if parameter.grad is None and id(parameter) in self._names:
                 name = self._names[id(parameter)]
-                frozen = "" if parameter.requires_grad else ", and requires none any more (it was frozen)"
+                frozen = "" if parameter.requires_grad else ", since it was frozen after session.wrap"
                 raise ConfigError(
-                    f"{where}: parameter {name!r} has no gradient{frozen}. torch would leave it unchanged in "
-                    f"this step; {rule} on the servers would move it by its momentum, running means or weight "
-                    "decay. Use SGD without these; or call session.wrap(model, optimizer, fused=False), if the "
-                    f"strategy supports it; or make backward() reach all parameters; or {INSTEAD}"
+                    f"{where}: parameter {name!r} has no gradient{frozen}. torch would not change it in this "
+                    f"step, but {rule} on the servers would, by momentum, running means or weight decay. Use SGD "
+                    "without these; or call session.wrap(model, optimizer, fused=False), if the strategy supports "
+                    f"it; or let the loss depend on all parameters; or {INSTEAD}"
                 )
 
     def check_layouts(self, where: str, group: Mapping[str, Any], rule: str) -> None:
@@ -126,8 +126,8 @@ class ParameterWatch:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise ConfigError(
                     f"{where}: the gradient of {self._names.get(id(parameter))!r} has the layout "
-                    f"{parameter.grad.layout}, which {rule} does not take in torch either: make the layer with "
-                    "sparse=False, or use SGD or Adagrad without weight decay, or torch.optim.SparseAdam"
+                    f"{parameter.grad.layout}, which {rule} supports neither here nor in torch: make the layer "
+                    "with sparse=False, or use SGD or Adagrad without weight decay, or torch.optim.SparseAdam"
                 )
 
     # ---- comparisons -------------------------------------------------------------------
@@ -139,10 +139,10 @@ class ParameterWatch:
         for name, parameter in self._parameters:
             if id(parameter) in gone:
                 raise ConfigError(
-                    f"{where}: the module does not have the parameter {name!r} of session.wrap any more: the "
-                    "parameter, or the submodule that has it, was replaced (load_state_dict(assign=True) does "
-                    "that too), and the model would lack what is trained: build and load the model before "
-                    "session.wrap"
+                    f"{where}: the module has lost the parameter {name!r} since session.wrap: your script has "
+                    "replaced the parameter or its submodule (load_state_dict(assign=True) does that too), so "
+                    "training would change a tensor that the model no longer has. Build and load the model "
+                    "before session.wrap"
                 )
         self._links = self._found()  # the same parameters at other places
 
@@ -182,9 +182,10 @@ class ParameterWatch:
 
     def _changed(self, name: str, where: str, change: str) -> ConfigError:
         return ConfigError(
-            f"{where}: parameter {name!r} {change} since the last step. This strategy sets all parameters at each "
-            f"step, and would undo that: {INSTEAD}; or change it before session.wrap or after session.close. To "
-            "evaluate with other values, set them and reset them inside `with session.evaluation():`"
+            f"{where}: parameter {name!r} {change} since the last step. This strategy overwrites all parameters at "
+            f"each step, so the change would be lost: {INSTEAD}; or change the parameter before session.wrap or "
+            "after session.close. To evaluate with other values, set and reset them inside `with "
+            "session.evaluation():`"
         )
 
 

@@ -277,7 +277,10 @@ class WorkerSession(Session):
                 "one run trains one model. Wrap several modules in one call"
             )
         if self._closed:
-            raise ClosedError("the session is closed; it trains one model, once: start a new run for another")
+            raise ClosedError(
+                "session.wrap: the session was closed, and a session trains only one model: call it before "
+                "session.close, or train the next model in another run of the script"
+            )
 
     def _where(self) -> str:
         bridge = self._connection.bridge

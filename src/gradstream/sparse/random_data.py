@@ -45,8 +45,8 @@ def synthetic(
     """
     if min(num_samples, num_features) < 1 or num_test_samples < 0 or not 1 <= touched <= num_features:
         raise ConfigError(
-            f"synthetic({num_samples}, {num_features}, {touched}): expected samples and features, and "
-            "from 1 to all of them touched"
+            f"synthetic({num_samples}, {num_features}, {touched}): expected at least 1 sample and 1 feature, and "
+            "touched from 1 to the number of features"
         )
     if task not in ("classes", "numbers") or not 0 <= skew < 4 or not 0 <= noise < 10:
         raise ConfigError(

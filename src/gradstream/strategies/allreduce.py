@@ -12,8 +12,9 @@ where the group's algorithm sums in the order of ranks.
 Wait-free backprop: the vector is divided into buckets, in backward order. A bucket is sent as soon as backprop has
 passed its end, and backprop continues meanwhile. The last bucket is sent when the whole gradient is known to be
 finite, and the update is made when all buckets have arrived. So a worker that dies or fails in the middle of a round
-leaves the others with the parameters of the last complete round. (With `sharded`, a death during the update itself
-leaves the parameters undefined; the run goes back to its checkpoint.)
+leaves the others with the parameters of the last complete round. Where a gradient is not finite, all workers leave
+its round out. (With `sharded`, a death during the update itself leaves the parameters undefined; the run goes back to
+its checkpoint.)
 
     bucket l ready at r_l, exchanged in a_l:  s_l = max(r_l, e_{l+1}),  e_l = s_l + a_l,  T = e_1 + t_update
 
@@ -98,13 +99,13 @@ class AllReduce(GroupStrategy):
             )
         if self.factors and self.sharded:
             raise ConfigError(
-                "AllReduce(factors=True, sharded=True): a worker that updates its slices alone needs "
-                "no other part of the gradient; leave one of the two out"
+                "AllReduce(factors=True, sharded=True): factors bring whole gradients, but a worker with sharded=True "
+                "needs only its own slices; leave one of the two out"
             )
         if self.sharded and self.algorithm in ALGORITHMS and self.algorithm not in PARTS:
             raise ConfigError(
-                f"AllReduce(algorithm={self.algorithm!r}, sharded=True): it has no reduce-scatter and no "
-                f"all-gather; expected {', '.join(PARTS)}, or 'auto'"
+                f"AllReduce(algorithm={self.algorithm!r}, sharded=True): this algorithm has no reduce-scatter and "
+                f"no all-gather; expected {', '.join(PARTS)}, or 'auto'"
             )
         if self.bucket_mib is not None and not 1e-4 <= self.bucket_mib <= 1 << 20:
             raise ConfigError(f"AllReduce(bucket_mib={self.bucket_mib}): expected MiB, 0.0001 to 1048576")

@@ -294,7 +294,8 @@ class ServerWorker(Worker, Protocol):
     async def accumulate(self, gradient: Gradient) -> None:
         """Adds a gradient to the sum that `take_accumulated` returns. The first gradient's vector becomes the sum.
 
-        The sum is applied at the rate of its first gradient; each later one is weighed by its own rate over that.
+        If gradients have different learning rates, the sum has the rate η of the first gradient, and gradient i
+        is added with the weight η_i/η.
         """
         ...
 

@@ -75,8 +75,8 @@ class Averaged(Barrier):
         total = math.fsum(raw)
         if len(raw) != len(update) or not (math.isfinite(total) and total > 0.0):
             raise UserCodeError(
-                f"the parameters of {len(update)} workers are to be combined in proportion to {list(raw)}; "
-                "expected a finite number for each, with a sum above 0"
+                f"combine returned the weights {list(raw)} for the parameters of {len(update)} workers; expected a "
+                "finite number for each worker, with a sum above 0"
             )
         return [weight / total for weight in raw]
 
@@ -100,7 +100,7 @@ def _likelihoods(update: Sequence[PushHeader]) -> list[float]:
     for one in update:
         if math.isnan(one.loss):
             raise UserCodeError(
-                f"combine='loss', and {one.sender} knows no loss: the model's gradients() has to return "
+                f"combine='loss', but {one.sender} reports no loss: let the model's gradients() return "
                 "(loss, gradients)"
             )
     least = min(one.loss for one in update)

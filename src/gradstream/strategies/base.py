@@ -64,10 +64,11 @@ class RowExchange:
 
 
 class Strategy(ABC):
-    """The base of all strategies. Yours derives from one of the three below, by how its workers exchange.
+    """The base of all strategies. A strategy of your own derives from one of its subclasses.
 
-    A strategy is a frozen dataclass of its options. It travels between machines as its name and these
-    fields, never as code.
+    `ServerStrategy` is for workers that exchange through servers, `GroupStrategy` for workers that sum among
+    themselves, and `SharedMemoryStrategy` for workers that update one vector in shared memory. A strategy is a
+    frozen dataclass of its options: other machines get its name and its fields, never code.
 
     Example:
         >>> strategy: gs.Strategy = gs.Downpour(push_every=2)
@@ -81,7 +82,7 @@ class Strategy(ABC):
     can do more than the others. A job may choose between the last two (`assignment`)."""
 
     survives_worker_loss: ClassVar[bool]
-    """Whether the others go on when a worker dies."""
+    """Whether the other workers continue when a worker dies."""
 
     plain: ClassVar[Mapping[str, object] | None] = None
     """Options with which one worker is plain SGD; None lets `testing.check_strategy` search for them."""
@@ -117,6 +118,10 @@ class ServerStrategy(Strategy):
 
     pushes: ClassVar[Pushes] = "gradients"
     """Content of the pushes; see `Pushes`."""
+
+    stands_in: ClassVar[bool] = False
+    """Whether another worker can make the push of a lost one in a round, with the same result: the push is the gradient
+    of the lost worker's minibatch at the parameters of that round, and nothing else of the worker's own."""
 
     @abstractmethod
     async def train(self, worker: ServerWorker) -> None:
@@ -169,8 +174,8 @@ class ServerStrategy(Strategy):
                 return Replace()
             case "outer_gradients":
                 raise InternalError(
-                    f'{type(self).__name__} says pushes = "outer_gradients" and has no outer_optimizer(); '
-                    "expected one: the rule by which its shards apply them"
+                    f'{type(self).__name__} has pushes = "outer_gradients", but no outer_optimizer(); expected '
+                    "this method, which returns the update rule that the shards apply to the pushes"
                 )
 
     def rows(self, tables: bool) -> RowExchange | None:

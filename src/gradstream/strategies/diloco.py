@@ -78,7 +78,7 @@ class DiLoCo(ServerStrategy):
         check_flag("DiLoCo", "nesterov", self.nesterov)
         if callable(self.outer_lr):
             raise ConfigError(
-                f"DiLoCo(outer_lr={self.outer_lr}): expected a number; schedules are of the inner rate"
+                f"DiLoCo(outer_lr={self.outer_lr}): expected a number; only the workers' optimizer can have a schedule"
             )
         try:
             self._outer()

@@ -112,7 +112,7 @@ class Downpour(StagedStrategy):
         if self.fetch_every == 1:
             raise ConfigError(
                 f"Downpour(local_lr={self.local_lr}, fetch_every=1): each step begins with a fetch, which "
-                "takes the local step before it back; take a longer fetch_every, or leave local_lr out"
+                "overwrites the previous local step; take a longer fetch_every, or leave local_lr out"
             )
 
     def _check_significance(self) -> None:
@@ -124,8 +124,8 @@ class Downpour(StagedStrategy):
             )
         if self.significance_of == "absolute" and not self.significance:
             raise ConfigError(
-                "Downpour(significance_of='absolute', significance=0.0): everything is significant; "
-                "say from which size on, as significance"
+                "Downpour(significance_of='absolute', significance=0.0): with this threshold everything is "
+                "significant; set significance above 0, or leave significance_of out"
             )
         if self.significance and self.local_momentum:
             raise ConfigError(

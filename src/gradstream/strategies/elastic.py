@@ -82,8 +82,8 @@ class ElasticAveraging(ServerStrategy):
         check_count(type(self).__name__, "every", self.every, "steps")
         if self.moving_rate is not None and not 0.0 <= self.moving_rate <= 1.0:
             raise ConfigError(
-                f"{type(self).__name__}(moving_rate={self.moving_rate}): expected 0 (workers on their own) "
-                "to 1 (all of the way to the centre)"
+                f"{type(self).__name__}(moving_rate={self.moving_rate}): expected 0 (workers do not exchange) to 1 "
+                "(workers take over the centre)"
             )
 
     def optimizer(self) -> Optimizer:
@@ -121,8 +121,8 @@ class ElasticAveraging(ServerStrategy):
         if self.synchronous and self.moving_rate is not None and self.moving_rate > 1 / num_workers:
             raise ConfigError(
                 f"{type(self).__name__}(moving_rate={self.moving_rate}, synchronous=True) with {num_workers} "
-                f"workers: expected at most {1 / num_workers:.4g}, with which the centre goes all of the way "
-                "to their mean; with more it overshoots"
+                f"workers: expected at most {1 / num_workers:.4g}, which moves the centre to the mean of the "
+                "workers; a larger rate moves it beyond the mean"
             )
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:

@@ -36,8 +36,8 @@ def check_penalty(strategy: str, weight: Penalty, power: float) -> None:
     check_not_negative(strategy, "power", power)
     if callable(weight) and power != 1.0:
         raise ConfigError(
-            f"{strategy}(power={power}, weight={getattr(weight, '__name__', weight)}): a function of τ is "
-            "taken as it is; leave power out, and let the function raise to it"
+            f"{strategy}(power={power}, weight={getattr(weight, '__name__', weight)}): power applies only to the "
+            "built-in weights, not to a function of τ; leave power out, and apply it inside the function"
         )
     check_choice(strategy, "weight", weight, get_args(Name))
 

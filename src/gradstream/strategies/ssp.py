@@ -90,8 +90,8 @@ class SSP(ServerStrategy):
         check_not_negative("SSP", "local_lr", self.local_lr, "rate")
         if self.bound == 0:
             raise ConfigError(
-                f"SSP(bound=0, local_lr={self.local_lr}): workers fetch at every step, which overwrites "
-                "their own; leave local_lr out"
+                f"SSP(bound=0, local_lr={self.local_lr}): workers fetch at every step, which overwrites their "
+                "local steps; take a larger bound, or leave local_lr out"
             )
 
     @property

@@ -59,13 +59,13 @@ class StagedStrategy(ServerStrategy):
         self._lengths(num_samples=1)
         if self.waves > 1 and not (self.warm_start or self.wave_every):
             raise ConfigError(
-                f"{name}(waves={self.waves}): expected wave_every, the samples between one wave and the next; "
-                "without it waves take the length of the warm start, and there is none"
+                f"{name}(waves={self.waves}): expected wave_every, the number of samples from one wave to the next, "
+                "or warm_start, whose length is the default of wave_every"
             )
         if self.waves == 1 and self.wave_every:
             raise ConfigError(
-                f"{name}(wave_every={self.wave_every!r}): there is one wave, and none after it; give the number of "
-                "waves, waves=2 or more, or leave wave_every out"
+                f"{name}(wave_every={self.wave_every!r}) with one wave, so nothing follows after wave_every; expected "
+                "waves=2 or more, or leave wave_every out"
             )
 
     def _lengths(self, num_samples: int) -> list[float]:
@@ -86,8 +86,8 @@ class StagedStrategy(ServerStrategy):
         between = between or warm
         if warm + (self.waves - 1) * between + last >= run.total_samples:
             raise ConfigError(
-                f"{self}: its begin and its end take all of the {run.total_samples:,} samples of the run; "
-                "nothing is left for all workers together"
+                f"{self}: the stages with few workers at the begin and the end take all {run.total_samples:,} samples "
+                "of the run, so nothing is left for all workers together; shorten the stages, or make the run longer"
             )
         if warm:
             await run.set_active_workers(1, ALONE)

@@ -13,6 +13,7 @@ __all__ = [
     "CheckpointFailedEvent",
     "FailedEvent",
     "FinishedEvent",
+    "GradientRefusedEvent",
     "InsecureEvent",
     "JoinedEvent",
     "LedgerEvent",
@@ -130,6 +131,20 @@ class RoundEvent(Event):
     accepted: list[int]  # ranks
     left_out: list[int]  # ranks of late, skipped or lost workers; their samples are dropped
     ids: list[int] | None  # samples of the accepted workers, by rank; None if samples have no ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientRefusedEvent(Event):
+    """A worker's gradient has a NaN or an infinity, and is not in the model (coordinator)."""
+
+    name: ClassVar[str] = "gradient_refused"
+    who: str
+    step: int  # of this worker
+    epoch: int  # data epoch
+    batch: int
+    samples: int
+    what: str
+    in_a_row: int  # number of this worker's refused gradients in a row, with this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

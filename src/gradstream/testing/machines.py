@@ -160,7 +160,9 @@ class NetworkCut:
         _run("tc", "-n", self._switch, "filter", "del", "dev", self._port, self._hook)
         self.num_dropped += self._dropped()
         if kind is None and not self.num_dropped:
-            raise AssertionError(f"no packet was dropped at {self._port} {self._hook}: nothing was cut")
+            raise AssertionError(
+                f"no packet was dropped at {self._port} {self._hook}, so the test has not cut the connection"
+            )
 
     _filter = ("bpf", "da", "bytecode", DROP_IP)
 

@@ -326,8 +326,8 @@ def resumes(strategy: Strategy) -> str:
             outcome = _learnt(strategy, 0, stop=seconds)
             if _bytes_of(outcome) != whole:
                 raise BrokenPropertyError(
-                    f"stopped after {seconds:g} s and resumed it ends with other parameters than a run that "
-                    "was not stopped: train() begins again then, and loses the state that it keeps itself"
+                    f"a run that was stopped after {seconds:g} s and resumed ends with other parameters than a run "
+                    "that was not stopped: a resumed run calls train() again, which loses its local variables"
                 )
             stops += outcome.count("resumed")
     for seed in range(SEEDS):

@@ -1,4 +1,4 @@
-"""Suspends a node of a simulation for some time, as SIGSTOP would: its timers fire late, its frames wait unread."""
+"""Suspends a node of a simulation for some time, as SIGSTOP suspends a process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gradstream.transport.simulated import endpoint
 __all__ = ["Standstill"]
 
 READ_S = 1e-3
-"""A process that wakes up finds its timers expired first; it reads the waiting frames this much later."""
+"""Delay from the firing of the expired timers to the reading of the waiting frames, when the node continues."""
 
 
 class _Late:
-    """A timer that may fire late."""
+    """A timer of the node. If it expires while the node is suspended, it fires when the node continues."""
 
     def __init__(self, standstill: Standstill, callback: Callable[[], None]) -> None:
         self._standstill = standstill
@@ -39,19 +39,23 @@ class _Late:
 
 
 class Standstill:
-    """Suspends one node. A context manager: make it before the run, and run within it.
+    """A context manager that suspends one node of a simulation from `begin_s` to `end_s`.
+
+    While the node is suspended, its timers do not fire, and the frames that it receives stay unread. When it
+    continues, first the expired timers fire, then it reads the frames. Run the simulation inside the context;
+    a context in which nothing was delayed raises AssertionError at its end.
 
     Args:
-        cluster: the machines.
+        cluster: machines of the simulation.
         node: name of the node.
-        begin_s, end_s: period, in seconds of virtual time.
-        noticed: whether the node notices on waking that it was suspended. If not, it takes the gap for silence of
-            the others, as a node without `runtime.stalls` would.
+        begin_s, end_s: begin and end of the suspension, in seconds of virtual time.
+        noticed: whether the node's `runtime.stalls` records the suspension. If not, the node believes that the
+            other nodes were silent during this time.
 
     Attributes:
         suspended: whether the node is suspended now.
-        late: callbacks of timers that have expired meanwhile.
-        num_held: number of timers and frames that were delayed.
+        late: callbacks of the timers that have expired during the suspension.
+        num_held: number of timers and frames that the suspension has delayed.
     """
 
     def __init__(

@@ -120,13 +120,14 @@ def write_run(events: Sequence[EventDict], info: Mapping[str, Any], folder: Path
 
 
 class TensorBoard:
-    """A callback that writes event files during a run: `train(..., callbacks=[TensorBoard()])`.
+    """A callback that writes a run's curves for TensorBoard: `train(..., callbacks=[TensorBoard()])`.
 
-    CPU and memory follow at the end of the run. The callback runs in the launching process and can neither stop nor
-    slow down the run. An error such as a full disk is reported once, and the file stays readable up to that point.
+    Loss, accuracy, throughput and logged values are written during the run; staleness and the nodes' CPU and memory
+    are written at its end. The callback runs in the launching process, so it cannot stop or slow down training. If
+    writing fails (the disk is full, say), gradstream reports the error once, and training continues.
 
     Args:
-        folder: folder for the files; None takes `tensorboard` in the run directory.
+        folder: folder for the event files; None takes `tensorboard` in the run directory.
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:

@@ -21,12 +21,12 @@ __all__ = ["AccessControl", "Service"]
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A method that the node serves.
+    """A method that this node serves, as in gRPC: peers open streams to call it.
 
     Args:
-        handler: serves the streams of the method.
-        model: the method touches the model; see `Endpoint.serve`.
-        method: the row of `METHODS`.
+        handler: serves each stream.
+        model: whether the method reads or writes the model; see `Endpoint.serve`.
+        method: row of `METHODS` that describes the method.
     """
 
     handler: Handler

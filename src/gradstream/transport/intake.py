@@ -19,11 +19,11 @@ _OTHERS = Caller("", 0)
 
 
 class Intake:
-    """Counts what one peer uses of this node.
+    """Counts the streams, unread bytes and refusals of one peer, to hold them within this node's limits.
 
     Args:
-        allowed_bytes: returns the most bytes of Chunks and Bodies that may wait to be taken.
-        more_streams: number of streams that may be open beyond `Limits.streams`.
+        allowed_bytes: returns the most bytes of received chunks and bodies that may wait to be read.
+        more_streams: number of streams that the peer may open beyond `Limits.streams`.
     """
 
     def __init__(self, allowed_bytes: Callable[[], int], more_streams: int = 0) -> None:
@@ -36,15 +36,15 @@ class Intake:
 
     @property
     def is_blank(self) -> bool:
-        """Whether it counts nothing, and may be dropped."""
+        """Whether all counts are zero, so that this object may be dropped."""
         return not (self.num_streams or self.unread_bytes or self._refusals_ns or self._closed_until_ns)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether this many more bytes may wait to be taken."""
+        """Whether this many more bytes may wait to be read."""
         return self.unread_bytes + num_bytes <= self._allowed_bytes()
 
     def refused(self, now_ns: int) -> bool:
-        """Counts a refusal. True where there were too many: the peer's connections are to be closed."""
+        """Counts a refusal. Returns True after too many: then close the peer's connections."""
         self._refusals_ns.append(now_ns)
         period_ns = round(LIMITS.refusals_s * 1e9)
         if len(self._refusals_ns) < LIMITS.refusals or now_ns - self._refusals_ns[0] > period_ns:

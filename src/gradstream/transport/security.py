@@ -32,12 +32,15 @@ _FORGET = 256  # parsed certificates that are kept
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """The TLS settings of one node, as PEM.
+    """The TLS settings of one node. Certificates and key are PEM.
 
     Args:
-        authority: certificate of the run's authority, against which peers are checked.
-        certificate, key: certificate and key of this node; None for a node that only dials.
-        mutual: callers must show a certificate as well.
+        authority: certificate of the run's own certificate authority. This node accepts only peers whose
+            certificates this authority has signed.
+        certificate, key: certificate and key of this node; None for a node that only opens connections, and
+            proves its identity in another way.
+        mutual: whether this node also demands a certificate of each peer that connects to it (mutual TLS).
+            It then checks that the peer's certificate has the name that the peer gives itself.
     """
 
     authority: bytes
@@ -53,7 +56,7 @@ class Tls:
         return cls(authority=credentials.authority, certificate=credentials.certificate, key=credentials.key)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Credentials for listening."""
+        """Credentials with which gRPC listens."""
         assert self.certificate is not None
         assert self.key is not None
         pair = (self.key, self.certificate)
@@ -62,15 +65,15 @@ class Tls:
         return grpc.ssl_server_credentials([pair], root_certificates=self.authority, require_client_auth=True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Credentials for dialling."""
+        """Credentials with which gRPC connects to a peer."""
         return grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
 
     def objection(self, shown: Shown | None, opened: v1.Open, revoked: Container[bytes]) -> v1.Refuse | None:
-        """Why a caller may not open this stream; None if it may.
+        """The refusal of a caller that may not open this stream; None if it may.
 
         Args:
             shown: certificate of the caller; None where it has shown none.
-            opened: the opening frame, with the name that the caller claims.
+            opened: the opening frame, with the name that the caller gives itself.
             revoked: SHA-256 digests of certificates that are no longer accepted.
         """
         if not self.mutual:

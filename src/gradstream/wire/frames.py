@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 PROTOCOL = 1
-"""The version of the protocol that this code speaks."""
+"""Version of the wire protocol, `v1.proto`. Nodes with another version refuse each other's streams."""
 
 ABSENT = 1
 """Bit of `Chunk.flags`: the sender contributes nothing to this chunk, and no payload follows."""
@@ -60,7 +60,7 @@ with warnings.catch_warnings():
 
 
 class FrameError(GradstreamError, ValueError):
-    """Bytes or a chunk header violate protocol 1. The receiver ends the stream."""
+    """A peer sent bytes that are no valid frame (see `v1.proto`). The receiver closes the stream."""
 
 
 def _varint(value: int) -> bytes:

@@ -27,11 +27,13 @@ class Result:
         loss: mean or sum over samples, as the model's `reduction` says; NaN where unknown.
         norm: length of the mean gradient before clipping; None where it is not clipped by length.
         read_s: seconds spent on reading samples, as part of computing the gradient.
+        refused: why the gradient cannot be used: worker, step, minibatch, and what is not finite; "" if it can.
     """
 
     loss: float
     norm: float | None = None
     read_s: float = 0.0
+    refused: str = ""
 
 
 @dataclass(slots=True)
@@ -65,11 +67,12 @@ class ComputedGradient:
         sums: (E,) to sum up parts of the minibatch in; needed where there are several.
         ready: number of elements from the front that are final.
         task: computes it; None where there are no samples.
-        on_known: called by `know`.
+        on_known: called by `know` and by `refuse`.
         factors: take the sufficient factors of some layers, in place of their part of the vector; not for a
             minibatch in parts, nor for a mean.
         rows: takes the gradients of row-sparse tensors, and has none at first; `vector` and `sums` have the
             layout `Layout.rest` then.
+        sound: number of elements from the front that were reported, and found finite, before one was not.
     """
 
     vector: Vector
@@ -83,6 +86,7 @@ class ComputedGradient:
     on_known: Callable[[], None] | None = None
     factors: FactorPairs | None = None
     rows: RowGradient | None = None
+    sound: int = 0
 
     @property
     def samples(self) -> int:
@@ -99,3 +103,8 @@ class ComputedGradient:
         self.batch.num_samples, self.lr = samples, lr
         if self.on_known is not None:
             self.on_known()
+
+    def refuse(self) -> None:
+        """Takes the samples away: the gradient cannot be used, and changes nothing but what is `sound` and has left."""
+        self.know(0, self.lr)
+        self.ready.advance(len(self.vector))

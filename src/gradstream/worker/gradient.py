@@ -20,10 +20,10 @@ import torch
 
 from gradstream.data.base import BatchPlan, BatchRef, Feed
 from gradstream.data.joined import parts_of
-from gradstream.errors import GradientError, GradstreamError, UserCodeError
+from gradstream.errors import GradstreamError, NonFiniteError, UserCodeError
 from gradstream.model.base import Model
 from gradstream.model.batch import Batch
-from gradstream.model.check import finite
+from gradstream.model.check import usable
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 from gradstream.worker.computed import ComputedGradient, Result
@@ -61,7 +61,7 @@ class Clip:
             Length of the mean gradient before `norm` was applied; None without `norm`.
 
         Raises:
-            GradientError: the dtype cannot hold the length.
+            NonFiniteError: the dtype cannot hold the length.
         """
         if self.value is not None:
             gradient.clamp_(-self.value * num_summed, self.value * num_summed)
@@ -76,7 +76,10 @@ class Clip:
         ]
         length = math.sqrt(math.fsum(squares)) / num_summed
         if not math.isfinite(length):
-            raise GradientError("the gradient's length is beyond what its dtype can hold; scale the loss")
+            raise NonFiniteError(
+                "the norm of the gradient overflows, so it cannot be clipped; scale the loss, or lower the learning "
+                "rate"
+            )
         if length > self.norm:
             gradient.mul_(self.norm / length)
             if rows is not None:
@@ -163,28 +166,37 @@ class Differentiator:
             UserCodeError, GradientError, DataError: naming worker, step, data epoch and minibatch.
         """
         self._read_ns = 0
+        try:
+            loss, norm = self._computed(parameters, gradient, report)
+        except NonFiniteError as error:
+            return Result(math.nan, None, self._read_ns / 1e9, str(error))
+        return Result(loss, norm, self._read_ns / 1e9)
+
+    def _computed(
+        self, parameters: torch.Tensor, gradient: ComputedGradient, report: Report
+    ) -> tuple[float, float | None]:
+        """Loss and length of a gradient. Raises NonFiniteError if it cannot be used."""
         into, rows = gradient.vector.tensor, gradient.rows
         held = self._held(gradient.mean)
-        loss = self._summed(parameters, gradient, _unreported if held else report)
+        looked = None if held or gradient.factors or rows is not None else _Looked(gradient, report)
+        loss = self._summed(parameters, gradient, _unreported if held else looked or report)
         num_summed = gradient.samples if self._model.reduction == "sum" else 1
         if gradient.mean and num_summed > 1:
             into.mul_(1 / num_summed)
             if rows is not None:
                 rows.scale(1 / num_summed)
             num_summed = 1
-        if math.isinf(loss) or not all(map(finite, _parts(gradient))):
+        unseen = _parts(gradient) if looked is None else [into[gradient.sound :]]
+        if math.isinf(loss) or not all(map(usable, unseen)):
             what = f"loss is {loss}" if math.isinf(loss) else "gradient has a NaN or an infinity"
-            raise GradientError(
-                f"{self._where(gradient.batch.ref, gradient.step)}: the {what}; lower the learning rate, scale "
-                "the inputs, or clip the gradient. Nothing of it was applied where the exchange does not overlap"
-            )
+            raise NonFiniteError(f"{self._where(gradient.batch.ref, gradient.step)}: the {what}")
         norm = None
         if self._clip:
             with self._users_code(gradient.batch.ref, gradient.step, "model"):
                 norm = self._clip.apply(into, num_summed, rows)
         if held:
             report(len(into))
-        return Result(loss, norm, self._read_ns / 1e9)
+        return loss, norm
 
     def _summed(self, parameters: torch.Tensor, gradient: ComputedGradient, report: Report) -> float:
         """Σ wᵢgᵢ over the parts, wᵢ = nᵢ/n for means; elements of the last part are reported as they become final."""
@@ -280,6 +292,25 @@ class _Final:
             self.into[block].add_(self.sums[block])
             self.done = elems
         self.report(elems)
+
+
+@dataclass(slots=True)
+class _Looked:
+    """A `Report` that reports elements once they have been looked at: from the first that is not finite on, none."""
+
+    gradient: ComputedGradient
+    report: Report
+    broken: bool = False
+
+    def __call__(self, elems: int) -> None:
+        done = self.gradient.sound
+        if elems <= done or self.broken:
+            return
+        if usable(self.gradient.vector.tensor[done:elems]):
+            self.gradient.sound = elems
+            self.report(elems)
+        else:
+            self.broken = True
 
 
 def _parts(gradient: ComputedGradient) -> Iterator[torch.Tensor]:

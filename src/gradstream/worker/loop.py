@@ -17,10 +17,10 @@ import torch
 
 from gradstream.data.base import BatchRef
 from gradstream.data.reassignment import Block, Epoch
-from gradstream.errors import GradientError, InternalError
+from gradstream.errors import InternalError
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
-from gradstream.model.check import finite
+from gradstream.model.check import usable
 from gradstream.runtime.base import Report
 from gradstream.telemetry.events import LogEvent
 from gradstream.worker.computed import UNKNOWN, ComputedGradient, Result, SampleBatch
@@ -105,7 +105,7 @@ class Loop(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether the loop has ended: the minibatch handed out last was none if it had no samples."""
+        """Whether the user's loop has ended. A latest minibatch without samples was then none of the loop's steps."""
         ...
 
     @property
@@ -239,11 +239,9 @@ class LoopSource:
 
         into = gradient.vector.tensor
         turn = self._loop.turn(parameters, Round(into, known, report))
-        if not self._loop.gradients_only and not finite(into):
-            raise GradientError(
-                f"worker-{self._rank}, step {gradient.step}: the gradient has a NaN or an infinity; lower the "
-                "learning rate, scale the inputs, or clip the gradient. Nothing of it was applied"
-            )
         known(turn)
+        if not self._loop.gradients_only and not usable(into):
+            where = f"worker-{self._rank}, step {gradient.step}"
+            return Result(turn.loss, refused=f"{where}: the gradient has a NaN or an infinity")
         report(len(into))
         return Result(turn.loss)

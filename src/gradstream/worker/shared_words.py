@@ -17,10 +17,12 @@ READY, BEFORE, COUNTS = 0, 1, 2
 
 
 class SharedWords:
-    """The progress of each worker, whether there are parameters, and the locks. Words are written one at a time.
+    """Shared memory in which workers see whether training has begun, each other's progress, and the locks.
+
+    A word is read or written as a whole, so reading needs no lock.
 
     Args:
-        words: (2 + W)·8 words of int64, zeros at first.
+        words: (2 + W)·8 int64, zeros at first: a cache line for each fact.
         locks: int32, zeros at first; see `sparse.updates`.
         rank: rank of this worker.
     """
@@ -32,18 +34,18 @@ class SharedWords:
 
     @classmethod
     async def of(cls, window: SharedWindow, rank: int, num_workers: int, elems: int) -> SharedWords:
-        """The words of a run. All workers call this together. The system provides a page of locks on first use."""
+        """The words of a run, in memory that all workers share. All workers call this together."""
         words = await window.common((COUNTS + num_workers) * LINE, torch.int64, "board")
         locks = await window.common(num_locks(elems, num_workers), torch.int32, "locks")
         return cls(words.tensor, locks.tensor, rank)
 
     @property
     def ready(self) -> bool:
-        """Whether the shared vector holds parameters, and the shared data are complete."""
+        """Whether the first parameters and the data are in shared memory, so that training may begin."""
         return bool(self._words[READY * LINE])
 
     def begin(self, version: int) -> None:
-        """Notes that they are; `version` minibatches are in the parameters."""
+        """Lets all workers begin. `version` minibatches are in the first parameters: above 0 in a resumed run."""
         self._words[BEFORE * LINE] = version
         self._words[READY * LINE] = 1
 

@@ -24,8 +24,8 @@ class Algorithm:
     """One algorithm of allreduce.
 
     Args:
-        schedule: (rank, size, elems) to the schedule of a rank.
-        cost: (size) to the cost.
+        schedule: function (rank, size, elems) that returns the sends and receives of a rank.
+        cost: function (size) that returns the cost among `size` ranks.
     """
 
     schedule: MakeSchedule
@@ -46,13 +46,14 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The two halves of an allreduce, for callers that need one alone. Each costs half of the whole.
+    """Reduce-scatter and all-gather: the two halves of an allreduce, of which each costs half of the whole.
+
+    Part i of a vector is [cuts[i], cuts[i + 1]).
 
     Args:
-        reduce_scatter: (rank, cuts) to the schedule by which rank i gets part i, [cuts[i], cuts[i + 1]), of the
-            sum.
-        all_gather: (rank, cuts) to the schedule by which all ranks get part i of rank i.
-        powers_only: whether the number of ranks has to be a power of two.
+        reduce_scatter: function (rank, cuts) that returns the steps after which rank i has part i of the sum.
+        all_gather: function (rank, cuts) that returns the steps after which every rank has part i of each rank i.
+        powers_only: whether the number of ranks must be a power of two.
     """
 
     reduce_scatter: Callable[[int, Sequence[int]], list[Step]]
@@ -60,7 +61,7 @@ class Parts:
     powers_only: bool = False
 
     def fits(self, size: int) -> bool:
-        """Whether `size` ranks can use it."""
+        """Whether the algorithm works among `size` ranks."""
         return not self.powers_only or size & (size - 1) == 0
 
 

@@ -264,7 +264,7 @@ class HostBarrier:
         self._wake_sleepers()
 
     def receive(self, peer: Peer, ready: Callable[[], bool], doing: object) -> None:
-        """Receives messages of a rank until `ready()`; waits for them as for its arrival. Raises as `wait`."""
+        """Receives messages of a rank until `ready()` returns True. Raises what `wait` raises, after the same time."""
         heard_at = self._looked_at = time.monotonic()
         while True:
             peer.receive()
@@ -274,11 +274,13 @@ class HostBarrier:
             heard_at = self._nap({peer.rank: heard_at}, doing)[peer.rank]
 
     def send(self, peer: Peer, message: bytes, descriptors: Sequence[int]) -> None:
-        """Sends a message to a rank. While it takes none, receives from all: it may have as many to send.
+        """Sends a message to a rank.
+
+        While the rank does not read, this rank reads the messages of all others: both may be sending.
 
         Raises:
-            DeadlineError: it has taken nothing until the deadline.
-            PeerLostError: it is gone, or has broken the group.
+            DeadlineError: the rank has not read until the deadline.
+            PeerLostError: the rank is gone, or has broken the group.
         """
         begun = time.monotonic()
         room = select.poll()

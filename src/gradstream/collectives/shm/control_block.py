@@ -68,7 +68,7 @@ def available() -> bool:
 
 
 class OperationCode(enum.IntEnum):
-    """What ranks do together. In a common vector they only wait for each other, and copy nothing."""
+    """The collective operations. On a common vector, ranks only wait for each other, and copy nothing."""
 
     BARRIER = 0
     ALLREDUCE = 1
@@ -134,9 +134,9 @@ class ControlBlock:
 
 
 def fence(lock: Lock) -> None:
-    """Makes earlier stores visible to others before anything is loaded afterwards.
+    """A full memory fence: other processes see this thread's earlier stores before its later loads.
 
-    To take a lock is an atomic operation, and on x86-64 each of these is a full fence.
+    Taking a lock is an atomic operation, which is a full fence on x86-64.
     """
     with lock:
         pass

@@ -27,21 +27,21 @@ __all__ = ["SharedCore"]
 
 
 class SharedCore:
-    """One of the ranks of a host. One thread at a time may use it, except for `close` and `beat`.
+    """One rank of a group of processes on the same host, which run collective operations in shared memory.
 
-    An operation that has begun holds the core until its steps are done (`finish` blocks until then); an abandoned
-    one breaks the group.
+    As with MPI, every rank calls the same operations in the same order, with the same lengths. An operation is a
+    generator of steps: run it to its end (`finish` does that and blocks) before the next one begins. If a caller
+    abandons an operation, or an error occurs in it, the group breaks: every later operation of any rank raises.
 
-    Every rank calls the same operations in the same order, with the same lengths. An error in an operation
-    breaks the group at all ranks: every later operation raises the same error.
+    Methods are not thread-safe, except for `close` and `beat`.
 
     Args:
-        members: the ranks that are to meet, and which of them this is.
-        deadline_s: how long an awaited rank may show no sign of life, in seconds: neither arrive at the
-            operation nor `beat`.
+        members: names of all ranks, and the rank of this process.
+        deadline_s: how long this rank waits for another one that neither arrives at the operation nor calls
+            `beat`, in seconds. Then the operation raises DeadlineError.
 
     Raises:
-        ConfigError: this system has no such memory, or another kind of processor.
+        ConfigError: the system is not Linux on x86-64.
     """
 
     _operations: SharedOperations  # since `join`
@@ -49,7 +49,8 @@ class SharedCore:
     def __init__(self, members: RendezvousMembers, *, deadline_s: float) -> None:
         if not available():
             raise ConfigError(
-                "collectives in shared memory need Linux on x86-64: use the algorithm 'auto', or one by name"
+                "collectives in shared memory need Linux on x86-64, which this machine is not: take the "
+                "algorithm 'auto', or another one by name"
             )
         self.rank = members.rank
         self.size = len(members.names)

@@ -88,7 +88,7 @@ class Presence:
     async def _recv(self, stream: Stream, silence_s: float) -> v1.Notice:
         received = await stream.recv(silence_s)
         if received is None:
-            raise PeerLostError(COORDINATOR, "ended the presence of this node before the run was over")
+            raise PeerLostError(COORDINATOR, "closed its stream with this node before the run was over")
         notice = v1.Notice.FromString(received.frame.body.data)
         while self._unheard and self._unheard[0].number <= notice.heard:
             self._unheard.popleft()

@@ -45,6 +45,16 @@ class Reporter:
         """Reports minibatches that are in the model: all shards have acknowledged their pushes."""
         self.beat.receipts.extend(receipt_of(ref) for ref in refs)
 
+    def refused(self, refused: v1.Refused) -> None:
+        """Reports at once a gradient that is not in the model, and is not going to be."""
+        self.beat.refused.append(refused)
+        self.beat.sound = False
+        self._urgent.ring()
+
+    def sound(self) -> None:
+        """Reports that this worker's newest gradient is finite, after others that were not."""
+        self.beat.sound = True
+
     def report(self, report: v1.SnapshotReport) -> None:
         """Reports at once how far this node is with a snapshot. Earlier receipts go out in the same beat."""
         self.beat.snapshots.append(report)
@@ -53,6 +63,11 @@ class Reporter:
     def quiesced(self, number: int) -> None:
         """Reports that this worker, paused in interval `number`, has pushed all that it had begun."""
         self.beat.quiesced = number
+        self._urgent.ring()
+
+    def hand_over(self, handed: v1.HandOver) -> None:
+        """Reports that this worker computes no part of a lost worker from a round on."""
+        self.beat.handed.append(handed)
         self._urgent.ring()
 
     def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
@@ -73,7 +88,15 @@ class Reporter:
         """Whether the next beat should not wait until the coordinator needs a sign of life."""
         beat = self.beat
         return bool(
-            self._events or beat.receipts or beat.verdicts or beat.finished or beat.snapshots or beat.quiesced
+            self._events
+            or beat.receipts
+            or beat.verdicts
+            or beat.finished
+            or beat.snapshots
+            or beat.quiesced
+            or beat.handed
+            or beat.refused
+            or beat.sound
         )
 
     def _take_beats(self) -> list[v1.Beat]:

@@ -35,8 +35,8 @@ def hold_port(host: str, port: int = 0) -> socket.socket:
     except OSError as error:
         held.close()
         raise ConfigError(
-            f"port {port} of {host} cannot be kept for the script's own torch.distributed "
-            f"({error.strerror}): name another port with --listen, or none"
+            f"port {port} of {host} cannot be reserved for the script's own torch.distributed "
+            f"({error.strerror}): name another port with --listen, or give --listen no port"
         ) from None
     return held
 

@@ -47,14 +47,14 @@ class RunNode(Protocol):
 
 
 class ThreadCluster(Cluster):
-    """Nodes in this process.
+    """Runs the nodes of a run as tasks of this process.
 
-    The output of nodes is that of this process. A signal ends a node, except for SIGTERM to the coordinator,
-    which asks the run to stop.
+    Nodes write to this process's stdout and stderr. A signal to a node ends it, except SIGTERM to the
+    coordinator, which asks the run to stop.
 
     Args:
-        logs: folder for the errors that end nodes; made when missing.
-        run_node: runs one node.
+        logs: folder for the errors that end nodes; it is made if it does not exist.
+        run_node: function that runs one node.
     """
 
     def __init__(self, logs: Path, run_node: RunNode) -> None:

@@ -91,7 +91,7 @@ class Entrance:
         except RefusedError as error:
             text = error.reason
             if error.code == "BAD_SECRET":
-                text = "the token is not this run's: copy the line that the launcher has printed anew"
+                text = "the token is not this run's: copy the line again that the launcher has printed"
             raise JoinRefusedError(LAUNCHER, error.code, text) from None
 
     async def order(self) -> v1.Order:

@@ -147,7 +147,7 @@ class _Machine:
         called = check_name(machine, "the name that the launcher gives this machine")
         path = (self._joining.run_dir or Path("runs") / f"{stamp}-{called}").resolve()
         if path.exists() and any(path.iterdir()):
-            raise ConfigError(f"run directory {path} exists and is not empty: name a new one")
+            raise ConfigError(f"run directory {path} exists and is not empty: name another one")
         path.mkdir(parents=True, exist_ok=True)
         return path
 

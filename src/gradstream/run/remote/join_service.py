@@ -266,7 +266,9 @@ class JoinService:
             report = v1.Report.FromString(received.frame.body.data)
             if report.who not in seat.nodes:
                 raise RefusedError(
-                    LAUNCHER, "BAD_REQUEST", f"{seat.machine} reports on a node of another machine"
+                    LAUNCHER,
+                    "BAD_REQUEST",
+                    f"{seat.machine} reported the end of {report.who[:80]!r}, which runs on another machine",
                 )
             if report.error:
                 self._on_message(

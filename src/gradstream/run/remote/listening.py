@@ -63,8 +63,8 @@ class Listening:
         total = self.machines * self.workers_per_machine
         if job.workers != total:
             raise ConfigError(
-                f"workers={job.workers} means all workers of all machines: {self.machines} machines with "
-                f"{self.workers_per_machine} each have {total}"
+                f"workers={job.workers}, but {self.machines} machines with {self.workers_per_machine} workers each "
+                f"have {total} workers; expected workers={total} (all machines together), or leave workers out"
             )
         if job.carrier == "tcp" and not self.insecure:
             raise ConfigError(
@@ -77,8 +77,8 @@ class Listening:
             )
         if earlier:
             raise ConfigError(
-                "this script has trained before, and the other machines do not have that run: put the job "
-                "that they are to join into a file of its own"
+                "listen: this script has made another run before this one, which the other machines do not have: "
+                "put the job of this run into a file of its own"
             )
         for number in range(2 if self.address.port else 1):  # join service, coordinator
             self.address.at(self.address.port + number).check_free()
@@ -123,7 +123,8 @@ def workers_each(machines: int, per_machine: int | None, workers: int | None) ->
     each, left = divmod(workers, machines)
     if left or per_machine not in (None, each):
         raise ConfigError(
-            f"{workers} workers do not divide into {per_machine or 'equal parts'} on each of {machines} "
-            "machines: --workers means those of all machines together"
+            f"--workers {workers} counts the workers of all machines together, which do not divide into "
+            f"{per_machine or 'equal numbers'} on each of {machines} machines; expected "
+            + (f"--workers {machines * per_machine}" if per_machine else f"a multiple of {machines}")
         )
     return each

@@ -1,4 +1,4 @@
-"""The machines of a run as a pure state machine: requests to join go in, seats and refusals come out."""
+"""Decides which machines join a run, and which nodes each of them runs. A pure state machine, without I/O."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class MachineMembers:
 
 
 class RankMembers(MachineMembers):
-    """Processes that have ranks already: each takes the seat of its rank, and runs one worker."""
+    """Members of a run whose processes have ranks already (torchrun started them): process r runs worker r."""
 
     kind = "processes"
 

@@ -67,14 +67,15 @@ class ServerClient:
         """Starts a push, once the previous push is done.
 
         Args:
-            update: the update; an update of no gradients is done at once, and nothing is sent.
+            update: the update; an update of no gradients is done at once, and nothing is sent but a clock.
             advance_clock: whether the push advances this worker's clock by one.
 
         Raises:
             GradstreamError: the error of the previous push; some shards may have applied their chunks of it.
         """
         await self.flush()
-        if update.vector is None and update.num_gradients == 0:  # nothing was accumulated
+        nothing = update.vector is None and update.num_gradients == 0  # was accumulated
+        if nothing and not (advance_clock and update.refs):
             if update.on_done is not None:
                 update.on_done()
             return
@@ -90,6 +91,11 @@ class ServerClient:
         name = f"{self._runtime.node}-push-{self._sequence}"
         push = PendingPushRequest(self._links, update, self._sequence, before, pieces)
         self._pushing = awaited_later(self._runtime.spawn(push.run(), name=name))
+
+    async def push_beside(self, update: Update) -> None:
+        """Pushes an update in no order with other operations. Returns once every shard has acknowledged it."""
+        self._sequence += 1
+        await PendingPushRequest(self._links, update, self._sequence, None, None).run()
 
     def flush(self) -> Coroutine[Any, Any, None]:
         """Returns once every shard has acknowledged the last push that was started before this call.

@@ -78,6 +78,7 @@ class PendingPushRequest:
             loss=update.loss,
             vector=update.target,
             rows=partial,
+            stands_for=0 if update.stands_for is None else update.stands_for + 1,
             base_version=max(0, min(update.base_version)) if partial else 0,
         )
 
@@ -148,7 +149,7 @@ class _ToShard:
             elems=stop - start,
             version=max(0, update.base_version[chunk]),
         )
-        if update.vector is None:
+        if update.vector is None or (update.sound is not None and stop > update.sound):
             header.flags = ABSENT
             await stream.send(
                 v1.Frame(chunk=header), None, self._links.silence_s

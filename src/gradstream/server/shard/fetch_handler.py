@@ -23,16 +23,16 @@ __all__ = ["FetchHandler"]
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The request of one fetch.
+    """A fetch that a worker, the reader, has requested.
 
     Args:
         chunks: numbers of the chunks, in the order of the request.
-        known: by chunk, the version that the reader has, -1 for none; the reader gets all of a chunk that is not
-            listed here.
+        known: by chunk, the version that the reader has already (-1: none), so that only changed rows are sent.
+            A chunk that is not listed is sent whole.
         vector: vector whose elements are sent.
-        terms: terms of each chunk.
-        fetch: the chunks that are ready, and those that wait.
-        unchanged: chunks of which no row has changed, until the reader is told.
+        terms: conditions under which each chunk may be sent.
+        fetch: the chunks that are ready, and the chunks that wait.
+        unchanged: chunks without changed rows of which the reader has not been told yet.
     """
 
     chunks: Sequence[int]

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
 from gradstream.errors import ConfigError, RefusedError
+from gradstream.model.check import usable
 from gradstream.server.aggregation import rank_of
 from gradstream.server.rows import RowPart, unpack
 from gradstream.server.shard.row_store import Part, elements_of
@@ -45,12 +46,17 @@ class Inspection:
         self._counters = counters
         self._workers = workers
         self._members: frozenset[Sender] | None = None
+        self._stand_ins: Mapping[int, str] = {}
 
     # ---- senders ------------------------------------------------------------------------
 
     def keep_senders(self, members: Collection[Sender]) -> None:
         """Sets the members of the run. Until then, every node is one."""
         self._members = frozenset(members)
+
+    def keep_stand_ins(self, stand_ins: Mapping[int, str]) -> None:
+        """Sets who may push for which lost worker, by rank."""
+        self._stand_ins = dict(stand_ins)
 
     def check_model(self, opened: v1.Open) -> None:
         """Refuses a sender that has another model."""
@@ -94,6 +100,10 @@ class Inspection:
         self.rank(sender)
         if request.command not in (v1.Push.APPLY, v1.Push.ASSIGN):
             raise self.bad(sender, f"push command {request.command}; expected APPLY or ASSIGN")
+        if request.stands_for and self._stand_ins.get(request.stands_for - 1) != sender:
+            raise self.bad(
+                sender, f"a push for worker-{request.stands_for - 1}, for which it does not stand in"
+            )
         if request.vector and request.vector not in self._store.state:
             raise self.bad(
                 sender, f"a push to {request.vector[:64]!r}, which is no vector of the update rule"
@@ -160,11 +170,12 @@ class Inspection:
                 f"chunk {chunk.index}: got {got}, expected {stop - start} of {dtype} "
                 "(every node must run the same job file)",
             )
-        if not _finite(elements_of(part)):
+        elements = elements_of(part)
+        if not (elements.is_meta or usable(elements)):
             raise self._refused(
                 "NON_FINITE",
-                f"chunk {chunk.index} of {sender} holds a NaN or an infinity; lower the learning "
-                "rate or clip the gradient",
+                f"chunk {chunk.index} of {sender} holds a NaN, an infinity, or elements whose squares overflow; "
+                "lower the learning rate or clip the gradient",
             )
         return part
 
@@ -185,10 +196,3 @@ class Inspection:
     def _refused(self, code: str, message: str) -> RefusedError:
         self._counters["refused"] += 1
         return RefusedError(self._identity.name, code, message)
-
-
-def _finite(elements: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite. A sum shows that in one pass, unless the sum itself overflows."""
-    if elements.is_meta or math.isfinite(elements.sum().item()):
-        return True
-    return bool(torch.isfinite(elements).all())

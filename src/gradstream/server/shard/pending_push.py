@@ -1,4 +1,4 @@
-"""A push on the shard's side: the chunks that wait for their update, and the results to be sent."""
+"""A push that a shard receives: the chunks that wait for their update, and the results to be sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PendingPush"]
 
 @dataclass(slots=True, eq=False)
 class PendingPush:
-    """A push stream. In the state machine it is the token of its chunks, as long as one of them is parked.
+    """One push of a worker to this shard. The shard's state machine refers to it while one of its chunks is parked.
 
     Args:
         stream: stream to the sender.
@@ -45,7 +45,7 @@ class PendingPush:
         return self.stream.opened.sender
 
     def took(self, chunk: int, part: Part | None) -> None:
-        """Adds a chunk that goes to the state machine next; the part of an empty chunk is None."""
+        """Adds a chunk that was received; the part of an empty chunk is None."""
         if part is not None:
             self.parts[chunk] = part
         self.pending.add(chunk)
@@ -75,6 +75,6 @@ class PendingPush:
         )
 
     def supersede(self, chunk: int) -> None:
-        """Refuses the stream: a retry has taken the place of a chunk, and the sender listens to the retry."""
+        """Ends this push after the sender has sent a chunk again in a retry, whose stream replaces this one."""
         self.parts.pop(chunk, None)
         self.stream.refuse(v1.SUPERSEDED, "a retry of this push has taken its place")

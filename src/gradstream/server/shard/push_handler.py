@@ -103,15 +103,18 @@ class PushHandler:
     def _arrived(
         self, push: PendingPush, request: v1.Push, chunk: int, base_version: int, part: Part | None
     ) -> None:
-        """Passes one chunk of a push to the executor; the part of an empty chunk is None."""
+        """Passes one chunk of a push to the executor; the part of an empty chunk is None.
+
+        Behind an empty chunk are no samples, unless the push has rows: then this chunk's part of the gradient is 0.
+        """
         opened = push.stream.opened
         self._inspection.check_member(opened)
         header = PushHeader(
             sender=opened.sender,
-            rank=rank_of(opened.sender),
+            rank=request.stands_for - 1 if request.stands_for else rank_of(opened.sender),
             incarnation=opened.incarnation,
             sequence=request.sequence,
-            samples=request.samples,
+            samples=request.samples if part is not None or request.rows else 0,
             num_gradients=request.num_gradients,
             lr=request.lr,
             round=request.round,

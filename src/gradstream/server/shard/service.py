@@ -8,7 +8,7 @@ it, so a fetch gets one version of each chunk.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from gradstream.errors import ConfigError, GradstreamError
 from gradstream.optim.base import Optimizer, skips_zeros
@@ -111,7 +111,10 @@ class ShardService:
         optimizer, grouped = self._config.optimizer, self._config.grouped
         if model.optimizer:
             if self._config.find_optimizer is None:
-                raise ConfigError("the workers bring an update rule, and this shard has no way to find it")
+                raise ConfigError(
+                    "the first worker registered an update rule, but this shard's configuration has no find_optimizer "
+                    "to make it with"
+                )
             optimizer, grouped = self._config.find_optimizer(model.optimizer)
         if model.HasField("rows") and not skips_zeros(grouped or optimizer):
             raise ConfigError(
@@ -132,6 +135,10 @@ class ShardService:
         self._inspection.keep_senders(members)
         self.executor.keep_senders(members)
         self.commands.keep_senders(members)
+
+    def keep_stand_ins(self, stand_ins: Mapping[int, str]) -> None:
+        """Sets who may push for which lost worker, by rank."""
+        self._inspection.keep_stand_ins(stand_ins)
 
     def open(self) -> None:
         """Begins to serve."""

@@ -8,6 +8,7 @@ import torch
 
 from gradstream.errors import ConfigError
 from gradstream.memory import Memory, Span, Vector
+from gradstream.model.check import check_updated
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule
 from gradstream.optim.merge import Add, Replace
@@ -159,6 +160,9 @@ class ShardStore:
             summed: whether to add the parts to the chunk's sum, and to apply that.
             vector: name of a state vector that the sum replaces, where workers carry the update rule out; "" for
                 an update.
+
+        Raises:
+            NonFiniteError: the update has made a parameter, or the state, NaN or infinite.
         """
         if summed:
             total = self.gather(chunk, parts, weights, summed=True)
@@ -177,6 +181,7 @@ class ShardStore:
         else:
             offset = self.chunks.bounds(chunk)[0]
             self._grouped.apply(offset, parameters, total, named, lr=lr, step=step)
+        check_updated([parameters, *state], f"chunk {chunk}", lr, step)
 
     def update_some(
         self, chunk: int, elements: torch.Tensor, gradient: torch.Tensor, *, lr: float, step: int
@@ -189,6 +194,9 @@ class ShardStore:
             gradient: (n,).
             lr: learning rate.
             step: number of the update, from 1.
+
+        Raises:
+            NonFiniteError: as in `update`.
         """
         vectors = [span.tensor for span in self.update_spans(chunk)[:-1]]
         parameters, *state = some = [vector[elements] for vector in vectors]
@@ -198,6 +206,7 @@ class ShardStore:
         else:
             places = elements + self.chunks.bounds(chunk)[0]
             self._grouped.apply_some(places, parameters, gradient, named, lr=lr, step=step)
+        check_updated(some, f"chunk {chunk}", lr, step)
         for vector, changed in zip(vectors, some, strict=True):
             vector[elements] = changed
 

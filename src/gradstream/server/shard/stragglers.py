@@ -16,7 +16,7 @@ __all__ = ["StragglerTracker"]
 
 
 class StragglerTracker:
-    """For each chunk's latest update, the sender whose push came last, and the time by which it came later."""
+    """Records which worker's push came last for each update of a chunk, and how much later than the others'."""
 
     def __init__(self) -> None:
         self._late_ns: Counter[tuple[str, int]] = Counter()  # by sender and chunk
@@ -42,10 +42,10 @@ class StragglerTracker:
             self._late_ns[sender, due.chunk] += last_ns - max(others_ns)
 
     def late_s(self) -> dict[str, float]:
-        """Seconds by which each sender came after all others so far, on the chunk where that time is longest.
+        """By sender, the seconds by which its pushes came after all others so far, on the chunk with most seconds.
 
         A worker with a slow link is late with its last chunks. A worker that is only the last of many on a shared
-        link is late by the time of its own transfer, and no more.
+        link is late by the time of its own transfer.
         """
         late: dict[str, float] = {}
         for (sender, _), late_ns in self._late_ns.items():

@@ -47,7 +47,7 @@ class PeerSession:
 
 
 class Sessions:
-    """The called side: makes challenges, checks greetings and passes.
+    """The sessions of peers that connect to this node: makes challenges, and checks the peers' answers and frames.
 
     Args:
         identity: identity of this node.

@@ -94,7 +94,9 @@ class Loaned:
         try:
             await self._runtime.within(patience_s, self._over.wait())
         except TimeoutError:
-            self._close_channel(f"it kept memory for {patience_s:g} s that is needed here")
+            self._close_channel(
+                f"it did not return memory within {patience_s:g} s, which this node must write"
+            )
 
 
 class Arena:
@@ -277,9 +279,9 @@ class BorrowedLeases:
         room_bytes = 0 if segment is None else segment.size_bytes
         if segment is None or not _lendable(size_bytes) or stop_bytes > room_bytes or start_bytes % 4:
             raise FrameError(
-                f"a reference to bytes {start_bytes} to {stop_bytes} of shared memory {reference.segment}, "
-                f"of which {room_bytes} bytes are mapped here: expected {LEAST_BYTES} to {MAX_PAYLOAD_BYTES} "
-                "bytes within it"
+                f"the peer refers to bytes [{start_bytes}, {stop_bytes}) of shared-memory segment "
+                f"{reference.segment}, of which this node has mapped {room_bytes} bytes; expected a range inside "
+                f"the segment that begins at a multiple of 4 and has {LEAST_BYTES} to {MAX_PAYLOAD_BYTES} bytes"
             )
         view = np.frombuffer(segment.bytes[start_bytes:stop_bytes], dtype=np.uint8)
         self._held[reference.loan] = weakref.ref(view, partial(self._release, reference.loan))

@@ -14,6 +14,7 @@ from functools import partial
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group, GroupMembers
 from gradstream.coordinator.client.member import names_of
+from gradstream.coordinator.receipts import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
@@ -21,14 +22,16 @@ from gradstream.errors import ConfigError, InternalError
 from gradstream.model.factors import factored_layers_of
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy
 from gradstream.telemetry.events import StepEvent
+from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.exchange.group import GroupExchange
 from gradstream.worker.exchange.shared import form_shared
-from gradstream.worker.gradient import Differentiator
+from gradstream.worker.gradient import Differentiator, GradientSource
 from gradstream.worker.loop import LoopSource
+from gradstream.worker.refusals import Refusals, RefusedGradient
 from gradstream.worker.replica.base import Replica, ReplicaContext
 from gradstream.worker.replica.group import GroupReplica, GroupSetup
 from gradstream.worker.replica.sufficient_factors import SufficientFactors
@@ -39,13 +42,13 @@ __all__ = ["Assembly"]
 
 
 class Assembly:
-    """The parts of an exchange.
+    """Makes the exchange of one worker, and the replica in it, by the strategy of the run.
 
     Args:
         config: configuration of the worker.
         context: the worker's place in the run.
         source: the worker's minibatches; a user's loop computes their gradients too.
-        batch_gate: lets the worker begin each minibatch.
+        batch_gate: see `ReplicaContext`.
         on_step, on_boundary: see `ReplicaContext`.
     """
 
@@ -67,7 +70,7 @@ class Assembly:
         self._on_boundary = on_boundary
 
     async def exchange(self) -> Exchange:
-        """Makes the exchange; through a group or shared memory, together with all other workers.
+        """Makes the exchange. In a group or in shared memory, this waits for all other workers.
 
         Raises:
             ConfigError: this model or these machines do not allow what the job asks for.
@@ -80,7 +83,7 @@ class Assembly:
                     server_exchange,  # only runs with servers import it
                 )
 
-                return server_exchange(config, context, strategy, self._replica_context())
+                return server_exchange(config, context, strategy, self._replica_context(), self._source_of)
             case GroupStrategy() as strategy:
                 return await self._group_exchange(strategy)
             case SharedMemoryStrategy() as strategy:
@@ -181,17 +184,35 @@ class Assembly:
             on_receipt=context.member.receipt if quorum is None else lambda refs: None,
             on_step=self._on_step,
             on_boundary=self._on_boundary,
+            refusals=Refusals(self._refused, context.member.sound) if config.skips_non_finite else Refusals(),
             watch=config.watch,
             late=context.late,
         )
 
-    def _differentiator(self, schedule: Schedule) -> Differentiator:
+    def _refused(self, one: RefusedGradient) -> None:
+        self._context.member.refused(
+            v1.Refused(
+                batch=receipt_of(one.ref),
+                samples=max(0, one.samples),
+                step=one.step,
+                what=one.what,
+                in_a_row=one.in_a_row,
+            )
+        )
+
+    def _source_of(self, rank: int) -> GradientSource:
+        """The source of another worker's gradients, on this worker's model."""
+        assert isinstance(self._source, Schedule)
+        return self._differentiator(self._source, rank)
+
+    def _differentiator(self, schedule: Schedule, rank: int | None = None) -> Differentiator:
         config = self._config
+        rank = config.rank if rank is None else rank
         return Differentiator(
             config.model,
-            feed_of(config.data, unjoined(schedule.plan), config.rank, config.seed),
+            feed_of(config.data, unjoined(schedule.plan), rank, config.seed),
             schedule.plan,
-            rank=config.rank,
+            rank=rank,
             seed=config.seed,
             now=self._context.runtime.now,
             clip=config.clip,

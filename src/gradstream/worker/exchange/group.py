@@ -88,11 +88,11 @@ class GroupExchange(Exchange):
 class _GroupSnapshot:
     """Implements `checkpoint.snapshot.SnapshotSource`: a piece is this worker's slice of a bucket.
 
-    All workers stand after the same round, with the same parameters; so they divide the writing.
+    All workers pause after the same round, with the same parameters, so each writes a part of the vectors.
 
     Args:
         replica: this worker.
-        chunks: chunks of the flat vector; this worker tells the versions of its part of them.
+        chunks: chunks of the flat vector; this worker reports the versions of its part of them.
     """
 
     def __init__(self, replica: GroupReplica, chunks: ChunkMap) -> None:
@@ -116,11 +116,11 @@ class _GroupSnapshot:
         return [self._replica.version] * len(self._chunks.chunks_of(self._replica.rank))
 
     def still(self) -> AbstractAsyncContextManager[object]:
-        """See `SnapshotSource`: only this worker writes them, and it stands."""
+        """See `SnapshotSource`: only this worker writes the pieces, and it is paused."""
         return nullcontext()
 
     def restore(self, storage: Storage, folder: str) -> None:
-        """Reads what this worker updates, and its state, from a checkpoint. Raises as `load`."""
+        """Reads the ranges that this worker updates from a checkpoint, with their state. Raises what `load` raises."""
         load(storage, folder, self._pieces(self._replica.setup.updater.ranges))
         versions = Manifest.decode(storage.read(f"{folder}/{STATE}")).versions
         self._replica.version = min(versions, default=0)

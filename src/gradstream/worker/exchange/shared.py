@@ -236,7 +236,7 @@ class Waits:
 class _SharedSnapshot:
     """Implements `checkpoint.snapshot.SnapshotSource`: the present workers divide the writing of the vector.
 
-    All of them stand meanwhile, so their copies are of one moment.
+    All workers are paused meanwhile, so all parts are of the same moment.
 
     Args:
         replica: this worker.

@@ -70,7 +70,7 @@ class LocalStep:
 
 @dataclass(frozen=True, slots=True)
 class ElasticPull:
-    """d = share·(x - y);  x ← x - d. The server adds the same d to y, so y gains exactly what x loses.
+    """The elastic step of a worker: d = share·(x - y); x ← x - d. The server adds the same d to its y.
 
     Args:
         share: α, 0 to 1.

@@ -32,6 +32,7 @@ from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
 from gradstream.worker.gradient import GradientSource
 from gradstream.worker.observer import Observer
+from gradstream.worker.refusals import Refusals
 from gradstream.worker.replica.attendance import Attendance
 from gradstream.worker.replica.step_meter import StepMeter
 from gradstream.worker.replica.updater import LocalRule
@@ -42,25 +43,27 @@ __all__ = ["Replica", "ReplicaContext"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaContext:
-    """The parts of a replica that do not depend on the way of exchange.
+    """The parts that every replica needs, whether it exchanges with servers, in a group or in shared memory.
 
     Args:
         runtime: runtime of the worker's node.
         model: the worker's own instance of the model.
         schedule: the worker's minibatches.
-        gradients: computes their gradients.
+        gradients: computes the gradient of a minibatch.
         rank: rank of the worker.
         num_workers: number of workers, W.
         rule: the update rule, for steps that the worker makes itself.
-        batch_gate: lets the worker begin each minibatch.
-        joins: minibatches have several parts, whose gradients are summed in one more vector.
-        first_step: number of the first step; not 0 where the run is resumed.
+        batch_gate: asked before each minibatch whether the worker may begin it.
+        joins: whether a minibatch has several parts (`accumulate`), so that the gradients of the parts need one
+            more vector in which they are summed.
+        first_step: number of the first step; above 0 in a resumed run.
         on_receipt: called with minibatches that are now in the model.
         on_step: called with the event of each step.
         on_boundary: awaited between two minibatches, while the parameters do not change. It gets the replica, and
             the minibatches since the last call: the one just done, and those of rounds that the worker missed.
-        watch: hears of each gradient and each update.
-        late: the worker has joined after training had begun.
+        refusals: refuses gradients that are not finite.
+        watch: called for each gradient and each update.
+        late: whether the worker has joined after training had begun.
     """
 
     runtime: Runtime
@@ -76,6 +79,7 @@ class ReplicaContext:
     on_receipt: Callable[[Sequence[BatchRef]], None]
     on_step: Callable[[StepEvent], None]
     on_boundary: Callable[[Replica, Sequence[BatchRef]], Awaitable[None]]
+    refusals: Refusals = field(default_factory=Refusals)
     watch: Observer = field(default_factory=Observer)
     late: bool = False
 
@@ -86,7 +90,7 @@ class Replica(ABC):
     Args:
         context: parts of every replica.
         allocate: allocates a vector: (elems, dtype, name, lead_bytes=).
-        attribution: the exchange notes there for which nodes this worker had to wait.
+        attribution: records for which nodes this worker has waited.
         parameters: the worker's parameters; None allocates them.
 
     Attributes:
@@ -249,6 +253,10 @@ class Replica(ABC):
                 on_progress=gradient.ready.advance,
                 shape_only=Result(math.nan),
             )
+            if result.refused:
+                self._context.refusals.refuse(gradient, result.refused)
+            else:
+                self._context.refusals.passed()
         except BaseException as error:
             gradient.ready.fail(error)
             raise

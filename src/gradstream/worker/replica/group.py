@@ -2,10 +2,14 @@
 
 A bucket is summed into the group's memory. The update at the end of the round reads that memory once. So no sum
 gets into the parameters before all sums of the round have come.
+
+The last buckets leave a worker when its whole gradient has been looked at. If that is not finite, the worker fills
+them with NaN: so every worker finds one in its part of the sum, and all leave the round out, without a message more.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +18,7 @@ import torch
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group
 from gradstream.memory import Span, Vector
+from gradstream.model.check import finite
 from gradstream.model.factors import FactoredLayer
 from gradstream.runtime.base import Runtime, Work
 from gradstream.strategies import api
@@ -146,12 +151,14 @@ class _Round:
     """The exchange of one round.
 
     Args:
+        own: number of samples that the others expect of this worker.
         total: number of samples of all workers.
         lr: learning rate of the update, η.
         relative_rate: this worker's own rate over η.
         sums: each bucket's first element, and where its sum lies.
     """
 
+    own: int = 0
     total: int = 0
     lr: float = 0.0
     relative_rate: float = 1.0
@@ -159,13 +166,13 @@ class _Round:
 
 
 class GroupPeers:
-    """Implements `strategies.api.Peers`.
+    """Implements `strategies.api.Peers`: one worker's collective operations on gradients, with the other workers.
 
     Args:
-        replica: this worker.
+        replica: replica of this worker; its parameters are updated.
         context: see `GroupReplica`.
         setup: see `GroupReplica`.
-        meter: counts the exchanges.
+        meter: counts the exchanges, and the time that they take.
     """
 
     def __init__(
@@ -173,6 +180,7 @@ class GroupPeers:
     ) -> None:
         self.sharded = setup.sharded
         self.buckets = setup.buckets.bounds
+        self._held = setup.buckets.first_held if setup.sharded else self.buckets[-1][0]
         self._replica = replica
         self._context = context
         self._runtime = context.runtime
@@ -196,8 +204,8 @@ class GroupPeers:
                 await gradient.ready.reached(1)  # only then has the user's loop told the number of samples
             workers = await self._tell(gradient.samples, gradient.lr)
         lr = next((lr for samples, lr in workers if samples and lr), 0.0)
-        relative_rate = workers[self._group.rank][1] / lr if lr else 1.0
-        self._round = _Round(sum(samples for samples, _ in workers), lr, relative_rate)
+        own, own_lr = workers[self._group.rank]
+        self._round = _Round(own, sum(samples for samples, _ in workers), lr, own_lr / lr if lr else 1.0)
         return [samples for samples, _ in workers]
 
     async def _tell(self, samples: int, lr: float) -> Sequence[tuple[int, float]]:
@@ -260,28 +268,34 @@ class GroupPeers:
         for layer in layers:
             if layer.stop <= bucket[1]:
                 begun_ns = self._runtime.now()
-                sent = await self._setup.factors.exchange(layer, vector, weight)
+                scale = math.nan if self._spoils(gradient) else weight
+                sent = await self._setup.factors.exchange(layer, vector, scale)
                 self._meter.exchanged(sent, begun_ns)
         self._round.sums.append((bucket[0], vector[bucket[0] : bucket[1]]))
 
     async def _ready(self, gradient: api.Gradient, bucket: api.Bucket) -> Span:
         """The bucket, once it is final.
 
-        The last bucket waits for the end of the gradient, which may turn out not to be finite. While one bucket is
+        The held ones wait for the end of the gradient, which may turn out not to be finite. While one bucket is
         missing, no worker makes an update.
         """
         assert isinstance(gradient, ComputedGradient)
         start, stop = bucket
         span = gradient.vector[start:stop]
-        if not gradient.samples:
-            await self._runtime.compute(
-                lambda _: span.tensor.zero_(), work=Work("copy", elems=len(span)), writes=[span]
-            )
-        elif stop == len(gradient.vector):
+        if gradient.task is not None and start >= self._held:
             await gradient.done()
-        else:
+        elif gradient.task is not None:
             await gradient.ready.reached(stop)
+        if not gradient.samples:
+            value = math.nan if self._spoils(gradient) else 0.0
+            await self._runtime.compute(
+                lambda _: span.tensor.fill_(value), work=Work("copy", elems=len(span)), writes=[span]
+            )
         return span
+
+    def _spoils(self, gradient: api.Gradient) -> bool:
+        """Whether a gradient was refused on which the others count in this round."""
+        return not gradient.samples and self._round.own != 0
 
     async def _copy(self, source: Span, target: Span) -> None:
         await self._runtime.compute(
@@ -307,17 +321,19 @@ class GroupPeers:
         self._replica.in_model(gradient)
 
     async def _apply(self) -> None:
+        """Makes the update. Changes nothing where a worker's gradient was not finite."""
         sums, lr, updater = self._round.sums, self._round.lr, self._setup.updater
         parameters, version = self._replica.parameters, self._replica.version
         begun_ns = self._runtime.now()
         changed = [parameters[start : start + len(span)] for start, span in sums]
+        parts = [(start, span.tensor) for start, span in sums if len(span)]
+
+        def update(_: object) -> None:
+            if all(finite(part) for start, part in parts if start >= self._held):
+                updater.update(parameters.tensor, parts, lr=lr, step=version + 1)
+
         await self._runtime.compute(
-            lambda _: updater.update(
-                parameters.tensor,
-                [(start, span.tensor) for start, span in sums if len(span)],
-                lr=lr,
-                step=version + 1,
-            ),
+            update,
             work=Work("apply", elems=sum(len(span) for _, span in sums)),
             reads=[span for _, span in sums],
             writes=[*changed, *(vector.all for vector in updater.state.values())],

@@ -133,8 +133,8 @@ class RowReplica(ServerReplica):
         """See `strategies.api.ServerWorker`."""
         if momentum:
             raise ConfigError(
-                f"local momentum of {momentum:g} moves every parameter at every step, so none is left out of "
-                "what is sent: use 0, or a model without row-sparse tensors and no significance"
+                f"local_momentum={momentum:g} moves every parameter at every step, so a push could leave out no rows: "
+                "use local_momentum=0, or a model without row-sparse tensors and no significance"
             )
         await self.accumulate(gradient)
         await self.apply(gradient, lr)

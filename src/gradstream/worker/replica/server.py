@@ -30,6 +30,7 @@ from gradstream.worker.replica.arithmetic import ElasticPull, LocalStep, add_sca
 from gradstream.worker.replica.attendance import Attendance
 from gradstream.worker.replica.base import Replica, ReplicaContext, vector_of
 from gradstream.worker.replica.next_update import NextUpdate
+from gradstream.worker.replica.stand_in import Round, StandIn
 from gradstream.worker.replica.updater import Updater
 
 __all__ = ["ServerReplica"]
@@ -41,6 +42,9 @@ class ServerReplica(Replica):
     Args:
         context: parts of every replica.
         server: client of the parameter server, with a back buffer.
+
+    Attributes:
+        stand_in: computes the parts of lost workers in each round; None where nobody does.
     """
 
     def __init__(self, context: ReplicaContext, server: ServerClient) -> None:
@@ -48,6 +52,7 @@ class ServerReplica(Replica):
         super().__init__(context, allocate, server.claims)
         self.clock = 0
         self.server = server
+        self.stand_in: StandIn | None = None
         self._base: Sequence[int] = [0] * server.chunks.num_chunks  # versions of the parameters
         self._next = NextUpdate(self._base)
         self._accumulated: Vector | None = None  # allocated by the first strategy that accumulates
@@ -74,7 +79,10 @@ class ServerReplica(Replica):
 
     async def _flush(self) -> None:
         if self._updater is not None:
-            raise InternalError("a strategy whose workers optimize() says how to flush: batches(flush)")
+            raise InternalError(
+                "the strategy calls optimize(), but not batches(flush=...); expected a flush function, which pushes "
+                "the progress since the last push"
+            )
         if self._next.refs:  # a gradient without samples needs its receipt too
             await self.server.push_soon(self.take_accumulated())
         await self.server.flush()
@@ -95,8 +103,8 @@ class ServerReplica(Replica):
         gate = self._context.batch_gate
         if before is not None and gate.driven:
             raise ConfigError(
-                "the strategy waits for the clocks of all workers, and its drive() pauses some of them: their "
-                "clocks would never advance; use one of the two"
+                "the strategy waits for the clocks of all workers, but its drive() pauses some of them, whose clocks "
+                "do not advance: leave out the wait or drive()"
             )
         self._attendance = Attendance(
             gate, self._meter, flush or self._flush, self.server, before, waited_for, self._context.late
@@ -128,6 +136,8 @@ class ServerReplica(Replica):
     async def swap_in(self, arrival: Arrival) -> None:
         """See `strategies.api.ServerWorker`."""
         await arrival.done()
+        if self.stand_in is not None:
+            await self.stand_in.settled()
         self.server.back_buffer, self.parameters = self.parameters, arrival.vector
         self.server.back_buffer.name, self.parameters.name = "spare", "parameters"
         self._computes_on(arrival)
@@ -382,6 +392,9 @@ class ServerReplica(Replica):
         update.on_done = partial(self._acknowledged, update, self._handed_out(update.refs))
         self._context.watch.handed_over(self.rank, update)
         gradient.on_known = partial(_fill_in, update, gradient)
+        if self.stand_in is not None:
+            ref, sums = gradient.batch.ref, self._part_sums
+            self.stand_in.begin(Round(self.parameters, self.version, self._base, ref, self.step, sums))
         return update
 
     def _acknowledged(self, update: Update, receipt: Callable[[], None]) -> None:
@@ -390,7 +403,10 @@ class ServerReplica(Replica):
 
 
 def _fill_in(update: Update, gradient: ComputedGradient) -> None:
-    """Completes an update with the size and rate of a minibatch of a user's loop."""
+    """Completes an update when more is known: size and rate of a loop's minibatch, or that it was refused."""
+    if not gradient.samples and gradient.sound:
+        update.sound = gradient.sound
+        return
     update.samples, update.lr = gradient.samples, gradient.lr
     if not gradient.samples:
         update.vector = None

@@ -101,8 +101,8 @@ class SharedReplica(Replica):
             loss = await self._carried_out(go, batch.num_samples, work)
             if not math.isfinite(loss) and not self._runtime.memory.shape_only:
                 raise GradientError(
-                    f"{self._where(batch.ref)}: the loss is {loss}; lower the learning rate, or scale the "
-                    "values. It is in the parameters"
+                    f"{self._where(batch.ref)}: the loss is {loss}; lower the learning rate, or scale the values. "
+                    "The shared parameters contain this update already"
                 )
             self._meter.computed(begun_ns, Result(loss / batch.num_samples))
         self._in_model(batch.ref)

@@ -12,6 +12,7 @@ as many threads each.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -72,7 +73,10 @@ class _Round:
         """Multiplies this worker's share in."""
         if self.pair.state == "empty":
             self.pair.clear()
-        self.pair.delta.mul_(weight)
+        if math.isnan(weight):
+            self.pair.delta.fill_(weight)
+        else:
+            self.pair.delta.mul_(weight)
 
     def form(self, gradient: torch.Tensor) -> None:
         """The product of the joined batch into its place of (E,), in the order of ranks."""
@@ -166,7 +170,7 @@ class SufficientFactors:
 
     @property
     def agreed(self) -> bool:
-        """Whether the workers know of all layers of this round that they can."""
+        """Whether the workers have agreed already that all layers of this round can be exchanged as factors."""
         return self._shown and self._round.keys() <= self._agreed
 
     async def agree(self, gradient: Vector, rows: int) -> None:
@@ -222,6 +226,11 @@ class SufficientFactors:
 
     async def exchange(self, layer: FactoredLayer, gradient: Vector, weight: float) -> Span:
         """Gathers a layer's factors and forms the product, in its place of the gradient vector (E,).
+
+        Args:
+            layer: the layer.
+            gradient: the vector.
+            weight: of this worker's share; NaN makes the product NaN for all workers.
 
         Returns:
             What this worker has sent to each other one.

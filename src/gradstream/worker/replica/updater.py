@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from gradstream.memory import Memory, Span, Vector
+from gradstream.model.check import check_updated
 from gradstream.optim.base import Optimizer
 from gradstream.optim.decay import l2_of
 from gradstream.optim.groups import GroupedRule, Range
@@ -106,6 +107,9 @@ class Updater:
             sums: (start, mean gradient of the elements from there on); each lies within one range.
             lr: learning rate.
             step: number of the update, from 1.
+
+        Raises:
+            NonFiniteError: the update has made a parameter, or the state, NaN or infinite.
         """
         for start, gradient in sums:
             stop = start + len(gradient)
@@ -115,3 +119,4 @@ class Updater:
                 self._optimizer.apply(target, gradient, state, lr=lr, step=step)
             else:
                 self._grouped.apply(start, target, gradient, state, lr=lr, step=step)
+            check_updated([target, *state.values()], f"elements {start} to {stop}", lr, step)
