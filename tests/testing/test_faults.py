@@ -33,6 +33,19 @@ FOUND: dict[str, tuple[int, FaultPlan]] = {
         12,
         FaultPlan([Cut("worker-2", "*", 0.3053915644658538, 1.8, both=False)]),
     ),
+    "a newcomer began with a round of which some chunks had the dead worker's part already": (
+        461,
+        FaultPlan(
+            [
+                Cut("shard-0", "worker-0", 0.39422204282331214, 0.2),
+                Kill("worker-0", 0.45526808120439133, 0.0),
+            ]
+        ),
+    ),
+    "a worker that was cut off when the first one had written the model was waited for in its place": (
+        512,
+        FaultPlan([Cut("worker-1", "coordinator", 0.13489337511038355, 3.0)]),
+    ),
     "a newcomer that never heard the coordinator waited for its verdict for ever": (
         71,
         FaultPlan([Cut("*", "worker-1", 0.6323924509624521, 1.8, both=False), Kill("worker-1", 0.76, 0.01)]),
