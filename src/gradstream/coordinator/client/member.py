@@ -217,7 +217,8 @@ class Member(Reporter):
         """
         if self._presence is None or isinstance(error, RunAbortedError | RunStoppedError | DrainedError):
             return
-        if isinstance(error, PeerLostError | DeadlineError) and await self._judged():
+        joined = self._attending is not None  # who was never answered has nobody to wait for
+        if isinstance(error, PeerLostError | DeadlineError) and joined and await self._judged():
             return
         self.beat.failure.CopyFrom(
             v1.Failure(error=type(error).__name__, message=str(error), traceback=traceback_text)
@@ -305,15 +306,17 @@ class Member(Reporter):
 
     def _follow(self, notice: v1.Notice) -> None:
         """Tells the endpoint who is in and which model is trained, and starts the clock with the training."""
+        members, own = dict[str, int](), self.node.name
         for node in notice.nodes:
-            if node.name != self.node.name:
-                self._endpoint.know(node.name, node.address)
+            name = node.name
+            members[name] = node.incarnation
+            if name != own:
+                self._endpoint.know(name, node.address)
         identity = self._endpoint.identity
         identity.epoch = notice.epoch
         if notice.HasField("model"):
             identity.fingerprint = notice.model.fingerprint
             identity.chunk_bytes = notice.model.chunk_elems * itemsize_bytes(notice.model.dtype)
-        members = {node.name: node.incarnation for node in notice.nodes}
         self._endpoint.members_changed(members, notice.revoked)
         if notice.phase == v1.Notice.TRAINING and self._clock.begin() and self._endpoint.routes:
             self.emit(CarriersEvent(by_peer=dict(self._endpoint.routes)))

@@ -63,7 +63,7 @@ class PushHandler:
                 meanwhile. The chunks before it stay in effect.
         """
         request = v1.Push.FromString(stream.opened.body)
-        self._inspection.check_push(stream.opened.sender, request)
+        self._inspection.check_push(stream.opened, request)
         opened = stream.opened
         if request.HasField("behalf"):
             self._estates.check_heir(opened, request)
