@@ -24,6 +24,9 @@ class Nodes:
         leaving: names of workers that were asked to go, and have said that they do.
     """
 
+    KEPT = ("epoch", "revoked", "_nodes", "_finished", "leaving")
+    """See `durable.state`."""
+
     def __init__(self, num_workers: int, num_servers: int) -> None:
         self.epoch = 0
         self.revoked: list[bytes] = []

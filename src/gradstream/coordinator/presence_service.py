@@ -135,14 +135,16 @@ class PresenceService:
                 if not self._membership.phases.over:
                     raise PeerLostError(who, "left before the run was over")
                 return
-            attendance.stream.heard()
+            stream.heard()
             beat = v1.Beat.FromString(received.frame.body.data)
-            if beat.number <= attendance.heard:
+            heard = self.heard.get(who, 0)
+            if beat.number <= heard:
                 continue  # repeated over another stream
-            if beat.number != attendance.heard + 1:
-                raise RefusedError(who, "BAD_REQUEST", f"beat {beat.number} follows {attendance.heard}")
+            if beat.number != heard + 1:
+                raise RefusedError(who, "BAD_REQUEST", f"beat {beat.number} follows {heard}")
             self._membership.check(who, beat)
-            attendance.heard = beat.number
+            self.heard[who] = beat.number
+            context.keeper.changed()
             if beat.events:
                 admitted = attendance.gate.take(beat.events, context.age_s())
                 if admitted.num_refused:
@@ -181,7 +183,7 @@ class PresenceService:
         """Answers a member that has not heard the coordinator for some time, over another connection."""
         attendance = self._present(stream)
         if attendance is not None:
-            attendance.stream.heard()
+            stream.heard()
             await stream.send(v1.Frame(body=v1.Body()))
 
     async def _serve_resume(self, stream: Stream) -> None:
