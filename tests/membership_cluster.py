@@ -6,6 +6,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from gradstream.coordinator.durable.keeper import Unkept
 from gradstream.coordinator import Coordinator, Member, Membership, RunOutcome
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.assignment_replies import BatchDistribution
@@ -64,7 +65,7 @@ class Cluster:
             self.virtual.runtime("coordinator"),
             endpoint,
             membership,
-            on_events=lambda lines: self.events.extend(map(json.loads, lines.splitlines())),
+            keeper=Unkept(lambda lines: self.events.extend(map(json.loads, lines.splitlines()))),
             deadlines=DEADLINES,
         )
         await endpoint.start()

@@ -376,7 +376,7 @@ def killer(victim: str, at_step: int = 3) -> Callable[[Mapping[str, Any]], None]
 
 @pytest.mark.parametrize(
     ("victim", "strategy"),
-    [("worker-1", "synchronous"), ("shard-0", "downpour"), ("coordinator", "downpour")],
+    [("worker-1", "allreduce"), ("shard-0", "downpour"), ("coordinator", "downpour")],
 )
 def test_a_node_that_cannot_be_spared_ends_the_run_naming_it(
     write: Callable[..., str], victim: str, strategy: str

@@ -28,6 +28,7 @@ from gradstream.coordinator.phases import LossTolerance, Phases
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.receipts import ref_of
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
+from gradstream.coordinator.stand_ins import StandIns
 from gradstream.data.ledger import Ledger
 from gradstream.errors import NonFiniteError, PeerLostError
 from gradstream.data.joined import unjoined
@@ -76,6 +77,7 @@ class Membership:
         replies: answers to workers that ask what to do.
         balance: the shares of rounds; None where they are planned.
         participation: which workers take part; None where all do.
+        stand_ins: who computes the parts of lost workers in rounds; None where nobody does.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Membership:
             verdicts=by_verdicts,
         )
         self.phases = Phases(started, self.nodes, self.progress, self.snapshots, self.participation, losses)
+        self.stand_ins = StandIns(self.nodes) if losses.stands_in else None
         first_round = resume.rounds if resume is not None else 0
         self._checks = MessageChecks(ledger, started.workers, first_round=first_round, quorum=by_verdicts)
         self._offences = Offences(losses.quarantine_after)
@@ -147,6 +150,7 @@ class Membership:
             snapshot=None if self.snapshots.current is None else self.snapshots.current.as_notice(),
             participation=None if self.participation is None else self.participation.as_notice(),
             revoked=self.nodes.revoked,
+            stand_ins=() if self.stand_ins is None else self.stand_ins.as_notice(),
         )
 
     # ---- nodes --------------------------------------------------------------------------
@@ -175,6 +179,8 @@ class Membership:
         assert isinstance(self.progress.ledger, Ledger)  # `LossTolerance.replaces`
         self.progress.ledger.rejoined(node.rank)
         self.replies.joined(node)
+        if self.stand_ins is not None:
+            self.nodes.entering.add(node.name)
         joined = Emit(JoinedEvent(who=node.name, address=node.address, epoch=self.nodes.epoch))
         if self.participation is not None and self.participation.joined(node.name):
             return [joined, *self._participation_changed()]
@@ -204,6 +210,8 @@ class Membership:
         if self.phases.phase == v1.Notice.ABORTED:
             return out
         self.progress.receipts(beat.receipts, node.rank, at_s)
+        self._settle_rounds()
+        out += self._handed(who, beat)
         if (
             beat.quiesced
             and self.participation is not None
@@ -225,6 +233,13 @@ class Membership:
         if beat.receipts or beat.verdicts or beat.finished:
             out += self.phases.conclude()
         return out
+
+    def _handed(self, who: str, beat: v1.Beat) -> list[Instruction]:
+        """Lets newcomers begin to whom their stand-in has handed over."""
+        if self.stand_ins is None:
+            return []
+        begin = [self.stand_ins.handed_over(who, handed) for handed in beat.handed]
+        return [Notify()] if any(begin) else []
 
     def _gradients(self, who: str, beat: v1.Beat) -> list[Instruction]:
         """Counts the gradients of a worker that are not in the model, until they end the run."""
@@ -298,6 +313,9 @@ class Membership:
             kind = NonFiniteError if self._offences.reason(who) else PeerLostError
             return out + self.phases.abort(who, kind.__name__, f"{reason}; {hopeless}")
         self.progress.ledger.lost(node.rank)
+        if self.stand_ins is not None:
+            self.stand_ins.lost(node.rank)
+            self._settle_rounds()
         replaced = self.participation is not None and self.participation.lost(who)
         out += self._participation_changed() if replaced else [Notify()]
         out += self.snapshots.lost(who, at_s)
@@ -351,6 +369,13 @@ class Membership:
         started = self.admission.with_model(self._started)
         resumed = self.progress.resumed()
         return [Emit(started)] if resumed is None else [Emit(started), Emit(resumed)]
+
+    def _settle_rounds(self) -> None:
+        """Accounts for the parts of lost workers in rounds that are in the model."""
+        ledger = self.progress.ledger
+        if self.stand_ins is not None and isinstance(ledger, Ledger):
+            for rank in self.stand_ins.ever_lost:
+                ledger.settle_rounds(rank)
 
     def after_snapshot(self) -> list[Instruction]:
         """Stops the run if that is what the latest snapshot was made for."""

@@ -22,6 +22,7 @@ class Nodes:
         epoch: the membership epoch: 0 while gathering, 1 when training begins, one more after each loss and each
             worker that joins later.
         leaving: names of workers that were asked to go, and have said that they do.
+        entering: names of workers that have joined late, and wait for the round in which they begin.
     """
 
     KEPT = ("epoch", "revoked", "_nodes", "_finished", "leaving")
@@ -38,6 +39,7 @@ class Nodes:
         self._in_order: list[v1.Node] | None = None  # cache of `as_notice`
         self._finished: set[str] = set()
         self.leaving: set[str] = set()
+        self.entering: set[str] = set()
 
     @property
     def missing(self) -> list[str]:
@@ -89,8 +91,18 @@ class Nodes:
         self.leaving.discard(node.name)
         self._nodes[node.name] = member = v1.Node()
         member.CopyFrom(node)
-        member.since = self.epoch
+        member.since, member.enters = self.epoch, 0
         self._in_order = None
+
+    @property
+    def active_workers(self) -> list[str]:
+        """Names of the workers that are in and do not wait to begin, by rank."""
+        return [name for name in self.worker_names if name not in self.entering]
+
+    def enter(self, name: str, number: int) -> None:
+        """Lets a worker that waits begin with a round."""
+        self.entering.discard(name)
+        self._nodes[name].enters = number + 1
 
     def finish(self, name: str, *, relies: bool) -> None:
         """Notes that a worker has finished.
@@ -112,6 +124,7 @@ class Nodes:
         """
         node = self._nodes.pop(name, None)
         self._in_order = None
+        self.entering.discard(name)
         if node is None:
             return None
         had_finished = name in self._finished

@@ -35,6 +35,7 @@ class LossTolerance:
         allow_lost: the run ends well although data of lost workers is missing from the model.
         quarantine_after: number of refused gradients in a row for which a worker counts as lost.
         replaces: a new process can take the place of a lost worker while the others train.
+        stands_in: until then, one of the others computes its part of each round.
     """
 
     survives_worker_loss: bool
@@ -42,6 +43,7 @@ class LossTolerance:
     allow_lost: bool = False
     quarantine_after: int = 3
     replaces: bool = False
+    stands_in: bool = False
 
 
 class Phases:
@@ -152,7 +154,7 @@ class Phases:
         """Says why the run cannot continue without a lost node; "" if it can."""
         if gone.role == "shard":
             return f"its ranges of the parameters are gone with it (shard rank {gone.rank})"
-        left = len(self._nodes.workers)
+        left = len(self._nodes.active_workers)
         if left >= self._needed:
             return ""
         if not left:

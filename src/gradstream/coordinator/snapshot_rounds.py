@@ -88,6 +88,7 @@ class SnapshotRounds:
         self._verdicts = verdicts
         self._first_step = resume.step if resume is not None else 0
         self._count = 0
+        self._deferred = False
         self._latest = self._first_step, ledger.num_complete  # step and epochs when the latest one began
         self._since_s: float | None = None  # since when no snapshot was tried
         self._cut_short = False  # a process of the coordinator has died while it made a snapshot with files
@@ -124,7 +125,7 @@ class SnapshotRounds:
     @property
     def stopped(self) -> bool:
         """Whether the run was asked to stop, and no snapshot is under way."""
-        return self.stopping and self.current is None
+        return self.stopping and self.current is None and not self._deferred
 
     @property
     def ending(self) -> bool:
@@ -137,6 +138,8 @@ class SnapshotRounds:
             self._since_s = at_s
         if self.current is not None:
             return self._check_time(self.current, at_s)
+        if self._deferred:
+            return self.begin(at_s)
         if self._policy is None or self._ledger.finished:
             return []
         step, epochs = self._latest
@@ -174,7 +177,10 @@ class SnapshotRounds:
         return [] if self.current is not None else self.begin(at_s)
 
     def begin(self, at_s: float) -> list[Instruction]:
-        """Begins a snapshot."""
+        """Begins a snapshot; later, while a worker waits for the round in which it enters."""
+        self._deferred = bool(self._nodes.entering)
+        if self._deferred:
+            return []
         self._count += 1
         self._latest, self._since_s = (self.step, self._ledger.num_complete), at_s
         self.current = Snapshot(

@@ -310,6 +310,17 @@ class Ledger:
         self._lost.add(rank)
         return self._take_back(rank)
 
+    def settle_rounds(self, rank: int) -> None:
+        """Adds the receipts of a worker for all rounds up to the latest of which another worker has one.
+
+        For rounds that need every worker: one receipt tells that the whole round is in the model, and all before it.
+        """
+        others = [one for number, one in enumerate(self._sequences) if number != rank]
+        last = max((max(one.ahead, default=one.low - 1) for one in others), default=-1)
+        sequence = self._sequences[rank]
+        while (k := sequence.next_missing(0)) <= min(last, sequence.total - 1):
+            self.receipt(self.plan.nth(rank, k), rank)
+
     def rejoined(self, rank: int) -> None:
         """Lets a lost worker take part again, as a new process that has no minibatches yet."""
         self._lost.discard(rank)

@@ -117,9 +117,27 @@ class RunPlan:
         Not in a recorded run: a recording has one file for each worker.
         """
         served = self.served
-        if served is None or self.open_ended or self.job.record:
+        if served is None or self.open_ended or self.job.record or served.quorum(self.workers) is not None:
             return False
-        return served.survives_worker_loss and served.quorum(self.workers) is None
+        return self.stands_in or (served.survives_worker_loss and served.partitioning != "rounds")
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether the others compute the parts of a lost worker in each round.
+
+        Not where shares follow measured speeds, rows are exchanged, or only reading a minibatch tells its size.
+        """
+        served = self.served
+        if served is None or not served.stands_in or served.quorum(self.workers) is not None:
+            return False
+        several = self.open_ended or self.balanced or self.job.record
+        return not several and served.rows(tables=True) is None and self.job.data.num_samples is not None
+
+    @property
+    def survives_worker_loss(self) -> bool:
+        """Whether the run goes on when a worker is lost, with its minibatches."""
+        rounds = self.served is not None and self.served.partitioning == "rounds"
+        return self.stands_in if rounds else self.strategy.survives_worker_loss
 
     def ledger(self) -> Ledger | OpenLedger:
         """A new account of every minibatch of the run."""

@@ -47,6 +47,7 @@ class Update:
         target: vector that the shards change: "" for the parameters, else a state vector of the update rule.
         sequence: number of the push, once it has begun.
         refs: minibatches that the gradients were computed on.
+        stands_for: rank of a lost worker, whose part of a round the update is; None for the worker's own.
         clock: clock of this worker once the update is applied; 0 where workers have none. `push_soon` sets it.
         pieces: makes the parts to push, by chunk; a chunk left out is not pushed. None pushes all of `vector`.
         sound: number of elements from the front that are pushed, where the gradient turned out not to be finite while
@@ -68,6 +69,7 @@ class Update:
     target: str = ""
     sequence: int = 0
     refs: Sequence[BatchRef] = ()
+    stands_for: int | None = None
     clock: int = 0
     pieces: Callable[[], Awaitable[Mapping[int, UpdatePiece]]] | None = None
     sound: int | None = None

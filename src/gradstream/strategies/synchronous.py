@@ -10,8 +10,9 @@ table in docs/strategies/synchronous.md). With `overlap` a chunk is sent as soon
 updated as soon as every worker's has arrived, and fetched as soon as it is updated. Chunks do not wait for one
 another, which changes no number.
 
-Bytes a step and worker: 4N up, 4N down (float32). A dead worker ends the run. A worker without samples in a round
-tells the server so and contributes nothing; so does one whose gradient is not finite.
+Bytes a step and worker: 4N up, 4N down (float32). Another worker computes the part of a dead one, with the same bits,
+until a new process takes it over. A worker without samples in a round tells the server so and contributes nothing;
+so does one whose gradient is not finite.
 
     backup = b:  ĝ = Σ_{i ∈ A} g_i / Σ_{i ∈ A} |B_i|,   A the first N of N + b workers of this version
 
@@ -110,7 +111,8 @@ class Synchronous(ServerStrategy):
     sparse: bool = False
 
     partitioning: ClassVar[Partitioning] = "rounds"
-    survives_worker_loss: ClassVar[bool] = False
+    survives_worker_loss: ClassVar[bool] = True
+    stands_in: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.backup < 0:

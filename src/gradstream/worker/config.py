@@ -65,6 +65,7 @@ class WorkerConfig:
         optimizer: the update rule that the user's loop asks for; "" where the shards know the rule.
         resume: where the run continues; None if it begins.
         gradients_only: whether only gradients are exchanged; then the loop's own optimizer makes each step.
+        stands_in: the workers compute the parts of lost ones in each round.
         skips_non_finite: a gradient that is not finite is left out; else it ends the run.
         balanced: the workers' shares of a round follow their measured speed.
         form_group: makes the group, for strategies that exchange in one.
@@ -95,6 +96,7 @@ class WorkerConfig:
     num_steps: int | None = None
     resume: Resume | None = None
     gradients_only: bool = False
+    stands_in: bool = False
     skips_non_finite: bool = False
     balanced: bool = False
     form_group: FormGroup | None = None

@@ -79,10 +79,10 @@ class WorkerNode:
             return LoopSource(config.loop, config.rank, config.first_step, self._member.requests)
         assert config.plan is not None
         first_version = None
-        if (
-            isinstance(config.strategy, ServerStrategy)
-            and config.strategy.quorum(config.num_workers) is not None
-        ):
+        quorum = None
+        if isinstance(config.strategy, ServerStrategy):
+            quorum = config.strategy.quorum(config.num_workers)
+        if quorum is not None or config.stands_in:
             first_version = config.resume.rounds if config.resume else 0
         return Schedule(
             plan=config.plan,

@@ -96,6 +96,17 @@ class Member(Reporter):
         """Membership epoch in which this node has joined; 0 if it was there when training began."""
         return next((node.since for node in self.notice.nodes if node.name == self.node.name), 0)
 
+    @property
+    def first_round(self) -> int | None:
+        """The round with which this node begins, where it has joined late; None while the coordinator has said none."""
+        enters = next((node.enters for node in self.notice.nodes if node.name == self.node.name), 0)
+        return enters - 1 if enters else None
+
+    @property
+    def coordinator_comes_back(self) -> bool:
+        """See `Reporter`."""
+        return self._presence is not None and self._presence.comes_back and self._error is None
+
     # ---- joining and leaving --------------------------------------------------------------
 
     async def join(

@@ -37,6 +37,11 @@ class Reporter:
         """Adds a record to the events of the run."""
         self._events.append(encode(event, node=self._name, time_s=self._clock.time_s()))
 
+    @property
+    def coordinator_comes_back(self) -> bool:
+        """Whether a new process takes the place of a coordinator that has died."""
+        return False
+
     def hurry(self) -> None:
         """Sends the next beat at once."""
         self._urgent.ring()
@@ -65,6 +70,11 @@ class Reporter:
         self.beat.quiesced = number
         self._urgent.ring()
 
+    def hand_over(self, handed: v1.HandOver) -> None:
+        """Reports that this worker computes no part of a lost worker from a round on."""
+        self.beat.handed.append(handed)
+        self._urgent.ring()
+
     def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
         """Reports that the update of a round was made of the gradients of these ranks."""
         self.beat.verdicts.append(v1.Verdict(round=round, ranks=ranks))
@@ -89,6 +99,7 @@ class Reporter:
             or beat.finished
             or beat.snapshots
             or beat.quiesced
+            or beat.handed
             or beat.refused
             or beat.sound
         )

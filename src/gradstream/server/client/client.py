@@ -92,6 +92,11 @@ class ServerClient:
         push = PendingPushRequest(self._links, update, self._sequence, before, pieces)
         self._pushing = awaited_later(self._runtime.spawn(push.run(), name=name))
 
+    async def push_beside(self, update: Update) -> None:
+        """Pushes an update in no order with other operations. Returns once every shard has acknowledged it."""
+        self._sequence += 1
+        await PendingPushRequest(self._links, update, self._sequence, None, None).run()
+
     def flush(self) -> Coroutine[Any, Any, None]:
         """Returns once every shard has acknowledged the last push that was started before this call.
 

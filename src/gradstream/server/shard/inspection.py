@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -46,12 +46,17 @@ class Inspection:
         self._counters = counters
         self._workers = workers
         self._members: frozenset[Sender] | None = None
+        self._stand_ins: Mapping[int, str] = {}
 
     # ---- senders ------------------------------------------------------------------------
 
     def keep_senders(self, members: Collection[Sender]) -> None:
         """Sets the members of the run. Until then, every node is one."""
         self._members = frozenset(members)
+
+    def keep_stand_ins(self, stand_ins: Mapping[int, str]) -> None:
+        """Sets who may push for which lost worker, by rank."""
+        self._stand_ins = dict(stand_ins)
 
     def check_model(self, opened: v1.Open) -> None:
         """Refuses a sender that has another model."""
@@ -95,6 +100,10 @@ class Inspection:
         self.rank(sender)
         if request.command not in (v1.Push.APPLY, v1.Push.ASSIGN):
             raise self.bad(sender, f"push command {request.command}; expected APPLY or ASSIGN")
+        if request.stands_for and self._stand_ins.get(request.stands_for - 1) != sender:
+            raise self.bad(
+                sender, f"a push for worker-{request.stands_for - 1}, for which it does not stand in"
+            )
         if request.vector and request.vector not in self._store.state:
             raise self.bad(
                 sender, f"a push to {request.vector[:64]!r}, which is no vector of the update rule"

@@ -116,6 +116,7 @@ class ShardNode:
         Of a worker whose place another process has taken, the shard may hear only once that process is in: it first
         frees what it keeps of the lost one.
         """
+        self._service.keep_stand_ins({one.rank: one.worker for one in notice.stand_ins})
         before, self._members = self._members, {node.name: node.incarnation for node in notice.nodes}
         stayed = [
             node for node in notice.nodes if before.get(node.name, node.incarnation) == node.incarnation

@@ -111,7 +111,7 @@ class PushHandler:
         self._inspection.check_member(opened)
         header = PushHeader(
             sender=opened.sender,
-            rank=rank_of(opened.sender),
+            rank=request.stands_for - 1 if request.stands_for else rank_of(opened.sender),
             incarnation=opened.incarnation,
             sequence=request.sequence,
             samples=request.samples if part is not None or request.rows else 0,

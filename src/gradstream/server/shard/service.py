@@ -8,7 +8,7 @@ it, so a fetch gets one version of each chunk.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from gradstream.errors import ConfigError, GradstreamError
 from gradstream.optim.base import Optimizer, skips_zeros
@@ -135,6 +135,10 @@ class ShardService:
         self._inspection.keep_senders(members)
         self.executor.keep_senders(members)
         self.commands.keep_senders(members)
+
+    def keep_stand_ins(self, stand_ins: Mapping[int, str]) -> None:
+        """Sets who may push for which lost worker, by rank."""
+        self._inspection.keep_stand_ins(stand_ins)
 
     def open(self) -> None:
         """Begins to serve."""

@@ -29,7 +29,7 @@ from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.exchange.group import GroupExchange
 from gradstream.worker.exchange.shared import form_shared
-from gradstream.worker.gradient import Differentiator
+from gradstream.worker.gradient import Differentiator, GradientSource
 from gradstream.worker.loop import LoopSource
 from gradstream.worker.refusals import Refusals, RefusedGradient
 from gradstream.worker.replica.base import Replica, ReplicaContext
@@ -83,7 +83,7 @@ class Assembly:
                     server_exchange,  # only runs with servers import it
                 )
 
-                return server_exchange(config, context, strategy, self._replica_context())
+                return server_exchange(config, context, strategy, self._replica_context(), self._source_of)
             case GroupStrategy() as strategy:
                 return await self._group_exchange(strategy)
             case SharedMemoryStrategy() as strategy:
@@ -200,13 +200,19 @@ class Assembly:
             )
         )
 
-    def _differentiator(self, schedule: Schedule) -> Differentiator:
+    def _source_of(self, rank: int) -> GradientSource:
+        """The source of another worker's gradients, on this worker's model."""
+        assert isinstance(self._source, Schedule)
+        return self._differentiator(self._source, rank)
+
+    def _differentiator(self, schedule: Schedule, rank: int | None = None) -> Differentiator:
         config = self._config
+        rank = config.rank if rank is None else rank
         return Differentiator(
             config.model,
-            feed_of(config.data, unjoined(schedule.plan), config.rank, config.seed),
+            feed_of(config.data, unjoined(schedule.plan), rank, config.seed),
             schedule.plan,
-            rank=config.rank,
+            rank=rank,
             seed=config.seed,
             now=self._context.runtime.now,
             clip=config.clip,

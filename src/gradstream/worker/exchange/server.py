@@ -17,22 +17,39 @@ from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
+from gradstream.worker.gradient import GradientSource
 from gradstream.worker.registration import row_exchange_of, row_spec_for
 from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.rows import RowReplica
 from gradstream.worker.replica.server import ServerReplica
+from gradstream.worker.replica.stand_in import StandIn
 
 __all__ = ["ServerExchange", "server_exchange"]
 
 
 def server_exchange(
-    config: WorkerConfig, context: ExchangeContext, strategy: ServerStrategy, parts: ReplicaContext
+    config: WorkerConfig,
+    context: ExchangeContext,
+    strategy: ServerStrategy,
+    parts: ReplicaContext,
+    source_of: Callable[[int], GradientSource],
 ) -> ServerExchange:
-    """Makes the exchange of a worker, with a replica that sends rows where the strategy asks for it."""
+    """Makes the exchange of a worker, with a replica that sends rows where the strategy asks for it.
+
+    Args:
+        config: configuration of the worker.
+        context: its place in the run.
+        strategy: strategy of the run.
+        parts: parts of its replica.
+        source_of: makes the source of another rank's gradients, for which the worker may stand in.
+    """
     changed = row_exchange_of(config)
     kind = ServerReplica if changed is None else partial(RowReplica, exchange=changed)
     make, rows = partial(kind, parts), row_spec_for(config)
-    return ServerExchange(context, strategy, config.model.layout, config.chunk_elems, make, rows)
+    exchange = ServerExchange(context, strategy, config.model.layout, config.chunk_elems, make, rows)
+    if config.stands_in:
+        exchange.let_stand_in(parts, source_of)
+    return exchange
 
 
 class ServerExchange(Exchange):
@@ -78,10 +95,34 @@ class ServerExchange(Exchange):
         self._layout = layout
         self.replica = replica(self._client)
 
+    def let_stand_in(self, parts: ReplicaContext, source_of: Callable[[int], GradientSource]) -> None:
+        """Lets this worker compute the parts of lost workers, where the coordinator asks for it."""
+        context, member = self._context, self._context.member
+        allocate = partial(
+            context.runtime.memory.allocate, self._layout.elems, self._layout.dtype, exchanged=True
+        )
+        stand_in = StandIn(
+            context.runtime,
+            self._client,
+            parts.schedule,
+            source_of,
+            allocate,
+            member.hand_over,
+            context.failed,
+            parts.refusals,
+        )
+        self.replica.stand_in = stand_in
+        member.listen(stand_in.hear)
+        stand_in.hear(member.notice)
+
     async def begin(self) -> None:
         """See `Exchange`: the worker of the lowest rank assigns the first ones; all others fetch them."""
         context, replica = self._context, self.replica
-        if context.resume is not None or context.late:  # not every strategy begins with a fetch
+        if context.late and replica.stand_in is not None:
+            member = context.member
+            await member.heard(lambda: member.first_round is not None)
+            await replica.swap_in(replica.server.fetch_soon(min_version=member.first_round or 0))
+        elif context.resume is not None or context.late:  # not every strategy begins with a fetch
             await replica.swap_in(replica.server.fetch_soon())
         elif context.is_lowest():
             await context.init(replica.parameters)

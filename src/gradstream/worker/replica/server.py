@@ -30,6 +30,7 @@ from gradstream.worker.replica.arithmetic import ElasticPull, LocalStep, add_sca
 from gradstream.worker.replica.attendance import Attendance
 from gradstream.worker.replica.base import Replica, ReplicaContext, vector_of
 from gradstream.worker.replica.next_update import NextUpdate
+from gradstream.worker.replica.stand_in import Round, StandIn
 from gradstream.worker.replica.updater import Updater
 
 __all__ = ["ServerReplica"]
@@ -41,6 +42,9 @@ class ServerReplica(Replica):
     Args:
         context: parts of every replica.
         server: client of the parameter server, with a back buffer.
+
+    Attributes:
+        stand_in: computes the parts of lost workers in each round; None where nobody does.
     """
 
     def __init__(self, context: ReplicaContext, server: ServerClient) -> None:
@@ -48,6 +52,7 @@ class ServerReplica(Replica):
         super().__init__(context, allocate, server.claims)
         self.clock = 0
         self.server = server
+        self.stand_in: StandIn | None = None
         self._base: Sequence[int] = [0] * server.chunks.num_chunks  # versions of the parameters
         self._next = NextUpdate(self._base)
         self._accumulated: Vector | None = None  # allocated by the first strategy that accumulates
@@ -131,6 +136,8 @@ class ServerReplica(Replica):
     async def swap_in(self, arrival: Arrival) -> None:
         """See `strategies.api.ServerWorker`."""
         await arrival.done()
+        if self.stand_in is not None:
+            await self.stand_in.settled()
         self.server.back_buffer, self.parameters = self.parameters, arrival.vector
         self.server.back_buffer.name, self.parameters.name = "spare", "parameters"
         self._computes_on(arrival)
@@ -385,6 +392,9 @@ class ServerReplica(Replica):
         update.on_done = partial(self._acknowledged, update, self._handed_out(update.refs))
         self._context.watch.handed_over(self.rank, update)
         gradient.on_known = partial(_fill_in, update, gradient)
+        if self.stand_in is not None:
+            ref, sums = gradient.batch.ref, self._part_sums
+            self.stand_in.begin(Round(self.parameters, self.version, self._base, ref, self.step, sums))
         return update
 
     def _acknowledged(self, update: Update, receipt: Callable[[], None]) -> None:

@@ -1,0 +1,67 @@
+"""`StandIns`: which workers compute the parts of lost workers in each round. A pure state machine.
+
+    worker r is lost ──▶ a worker that is in computes r's part of each round besides its own, from its present round on
+    a new process joins as r ──▶ it waits ──▶ the stand-in hands over at its next round m ──▶ the newcomer begins with m
+
+A stand-in has the parameters of the present round, which the round of a dead worker may need: a shard may have made
+the update of one chunk with the dead worker's gradient, and wait for it on another. So the round ends as it would have
+ended, to the bit. Round m cannot end without a part r, so a newcomer that fetches version m gets it whole.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from gradstream.coordinator.nodes import Nodes
+from gradstream.wire import v1
+
+__all__ = ["StandIns"]
+
+
+class StandIns:
+    """The workers that stand in for lost ones.
+
+    Args:
+        nodes: the members of the run.
+
+    Attributes:
+        ever_lost: ranks of the workers that were ever lost. Receipts of theirs may have been on their way.
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self._by_rank: dict[int, str] = {}  # by rank of a lost worker, the name of the worker that stands in
+        self.ever_lost: set[int] = set()
+
+    def lost(self, rank: int) -> None:
+        """Finds a stand-in for a lost worker, and for all that it stood in for: whoever has least to do."""
+        self.ever_lost.add(rank)
+        active = self._nodes.active_workers
+        vacant = {rank, *(other for other, name in self._by_rank.items() if name not in active)}
+        for one in sorted(vacant):
+            self._by_rank.pop(one, None)
+            load = Counter(self._by_rank.values())
+            self._by_rank[one] = min(active, key=lambda name: load[name])
+
+    def handed_over(self, who: str, handed: v1.HandOver) -> bool:
+        """Notes that a stand-in has handed over to a newcomer. Returns whether the newcomer begins.
+
+        It does not if it was lost meanwhile: the stand-in hears that, and goes on.
+        """
+        if self._by_rank.get(handed.rank) != who or self._newcomer(handed.rank) != handed.newcomer:
+            return False
+        del self._by_rank[handed.rank]
+        self._nodes.enter(f"worker-{handed.rank}", handed.round)
+        return True
+
+    def _newcomer(self, rank: int) -> int:
+        """Incarnation of the worker that waits to begin as this rank; 0 for none."""
+        name = f"worker-{rank}"
+        return self._nodes.incarnations[name] if name in self._nodes.entering else 0
+
+    def as_notice(self) -> list[v1.StandIn]:
+        """Returns them as notices contain them."""
+        return [
+            v1.StandIn(rank=rank, worker=name, newcomer=self._newcomer(rank))
+            for rank, name in sorted(self._by_rank.items())
+        ]

@@ -1,0 +1,151 @@
+"""`StandIn`: computes the parts of lost workers in each round, besides the worker's own (`coordinator.stand_ins`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from gradstream.data.base import BatchRef
+from gradstream.memory import Vector
+from gradstream.runtime.base import Runtime, Work
+from gradstream.server.client.client import ServerClient
+from gradstream.server.update import Update
+from gradstream.wire import v1
+from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
+from gradstream.worker.gradient import GradientSource
+from gradstream.worker.refusals import Refusals
+from gradstream.worker.schedule import BatchSchedule
+
+__all__ = ["Round", "StandIn"]
+
+
+@dataclass(slots=True)
+class Round:
+    """The round that a worker is in.
+
+    Args:
+        parameters: the parameters of the round; they stay until `StandIn.settled` returns.
+        version: their version, which is the number of the round.
+        base: version of each chunk.
+        ref: the worker's own minibatch.
+        step: number of the worker's step.
+        sums: memory for sums of parts; see `ComputedGradient`.
+    """
+
+    parameters: Vector
+    version: int
+    base: Sequence[int]
+    ref: BatchRef
+    step: int
+    sums: Vector | None
+    begun: set[int] = field(default_factory=set)  # ranks whose part is computed, or was
+
+
+class StandIn:
+    """The parts of lost workers that one worker computes.
+
+    Args:
+        runtime: runtime of the worker's node.
+        server: client of the parameter server.
+        schedule: sizes and learning rates of minibatches.
+        source_of: makes the source of another rank's gradients, with that rank's samples and random numbers.
+        allocate: allocates memory for a gradient, by name.
+        hand_over: tells the coordinator that this worker computes no part of a rank from a round on.
+        failed: tells it that a part cannot be computed.
+        refusals: refuses gradients that are not finite.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        server: ServerClient,
+        schedule: BatchSchedule,
+        source_of: Callable[[int], GradientSource],
+        allocate: Callable[[str], Vector],
+        hand_over: Callable[[v1.HandOver], None],
+        failed: Callable[[Exception], Awaitable[None]],
+        refusals: Refusals,
+    ) -> None:
+        self._runtime = runtime
+        self._server = server
+        self._schedule = schedule
+        self._source_of = source_of
+        self._allocate = allocate
+        self._hand_over = hand_over
+        self._failed = failed
+        self._refusals = refusals
+        self._asked: dict[
+            int, int
+        ] = {}  # by rank of a lost worker, the newcomer that waits to take over, or 0
+        self._handed: dict[int, int] = {}  # by rank, the newcomer that it was handed over to
+        self._parts: dict[int, tuple[GradientSource, Vector]] = {}  # by rank
+        self._round: Round | None = None
+        self._tasks: dict[asyncio.Task[None], None] = {}
+
+    def hear(self, notice: v1.Notice) -> None:
+        """Takes in for whom this worker stands in, from its present round on."""
+        mine = [one for one in notice.stand_ins if one.worker == self._runtime.node]
+        self._asked = {one.rank: one.newcomer for one in mine}
+        self._compute()
+
+    def begin(self, present: Round) -> None:
+        """Begins a round. A part that a newcomer waits for is the newcomer's from this round on."""
+        for rank, newcomer in self._asked.items():
+            if newcomer and self._handed.get(rank) != newcomer:
+                self._handed[rank] = newcomer
+                self._hand_over(v1.HandOver(rank=rank, round=present.version, newcomer=newcomer))
+        self._round = present
+        self._compute()
+
+    async def settled(self) -> None:
+        """Returns when no part of the round needs its parameters any more."""
+        self._round = None
+        for task in list(self._tasks):
+            await asyncio.shield(task)
+
+    def _compute(self) -> None:
+        present = self._round
+        if present is None:
+            return
+        for rank, newcomer in self._asked.items():
+            if rank in present.begun or (newcomer and self._handed.get(rank) == newcomer):
+                continue
+            present.begun.add(rank)
+            task = self._runtime.spawn(self._part(present, rank), name=f"{self._runtime.node}-for-{rank}")
+            self._tasks[task] = None
+            task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    async def _part(self, present: Round, rank: int) -> None:
+        try:
+            await self._server.push_beside(await self._gradient(present, rank))
+        except Exception as error:
+            await self._failed(error)
+
+    async def _gradient(self, present: Round, rank: int) -> Update:
+        """Computes the gradient of a lost worker's minibatch of a round."""
+        schedule, ref = self._schedule, replace(present.ref, partition=rank)
+        samples, rate = schedule.size(ref) or 0, schedule.rate(ref)
+        update = Update(
+            None, samples, rate, present.base, round=present.version, refs=(ref,), stands_for=rank
+        )
+        if not samples:
+            return update
+        if rank not in self._parts:
+            self._parts[rank] = self._source_of(rank), self._allocate(f"gradient for worker-{rank}")
+        source, vector = self._parts[rank]
+        gradient = ComputedGradient(vector, SampleBatch(ref, samples), rate, present.step, sums=present.sums)
+        result = await self._runtime.compute(
+            lambda report: source.compute(present.parameters.tensor, gradient, report),
+            work=Work("gradient", samples=samples, elems=len(vector), elsewhere=source.elsewhere),
+            reads=[present.parameters.all],
+            writes=[vector.all],
+            milestones=source.milestones(gradient),
+            shape_only=Result(float("nan")),
+        )
+        if result.refused:
+            self._refusals.refuse(gradient, result.refused)
+            update.samples = 0
+        else:
+            update.vector = vector
+        return update
