@@ -6,10 +6,10 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from gradstream.coordinator.durable.keeper import Unkept
 from gradstream.coordinator import Coordinator, Member, Membership, RunOutcome
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.assignment_replies import BatchDistribution
+from gradstream.coordinator.durable.keeper import Unkept
 from gradstream.coordinator.phases import LossTolerance
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger

@@ -101,7 +101,9 @@ class Coordinator:
             on_lost=self._after_loss,
         )
         self._requests = RequestService(context)
-        state = KeptState({**membership.parts(), "clock": self._clock, "age": age_s, "heard": self._presences})
+        state = KeptState(
+            {**membership.parts(), "clock": self._clock, "age": age_s, "heard": self._presences}
+        )
         if criterion is not None:
             state.add("criterion", criterion)
         keeper.begin(state, self._ended.ring)

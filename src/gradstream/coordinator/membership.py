@@ -29,9 +29,9 @@ from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.receipts import ref_of
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.coordinator.stand_ins import StandIns
+from gradstream.data.joined import unjoined
 from gradstream.data.ledger import Ledger
 from gradstream.errors import NonFiniteError, PeerLostError
-from gradstream.data.joined import unjoined
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import (
     GradientRefusedEvent,
@@ -129,6 +129,7 @@ class Membership:
             "assignment": self.replies.assignment,
             "balance": self.balance,
             "participation": self.participation,
+            "stand_ins": self.stand_ins,
             "plan": unjoined(ledger.plan) if isinstance(ledger, Ledger) else ledger.reassignment,
         }
         return {name: part for name, part in parts.items() if part is not None}

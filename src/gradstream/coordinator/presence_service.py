@@ -101,7 +101,11 @@ class PresenceService:
             stream.refuse(v1.BAD_REQUEST, f"{stream.opened.sender} asks to join as {who}")
             return
         awaited = self._attending.get(who)
-        if awaited is not None and awaited.stream is None and awaited.incarnation != stream.opened.incarnation:
+        if (
+            awaited is not None
+            and awaited.stream is None
+            and awaited.incarnation != stream.opened.incarnation
+        ):
             self._give_up(awaited, who, "another process has taken its place")
         while not (instructions := self._membership.join(request, context.age_s())):
             await stream.waiting(self._membership.nodes.worker_names)

@@ -61,7 +61,7 @@ class SnapshotRounds:
         finishing: the run has reached its stopping criterion.
     """
 
-    KEPT = ("_open", "kept", "evaluated", "stopping", "finishing", "_count", "_latest", "_since_s")
+    KEPT = ("_open", "kept", "evaluated", "stopping", "finishing", "_count", "_latest", "_since_s", "_deferred")
     """See `durable.state`."""
 
     def __init__(
@@ -111,7 +111,9 @@ class SnapshotRounds:
         out: list[Instruction] = []
         if self._cut_short:
             self._since_s, why = at_s, "the coordinator died while the snapshot was made"
-            out = [Emit(CheckpointFailedEvent(step=self.step, who="coordinator", message=why, kept=self.kept))]
+            out = [
+                Emit(CheckpointFailedEvent(step=self.step, who="coordinator", message=why, kept=self.kept))
+            ]
         if self.current is None and self._policy is not None and (self.stopping or self.finishing):
             out += self.begin(at_s)
         return out

@@ -40,6 +40,7 @@ class LoopSequence(Receipts):
 
     @property
     def accounted(self) -> bool:
+        """Whether nothing more is expected of the worker."""
         return self.lost or (self.total is not None and self.low >= self.total)
 
 

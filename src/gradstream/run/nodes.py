@@ -54,9 +54,7 @@ __all__ = ["build_coordinator", "build_worker", "member_of", "recording_of", "wo
 # ---- coordinator ------------------------------------------------------------------------
 
 
-def build_coordinator(
-    plan: RunPlan, runtime: Runtime, endpoint: Endpoint, keeper: Keeper
-) -> Coordinator:
+def build_coordinator(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, keeper: Keeper) -> Coordinator:
     """Builds the coordinator of a run; `keeper` gets every event of the run, as JSON lines."""
     served, deadlines = plan.served, plan.job.deadlines
     ledger = plan.ledger()

@@ -71,11 +71,15 @@ class SimulatedCluster:
         """Runs until every node has ended.
 
         Args:
-            script: runs beside the nodes, on virtual time: kills some of them, for example.
+            script: runs beside the nodes, on virtual time: kills some of them, for example. Where it has an attribute
+                `store`, this makes the coordinator's store for the id of the run, with which `restart` goes on.
 
         Returns:
             The outcome according to the coordinator; None where it was killed.
         """
+        make_store: Callable[[str], StateStore] | None = getattr(script, "store", None)
+        if make_store is not None:
+            self.store = make_store(self.plan.id)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # results must not depend on this machine's cores
         try:

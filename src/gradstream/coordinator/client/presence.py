@@ -124,7 +124,9 @@ class Presence:
             raise PeerLostError(COORDINATOR, "closed its stream with this node before the run was over")
         notice = v1.Notice.FromString(received.frame.body.data)
         if notice.ruling < self._ruling:
-            raise PeerLostError(COORDINATOR, f"its process {notice.ruling} is superseded by process {self._ruling}")
+            raise PeerLostError(
+                COORDINATOR, f"its process {notice.ruling} is superseded by process {self._ruling}"
+            )
         self._ruling = notice.ruling
         notice.ClearField("ruling")
         while self._unheard and self._unheard[0].number <= notice.heard:

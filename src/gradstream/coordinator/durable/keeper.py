@@ -217,7 +217,9 @@ class StateKeeper:
 
     def _fail(self, error: OSError) -> None:
         if not self._failing:
-            self._tell(f"the coordinator's state cannot be stored ({error}): if it dies now, the run ends", False)
+            self._tell(
+                f"the coordinator's state cannot be stored ({error}): if it dies now, the run ends", False
+            )
         self._failing = True
 
     def _recover(self) -> None:

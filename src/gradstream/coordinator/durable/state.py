@@ -43,7 +43,9 @@ class KeptState:
         Raises:
             StateError: a row is missing, unknown, or none of this state's values.
         """
-        expected = {f"{name}.{one}": (part, one) for name, part in self._parts.items() for one in kept_names(part)}
+        expected = {
+            f"{name}.{one}": (part, one) for name, part in self._parts.items() for one in kept_names(part)
+        }
         if odd := sorted(expected.keys() ^ rows.keys()):
             raise StateError(f"missing or unknown: {', '.join(odd)[:200]}")
         for key, text in rows.items():

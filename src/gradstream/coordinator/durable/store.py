@@ -77,7 +77,9 @@ class StateStore:
         )
         found = self._database.execute("SELECT format, job FROM leader").fetchone()
         if found != (FORMAT, self._job):
-            raise StateError(f"{self._path} is the state of {str(found)[:200]}; expected {(FORMAT, self._job)}")
+            raise StateError(
+                f"{self._path} is the state of {str(found)[:200]}; expected {(FORMAT, self._job)}"
+            )
 
     def rule(self) -> tuple[dict[str, str], bytes]:
         """Takes the next ruling. Returns the stored state, which is empty before the first one, and its last events."""
