@@ -61,7 +61,17 @@ class SnapshotRounds:
         finishing: the run has reached its stopping criterion.
     """
 
-    KEPT = ("_open", "kept", "evaluated", "stopping", "finishing", "_count", "_latest", "_since_s", "_deferred")
+    KEPT = (
+        "_open",
+        "kept",
+        "evaluated",
+        "stopping",
+        "finishing",
+        "_count",
+        "_latest",
+        "_since_s",
+        "_deferred",
+    )
     """See `durable.state`."""
 
     def __init__(
