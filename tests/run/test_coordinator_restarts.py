@@ -143,7 +143,7 @@ def test_a_worker_dies_with_it(block: int) -> None:
     for seed in range(20 * block, 20 * block + 20):
         rng = random.Random(seed)
         script = Dies((rng.uniform(0.02, 0.25), rng.uniform(0.01, 0.5)), also=f"worker-{rng.randrange(3)}")
-        run, events = run_tokens(script, seed)
+        _, events = run_tokens(script, seed)
         ledger = [event["samples"] for event in events if event["event"] == "ledger"]
         assert ledger == [NUM_SAMPLES] * EPOCHS, seed
 

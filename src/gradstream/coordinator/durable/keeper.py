@@ -24,7 +24,7 @@ from gradstream.coordinator.durable.store import StateStore, SupersededError
 from gradstream.runtime.base import Runtime, Work
 from gradstream.runtime.wakeup import Wakeup
 
-__all__ = ["Keeper", "StateKeeper", "Unkept", "missing_lines"]
+__all__ = ["TAIL_BYTES", "Keeper", "StateKeeper", "Unkept", "missing_lines"]
 
 PACE_S = 0.1
 """Seconds until a change is stored that nobody waits for."""
@@ -32,7 +32,7 @@ PACE_S = 0.1
 RETRY_S = 0.5
 """Seconds between two attempts on a full disk."""
 
-TAIL_BYTES = 1 << 20
+TAIL_BYTES = 4 << 20
 """Bytes of events that a reader of the file's end needs at least, besides those that it looks for."""
 
 
