@@ -128,6 +128,8 @@ class Coordinator:
         """Returns when the run is over, and all members have left or their lease has passed."""
         runtime, deadlines = self._runtime, self._deadlines
         deadline = runtime.expire_after(deadlines.join_s, lambda: self._carry_out(self._membership.overdue()))
+        for node in self._membership.nodes.as_notice():  # of an earlier process
+            self._endpoint.know(node.name, node.address)
         if self._writer is not None:
             await self._writer.sweep()
         try:

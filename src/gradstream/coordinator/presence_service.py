@@ -114,6 +114,7 @@ class PresenceService:
             if isinstance(instruction, Refuse):
                 stream.refuse(instruction.code, instruction.message)
                 return
+        context.endpoint.know(who, request.node.address)
         self.heard[who] = 0
         attendance = self._expect(request.node, stream)
         context.carry_out(instructions)
@@ -122,7 +123,6 @@ class PresenceService:
     def _expect(self, node: v1.Node, stream: Stream | None) -> _Attendance:
         """Notes that a member is present, or may come back."""
         context, who = self._context, node.name
-        context.endpoint.know(who, node.address)
         refusals: Throttle[str] = Throttle(
             context.runtime, lambda why, more: self._emit(_refused_events(who, more + 1, why))
         )

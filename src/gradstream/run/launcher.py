@@ -316,7 +316,7 @@ class Launcher:
             self._events.read()
             training = "started" in self._events.last and bool(self._cluster.running or self._machines)
             if self._succession.may_follow(status, training):
-                self._start_node(COORDINATOR, again=["--listen", self._address, "--again"])
+                self._start_node(COORDINATOR, again=["--listen", self._address.split()[0], "--again"])
                 return
         self._ended.statuses[name] = status
         training = "started" in self._events.last and not self._is_ending
