@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -55,6 +56,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             STARTER.append(AT_THE_END.enter_context(warm()))
     for starter in STARTER:
         starter.enabled = not cold
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what is there before the first test, modules and tests, out of every later search for garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # simulations make many objects that no cycle keeps
 
 
 def pytest_unconfigure() -> None:

@@ -184,7 +184,8 @@ def main(fd: int) -> None:
     """Loads modules, then forks for each order; returns in the processes that have run a command."""
     forkserver, local = map(importlib.import_module, (FORKSERVER, "gradstream.run.local"))
     script, _, _ = local.SCRIPT.partition(":")
-    for name in (*forkserver.WARM, script, "gradstream.cli", "torch.utils.data"):
+    # The first optimizer of a process imports torch._dynamo, which takes a second.
+    for name in (*forkserver.WARM, script, "gradstream.cli", "torch.utils.data", "torch._dynamo"):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
     gc.collect()

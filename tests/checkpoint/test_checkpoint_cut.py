@@ -63,7 +63,7 @@ def stop_at(seconds: float, kill: str | None = None) -> Callable[[Any], Coroutin
 
 @pytest.mark.parametrize(
     ("optimizer", "stops"),
-    [(gs.optim.Adam(lr=0.05), 3), (gs.optim.Momentum(lr=0.01), 1)],
+    [(gs.optim.Adam(lr=0.05), 2), (gs.optim.Momentum(lr=0.01), 1)],
     ids=["adam", "momentum"],
 )
 def test_synchronous_run_stopped_anywhere_ends_with_the_same_bytes(optimizer: Any, stops: int) -> None:

@@ -115,7 +115,7 @@ def test_plain_lines_come_each_tenth_and_at_the_end() -> None:
 
 def test_a_loss_of_a_node_is_said_at_once() -> None:
     assert "lost worker-1: silent" in shown(left("worker-1", lost=True))
-    assert shown(left("worker-1", lost=False)) == ""
+    assert "worker-1 has left: silent" in shown(left("worker-1", lost=False))
 
 
 def test_a_terminal_gets_one_live_line() -> None:

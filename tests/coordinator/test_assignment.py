@@ -200,7 +200,7 @@ def test_without_rounds_uneven_workers_lose_nothing(strategy: Any, assignment: A
 
 @pytest.mark.parametrize("strategy", ["synchronous", "ssp", gs.ParameterAveraging(every=10)])
 def test_where_workers_wait_for_each_other_sizes_that_fit_the_speeds_do_it(strategy: Any) -> None:
-    assert simulated(strategy).summary["train_s"] >= 3.8 * IDEAL_S
+    assert simulated(strategy, epochs=1).summary["train_s"] >= 3.8 * IDEAL_S / 2
     assert simulated(strategy, epochs=4, shares="measured").summary["train_s"] <= 2 * 1.1 * IDEAL_S
 
 

@@ -31,7 +31,8 @@ def test_arrays_drawn_without_a_seed_are_named_and_so_is_the_remedy(
     monkeypatch.chdir(tmp_path)
     Path("drawn.py").write_text(SCRIPT.format(seed=""))
     with pytest.raises(
-        gs.errors.ConfigError, match=r"coordinator: inputs of the data set 'arrays' are \(64, 2\)"
+        gs.errors.ConfigError,
+        match=r"coordinator: inputs of the data set 'arrays' differ between nodes: this node has \(64, 2\)",
     ) as told:
         gs.train(load_job("drawn.py"))
     assert "give the random generator a seed" in str(told.value)

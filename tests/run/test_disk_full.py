@@ -297,14 +297,14 @@ def test_final_parameters_wait_for_room(number: int) -> None:
 
     async def script(cluster: SimulatedCluster) -> None:
         director = cluster.virtual.runtime("director")
-        await director.sleep(20.0)
+        await director.sleep(5.0)
         storage.error = number
         while not any("final parameters wait for room" in text for text in told):
             await director.sleep(0.1)
         await director.sleep(10.0)
         storage.error = 0
 
-    cluster, _ = simulated(storage, script, told, strategy="synchronous")
+    cluster, _ = simulated(storage, script, told, strategy="synchronous", epochs=10)
     assert storage.num_failed > 1
     assert {name: error for name, error in cluster.outcomes.items() if error is not None} == {}
     assert "checkpoints/final/model.safetensors" in storage.files
@@ -313,7 +313,8 @@ def test_final_parameters_wait_for_room(number: int) -> None:
 
 def test_final_parameters_that_find_no_room_are_an_error_that_names_the_disk() -> None:
     storage = FailingStorage()
-    cluster, _ = simulated(storage, full_between(storage, errno.ENOSPC, 20.0, 1000.0), strategy="synchronous")
+    full = full_between(storage, errno.ENOSPC, 5.0, 1000.0)
+    cluster, _ = simulated(storage, full, strategy="synchronous", epochs=10)
     error = cluster.outcomes["worker-0"]
     assert isinstance(error, DiskError)
     assert "bytes) are lost" in str(error)
@@ -409,7 +410,7 @@ def on_event(event):
     made.append(time.monotonic())
     if len(made) == 2:
         holder.start()
-    elif "room_s" in told and made[-1] > told["room_s"] + 3:
+    elif "room_s" in told and made[-1] > told["room_s"] + 1:
         Path(sys.argv[4]).touch()
 
 run = train(load_job(sys.argv[1]), run_dir=run_dir, on_event=on_event)

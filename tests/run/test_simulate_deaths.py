@@ -110,7 +110,7 @@ def test_the_next_worker_keeps_the_parameters_where_the_first_dies_before_it_cou
 def test_downpour_survives_a_worker_killed_at_any_time(lowest: bool) -> None:
     rng = random.Random(1)
     reassigned = redone = survivors = 0
-    for seed in range(30):
+    for seed in range(15):
         name, seconds = (
             ("worker-0", rng.uniform(0.1, 0.4)) if lowest else ("worker-1", rng.uniform(0.05, 0.4))
         )
@@ -120,8 +120,8 @@ def test_downpour_survives_a_worker_killed_at_any_time(lowest: bool) -> None:
         survivors += name not in lost(events)  # it was done already
         reassigned += sum(event["reassigned"] for event in events if event["event"] == "ledger")
         redone += int((token_counts(run, NUM_SAMPLES) > EPOCHS).any())
-    assert survivors < 15
-    assert reassigned > 30
+    assert survivors < 7
+    assert reassigned > 15
     assert redone > 0  # the hard case did happen: pushed, but the receipt was lost with the worker
 
 

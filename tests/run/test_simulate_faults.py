@@ -25,7 +25,7 @@ from gradstream.worker.replica.server import ServerReplica
 
 NUM_SAMPLES = 24
 WORKERS, SERVERS = 2, 2
-NUM_SEEDS = 60  # 20 of each strategy: a planted fault shows in fewer
+NUM_SEEDS = 30  # 10 of each strategy: a planted fault shows in fewer
 
 # The time between a push and its duplicate is like that between pushes, so that they get mixed up.
 BAD = Link(latency_s=1e-3, jitter_s=4e-3, loss=0.02, duplicate=0.5)

@@ -372,6 +372,7 @@ STAGED: dict[str, Any] = {
 
 @pytest.mark.parametrize("law", ["travels", "plain", "repeatable", "ends", "resumes", "deaths"])
 @pytest.mark.parametrize("name", STAGED)
+@pytest.mark.usefixtures("few_seeds")
 def test_the_laws_of_strategies_hold_for_one_that_is_staged(name: str, law: str) -> None:
     assert getattr(properties, law)(STAGED[name])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections import Counter
@@ -296,6 +297,7 @@ def paper_rate(updates: int) -> float:
     return math.sqrt(10 / 20 / updates)
 
 
+@functools.cache  # of K = 200, two tests look at one
 def mean_square_gradient(updates: int, lr: float) -> float:
     """AsySG with τ = 3, on f(x) = E|x - ξ|²/2: |∇f|² = |x|², averaged over all reads."""
     rng = np.random.default_rng(7)

@@ -269,7 +269,7 @@ class Hidden(gs.Synchronous):
 
 
 @dataclass(frozen=True)
-class Boastful(gs.Synchronous):
+class Boastful(gs.AllReduce):
     """Says that it survives."""
 
     survives_worker_loss: ClassVar[bool] = True

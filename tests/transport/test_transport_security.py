@@ -7,6 +7,7 @@ import asyncio
 import datetime
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Self
@@ -27,6 +28,7 @@ from gradstream.runtime import RealRuntime
 from gradstream.testing.endpoints import CHECKS, Check, run_check
 from gradstream.testing.pairs import SECRET, grpc_pairs
 from gradstream.testing.pieces import echo, reply_once
+from gradstream.transport import endpoint as endpoint_module
 from gradstream.transport import security
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
@@ -121,10 +123,13 @@ def test_a_certificate_is_one_nodes(authority: CertificateAuthority) -> None:
     assert caught.value.code == "BAD_CERTIFICATE"
 
 
-def test_a_certificate_makes_no_session_for_another_node(authority: CertificateAuthority) -> None:
+def test_a_certificate_makes_no_session_for_another_node(
+    authority: CertificateAuthority, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else it could use up what the other one may have, or have it hung up on."""
 
     async def main() -> None:
+        monkeypatch.setattr(endpoint_module, "LIMITS", replace(LIMITS, turned_away_s=0.01))
         thief, shard = endpoint("worker-1", authority.issue("worker-0")), endpoint("shard-0", None)
         shard._security, shard.protected = authority.issue("shard-0"), True
         async with two(thief, shard):

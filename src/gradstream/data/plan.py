@@ -115,8 +115,7 @@ class EpochPlan(BatchSequence):
         for rank, share in enumerate(shares):
             if not (math.isfinite(share) and share >= 0):
                 raise ConfigError(f"share of worker {rank} is {share}; it must be finite and at least 0")
-        # through str: 0.1 is meant as one tenth, and ten samples of it are one
-        weights = tuple(Fraction(str(share)) for share in shares)
+        weights = tuple(map(_as_written, map(str, shares)))
         num_takers = sum(weight > 0 for weight in weights)
         if num_takers == 0:
             raise ConfigError(f"all {self.num_partitions} shares are 0; at least one worker needs data")
@@ -342,6 +341,12 @@ class PartitionPlan(EpochPlan):
             self._edges[num_samples] = _cut(num_samples, self._weights)
         edges = self._edges[num_samples]
         return edges[partition], edges[partition + 1]
+
+
+@functools.lru_cache(maxsize=256)  # a thousand workers have one and the same
+def _as_written(share: str) -> Fraction:
+    """A share as it was written: 0.1 is meant as one tenth, and ten samples of it are one."""
+    return Fraction(share)
 
 
 def _cut(count: int, weights: Sequence[int | Fraction]) -> tuple[int, ...]:

@@ -95,6 +95,15 @@ class SimulatedCluster:
         director = self.virtual.runtime("director")
         director.spawn(self._bury(self._tasks[name]), name=f"burial of {name}")
 
+    @property
+    def over(self) -> bool:
+        """Whether the coordinator has ended."""
+        return self._tasks[COORDINATOR].done()
+
+    def is_running(self, name: str) -> bool:
+        """Whether a node has started and not ended."""
+        return not self._tasks[name].done() and not self.virtual.runtime(name).dead
+
     def drain(self, name: str) -> None:
         """Asks a worker to hand in what it has computed and to leave, as SIGTERM does."""
         self._workers[name].drain()

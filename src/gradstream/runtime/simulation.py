@@ -246,7 +246,7 @@ class Network:
 
     def cut(self, source: str, target: str, now_s: float) -> bool:
         """Whether a partition loses a frame that `source` sends to `target` now."""
-        return any(
+        return bool(self.partitions) and any(
             p.start_s <= now_s < p.stop_s and source in p.sources and target in p.targets
             for p in self.partitions
         )

@@ -191,8 +191,9 @@ class WorkerNode:
 
     def _is_lowest(self) -> bool:
         """Whether this is the worker of the lowest rank that is still there."""
-        workers = names_of(self._member.notice.nodes, "worker")
-        return bool(workers) and workers[0] == self._runtime.node
+        # A notice lists workers by rank; a thousand workers ask this at each of a thousand notices.
+        nodes = self._member.notice.nodes
+        return next((node.name for node in nodes if node.role == "worker"), None) == self._runtime.node
 
     # ---- the end ------------------------------------------------------------------------
 

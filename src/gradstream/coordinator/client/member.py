@@ -305,15 +305,17 @@ class Member(Reporter):
 
     def _follow(self, notice: v1.Notice) -> None:
         """Tells the endpoint who is in and which model is trained, and starts the clock with the training."""
+        members, own = dict[str, int](), self.node.name
         for node in notice.nodes:
-            if node.name != self.node.name:
-                self._endpoint.know(node.name, node.address)
+            name = node.name
+            members[name] = node.incarnation
+            if name != own:
+                self._endpoint.know(name, node.address)
         identity = self._endpoint.identity
         identity.epoch = notice.epoch
         if notice.HasField("model"):
             identity.fingerprint = notice.model.fingerprint
             identity.chunk_bytes = notice.model.chunk_elems * itemsize_bytes(notice.model.dtype)
-        members = {node.name: node.incarnation for node in notice.nodes}
         self._endpoint.members_changed(members, notice.revoked)
         if notice.phase == v1.Notice.TRAINING and self._clock.begin() and self._endpoint.routes:
             self.emit(CarriersEvent(by_peer=dict(self._endpoint.routes)))

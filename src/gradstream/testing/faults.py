@@ -1,0 +1,282 @@
+"""`FaultPlan`: what goes wrong in a run, and when, as data. One plan serves simulations and real processes.
+
+    plan = FaultPlan.drawn(seed=7, workers=3, shards=2, until_s=2.0)
+    run = gs.simulate(job, config=plan.config(config), script=plan.script)          # on virtual time
+    with plan.on_processes(run_dir) as on_event:                                    # with signals, on this machine
+        run = gs.train(job, run_dir=run_dir, on_event=on_event)
+    assert plan.fired                                                               # it did happen
+
+Links fail in simulations only; between network namespaces `testing.machines` cuts real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+from gradstream.run.simulated import SimulatedCluster
+from gradstream.runtime.simulation import Link, Partition, SimulationConfig
+
+__all__ = ["Cut", "Drain", "Duplicate", "Fault", "FaultPlan", "Kill", "Stop"]
+
+LOOK_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A node is killed, as by SIGKILL.
+
+    Args:
+        node: its name.
+        at_s: when, in seconds since the run began.
+        back_s: a new process takes its place so many seconds later, in a simulation; None for none. On real
+            processes the launcher starts it again.
+    """
+
+    node: str
+    at_s: float
+    back_s: float | None = None
+
+    number: ClassVar[int] = signal.SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """A worker is asked to go, as by SIGTERM.
+
+    Args:
+        node, at_s, back_s: see `Kill`; `back_s` counts from when it has left.
+    """
+
+    node: str
+    at_s: float
+    back_s: float | None = None
+
+    number: ClassVar[int] = signal.SIGTERM
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A process stands still for a while (SIGSTOP, SIGCONT). Real processes only.
+
+    Args:
+        node, at_s: see `Kill`.
+        for_s: how long, in seconds.
+    """
+
+    node: str
+    at_s: float
+    for_s: float
+
+    number: ClassVar[int] = signal.SIGSTOP
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Nothing passes from one node to another for a while; nobody is told. Simulations only.
+
+    Args:
+        source, target: names of the nodes; "*" for all others.
+        at_s: when it begins, in seconds since the run began.
+        for_s: how long, in seconds.
+        both: also in the other direction.
+    """
+
+    source: str
+    target: str
+    at_s: float
+    for_s: float
+    both: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """Streams from one node to another are delivered a second time, later, with this probability. Simulations only."""
+
+    source: str
+    target: str
+    probability: float
+
+
+Fault: TypeAlias = Kill | Drain | Stop | Cut | Duplicate
+
+
+@dataclass(slots=True)
+class FaultPlan:
+    """The faults of one run.
+
+    Args:
+        faults: in any order.
+
+    Attributes:
+        fired: the faults that did happen: a node that had ended before its fault was due was not hit.
+    """
+
+    faults: Sequence[Fault] = ()
+    fired: list[Fault] = field(default_factory=list)
+
+    @classmethod
+    def drawn(cls, seed: int, *, workers: int, shards: int, until_s: float, lease_s: float) -> FaultPlan:
+        """Draws one to five faults of workers and links.
+
+        Args:
+            seed: the same seed draws the same plan.
+            workers: number of workers.
+            shards: number of shards.
+            until_s: all faults begin before, in seconds.
+            lease_s: the run's `Deadlines.lease_s`: cuts are shorter than it, or half as long again.
+        """
+        rng = random.Random(f"faults/{seed}")
+        servers = ["coordinator", *(f"shard-{rank}" for rank in range(shards))]
+        faults: list[Fault] = []
+        for _ in range(rng.randint(1, 5)):
+            worker, at_s = f"worker-{rng.randrange(workers)}", rng.uniform(0.02, until_s)
+            back_s = rng.choice([None, 0.0, 0.01, 0.1])
+            match rng.choice(["kill", "kill", "drain", "cut", "duplicate"]):
+                case "kill":
+                    faults.append(Kill(worker, at_s, back_s))
+                case "drain":
+                    faults.append(Drain(worker, at_s, back_s))
+                case "cut":
+                    ends = rng.sample([worker, rng.choice([*servers, "*"])], 2)
+                    for_s = lease_s * rng.choice([0.1, 0.5, 0.9, 1.5])
+                    faults.append(Cut(*ends, at_s, for_s, both=rng.random() < 0.5))
+                case _:
+                    faults.append(Duplicate(worker, rng.choice(servers[1:] or servers), 0.5))
+        return cls(faults)
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """Number of faults that did happen, by kind."""
+        return Counter(type(one).__name__.lower() for one in self.fired)
+
+    # ---- on virtual time ----------------------------------------------------------------
+
+    def config(self, config: SimulationConfig, names: Sequence[str]) -> SimulationConfig:
+        """The same simulation with the faults of links.
+
+        Args:
+            config: the simulation.
+            names: names of all nodes, for "*".
+        """
+        partitions, links = list(config.network.partitions), dict(config.network.links)
+        for one in self.faults:
+            if isinstance(one, Cut):
+                self.fired.append(one)
+                source, target = _ends(one.source, one.target, names)
+                partitions.append(Partition(one.at_s, one.at_s + one.for_s, source, target))
+                if one.both:
+                    partitions.append(Partition(one.at_s, one.at_s + one.for_s, target, source))
+            elif isinstance(one, Duplicate):
+                self.fired.append(one)
+                link: Link = config.network.link_between(one.source, one.target)
+                links[one.source, one.target] = replace(link, duplicate=one.probability)
+        return replace(config, network=replace(config.network, partitions=partitions, links=links))
+
+    async def script(self, cluster: SimulatedCluster) -> None:
+        """The faults of nodes; the argument `script` of `simulate`."""
+        director = cluster.virtual.runtime("director")
+        begun_ns = director.now()
+        timed = [one for one in self.faults if isinstance(one, Kill | Drain)]
+        for number, one in enumerate(sorted(timed, key=lambda one: one.at_s)):
+            await director.sleep(max(0.0, one.at_s - (director.now() - begun_ns) / 1e9))
+            if not cluster.is_running(one.node):
+                continue
+            self.fired.append(one)
+            (cluster.kill if isinstance(one, Kill) else cluster.drain)(one.node)
+            if one.back_s is not None:
+                director.spawn(self._bring_back(cluster, one), name=f"back-{number}")
+
+    async def _bring_back(self, cluster: SimulatedCluster, fault: Kill | Drain) -> None:
+        director = cluster.virtual.runtime("director")
+        while cluster.is_running(fault.node):
+            await director.sleep(1e-3)
+        await director.sleep(fault.back_s or 0.0)
+        if not cluster.over and not cluster.is_running(fault.node):
+            await cluster.restart(fault.node)
+
+    # ---- on real processes --------------------------------------------------------------
+
+    @contextmanager
+    def on_processes(self, run_dir: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+        """Strikes the processes of a run on this machine, from its `started` event on; yields the run's `on_event`.
+
+        Raises:
+            AssertionError: at the end, no fault has happened.
+        """
+        begun, over = threading.Event(), threading.Event()
+
+        def on_event(event: Mapping[str, Any]) -> None:
+            if event["event"] == "started":
+                begun.set()
+
+        thread = threading.Thread(target=self._strike, args=(run_dir, begun, over), daemon=True)
+        thread.start()
+        try:
+            yield on_event
+        finally:
+            over.set()
+            begun.set()
+            thread.join()
+        assert self.fired, f"none of {len(self.faults)} faults has happened: the run ended before"
+
+    def _strike(self, run_dir: Path, begun: threading.Event, over: threading.Event) -> None:
+        begun.wait()
+        begun_s = time.monotonic()
+        timed = [one for one in self.faults if isinstance(one, Kill | Drain | Stop)]
+        woken: list[tuple[float, int]] = []
+        for one in sorted(timed, key=lambda one: one.at_s):
+            while not over.is_set() and time.monotonic() - begun_s < one.at_s:
+                over.wait(LOOK_S)
+                woken = [wake for wake in woken if not _wake(*wake)]
+            if over.is_set():
+                break
+            pid = _pid(run_dir, one.node)
+            if pid is not None and _signal(pid, one.number):
+                self.fired.append(one)
+                if isinstance(one, Stop):
+                    woken.append((time.monotonic() + one.for_s, pid))
+        while woken:
+            woken = [wake for wake in woken if not _wake(*wake)]
+            time.sleep(LOOK_S)
+
+
+def _wake(at_s: float, pid: int) -> bool:
+    """Lets a stopped process go on if its time has come. Returns whether it has."""
+    if time.monotonic() < at_s:
+        return False
+    _signal(pid, signal.SIGCONT)
+    return True
+
+
+def _pid(run_dir: Path, node: str) -> int | None:
+    """The newest process of a node, from its log."""
+    path = run_dir / "logs" / f"{node}.log"
+    found = re.findall(rf"^{node}: pid (\d+)", path.read_text(), re.MULTILINE) if path.is_file() else ()
+    return int(found[-1]) if found else None
+
+
+def _signal(pid: int, number: int) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _ends(source: str, target: str, names: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:
+    """The nodes on each side of a cut."""
+    sides = [
+        frozenset(names) - {source, target} if one == "*" else frozenset({one}) for one in (source, target)
+    ]
+    return sides[0], sides[1]
