@@ -168,13 +168,16 @@ class StateKeeper:
             SupersededError: another process rules.
         """
         target = self._changes
-        if self._kept < target and not self._failing:
+        if not self._is_stored(target):
             self._wanted.ring()
             async with self._done:
-                while self._kept < target and not self._failing and self.superseded is None:
-                    await self._done.wait()
+                await self._done.wait_for(partial(self._is_stored, target))
         if self.superseded is not None:
             raise self.superseded
+
+    def _is_stored(self, changes: int) -> bool:
+        """Whether so many changes are stored, or are not going to be."""
+        return self._kept >= changes or self._failing or self.superseded is not None
 
     async def close(self) -> None:
         """Stores the rest, and closes the store. Events go straight into the file from now on."""

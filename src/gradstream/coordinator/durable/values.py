@@ -40,7 +40,7 @@ MAX_BYTES = 256 << 20
 
 MAX_VALUES, MAX_DEPTH = 1 << 26, 64
 
-_RECORDS = {
+_RECORDS: Mapping[str, type] = {
     cls.__name__: cls
     for cls in (
         AssignableBatches,
@@ -123,11 +123,12 @@ def _value(plain: Any) -> Any:
         raise StateError(f"{kind[:40]!r} is no list")
     if kind == "dict":
         return {_value(key): _value(one) for key, one in inner}
-    made = _CONTAINERS.get(kind) or _RECORDS.get(kind)
-    if made is None:
-        raise StateError(f"a value of unknown kind {kind[:40]!r}")
     values = [_value(one) for one in inner]
-    return made(values) if kind in _CONTAINERS else _record(made, values)
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind](values)
+    if kind in _RECORDS:
+        return _record(_RECORDS[kind], values)
+    raise StateError(f"a value of unknown kind {kind[:40]!r}")
 
 
 def _record(cls: Any, values: list[Any]) -> Any:
