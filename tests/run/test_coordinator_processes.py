@@ -52,7 +52,9 @@ class Killer:
         if event["event"] == "coordinator":
             self.rulings.append(event["ruling"])
             self._left = self._each
-        self._left -= event["event"] == "step"
+        if event["event"] != "step":
+            return
+        self._left -= 1
         if self._left == 0 and self._kills:
             self._kills -= 1
             os.kill(self._cluster.running["coordinator"], signal.SIGKILL)
@@ -96,6 +98,6 @@ def test_before_training_its_death_ends_the_run(job: Path, tmp_path: Path) -> No
         if event["event"] == "joined" and "coordinator" in cluster.running:
             os.kill(cluster.running["coordinator"], signal.SIGKILL)
 
-    with LocalCluster(tmp_path / "logs", node_environment(2), shards=True) as cluster:
-        with pytest.raises(gs.errors.GradstreamError):
-            train(job, tmp_path / "killed", cluster, "downpour", kill)
+    cluster = LocalCluster(tmp_path / "logs", node_environment(2), shards=True)
+    with cluster, pytest.raises(gs.errors.GradstreamError):
+        train(job, tmp_path / "killed", cluster, "downpour", kill)
