@@ -156,6 +156,21 @@ def test_certificates_of_lost_members_are_revoked_by_each_notice_from_then_on() 
     assert membership.notice.revoked == [b"digest of worker-1"]
 
 
+def test_a_quarantined_worker_is_lost_for_good_and_so_is_its_certificate() -> None:
+    membership = gathered()
+    receipt = v1.Receipt(epoch=0, partition=1, batch=0)
+    for in_a_row in (1, 2, 3):
+        assert membership.quarantined("worker-1") == ""
+        refused = v1.Refused(batch=receipt, samples=4, step=7, what="a NaN \x1b[2J", in_a_row=in_a_row)
+        membership.beat("worker-1", v1.Beat(refused=[refused]), 1.0)
+    why = membership.quarantined("worker-1")
+    assert "its last 3 gradients were not finite (a NaN " in why and "\x1b" not in why
+    membership.lost("worker-1", why, 2.0, b"digest of worker-1")
+    assert membership.notice.revoked == [b"digest of worker-1"]
+    (refusal,) = refusals(membership.join(ask("worker-1", incarnation=2), 3.0))
+    assert refusal.code == v1.NOT_MEMBER and "quarantined" in refusal.message
+
+
 def test_the_deadline_for_joining_names_who_is_missing() -> None:
     membership = make()
     membership.join(ask("shard-0"), 0.0)

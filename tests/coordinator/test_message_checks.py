@@ -65,6 +65,16 @@ BEATS = {
     "a receipt of a shard": ("shard-0", v1.Beat(receipts=[GOOD])),
     "a shard that finishes": ("shard-0", v1.Beat(finished=True, relies=True)),
     "a shard that is quiesced": ("shard-0", v1.Beat(quiesced=1)),
+    "a refused gradient of a shard": ("shard-0", v1.Beat(refused=[v1.Refused(batch=GOOD, in_a_row=1)])),
+    "a sound gradient of a shard": ("shard-0", v1.Beat(sound=True)),
+    "a refused gradient of no batch": (
+        "worker-0",
+        v1.Beat(receipts=[GOOD], refused=[v1.Refused(batch=v1.Receipt(batch=HUGE), in_a_row=1)]),
+    ),
+    "a refused gradient of too many samples": (
+        "worker-0",
+        v1.Beat(refused=[v1.Refused(batch=GOOD, samples=VERY_HUGE, in_a_row=1)]),
+    ),
     "a verdict of a worker": ("worker-0", v1.Beat(verdicts=[v1.Verdict(round=0, ranks=[0])])),
     "a verdict on no round": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=8, ranks=[0])])),
     "a verdict on a huge round": ("shard-0", v1.Beat(verdicts=[v1.Verdict(round=VERY_HUGE, ranks=[0])])),

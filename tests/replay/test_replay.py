@@ -218,7 +218,7 @@ def test_a_run_that_broke_shows_the_update_that_broke_it() -> None:
     model, data = least_squares(48, 300, whole=False, dtype="float32")
     job = gs.Job(
         model, data, strategy=gs.Downpour(), optimizer=gs.optim.SGD(lr=0.5), workers=3, servers=2, batch_size=4,
-        steps=400, chunk_elems=64, record=True, seed=2,
+        steps=400, chunk_elems=64, record=True, seed=2, non_finite="error",
     )  # fmt: skip
     storage = MemoryStorage()
     with pytest.raises(gs.errors.GradientError) as raised:
@@ -233,7 +233,7 @@ def test_a_run_that_broke_shows_the_update_that_broke_it() -> None:
             first = first or (update if jump(update) else None)
     assert first is not None and first.number < len(updates)
     assert str(raised.value) in {str(error) for error in again.failures.values()}
-    assert "could not go on: GradientError: worker-" in again.ended
+    assert "could not go on: NonFiniteError: worker-" in again.ended
 
 
 def test_parameters_before_and_after_each_update_are_there_to_be_looked_at() -> None:

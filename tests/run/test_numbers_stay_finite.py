@@ -246,10 +246,18 @@ def test_a_finite_gradient_ends_the_row() -> None:
     assert run.summary["workers_lost"] == []
 
 
-@pytest.mark.parametrize("strategy", ["synchronous", "allreduce"])
-def test_where_no_worker_can_be_spared_the_run_ends_with_the_gradients_error(strategy: str) -> None:
+def test_in_rounds_another_worker_computes_the_part_of_a_quarantined_one() -> None:
+    run = sums("synchronous", Broken(lambda rank, _: rank == 1))
+    assert run.summary["workers_lost"] == ["worker-1"]
+    dropped = run.summary["samples_dropped"]
+    assert 3 * 4 <= dropped <= 4 * run.summary["gradients_refused"]["worker-1"]
+    assert run.summary["samples_accounted"] == 2 * NUM_SAMPLES - dropped
+
+
+@pytest.mark.parametrize("strategy", [gs.AllReduce(), gs.Synchronous(aggregate="krum")], ids=str)
+def test_where_no_worker_can_be_spared_the_run_ends_with_the_gradients_error(strategy: Any) -> None:
     with pytest.raises(NonFiniteError, match="quarantined, since its last 3 gradients"):
-        sums(gs.AllReduce() if strategy == "allreduce" else strategy, Broken(lambda rank, _: rank == 1))
+        sums(strategy, Broken(lambda rank, _: rank == 1))
 
 
 @pytest.mark.parametrize("strategy", [gs.Synchronous(), gs.Downpour(), gs.AllReduce()], ids=str)

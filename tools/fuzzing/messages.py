@@ -244,7 +244,7 @@ def _push(data: bytes) -> None:
     """What `PushHandler` does, but for the arithmetic: contributions go up to their acknowledgement."""
     inspection, state, rule = _shard()
     who, request = _who(data), v1.Push.FromString(data[1:])
-    inspection.check_push(who, request)
+    inspection.check_push(v1.Open(sender=who), request)
     for chunk in state.chunks:
         inspection.check_base_version(who, chunk, request.base_version, state.version(chunk))
         one = PushHeader(

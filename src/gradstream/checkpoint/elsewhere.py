@@ -118,7 +118,8 @@ class ElsewhereStorage(DiskStorage):
                     raise RefusedError(
                         self._coordinator,
                         "BAD_REQUEST",
-                        f"it sent more than the {request.size_bytes} bytes of {request.path} that were requested",
+                        f"{self._coordinator} sent more than the {request.size_bytes} bytes of {request.path} "
+                        "that this node asked for",
                     )
         finally:
             stream.cancel("done")

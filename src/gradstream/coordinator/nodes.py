@@ -119,8 +119,8 @@ class Nodes:
     def remove(self, name: str) -> v1.Node | None:
         """Removes a member and returns it; returns None if it was not in.
 
-        A lost worker may have been the one to write the final parameters. The duty then passes to the worker
-        of the lowest rank, which counts as unfinished until it reports that it has written them.
+        A lost worker of the lowest rank was the one to write the final parameters. The duty then passes to the next
+        one, which counts as unfinished until it reports that it has written them.
         """
         node = self._nodes.pop(name, None)
         self._in_order = None
@@ -129,6 +129,7 @@ class Nodes:
             return None
         had_finished = name in self._finished
         self._finished.discard(name)
-        if node.role == "worker" and not had_finished and self.workers:
-            self._finished.discard(self.worker_names[0])
+        heir = self.workers[0] if self.workers else None
+        if node.role == "worker" and not had_finished and heir is not None and node.rank < heir.rank:
+            self._finished.discard(heir.name)
         return node

@@ -20,10 +20,10 @@ __all__ = ["ParticipationDriver"]
 
 
 class ParticipationDriver:
-    """Implements `strategies.api.Participation`.
+    """Runs a strategy's `drive`, which sets how many workers take part. Implements `strategies.api.Participation`.
 
     Args:
-        context: see `CoordinatorContext`; the run has participation.
+        context: see `CoordinatorContext`, of a run whose strategy has a `drive`.
         drive: the strategy's schedule.
         clock: time of the run.
     """

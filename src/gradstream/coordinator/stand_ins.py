@@ -5,7 +5,8 @@
 
 A stand-in has the parameters of the present round, which the round of a dead worker may need: a shard may have made
 the update of one chunk with the dead worker's gradient, and wait for it on another. So the round ends as it would have
-ended, to the bit. Round m cannot end without a part r, so a newcomer that fetches version m gets it whole.
+ended, to the bit. Round m cannot end without a part r, so a newcomer that fetches version m gets it whole. For that, m
+is a round that the dead worker cannot have begun: not the first one that the stand-in begins after it has heard.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class DataProgress:
             return cls(_number(record["epochs"]), parts)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
-                f"the progress of a run cannot be read: {error!r}; expected epochs, and parts by epoch"
+                f"the record of the samples that are done is damaged ({error!r}): resume from another checkpoint"
             ) from error
 
 

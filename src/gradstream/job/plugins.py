@@ -98,7 +98,7 @@ def choose(kind: str, built_in: Mapping[str, str], name: str) -> Plugin | None:
     if len(found) > 1:
         both = " and ".join(map(str, found))
         raise ConfigError(
-            f"{kind} {name!r} is the name of {both}; uninstall one, or name the place instead: "
+            f"{kind} {name!r} is the name of {both}: uninstall the plugin, or name the one that you mean by its place: "
             f"{found[-1].place}"
         )
     return found[0] if found else None

@@ -214,7 +214,9 @@ def optimizer_of_text(text: str) -> tuple[Optimizer, GroupedRule | None]:
         for group in rule.groups:
             _check_plain(group)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"an update rule that cannot be read: {text[:80]!r}: {error}") from error
+        raise ConfigError(
+            f"this node cannot read the update rule that another one has sent: {text[:80]!r}: {error}"
+        ) from error
     if rule.place not in OPTIMIZERS.values():
         raise ConfigError(
             f"update rule {rule.place[:80]!r} is not built in; expected one of {', '.join(sorted(OPTIMIZERS))}"
@@ -258,7 +260,8 @@ def place_of(function: Callable[..., Any]) -> str:
     module = sys.modules.get(getattr(function, "__module__", ""))
     if module is None or getattr(module, name, None) is not function:
         raise ConfigError(
-            f"{name!r} has no place that other processes find it by: define it at the top level of a file"
+            f"other processes cannot import {name!r}: define it at the top level of a file, not inside a "
+            "function or class"
         )
     if _is_script(module):
         return f"{Path(str(module.__file__)).resolve()}:{name}"

@@ -141,6 +141,15 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
 def _check_quorum(job: Job, strategy: Strategy) -> None:
     if not isinstance(strategy, ServerStrategy) or strategy.quorum(job.workers) is None:
         return
+    aggregate = getattr(strategy, "aggregate", "mean")
+    if aggregate != "mean":
+        if is_open_ended(job) or job.record or job.shares == MEASURED:
+            option = "record=True" if job.record else f"shares={job.shares!r}"
+            raise ConfigError(
+                f"aggregate={aggregate!r} weighs whole contributions, which does not go together with "
+                f"{'a training loop of your own' if is_open_ended(job) else option}; leave one of the two out"
+            )
+        return
     what = f"the {type(strategy).__name__.lower()} strategy with backup workers"
     if is_open_ended(job):
         raise ConfigError(

@@ -18,8 +18,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gradstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gradstream.server.robust import RobustRule
 
 __all__ = ["AggregationRule", "EveryN", "EveryPush", "FetchTerms", "PushHeader", "rank_of"]
 
@@ -125,6 +129,14 @@ class AggregationRule(ABC):
         True only where each update needs a push of every worker.
         """
         return False
+
+    @property
+    def robust(self) -> RobustRule | None:
+        """How contributions become an update where that is no weighted sum; `weights` then scales each of them.
+
+        With a `WholeRule` the strategy has a quorum of all workers.
+        """
+        return None
 
     def drops(self, version: int, new: PushHeader) -> bool:
         """Whether a push comes too late for its update. That is an expected outcome and no error."""

@@ -16,7 +16,9 @@ workers). Pure: no I/O, no clock.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 __all__ = ["QuorumDecision", "QuorumLeader", "QuorumVotes"]
@@ -24,10 +26,18 @@ __all__ = ["QuorumDecision", "QuorumLeader", "QuorumVotes"]
 
 @dataclass(frozen=True, slots=True)
 class QuorumDecision:
-    """The pushes of the workers of these ranks, and no others, make the update of this round."""
+    """The pushes of the workers of these ranks, and no others, make the update of this round.
+
+    Args:
+        round: number of the round.
+        ranks: ranks of the workers.
+        distances: squared distances of their contributions, where their weights depend on them; see
+            `shard/distances.py`.
+    """
 
     round: int
     ranks: tuple[int, ...]
+    distances: tuple[float, ...] = ()
 
 
 class QuorumVotes:
@@ -79,6 +89,7 @@ class QuorumLeader:
         self._num_shards = num_shards
         self._shards: defaultdict[tuple[int, int], set[int]] = defaultdict(set)  # by (round, rank)
         self._ready: defaultdict[int, list[int]] = defaultdict(list)  # by round, in order of arrival
+        self._tables: defaultdict[int, dict[int, Sequence[float]]] = defaultdict(dict)  # by round and shard
         self.last: QuorumDecision | None = None
 
     def whole(self, shard: int, round: int, rank: int) -> QuorumDecision | None:  # noqa: A002
@@ -95,4 +106,17 @@ class QuorumLeader:
         self.last = QuorumDecision(round, tuple(sorted(ready)))
         self._shards.clear()
         self._ready.clear()
+        return self.last
+
+    def measured(self, shard: int, round: int, distances: Sequence[float]) -> QuorumDecision | None:  # noqa: A002
+        """Takes the distances that a shard has measured, with every push whole. Returns the decision at the last."""
+        if self.last is not None and round <= self.last.round:
+            return None
+        tables = self._tables[round]
+        tables[shard] = distances
+        if len(tables) < self._num_shards:
+            return None
+        sums = (math.fsum(column) for column in zip(*(tables[one] for one in sorted(tables)), strict=True))
+        self.last = QuorumDecision(round, tuple(range(self._needed)), tuple(sums))
+        self._tables.clear()
         return self.last

@@ -70,7 +70,7 @@ class GradientVector:
         self.layout = Layout.of([*gradients, (CHECK, (3 * num_parameters + NUM_CHECKS,))], dtype)
 
     def finish(self, vector: torch.Tensor, flags: Sequence[Sequence[float]], checks: Sequence[int]) -> None:
-        """Writes flags and checks behind the gradients; `flags` are (fired, broken, present)."""
+        """Writes the flags (fired, broken, present), and then the check numbers, after the gradients in the vector."""
         for place, numbers in zip((self._fired, self._broken, self._present), flags, strict=True):
             vector[place] = torch.tensor(numbers, dtype=vector.dtype)
         vector[self._checks] = torch.tensor([number % CHECK_LIMIT for number in checks], dtype=vector.dtype)

@@ -262,11 +262,11 @@ def _made(loader: DataLoader[Any], base: type, state: dict[str, Any]) -> DataLoa
 
 
 class ShardedIterable:
-    """A worker's minibatches of any iterable, or its part of each minibatch.
+    """One worker's share of any iterable of minibatches: some of them whole, or some samples of each.
 
     Args:
-        batches: all minibatches. Those of other workers are made and dropped.
-        part: the worker's part of the data.
+        batches: all minibatches. Where a worker gets whole ones, those of the others are made and dropped.
+        part: which of the two, and which share.
     """
 
     def __init__(self, batches: Iterable[Any], part: LoaderPart) -> None:

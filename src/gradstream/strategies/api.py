@@ -237,7 +237,10 @@ class ServerWorker(Worker, Protocol):
 
     @property
     def since(self) -> int:
-        """Number of minibatches since the worker was set active or its phase began; all before are in the model."""
+        """Number of minibatches that this worker has finished since it became active or its phase began.
+
+        All its minibatches from before that moment are in the model.
+        """
         ...
 
     @property

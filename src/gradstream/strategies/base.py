@@ -119,9 +119,14 @@ class ServerStrategy(Strategy):
     pushes: ClassVar[Pushes] = "gradients"
     """Content of the pushes; see `Pushes`."""
 
-    stands_in: ClassVar[bool] = False
-    """Whether another worker can make the push of a lost one in a round, with the same result: the push is the gradient
-    of the lost worker's minibatch at the parameters of that round, and nothing else of the worker's own."""
+    @property
+    def stands_in(self) -> bool:
+        """Whether another worker can make the push of a lost one in a round, with the same result.
+
+        The push is then the gradient of the lost worker's minibatch at the parameters of that round, and nothing else
+        of the worker's own.
+        """
+        return False
 
     @abstractmethod
     async def train(self, worker: ServerWorker) -> None:

@@ -113,7 +113,7 @@ class ElasticAveraging(ServerStrategy):
             await worker.optimize(gradient)
 
     def quorum(self, num_workers: int) -> None:
-        """None: the rule decides. The number of workers is known here first, so α is checked against it.
+        """Returns None: the rule decides. Checks α here, where the number of workers is known first.
 
         Raises:
             ConfigError: α is above 1/W where all exchange together, so that the centre overshoots (β > 1).

@@ -29,21 +29,43 @@ backprop) for the overlap.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from gradstream.data.base import Partitioning
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.server.client.arrival import Arrival
-from gradstream.strategies.api import ServerWorker
+from gradstream.server.robust import (
+    CenteredClipping,
+    ClippedMean,
+    Krum,
+    Median,
+    RobustRule,
+    TrimmedMean,
+    WholeRule,
+)
+from gradstream.server.update import Update
+from gradstream.strategies.api import Gradient, ServerWorker
 from gradstream.strategies.base import RowExchange, ServerStrategy
+from gradstream.strategies.checks import check_count
 
 __all__ = ["Synchronous", "SynchronousRound"]
+
+AGGREGATES: dict[str, tuple[str, ...]] = {
+    "mean": (),
+    "median": (),
+    "trimmed-mean": ("faulty",),
+    "krum": ("faulty", "keep"),
+    "clipped-mean": ("radius",),
+    "centered-clipping": ("radius",),
+}
+"""The options that each takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +76,9 @@ class SynchronousRound(AggregationRule):
         num_workers: W.
         reduction: whether pushed gradients are means over their samples, or sums.
         backup: number of workers for which no round waits; a quorum decides which ones they are.
+        robust: how contributions become one, each a mean over its samples; None for the mean over the joined batch.
+        scale: factor of each contribution.
+        means: whether contributions are means already, whatever `reduction` says.
     """
 
     by_round: ClassVar[bool] = True
@@ -61,11 +86,14 @@ class SynchronousRound(AggregationRule):
     num_workers: int
     reduction: Reduction
     backup: int = 0
+    robust: RobustRule | None = None
+    scale: float = 1.0
+    means: bool = False
 
     @property
     def paced(self) -> bool:
         """See `AggregationRule.paced`."""
-        return not self.backup
+        return not self.backup and not isinstance(self.robust, WholeRule)
 
     def drops(self, version: int, new: PushHeader) -> bool:
         """Whether a push is for a round that is over."""
@@ -79,9 +107,12 @@ class SynchronousRound(AggregationRule):
         return [present[rank] for rank in sorted(present)]
 
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
-        """|B_i| / Σ|B| for means, 1 / Σ|B| for sums: the mean over the joined batch."""
+        """|B_i| / Σ|B| for means, 1 / Σ|B| for sums: the mean over the joined batch. With `robust`, each one's mean."""
+        means = self.means or self.reduction == "mean"
+        if self.robust is not None:
+            return [self.scale if means else self.scale / max(1, one.samples) for one in update]
         total = sum(one.samples for one in update) or 1
-        return [(one.samples if self.reduction == "mean" else 1) / total for one in update]
+        return [self.scale * (one.samples if means else 1) / total for one in update]
 
     def awaited(self, version: int, parked: Sequence[PushHeader]) -> Sequence[str]:
         """The workers that have not pushed in this round yet."""
@@ -98,6 +129,15 @@ class Synchronous(ServerStrategy):
         backup: b, number of workers for which no round waits, at least 0; see the module.
         sparse: exchange the touched rows of row-sparse tensors alone, with the same bits, for an update rule that
             leaves the other rows as they are. A gradient is then sent when all of it is computed.
+        aggregate: how the contributions of a round become one: "mean", or by a rule that wrong ones cannot move far,
+            "median", "trimmed-mean", "krum", "clipped-mean" or "centered-clipping"; see `server/robust.py`.
+        faulty: f, largest number of wrong contributions in a round, for "trimmed-mean" and "krum".
+        keep: m, number of contributions that "krum" takes the mean of.
+        radius: τ, greatest length of a contribution ("clipped-mean"), or of its distance to the update before
+            ("centered-clipping").
+        worker_momentum: β. With β > 0 a worker contributes m ← β·m + (1 - β)·g in place of its gradient g, so that
+            small constant attacks do not hide behind the noise of single gradients. Nothing then leaves during
+            backprop.
 
     Example:
         >>> strategy = gs.Synchronous()
@@ -109,17 +149,66 @@ class Synchronous(ServerStrategy):
     overlap: bool = True
     backup: int = 0
     sparse: bool = False
+    aggregate: str = "mean"
+    faulty: int = 0
+    keep: int = 1
+    radius: float | None = None
+    worker_momentum: float = 0.0
 
     partitioning: ClassVar[Partitioning] = "rounds"
     survives_worker_loss: ClassVar[bool] = True
-    stands_in: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.backup < 0:
             raise ConfigError(f"Synchronous(backup={self.backup}): expected a number of workers, 0 or more")
+        if not 0.0 <= self.worker_momentum < 1.0:
+            raise ConfigError(
+                f"Synchronous(worker_momentum={self.worker_momentum}): expected 0 or more, below 1"
+            )
+        self._check_aggregate()
+
+    def _check_aggregate(self) -> None:
+        if self.aggregate not in AGGREGATES:
+            raise UnknownNameError("aggregate of Synchronous", str(self.aggregate), AGGREGATES)
+        what, takes = f"Synchronous(aggregate={self.aggregate!r}", AGGREGATES[self.aggregate]
+        check_count("Synchronous", "faulty", self.faulty, "workers", least=0)
+        check_count("Synchronous", "keep", self.keep, "contributions")
+        for option, default in (("faulty", 0), ("keep", 1), ("radius", None)):
+            if option not in takes and getattr(self, option) != default:
+                raise ConfigError(
+                    f"{what}, {option}={getattr(self, option)}): only others take it; leave it out"
+                )
+        if "radius" in takes and not (isinstance(self.radius, int | float) and 0 < self.radius < math.inf):
+            raise ConfigError(f"{what}, radius={self.radius!r}): expected a finite length above 0")
+        if self.aggregate != "mean" and (self.backup or self.sparse):
+            option = "backup" if self.backup else "sparse"
+            raise ConfigError(
+                f"{what}, {option}={getattr(self, option)}): a robust rule needs the whole contribution of every "
+                "worker; leave out one of the two"
+            )
+
+    def _robust(self, num_workers: int) -> RobustRule | None:
+        """The rule that `aggregate` names. Raises ConfigError where it promises nothing with so many workers."""
+        rule: RobustRule | None = None
+        match self.aggregate:
+            case "median":
+                rule = Median()
+            case "trimmed-mean":
+                rule = TrimmedMean(self.faulty)
+            case "krum":
+                rule = Krum(self.faulty, self.keep)
+            case "clipped-mean":
+                rule = ClippedMean(float(self.radius or 0.0))
+            case "centered-clipping":
+                rule = CenteredClipping(float(self.radius or 0.0))
+        if rule is not None:
+            rule.check(num_workers)
+        return rule
 
     def quorum(self, num_workers: int) -> int | None:
-        """N of the N + b workers make an update."""
+        """N of the N + b workers make an update; all of them, where distances over whole gradients decide."""
+        if isinstance(self._robust(num_workers), WholeRule):
+            return num_workers
         if self.backup >= num_workers:
             raise ConfigError(
                 f"Synchronous(backup={self.backup}) with {num_workers} workers: no worker is left to wait for; "
@@ -128,9 +217,14 @@ class Synchronous(ServerStrategy):
         return num_workers - self.backup if self.backup else None
 
     @property
+    def stands_in(self) -> bool:
+        """See `ServerStrategy.stands_in`: not with momentum, which is a worker's own."""
+        return not self.worker_momentum
+
+    @property
     def gives_mean(self) -> bool:
         """See `Strategy.gives_mean`."""
-        return not self.backup  # a late worker never sees the mean of the round
+        return not self.backup and self.aggregate == "mean"  # a late worker never sees the mean of the round
 
     def optimizer(self) -> Optimizer:
         """SGD with momentum."""
@@ -140,10 +234,14 @@ class Synchronous(ServerStrategy):
         """The client: each step computes on version r, contributes to round r, and takes version r+1."""
         await self._swap_in(worker, worker.server.fetch_soon())
         async for batch in worker.batches():
-            gradient = worker.gradient_soon(batch)
-            if not self.overlap:
-                await gradient.done()
-            await worker.server.push_soon(worker.update(gradient))
+            if self.worker_momentum:
+                gradient = await worker.gradient(batch)
+                await worker.server.push_soon(await self._momentum(worker, gradient))
+            else:
+                gradient = worker.gradient_soon(batch)
+                if not self.overlap:
+                    await gradient.done()
+                await worker.server.push_soon(worker.update(gradient))
             if not self.overlap:
                 await worker.server.flush()
             if self.backup:
@@ -153,6 +251,15 @@ class Synchronous(ServerStrategy):
             await self._swap_in(worker, updated)
             if self.backup:
                 await worker.server.flush()  # after it the worker knows whether its gradient was in time
+
+    async def _momentum(self, worker: ServerWorker, gradient: Gradient) -> Update:
+        """The velocity of this worker's gradients, for the present round."""
+        if not gradient.samples:
+            return worker.update(gradient)
+        await worker.local_step(gradient, 0.0, momentum=self.worker_momentum)
+        update = worker.take_accumulated()
+        update.round = worker.version
+        return update
 
     async def _swap_in(self, worker: ServerWorker, updated: Arrival) -> None:
         """Swaps in one version of all chunks: the round may have ended while a late worker fetched some of them."""
@@ -167,4 +274,11 @@ class Synchronous(ServerStrategy):
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """One update a round; see `SynchronousRound`."""
-        return SynchronousRound(num_workers, reduction, self.backup)
+        return SynchronousRound(
+            num_workers,
+            reduction,
+            self.backup,
+            self._robust(num_workers),
+            scale=1.0 - self.worker_momentum,
+            means=self.worker_momentum > 0,
+        )

@@ -17,7 +17,7 @@ __all__ = ["Barrier", "train_together"]
 
 @dataclass(frozen=True, slots=True)
 class Barrier(AggregationRule):
-    """One push from every worker that takes part makes an update, their sum. A late push joins the next update.
+    """Makes an update of the sum of all pushes that have come, once every worker that takes part has pushed.
 
     Args:
         present: ranks of the workers that take part.

@@ -148,9 +148,9 @@ class FaultPlan:
                 case "drain":
                     faults.append(Drain(worker, at_s, back_s))
                 case "cut":
-                    ends = rng.sample([worker, rng.choice([*servers, "*"])], 2)
+                    source, target = rng.sample([worker, rng.choice([*servers, "*"])], 2)
                     for_s = lease_s * rng.choice([0.1, 0.5, 0.9, 1.5])
-                    faults.append(Cut(*ends, at_s, for_s, both=rng.random() < 0.5))
+                    faults.append(Cut(source, target, at_s, for_s, both=rng.random() < 0.5))
                 case _:
                     faults.append(Duplicate(worker, rng.choice(servers[1:] or servers), 0.5))
         return cls(faults)

@@ -65,8 +65,8 @@ def least_squares(
         num_samples, num_features: size of the data.
         seed: seed of the data.
         whole: whether the data are integers from -2 to 2; otherwise they are normally distributed.
-        grid: the gradient is computed at w rounded to multiples of this number. With a power of 2 and `whole`, its
-            sums are exact in any order, for any number of steps.
+        grid: the gradient is computed at w rounded to multiples of this number. With a power of 2 and `whole`, sums
+            of gradients are exact in any order, for any number of steps.
         reduction: reduction of loss and gradient over samples.
         dtype: dtype of the parameters, "float32" or "float64".
     """

@@ -281,7 +281,7 @@ class StreamCore:
         return self._inbox.may_bring(num_chunks)
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether this many more bytes may wait here; if not, this ends the stream for both sides."""
+        """Returns whether this many more bytes may wait here. If they may not, it ends the stream for both sides."""
         if self._inbox.has_room(num_bytes):
             return True
         self._refuse_excess()

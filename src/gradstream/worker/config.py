@@ -60,7 +60,7 @@ class WorkerConfig:
         chunk_elems_of: number of elements of a chunk, for a layout of the model.
         epochs: number of data epochs after which the run ends, or None.
         steps: number of steps from here on after which the run ends, or None.
-        num_steps: the same for the whole run, where it is resumed.
+        num_steps: number of steps of the whole run, where `steps` counts only those after a resume.
         loop: the user's loop, where one computes the gradients.
         optimizer: the update rule that the user's loop asks for; "" where the shards know the rule.
         resume: where the run continues; None if it begins.
@@ -72,7 +72,7 @@ class WorkerConfig:
         log: recording of everything that a replay could not find out again; None records nothing.
         watch: see `ReplicaContext`.
         update_rule: rule for updates of the parameters.
-        workers_optimize: workers update their own parameters by it; else the shards update theirs.
+        workers_optimize: workers apply `update_rule` to their own parameters; else the shards apply it to theirs.
     """
 
     rank: int

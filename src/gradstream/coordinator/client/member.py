@@ -217,7 +217,8 @@ class Member(Reporter):
         """
         if self._presence is None or isinstance(error, RunAbortedError | RunStoppedError | DrainedError):
             return
-        if isinstance(error, PeerLostError | DeadlineError) and await self._judged():
+        joined = self._attending is not None  # who was never answered has nobody to wait for
+        if isinstance(error, PeerLostError | DeadlineError) and joined and await self._judged():
             return
         self.beat.failure.CopyFrom(
             v1.Failure(error=type(error).__name__, message=str(error), traceback=traceback_text)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 
 from gradstream.runtime.base import Runtime
-from gradstream.server.aggregation import FetchTerms
+from gradstream.server.aggregation import FetchTerms, PushHeader
 from gradstream.server.quorum import QuorumDecision
 from gradstream.server.shard.chunk_leases import ChunkLeases
 from gradstream.server.shard.event_schedule import (
@@ -32,6 +32,7 @@ from gradstream.server.shard.event_schedule import (
 )
 from gradstream.server.shard.pending_fetch import PendingFetch
 from gradstream.server.shard.pending_push import PendingPush
+from gradstream.server.shard.row_store import Part
 from gradstream.server.shard.state import (
     Acknowledge,
     Apply,
@@ -153,6 +154,17 @@ class ShardExecutor:
         applied = done.outcome == "applied"
         waited = self.stragglers.waited(done.chunk, push.sender, push.opened_ns) if applied else None
         push.acknowledge(done, waited)
+
+    def contributions(self, round: int) -> dict[int, list[tuple[PushHeader, Part | None]]]:  # noqa: A002
+        """By chunk, the pushes of a round that wait for it, with their elements; None for an empty one."""
+        return {
+            chunk: [
+                (held.header, _push(held.token).parts.get(chunk))
+                for held in state.parked
+                if held.header.round == round
+            ]
+            for chunk, state in self.state.chunks.items()
+        }
 
     # ---- updates ------------------------------------------------------------------------
 

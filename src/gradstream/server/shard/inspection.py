@@ -95,15 +95,20 @@ class Inspection:
 
     # ---- requests -----------------------------------------------------------------------
 
-    def check_push(self, sender: str, request: v1.Push) -> None:
-        """Refuses a push whose header has impossible values."""
+    def check_push(self, opened: v1.Open, request: v1.Push) -> None:
+        """Refuses a push whose header has impossible values.
+
+        Who stands in for a lost worker may know it before this shard: it is told to try again.
+        """
+        sender, mine = opened.sender, self._identity
         self.rank(sender)
         if request.command not in (v1.Push.APPLY, v1.Push.ASSIGN):
             raise self.bad(sender, f"push command {request.command}; expected APPLY or ASSIGN")
         if request.stands_for and self._stand_ins.get(request.stands_for - 1) != sender:
-            raise self.bad(
-                sender, f"a push for worker-{request.stands_for - 1}, for which it does not stand in"
-            )
+            what = f"a push for worker-{request.stands_for - 1}, for which it does not stand in"
+            if opened.epoch > mine.epoch:
+                raise RefusedError(mine.name, "STALE_EPOCH", f"{what} as far as this shard knows; try again")
+            raise self.bad(sender, what)
         if request.vector and request.vector not in self._store.state:
             raise self.bad(
                 sender, f"a push to {request.vector[:64]!r}, which is no vector of the update rule"

@@ -59,7 +59,7 @@ class PushHandler:
                 meanwhile. The chunks before it stay in effect.
         """
         request = v1.Push.FromString(stream.opened.body)
-        self._inspection.check_push(stream.opened.sender, request)
+        self._inspection.check_push(stream.opened, request)
         push = PendingPush(stream, self._runtime.now())
         await self._runtime.gather(self._receive(push, request), self._answer(push))
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from gradstream.errors import ClosedError, DeadlineError, PeerLostError, RefusedError
-from gradstream.runtime.base import Runtime
+from gradstream.runtime.base import Runtime, awaited_later
 from gradstream.server.aggregation import rank_of
 from gradstream.server.quorum import QuorumDecision, QuorumLeader, QuorumVotes
 from gradstream.server.shard.config import ShardConfig
@@ -49,6 +49,7 @@ class QuorumProtocol:
         config: this shard's part of the run, with a quorum.
         chunks: the chunk map.
         decided: called with each decision, once and in the order of rounds.
+        measure: measures the contributions of a round that have all arrived; None where distances do not matter.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class QuorumProtocol:
         config: ShardConfig,
         chunks: ChunkMap,
         decided: Callable[[QuorumDecision], None],
+        measure: Callable[[int], Awaitable[Sequence[float]]] | None = None,
     ) -> None:
         assert config.quorum is not None
         self._runtime = runtime
@@ -65,6 +67,8 @@ class QuorumProtocol:
         self._config = config
         self._num_shards = min(config.num_shards, chunks.num_chunks)  # those that have chunks
         self._decided = decided
+        self._measure = measure
+        self._measured: v1.Whole | None = None  # this shard's newest table
         self._votes = QuorumVotes(len(chunks.chunks_of(config.rank)))
         self._leader = QuorumLeader(config.quorum, self._num_shards) if config.rank == 0 else None
         self._queues: dict[_SendQueue, None] = {}  # of the open streams
@@ -74,15 +78,32 @@ class QuorumProtocol:
 
     def came(self, round: int, rank: int, chunk: int) -> None:  # noqa: A002  the word of the protocol
         """Counts a chunk of a push that has arrived on this shard."""
-        if self._votes.came(round, rank, chunk):
+        if not self._votes.came(round, rank, chunk):
+            return
+        if self._measure is None:
             self._whole(self._config.rank, round, rank)
+        elif sum(one == round for one, _ in self._votes.whole) == self._config.quorum:
+            name = f"{self._runtime.node}-distances-{round}"
+            awaited_later(self._runtime.spawn(self._tell_distances(self._measure(round), round), name=name))
+
+    async def _tell_distances(self, measuring: Awaitable[Sequence[float]], round: int) -> None:  # noqa: A002
+        distances = await measuring
+        self._measured = v1.Whole(round=round, distances=distances)
+        if self._leader is None:
+            for queue in self._queues:
+                queue.put(self._measured)
+        else:
+            self._publish(self._leader.measured(self._config.rank, round, distances))
 
     def _whole(self, shard: int, round: int, rank: int) -> None:  # noqa: A002
         if self._leader is None:
             for queue in self._queues:
                 queue.put(v1.Whole(rank=rank, round=round))
             return
-        decision = self._leader.whole(shard, round, rank)
+        self._publish(self._leader.whole(shard, round, rank))
+
+    def _publish(self, decision: QuorumDecision | None) -> None:
+        """Tells all shards the first shard's decision, if there is one."""
         if decision is not None:
             for queue in self._queues:
                 queue.put(_message(decision))
@@ -116,8 +137,18 @@ class QuorumProtocol:
                 raise self._bad(
                     stream.peer, f"a vote for round {said.round} of worker {said.rank}, which do not exist"
                 )
-            self._whole(shard, said.round, said.rank)
+            if self._measure is None:
+                self._whole(shard, said.round, said.rank)
+            elif said.distances:  # the first message has none
+                self._take_distances(shard, said)
         raise ClosedError(f"{stream.peer} has ended its stream")  # ends the sending half, too
+
+    def _take_distances(self, shard: int, said: v1.Whole) -> None:
+        assert self._leader is not None and self._config.quorum is not None
+        expected = (1 + self._config.quorum) ** 2
+        if len(said.distances) != expected:
+            raise self._bad(f"shard-{shard}", f"{len(said.distances)} distances; expected {expected}")
+        self._publish(self._leader.measured(shard, said.round, said.distances))
 
     def _bad(self, peer: str, message: str) -> RefusedError:
         return RefusedError(FIRST, "BAD_REQUEST", f"request of {peer}: {message}")
@@ -135,8 +166,11 @@ class QuorumProtocol:
     async def _exchange(self) -> None:
         stream = await self._endpoint.open(FIRST, "quorum", v1.Whole(), priority=Priority.CONTROL)
         queue = _SendQueue()
-        for round_, rank in self._votes.whole:
-            queue.put(v1.Whole(rank=rank, round=round_))
+        if self._measure is None:
+            for round_, rank in self._votes.whole:
+                queue.put(v1.Whole(rank=rank, round=round_))
+        elif self._measured is not None and self._measured.round > self._last:
+            queue.put(self._measured)
         self._queues[queue] = None
         try:
             await self._runtime.gather(self._send(stream, queue), self._receive_decisions(stream))
@@ -147,7 +181,7 @@ class QuorumProtocol:
     async def _receive_decisions(self, stream: Stream) -> None:
         while (received := await stream.recv(self._config.silence_s)) is not None:
             said = v1.Verdict.FromString(received.frame.body.data)
-            self._decide(QuorumDecision(said.round, tuple(said.ranks)))
+            self._decide(QuorumDecision(said.round, tuple(said.ranks), tuple(said.distances)))
         raise ClosedError(f"{stream.peer} has ended its stream")
 
     # ---- both ---------------------------------------------------------------------------
@@ -165,4 +199,4 @@ class QuorumProtocol:
 
 
 def _message(decision: QuorumDecision) -> v1.Verdict:
-    return v1.Verdict(round=decision.round, ranks=decision.ranks)
+    return v1.Verdict(round=decision.round, ranks=decision.ranks, distances=decision.distances)

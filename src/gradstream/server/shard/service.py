@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 from gradstream.errors import ConfigError, GradstreamError
 from gradstream.optim.base import Optimizer, skips_zeros
@@ -17,6 +18,7 @@ from gradstream.optim.groups import GroupedRule
 from gradstream.runtime.base import Runtime
 from gradstream.server.correction import SenderStates
 from gradstream.server.quorum import QuorumDecision
+from gradstream.server.robust import WholeRule
 from gradstream.server.rows import RowMap
 from gradstream.server.shard.commands import VectorCommands
 from gradstream.server.shard.config import ShardConfig
@@ -94,7 +96,9 @@ class ShardService:
         updates = Updates(runtime, self.store, config.rule, senders)
         self.executor = ShardExecutor(runtime, config.schedule, self.state, self.store, updates)
         if config.quorum is not None:
-            self.quorum = QuorumProtocol(runtime, endpoint, config, chunks, self._decide)
+            whole = isinstance(config.rule.robust, WholeRule)
+            measure = partial(self._measure, updates, config.quorum) if whole else None
+            self.quorum = QuorumProtocol(runtime, endpoint, config, chunks, self._decide, measure)
         inspection = Inspection(endpoint.identity, self.store, self.executor.counters, config.workers)
         notifier = WaitNotifier(runtime, config.waiting_every_s, self.state)
         self._inspection = inspection
@@ -125,6 +129,9 @@ class ShardService:
         if self._config.decayed:
             return without_l2(optimizer), None if grouped is None else grouped.without_l2()
         return optimizer, grouped
+
+    async def _measure(self, updates: Updates, num_workers: int, round: int) -> list[float]:  # noqa: A002
+        return await updates.measure(self.executor.contributions(round), num_workers)
 
     def _decide(self, decision: QuorumDecision) -> None:
         self.on_decision(decision)

@@ -80,6 +80,7 @@ class Apply:
             push contains the push's own rate divided by this one.
         summed: number of pushes in the chunk's sum, which these pushes join.
         completes: whether to apply the sum with these pushes; else they only join it.
+        distances: those of the quorum's decision, if it has any.
     """
 
     chunk: int
@@ -88,6 +89,7 @@ class Apply:
     lr: float = 0.0
     summed: int = 0
     completes: bool = True
+    distances: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,7 @@ class ShardState:
         self._rule = rule
         self._window = window
         self._quorum = quorum
-        self._decisions: dict[int, frozenset[int]] = {}  # ranks, by round
+        self._decisions: dict[int, QuorumDecision] = {}  # by round
         self._members: frozenset[Sender] = frozenset()
         self._lingering: dict[
             int, set[Sender]
@@ -206,7 +208,7 @@ class ShardState:
 
     def decide(self, decision: QuorumDecision) -> list[Instruction]:
         """Takes in whose pushes make the update of a round."""
-        self._decisions[decision.round] = frozenset(decision.ranks)
+        self._decisions[decision.round] = decision
         if len(self._decisions) > DECISIONS_KEPT:
             del self._decisions[next(iter(self._decisions))]
         out: list[Instruction] = []
@@ -351,8 +353,8 @@ class ShardState:
 
     def _left_out(self, header: PushHeader) -> bool:
         """Whether a quorum's decision has left a push out."""
-        ranks = self._decisions.get(header.round)
-        return ranks is not None and header.rank not in ranks
+        decision = self._decisions.get(header.round)
+        return decision is not None and header.rank not in decision.ranks
 
     def _dropped(self, state: ChunkState, held: Parked) -> Acknowledge:
         sequence = held.header.sequence
@@ -371,7 +373,8 @@ class ShardState:
         parked = [held.header for held in state.parked]
         if not self._quorum:
             return parked
-        ranks = self._decisions.get(state.version, frozenset())
+        decision = self._decisions.get(state.version)
+        ranks = () if decision is None else decision.ranks
         return [one for one in parked if one.round == state.version and one.rank in ranks]
 
     def _start(self, state: ChunkState) -> list[Instruction]:
@@ -395,6 +398,7 @@ class ShardState:
         before = state.lr if state.summed else 0.0
         rates = [before, *(one.lr for one in headers if not one.empty)]
         rate = next(filter(None, rates), 0.0)
+        decision = self._decisions.get(state.version)
         return Apply(
             state.index,
             update,
@@ -402,6 +406,7 @@ class ShardState:
             lr=rate,
             summed=state.summed if before == rate else 0,  # a sum of rate 0 adds nothing at another rate
             completes=not update or update[0].assign or self._is_complete(state, headers),
+            distances=() if decision is None else decision.distances,
         )
 
     def _is_complete(self, state: ChunkState, new: Sequence[PushHeader]) -> bool:

@@ -65,6 +65,7 @@ class ShardStore:
                 vector.tensor.fill_(optimizer.state_init)
         self._scratch = memory.allocate(min(chunks.chunk_elems, self._elems), dtype, "scratch")
         self._sums: Vector | None = None  # allocated for the first push that is summed
+        self._centre: Vector | None = None  # allocated for the first update that has one
         self._named: dict[str, Vector] = {}
         self.changed = None if rows is None else ChangedRows(rows, dtype)
 
@@ -118,6 +119,13 @@ class ShardStore:
         if self._sums is None:
             self._sums = self._memory.allocate(self._elems, self.dtype, "sums")
         return [self.span(self._sums, chunk)]
+
+    def centre_span(self, chunk: int) -> Span:
+        """A chunk of the newest update of all parameters, from which contributions are measured; 0 before the first."""
+        if self._centre is None:
+            self._centre = self._memory.allocate(self._elems, self.dtype, "centre")
+            self._centre.tensor.zero_()
+        return self.span(self._centre, chunk)
 
     # ---- arithmetic ---------------------------------------------------------------------
 

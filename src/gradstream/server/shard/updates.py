@@ -7,7 +7,8 @@ together with that sum.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -15,7 +16,9 @@ from gradstream.memory import Span
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.server.correction import SenderStates
+from gradstream.server.robust import CoordinateRule, RobustRule, WholeRule
 from gradstream.server.rows import RowPart
+from gradstream.server.shard.distances import DistanceTable, weights_of
 from gradstream.server.shard.row_store import Part, row_sum
 from gradstream.server.shard.state import Apply
 from gradstream.server.shard.store import ShardStore
@@ -109,8 +112,15 @@ class Updates:
         if self._senders is not None:
             writes += [span for one in present for span in self._senders.spans(one, chunk)]
 
+        robust = self._rule.robust
+        if isinstance(robust, WholeRule) and robust.centred:
+            writes += [store.centre_span(chunk)]
+
         def arithmetic(_: object) -> None:
             parts = self._corrected(chunk, present, pushed, parameters.tensor)
+            if robust is not None:
+                self._combine(robust, due, present, parts, weights)
+                return
             if due.completes:
                 rate, step = due.lr, due.step
                 store.update(chunk, parts, weights, lr=rate, step=step, summed=summed, vector=vector)
@@ -124,6 +134,61 @@ class Updates:
                 self._senders.used(one, chunk)
         if store.changed is not None and due.completes:
             store.changed.note(chunk, None, due.step)
+
+    def _combine(
+        self,
+        robust: RobustRule,
+        due: Apply,
+        present: Sequence[PushHeader],
+        parts: Sequence[torch.Tensor],
+        scales: Sequence[float],
+    ) -> None:
+        """Makes an update by a robust rule. Nothing changes where every contribution is left out."""
+        chunk, store = due.chunk, self._store
+        if isinstance(robust, CoordinateRule):
+            total = robust.combine(parts, scales)
+        else:
+            assert isinstance(robust, WholeRule)
+            shares = weights_of(robust, due.distances, [one.rank for one in present])
+            if not any(shares.values()):
+                return
+            total = torch.zeros_like(parts[0])
+            for one, part, scale in zip(present, parts, scales, strict=True):
+                total.add_(part, alpha=shares[one.rank] * scale)
+            if robust.centred:
+                centre = store.centre_span(chunk).tensor
+                total.add_(centre, alpha=1.0 - math.fsum(shares.values()))
+                centre.copy_(total)
+        store.update(chunk, [total], [1.0], lr=due.lr, step=due.step)
+
+    async def measure(
+        self, contributions: Mapping[int, Sequence[tuple[PushHeader, Part | None]]], num_workers: int
+    ) -> list[float]:
+        """Squared distances of the contributions of a round over this shard's chunks, as in `DistanceTable`."""
+        robust, store = self._rule.robust, self._store
+        assert isinstance(robust, WholeRule)
+
+        def arithmetic(_: object) -> list[float]:
+            table = DistanceTable(num_workers)
+            for chunk, came in contributions.items():
+                parts: list[torch.Tensor | None] = [None] * num_workers
+                for header, part in came:
+                    if part is not None:
+                        (scale,) = self._rule.weights(header.round, [header])
+                        parts[header.rank] = self._whole(chunk, part) * scale
+                table.add(
+                    parts, store.centre_span(chunk).tensor if robust.centred else None, pairs=robust.pairs
+                )
+            return table.flat
+
+        passes = num_workers * (num_workers - 1) // 2 if robust.pairs else num_workers
+        elems = sum(len(store.parameters_of(chunk)) for chunk in contributions)
+        return await self._runtime.compute(
+            arithmetic,
+            work=Work("reduce", elems=passes * elems),
+            reads=[store.centre_span(chunk) for chunk in contributions] if robust.centred else (),
+            shape_only=[0.0] * (1 + num_workers) ** 2,
+        )
 
     async def _update_rows(self, due: Apply, parts: Sequence[RowPart]) -> None:
         """Updates only the rows that the pushes contain."""

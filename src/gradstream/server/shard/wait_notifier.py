@@ -31,6 +31,9 @@ class WaitNotifier:
     ) -> bool:
         """Waits for `wake` and clears it. If it is not set in time, tells the peer and returns False.
 
+        A peer that waits for no chunk is told nothing: the shard waits for the peer then. What the peer has sent may be
+        lost, and it sends it again only if the shard is silent.
+
         Args:
             stream: stream to the peer.
             wake: set when one of the chunks is ready.
@@ -40,7 +43,8 @@ class WaitNotifier:
         try:
             await self._runtime.within(self._every_s, wake.wait())
         except TimeoutError:
-            await stream.waiting(list(self._state.awaited(sorted(chunks), min_clock)))
+            if waited := sorted(chunks):
+                await stream.waiting(list(self._state.awaited(waited, min_clock)))
             return False
         wake.clear()
         return True

@@ -152,7 +152,7 @@ class SharedExchange(Exchange):
         self._keep_snapshots(self._snapshot_source)
 
     async def _fill_parameters(self) -> int:
-        """Fills the parameters; returns how many minibatches are in them."""
+        """Makes the first parameters, or restores them; returns on how many minibatches they were trained."""
         context, parameters = self._context, self.replica.parameters
         if context.resume is None:
             await context.init(parameters)

@@ -79,6 +79,7 @@ class StandIn:
             int, int
         ] = {}  # by rank of a lost worker, the newcomer that waits to take over, or 0
         self._handed: dict[int, int] = {}  # by rank, the newcomer that it was handed over to
+        self._begun_for: set[int] = set()  # ranks for which this worker has begun a round since it was asked
         self._parts: dict[int, tuple[GradientSource, Vector]] = {}  # by rank
         self._round: Round | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
@@ -87,14 +88,24 @@ class StandIn:
         """Takes in for whom this worker stands in, from its present round on."""
         mine = [one for one in notice.stand_ins if one.worker == self._runtime.node]
         self._asked = {one.rank: one.newcomer for one in mine}
+        self._begun_for &= self._asked.keys()
         self._compute()
 
     def begin(self, present: Round) -> None:
-        """Begins a round. A part that a newcomer waits for is the newcomer's from this round on."""
+        """Begins a round. A part that a newcomer waits for is the newcomer's from this round on.
+
+        But not in the first round that this worker begins for a rank: the lost worker may have been ahead, and some
+        chunks may have its part of that round.
+        """
         for rank, newcomer in self._asked.items():
-            if newcomer and self._handed.get(rank) != newcomer:
+            if newcomer and self._handed.get(rank) == newcomer:
+                continue
+            if newcomer and rank in self._begun_for:
                 self._handed[rank] = newcomer
+                self._begun_for.discard(rank)
                 self._hand_over(v1.HandOver(rank=rank, round=present.version, newcomer=newcomer))
+            else:
+                self._begun_for.add(rank)
         self._round = present
         self._compute()
 

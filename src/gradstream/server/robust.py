@@ -1,0 +1,192 @@
+"""Robust aggregation: updates of a round that a few wrong contributions cannot move far. Pure arithmetic.
+
+    n contributions g_1 … g_n, of which up to f are anything at all
+
+    median              the median, coordinate by coordinate                            f < n/2
+    trimmed-mean        the mean without the f smallest and the f largest, likewise     f < n/2
+    krum                the mean of the m contributions of the lowest score; the score of g_i is the sum of the
+                        n - f - 2 smallest |g_i - g_j|²                                 n ≥ 2f + 3
+    clipped-mean        Σ g_i·min(1, τ/|g_i|) / n
+    centered-clipping   v ← v + Σ (g_i - v)·min(1, τ/|g_i - v|) / n, v the update before
+
+The first two look at one chunk at a time. The others need distances over the whole gradient: each shard adds up those
+of its chunks, the first shard adds up those of the shards, and all shards take the same weights (`shard/distances.py`).
+
+Each contribution counts alike, whatever its number of samples, as a mean over them. A worker that contributes nothing
+in a round makes n smaller, and f no larger than that n allows.
+
+References: Yin, Chen, Ramchandran, Bartlett, "Byzantine-robust distributed learning", ICML 2018 (median, trimmed
+mean); Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine learning with adversaries", NIPS 2017 (Krum, multi-Krum);
+Karimireddy, He, Jaggi, "Learning from history for Byzantine robust optimization", ICML 2021 (centred clipping, one
+iteration, with momentum on the workers).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from gradstream.errors import ConfigError
+
+__all__ = [
+    "CenteredClipping",
+    "ClippedMean",
+    "CoordinateRule",
+    "Krum",
+    "Median",
+    "RobustRule",
+    "TrimmedMean",
+    "WholeRule",
+]
+
+BLOCK_ELEMS = 1 << 16
+"""Coordinates that are sorted at once: those of 16 workers take 4 MiB."""
+
+
+class RobustRule:
+    """How the contributions of a round become one vector."""
+
+    def check(self, num_workers: int) -> None:
+        """Raises ConfigError where the rule promises nothing with so many workers."""
+        del num_workers
+
+
+class CoordinateRule(RobustRule, ABC):
+    """A rule for each coordinate on its own."""
+
+    @abstractmethod
+    def of_sorted(self, values: torch.Tensor) -> torch.Tensor:
+        """The result, (b,), of the values of all contributions, (n, b), sorted in each column."""
+
+    def combine(self, parts: Sequence[torch.Tensor], scales: Sequence[float]) -> torch.Tensor:
+        """The result of the contributions scale·part, each (e,)."""
+        out = torch.empty_like(parts[0])
+        for start in range(0, len(out), BLOCK_ELEMS):
+            block = slice(start, start + BLOCK_ELEMS)
+            scaled = [part[block] * scale for part, scale in zip(parts, scales, strict=True)]
+            out[block] = self.of_sorted(torch.stack(scaled).sort(dim=0).values)
+        return out
+
+
+class WholeRule(RobustRule, ABC):
+    """A rule whose weights depend on distances over the whole gradient."""
+
+    pairs: ClassVar[bool] = False
+    """Whether it needs the distances between contributions, and not only from the centre."""
+
+    centred: ClassVar[bool] = False
+    """Whether the centre is the update before; else it is 0."""
+
+    @abstractmethod
+    def weights(self, from_centre: Sequence[float], between: Sequence[Sequence[float]]) -> list[float]:
+        """The weight of each contribution; the centre has what is missing to 1, or none if it is 0.
+
+        Args:
+            from_centre: |g_i - v|² of each contribution.
+            between: |g_i - g_j|²; empty unless `pairs`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Median(CoordinateRule):
+    """The coordinate-wise median; of an even number, the mean of the middle two."""
+
+    def of_sorted(self, values: torch.Tensor) -> torch.Tensor:
+        """See `CoordinateRule`."""
+        middle, odd = divmod(len(values), 2)
+        return values[middle].clone() if odd else values[middle - 1 : middle + 1].mean(dim=0)
+
+
+@dataclass(frozen=True, slots=True)
+class TrimmedMean(CoordinateRule):
+    """The coordinate-wise mean without the f smallest and the f largest values.
+
+    Args:
+        faulty: f.
+    """
+
+    faulty: int
+
+    def check(self, num_workers: int) -> None:
+        """See `RobustRule`: f < W/2."""
+        if 2 * self.faulty >= num_workers:
+            raise _too_many("trimmed-mean", self.faulty, num_workers, "less than half of them")
+
+    def of_sorted(self, values: torch.Tensor) -> torch.Tensor:
+        """See `CoordinateRule`."""
+        cut = min(self.faulty, (len(values) - 1) // 2)
+        return values[cut : len(values) - cut].mean(dim=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Krum(WholeRule):
+    """The mean of the m contributions that have their n - f - 2 nearest others nearest.
+
+    Args:
+        faulty: f.
+        keep: m.
+    """
+
+    pairs: ClassVar[bool] = True
+
+    faulty: int
+    keep: int = 1
+
+    def check(self, num_workers: int) -> None:
+        """See `RobustRule`: W ≥ 2f + 3, m ≤ W - f."""
+        if num_workers < 2 * self.faulty + 3:
+            most = f"at most {(num_workers - 3) // 2}" if num_workers >= 3 else "at least 3 workers"
+            raise _too_many("krum", self.faulty, num_workers, f"{most}, since W ≥ 2·faulty + 3")
+        if self.keep > num_workers - self.faulty:
+            raise ConfigError(
+                f"aggregate='krum', keep={self.keep}, faulty={self.faulty} with {num_workers} workers: expected "
+                f"keep={num_workers - self.faulty} at most, or a wrong contribution is among those kept"
+            )
+
+    def weights(self, from_centre: Sequence[float], between: Sequence[Sequence[float]]) -> list[float]:
+        """See `WholeRule`. Of equal scores the lower ranks are kept."""
+        count = len(from_centre)
+        faulty = max(0, min(self.faulty, (count - 3) // 2))
+        nearest = max(1, count - faulty - 2)
+        scores = [
+            math.fsum(sorted(others[:rank] + others[rank + 1 :])[:nearest])
+            for rank, others in enumerate(map(list, between))
+        ]
+        kept = sorted(range(count), key=lambda rank: (scores[rank], rank))[: self.keep]
+        return [1 / len(kept) if rank in kept else 0.0 for rank in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class ClippedMean(WholeRule):
+    """The mean of the contributions, each no longer than τ: a cap at the server, whatever its sender says.
+
+    Args:
+        radius: τ.
+    """
+
+    radius: float
+
+    def weights(self, from_centre: Sequence[float], between: Sequence[Sequence[float]]) -> list[float]:
+        """See `WholeRule`."""
+        del between
+        shares = (min(1.0, self.radius / math.sqrt(square)) if square else 1.0 for square in from_centre)
+        return [share / len(from_centre) for share in shares]
+
+
+@dataclass(frozen=True, slots=True)
+class CenteredClipping(ClippedMean):
+    """As `ClippedMean`, about the update before. It begins at 0, also where a run is resumed."""
+
+    centred: ClassVar[bool] = True
+
+
+def _too_many(name: str, faulty: int, num_workers: int, expected: str) -> ConfigError:
+    return ConfigError(
+        f"aggregate={name!r}, faulty={faulty} with {num_workers} workers: expected {expected}; take more workers, "
+        "or a smaller number of faulty ones"
+    )

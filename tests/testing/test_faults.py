@@ -1,0 +1,99 @@
+"""Fault plans: drawn ones violate nothing, each fault of a plan is seen to happen, bugs that were found stay found."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradstream as gs
+from gradstream.job.files import load_job
+from gradstream.testing.faults import Cut, Drain, Duplicate, FaultPlan, Kill, Stop
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+
+import faults as bench
+
+SEEDS = 140
+"""On each strategy of the bench, twenty plans. The record of the bench has many more."""
+
+
+@pytest.mark.parametrize("block", range(7))
+def test_drawn_faults_violate_nothing(block: int) -> None:
+    size = SEEDS // 7
+    found = [bench.tried(seed) for seed in range(block * size, (block + 1) * size)]
+    assert {seed: what for seed, what, _ in found if what} == {}
+    assert all(fired for _, _, fired in found)
+
+
+FOUND: dict[str, tuple[int, FaultPlan]] = {
+    "a push whose last frame was lost was waited for, and its sender told to wait": (
+        12,
+        FaultPlan([Cut("worker-2", "*", 0.3053915644658538, 1.8, both=False)]),
+    ),
+    "a newcomer began with a round of which some chunks had the dead worker's part already": (
+        461,
+        FaultPlan(
+            [
+                Cut("shard-0", "worker-0", 0.39422204282331214, 0.2),
+                Kill("worker-0", 0.45526808120439133, 0.0),
+            ]
+        ),
+    ),
+    "a worker that was cut off when the first one had written the model was waited for in its place": (
+        512,
+        FaultPlan([Cut("worker-1", "coordinator", 0.13489337511038355, 3.0)]),
+    ),
+    "a newcomer that never heard the coordinator waited for its verdict for ever": (
+        71,
+        FaultPlan([Cut("*", "worker-1", 0.6323924509624521, 1.8, both=False), Kill("worker-1", 0.76, 0.01)]),
+    ),
+}
+"""Bugs that drawn plans have found: what happened, the seed of the run, and what is left of the plan."""
+
+
+@pytest.mark.parametrize("what", FOUND)
+def test_bugs_that_were_found_stay_mended(what: str) -> None:
+    seed, plan = FOUND[what]
+    assert bench.violation(seed, plan) == ""
+
+
+def test_the_same_seed_draws_the_same_plan_and_all_kinds_are_drawn() -> None:
+    assert bench.plan_of(5).faults == bench.plan_of(5).faults
+    drawn = {type(one) for seed in range(100) for one in bench.plan_of(seed).faults}
+    assert drawn == {Kill, Drain, Cut, Duplicate}
+
+
+JOB = """
+import gradstream as gs
+from gradstream.testing.runs import busy
+
+def job():
+    model, data = busy(4000, passes=60)
+    return gs.Job(
+        model, data, strategy="{strategy}", optimizer=gs.optim.SGD(lr=1e-7), workers=3, batch_size=10, epochs=3,
+        checkpoint_every=None,
+    )
+"""
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "synchronous"])
+def test_a_plan_strikes_processes(strategy: str, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB.format(strategy=strategy))
+    plan = FaultPlan([Kill("worker-1", 0.3), Stop("worker-2", 0.2, 0.5), Drain("worker-0", 0.6)])
+    with plan.on_processes(tmp_path / "run") as on_event:
+        run = gs.train(load_job(f"{tmp_path / 'job.py'}:job"), run_dir=tmp_path / "run", on_event=on_event)
+    assert run.summary["samples_accounted"] == 3 * 4000
+    assert plan.kinds == {"kill": 1, "stop": 1, "drain": 1}
+    assert run.summary["workers_lost"] == ["worker-1"]
+    assert Kill.number == signal.SIGKILL
+
+
+def test_a_plan_that_strikes_nobody_says_so(tmp_path: Path) -> None:
+    with (
+        pytest.raises(AssertionError, match="none of 1 faults"),
+        FaultPlan([Kill("worker-1", 9.0)]).on_processes(tmp_path),
+    ):
+        pass
