@@ -68,11 +68,15 @@ def row_of(scene: Scene, method: Method, key: Key) -> dict[str, Any]:
             evaluate_every=_every(scene, method),
             metrics={"train": subject.train_accuracy} if scene.watched else {},
             seed=key.seed,
+            non_finite="error",  # a rate with which a gradient overflows has failed
         )
         row |= {"accuracy": _point(run.evaluations[-1])[2], "failed": None}
     except (GradientError, RefusedError) as error:
         run = Run(events=events)
-        row |= {"accuracy": CHANCE, "failed": type(error).__name__}
+        row |= {
+            "accuracy": CHANCE,
+            "failed": "GradientError" if isinstance(error, GradientError) else type(error).__name__,
+        }
     figures = run.summary
     loss, steps = figures["loss"], figures["steps"]
     begin = [warm_start().points["select" if key.seed == TUNING_SEED else "report"]] if scene.watched else []

@@ -23,6 +23,7 @@ from gradstream.telemetry.member_events import (
 from gradstream.telemetry.run_events import (
     CheckpointEvent,
     CheckpointFailedEvent,
+    CoordinatorEvent,
     FailedEvent,
     FinishedEvent,
     GradientRefusedEvent,
@@ -48,6 +49,7 @@ __all__ = [
     "CarriersEvent",
     "CheckpointEvent",
     "CheckpointFailedEvent",
+    "CoordinatorEvent",
     "CpuEvent",
     "DiskEvent",
     "EvaluatedEvent",
