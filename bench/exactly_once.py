@@ -3,8 +3,8 @@
     python bench/exactly_once.py                         # every carrier and strategy, one run of each
     python bench/exactly_once.py --rounds 8              # 8 runs of each: 7 kills a run
 
-Of eight workers seven are killed, one after the other, at random times; the last one ends the run. Each sample adds 1 to
-its own element of every chunk (`gradstream.testing.tokens`), so the final parameters are the count.
+Of eight workers seven are killed, one after the other, at random times; the last one ends the run. Each sample adds
+1 to its own element of every chunk (`gradstream.testing.tokens`), so the final parameters are the count.
 """
 
 from __future__ import annotations

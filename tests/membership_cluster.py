@@ -9,6 +9,7 @@ from typing import Any
 from gradstream.coordinator import Coordinator, Member, Membership, RunOutcome
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.assignment_replies import BatchDistribution
+from gradstream.coordinator.durable.keeper import Unkept
 from gradstream.coordinator.phases import LossTolerance
 from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
@@ -64,7 +65,7 @@ class Cluster:
             self.virtual.runtime("coordinator"),
             endpoint,
             membership,
-            on_events=lambda lines: self.events.extend(map(json.loads, lines.splitlines())),
+            keeper=Unkept(lambda lines: self.events.extend(map(json.loads, lines.splitlines()))),
             deadlines=DEADLINES,
         )
         await endpoint.start()

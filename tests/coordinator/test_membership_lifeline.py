@@ -20,6 +20,7 @@ class Silent:
     """An endpoint and a presence whose coordinator says nothing; `answer` ends a call."""
 
     heard_ns = 0
+    comes_back = False
 
     def __init__(self, answer: GradstreamError | None) -> None:
         self.answer = answer

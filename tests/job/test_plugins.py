@@ -104,7 +104,8 @@ def test_two_of_one_name_are_both_named(install: Install) -> None:
     install("acme", "[gradstream.strategies]\ndownpour = acme:Gentle\nshared = acme:Gentle\n")
     install("zeta", "[gradstream.strategies]\nshared = zeta:Gentle\n")
     with pytest.raises(
-        ConfigError, match=r"Downpour \(gradstream\) and acme:Gentle \(acme 1.2\):.* by its place: acme:Gentle"
+        ConfigError,
+        match=r"Downpour \(gradstream\) and acme:Gentle \(acme 1.2\):.* by its place: acme:Gentle",
     ):
         find_strategy("downpour")
     with pytest.raises(ConfigError, match=r"acme:Gentle \(acme 1.2\) and zeta:Gentle \(zeta 1.2\)"):

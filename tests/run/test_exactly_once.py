@@ -26,7 +26,7 @@ from gradstream.server.client.client import ServerClient
 from gradstream.server.client.push import PendingPushRequest
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.state import ShardState
-from gradstream.server.shard.updates import Updates
+from gradstream.server.shard.store import ShardStore
 from gradstream.testing import TokenAudit, Tokens, numbered
 from gradstream.testing.runs import QUICK
 from gradstream.testing.trials import Record, bad_world, observed
@@ -197,17 +197,15 @@ def new_identity(patch: pytest.MonkeyPatch) -> None:
 
 
 def misrouted(patch: pytest.MonkeyPatch) -> None:
-    """A shard puts chunk 1 of worker 0's third push into chunk 2."""
-    work = Updates.compute
+    """A shard adds one push to chunk 1 to another of its chunks."""
+    update, count = ShardStore.update, [0]
 
-    async def into_another(self: Updates, due: Any, parts: Any) -> None:
-        wrong = due.chunk == 1 and any(
-            (one.header.rank, one.header.sequence) == (0, 3) and not one.assign for one in due.update
-        )
-        other = next((chunk for chunk in self._store.here if chunk != 1), 1)
-        await work(self, replace(due, chunk=other) if wrong else due, parts)
+    def into_another(self: ShardStore, chunk: int, *given: Any, **named: Any) -> None:
+        count[0] += chunk == 1
+        other = next((one for one in self.here if one != 1), 1)
+        update(self, other if (chunk, count[0]) == (1, 5) else chunk, *given, **named)
 
-    patch.setattr(Updates, "compute", into_another)
+    patch.setattr(ShardStore, "update", into_another)
 
 
 def without_estates(patch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,9 @@ class Admission:
         fixed: its frozen parameters, for checkpoints.
     """
 
+    KEPT = ("model", "tensors", "buffers", "fixed", "_registrar", "_rows_open")
+    """See `durable.state`."""
+
     def __init__(self, nodes: Nodes, software: str, resume: Resume | None) -> None:
         self.model: v1.ModelSpec | None = None
         self.tensors: Sequence[v1.TensorSpec] = ()

@@ -59,6 +59,9 @@ class BatchAssignment:
         lead_s: a worker has at most so many seconds of work in hand.
     """
 
+    KEPT = ("_sizes", "_speeds", "_only_first", "_denied_s")
+    """See `durable.state`."""
+
     def __init__(self, ledger: Ledger, num_workers: int, lead_s: float) -> None:
         plan = unjoined(ledger.plan)
         self._ledger = ledger

@@ -52,7 +52,13 @@ class AssignmentReplies:
         phases: no answer waits in a run that is over.
         snapshots: a run that ends early hands out nothing more.
         checks: checks the requests.
+
+    Attributes:
+        assignment: see `BatchDistribution`.
     """
+
+    KEPT = ("_asked", "_answered")
+    """See `durable.state`."""
 
     def __init__(
         self,
@@ -64,7 +70,7 @@ class AssignmentReplies:
     ) -> None:
         self._ledger = distribution.ledger
         self._balance = distribution.balance
-        self._assignment = distribution.assignment
+        self.assignment = distribution.assignment
         self._participation = distribution.participation
         self._nodes = nodes
         self._phases = phases
@@ -79,19 +85,19 @@ class AssignmentReplies:
         """Forgets the requests and the speed of the process whose place a worker takes."""
         self._asked.pop(node.name, None)
         self._answered.pop(node.name, None)
-        if self._assignment is not None:
-            self._assignment.joined(node.rank)
+        if self.assignment is not None:
+            self.assignment.joined(node.rank)
 
     def measured(self, who: str, request: v1.Ask) -> list[Instruction]:
         """Takes the speed that a worker has measured since it asked for minibatches last."""
         node = self._worker(who)
-        if isinstance(node, Refuse) or self._assignment is None:
+        if isinstance(node, Refuse) or self.assignment is None:
             return []
         self._checks.measured(who, request)
         if request.number <= self._asked.get(who, 0):
             return []
         self._asked[who] = request.number
-        changed = self._assignment.took(node.rank, _speed_of(request), self._active)
+        changed = self.assignment.took(node.rank, _speed_of(request), self._active)
         return [] if changed is None else [Emit(changed)]
 
     def assign(self, who: str, request: v1.Ask, at_s: float) -> v1.Assigned | Refuse | None:
@@ -99,7 +105,7 @@ class AssignmentReplies:
         node = self._worker(who)
         if isinstance(node, Refuse):
             return node
-        if self._assignment is None:
+        if self.assignment is None:
             return Refuse(v1.BAD_REQUEST, f"{who} asks for minibatches in a run that goes through rounds")
         number, before = self._answered.get(who, (0, v1.Assigned()))
         if request.number <= number:
@@ -110,14 +116,14 @@ class AssignmentReplies:
         return answer
 
     def _assigned(self, node: v1.Node, request: v1.Ask, at_s: float) -> v1.Assigned | None:
-        assert self._assignment is not None
+        assert self.assignment is not None
         if self._snapshots.ending:
             return v1.Assigned(complete=True)
         interval = v1.Interval()
         if self._participation is not None:
             interval = self._participation.interval_of(node.name)
         active = self._active
-        refs = () if interval.paused else self._assignment.block(node.rank, active, request.in_hand, at_s)
+        refs = () if interval.paused else self.assignment.block(node.rank, active, request.in_hand, at_s)
         complete = not refs and (self._ledger.finished or self._phases.over)
         if request.wait and not refs and not complete:
             return None

@@ -31,6 +31,9 @@ class ShareBalance:
         sizes: by rank, the present number of samples.
     """
 
+    KEPT = ("sizes", "_speeds", "_asked", "_decided")
+    """See `durable.state`."""
+
     def __init__(self, plan: BatchPlan) -> None:
         assert isinstance(plan, RoundPlan | JoinedPlan)
         self.sizes: Sequence[int] = plan.sizes(0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.instructions import Instruction
 from gradstream.coordinator.membership import Membership
 from gradstream.runtime.base import Runtime
@@ -24,6 +25,7 @@ class CoordinatorContext:
         membership: the state machine.
         deadlines: bound the silence of nodes.
         carry_out: carries out instructions of the state machine.
+        keeper: makes the state durable; everything that leaves the coordinator waits for it.
         age_s: time of the state machine, in seconds. It does not pass while the coordinator is suspended, so
             no node is late because of that.
     """
@@ -34,3 +36,4 @@ class CoordinatorContext:
     deadlines: Deadlines
     carry_out: Callable[[Sequence[Instruction]], None]
     age_s: Callable[[], float]
+    keeper: Keeper

@@ -13,18 +13,20 @@ from gradstream.checkpoint.manifest import Evaluated
 from gradstream.coordinator.checkpoint_handler import CheckpointHandler
 from gradstream.coordinator.checkpoint_writer import CheckpointOptions, CheckpointWriter
 from gradstream.coordinator.context import CoordinatorContext
+from gradstream.coordinator.durable.keeper import Keeper
+from gradstream.coordinator.durable.state import KeptState
 from gradstream.coordinator.event_gate import Admitted
 from gradstream.coordinator.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.participation_driver import ParticipationDriver
 from gradstream.coordinator.presence_service import PresenceService
 from gradstream.coordinator.request_service import RequestService
-from gradstream.coordinator.run_clock import RunClock
+from gradstream.coordinator.run_clock import Age, RunClock
 from gradstream.coordinator.stopping import StoppingCriterion
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.wakeup import Wakeup
-from gradstream.telemetry.events import Event, FailedEvent, encode
+from gradstream.telemetry.events import CoordinatorEvent, Event, FailedEvent, encode
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
@@ -51,7 +53,7 @@ class Coordinator:
         runtime: time and tasks.
         endpoint: endpoint of the coordinator, not started yet.
         membership: the state machine to carry out.
-        on_events: takes the events of all nodes and of the coordinator, as JSON lines.
+        keeper: takes the events of all nodes and of the coordinator, and keeps the state.
         deadlines: bound the silence of nodes.
         checkpoints: how checkpoints are made; None makes none.
         criterion: ends the run early; None lets it run to its last data epoch.
@@ -64,7 +66,7 @@ class Coordinator:
         endpoint: Endpoint,
         membership: Membership,
         *,
-        on_events: Callable[[bytes], None],
+        keeper: Keeper,
         deadlines: Deadlines,
         checkpoints: CheckpointOptions | None = None,
         criterion: StoppingCriterion | None = None,
@@ -73,16 +75,17 @@ class Coordinator:
         self._runtime = runtime
         self._endpoint = endpoint
         self._membership = membership
-        self._on_events = on_events
+        self._keeper = keeper
         self._deadlines = deadlines
         self._criterion = criterion
         self._clock = RunClock(runtime, membership.progress.earlier_s)
-        self._born_ns = runtime.awake_ns()
+        age_s = Age(runtime)
         self._ended = Wakeup()  # rings when the run is over, and when a node is gone
         self._failed: FailedEvent | None = None
         context = CoordinatorContext(
-            runtime, endpoint, membership, deadlines, carry_out=self._carry_out, age_s=self._age_s
+            runtime, endpoint, membership, deadlines, carry_out=self._carry_out, age_s=age_s, keeper=keeper
         )
+        self._age_s = age_s
         self._driver: ParticipationDriver | None = None
         if drive is not None:
             self._driver = ParticipationDriver(context, drive, self._clock)
@@ -98,29 +101,55 @@ class Coordinator:
             on_lost=self._after_loss,
         )
         self._requests = RequestService(context)
+        state = KeptState(
+            {**membership.parts(), "clock": self._clock, "age": age_s, "heard": self._presences}
+        )
+        if criterion is not None:
+            state.add("criterion", criterion)
+        keeper.begin(state, self._ended.ring)
+        if keeper.restored:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Goes on where an earlier process of the coordinator died: waits for its members, and trains."""
+        membership = self._membership
+        self._presences.await_members()
+        if membership.phases.training:
+            self._begin_training()
+        missing = membership.nodes.names
+        self.emit(CoordinatorEvent(ruling=self._keeper.ruling, members=missing, epoch=membership.nodes.epoch))
+        self._carry_out(membership.restored(self._age_s()))
 
     def emit(self, event: Event) -> None:
         """Adds a record of the coordinator to the events of the run."""
-        self._on_events(encode(event, node=self._runtime.node, time_s=self._clock.time_s()))
+        self._keeper.emit(encode(event, node=self._runtime.node, time_s=self._clock.time_s()))
 
     async def run(self) -> RunOutcome:
         """Returns when the run is over, and all members have left or their lease has passed."""
         runtime, deadlines = self._runtime, self._deadlines
         deadline = runtime.expire_after(deadlines.join_s, lambda: self._carry_out(self._membership.overdue()))
+        for node in self._membership.nodes.as_notice():  # of an earlier process
+            self._endpoint.know(node.name, node.address)
         if self._writer is not None:
             await self._writer.sweep()
         try:
-            while not self._membership.phases.over:
+            while not (self._membership.phases.over or self._keeper.superseded):
                 await self._ended.rung(runtime, deadlines.join_s)
         finally:
             deadline.cancel()
             if self._driver is not None:
                 self._driver.stop()
+        if self._keeper.superseded is not None:
+            raise self._keeper.superseded
         while self._presences.any_left and await self._ended.rung(runtime, deadlines.lease_s):
             pass
         if self._writer is not None:
             await self._writer.finish()
         return RunOutcome(self._membership.notice, self._failed)
+
+    async def close(self) -> None:
+        """Stores what is left of the state and the events. The last call."""
+        await self._keeper.close()
 
     def stop(self) -> None:
         """Asks the run to stop, with a checkpoint if training has begun; `run` returns then."""
@@ -130,7 +159,7 @@ class Coordinator:
 
     def _take_events(self, admitted: Admitted) -> None:
         """Keeps events of a node, notes the latest evaluation, and looks whether the criterion is reached."""
-        self._on_events(admitted.lines)
+        self._keeper.emit(admitted.lines)
         criterion = self._criterion if self._criterion is not None and self._criterion.needs_events else None
         for event in admitted.events:
             if event["event"] == "evaluated":
@@ -160,6 +189,7 @@ class Coordinator:
     # ---- instructions -------------------------------------------------------------------
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
+        self._keeper.changed()
         if self._membership.phases.training and self._clock.begin():
             self._begin_training()
         nodes = self._membership.nodes
@@ -181,10 +211,7 @@ class Coordinator:
     def _begin_training(self) -> None:
         criterion = self._criterion
         if criterion is not None and criterion.until.seconds is not None:
-            left_s = max(0.0, criterion.until.seconds - self._clock.earlier_s)
+            left_s = max(0.0, criterion.until.seconds - self._clock.time_s())
             self._runtime.call_later(left_s, lambda: self._reached(criterion.timed()))
         if self._driver is not None:
             self._driver.start()
-
-    def _age_s(self) -> float:
-        return (self._runtime.awake_ns() - self._born_ns) / 1e9

@@ -65,6 +65,9 @@ class Estates:
         nodes: the members.
     """
 
+    KEPT = ("_open",)
+    """See `durable.state`."""
+
     def __init__(self, ledger: Ledger, nodes: Nodes) -> None:
         self._ledger = ledger
         self._nodes = nodes

@@ -31,6 +31,7 @@ from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.receipts import ref_of
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.coordinator.stand_ins import StandIns
+from gradstream.data.joined import unjoined
 from gradstream.data.ledger import Ledger
 from gradstream.errors import NonFiniteError, PeerLostError
 from gradstream.runtime.deadlines import Deadlines
@@ -117,6 +118,31 @@ class Membership:
         self._checks = MessageChecks(ledger, started.workers, first_round=first_round, quorum=by_verdicts)
         self._offences = Offences(losses.quarantine_after)
         self.replies = AssignmentReplies(distribution, self.nodes, self.phases, self.snapshots, self._checks)
+
+    def parts(self) -> dict[str, object]:
+        """The state machines whose state a new process of the coordinator takes over: see `durable.state`."""
+        ledger = self.progress.ledger
+        parts: dict[str, object | None] = {
+            "nodes": self.nodes,
+            "admission": self.admission,
+            "progress": self.progress,
+            "ledger": ledger,
+            "snapshots": self.snapshots,
+            "phases": self.phases,
+            "offences": self._offences,
+            "replies": self.replies,
+            "assignment": self.replies.assignment,
+            "balance": self.balance,
+            "participation": self.participation,
+            "stand_ins": self.stand_ins,
+            "estates": self.estates,
+            "plan": unjoined(ledger.plan) if isinstance(ledger, Ledger) else ledger.reassignment,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def restored(self, at_s: float) -> list[Instruction]:
+        """Goes on after the state of an earlier process of the coordinator was restored."""
+        return [] if not self.phases.training else [*self.snapshots.restored(at_s), *self.after_snapshot()]
 
     @property
     def notice(self) -> v1.Notice:

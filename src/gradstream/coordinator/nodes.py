@@ -25,6 +25,9 @@ class Nodes:
         entering: names of workers that have joined late, and wait for the round in which they begin.
     """
 
+    KEPT = ("epoch", "revoked", "_nodes", "_finished", "leaving", "entering")
+    """See `durable.state`."""
+
     def __init__(self, num_workers: int, num_servers: int) -> None:
         self.epoch = 0
         self.revoked: list[bytes] = []

@@ -25,6 +25,9 @@ class Offences:
         limit: number of refused gradients in a row for which a worker is quarantined, at least 1.
     """
 
+    KEPT = ("_in_a_row", "_reasons")
+    """See `durable.state`."""
+
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._in_a_row: dict[str, int] = {}

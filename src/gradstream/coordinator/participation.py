@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from gradstream.data.ledger import Ledger
 from gradstream.wire import v1
 
-__all__ = ["ParticipationSchedule"]
+__all__ = ["Interval", "ParticipationSchedule"]
 
 
 @dataclass(slots=True)
-class _Interval:
+class Interval:
     """The present interval of a worker. When a run begins, all workers are paused and quiesced."""
 
     number: int = 1
@@ -39,11 +39,14 @@ class ParticipationSchedule:
         wanted: how many workers are to take part.
     """
 
+    KEPT = ("phase", "wanted", "_intervals")
+    """See `durable.state`."""
+
     def __init__(self, ledger: Ledger, num_workers: int) -> None:
         self.phase = ""
         self.wanted = 0
         self._ledger = ledger
-        self._intervals = {f"worker-{rank}": _Interval() for rank in range(num_workers)}
+        self._intervals = {f"worker-{rank}": Interval() for rank in range(num_workers)}
         for rank in range(num_workers):
             ledger.pause(rank)
 
@@ -86,7 +89,7 @@ class ParticipationSchedule:
 
     def joined(self, who: str) -> bool:
         """Adds a worker in the place of a lost one, paused. Returns whether it takes part at once."""
-        self._intervals[who] = _Interval()
+        self._intervals[who] = Interval()
         self._intervals = dict(sorted(self._intervals.items(), key=lambda one: _rank(one[0])))
         self._ledger.pause(_rank(who))
         self._update()

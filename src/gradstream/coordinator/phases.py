@@ -66,6 +66,9 @@ class Phases:
         criterion: the stopping criterion that was reached; "" while none is.
     """
 
+    KEPT = ("phase", "reason", "culprit", "criterion")
+    """See `durable.state`."""
+
     def __init__(
         self,
         started: StartedEvent,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.event_gate import Admitted, EventGate
@@ -32,13 +33,17 @@ REASON_BYTES = 512
 class _Attendance:
     """The presence of one node."""
 
-    stream: Stream  # of "join", or of the latest "resume"
+    stream: Stream | None  # of "join", or of the latest "resume"; None: awaited after a new process has begun
     gate: EventGate
     refusals: Throttle[str]  # reports refused events
     incarnation: int
     wakeup: Wakeup = field(default_factory=Wakeup)  # rings when there is a new notice
-    heard: int = 0  # number of the latest beat
     attempt: int = 0  # number of the latest "resume"
+
+    def hear(self) -> None:
+        """Notes a sign of life."""
+        if self.stream is not None:
+            self.stream.heard()
 
 
 class PresenceService:
@@ -50,7 +55,13 @@ class PresenceService:
         on_events: takes the admitted events of a beat, before the beat.
         on_beat: called after the state machine has taken a beat.
         on_lost: called after the state machine has removed a member.
+
+    Attributes:
+        heard: by member, the number of its latest beat.
     """
+
+    KEPT = ("heard",)
+    """See `durable.state`."""
 
     def __init__(
         self,
@@ -66,6 +77,7 @@ class PresenceService:
         self._on_events = on_events
         self._on_beat = on_beat
         self._on_lost = on_lost
+        self.heard: dict[str, int] = {}
         self._attending: dict[str, _Attendance] = {}
         self._reasons: dict[str, str] = {}  # why nodes were lost
         context.endpoint.serve("join", self._serve_join, model=False)
@@ -88,6 +100,13 @@ class PresenceService:
         if who != stream.opened.sender:
             stream.refuse(v1.BAD_REQUEST, f"{stream.opened.sender} asks to join as {who}")
             return
+        awaited = self._attending.get(who)
+        if (
+            awaited is not None
+            and awaited.stream is None
+            and awaited.incarnation != stream.opened.incarnation
+        ):
+            self._give_up(awaited, who, "another process has taken its place")
         while not (instructions := self._membership.join(request, context.age_s())):
             await stream.waiting(self._membership.nodes.worker_names)
             await context.runtime.sleep(ENTER_S)
@@ -96,14 +115,41 @@ class PresenceService:
                 stream.refuse(instruction.code, instruction.message)
                 return
         context.endpoint.know(who, request.node.address)
+        self.heard[who] = 0
+        attendance = self._expect(request.node, stream)
+        context.carry_out(instructions)
+        await self._attend(attendance, stream, who)
+
+    def _expect(self, node: v1.Node, stream: Stream | None) -> _Attendance:
+        """Notes that a member is present, or may come back."""
+        context, who = self._context, node.name
         refusals: Throttle[str] = Throttle(
             context.runtime, lambda why, more: self._emit(_refused_events(who, more + 1, why))
         )
         gate = EventGate(who, context.age_s())
-        attendance = _Attendance(stream, gate, refusals, stream.opened.incarnation)
-        self._attending[who] = attendance
-        context.carry_out(instructions)
-        await self._attend(attendance, stream, who)
+        attendance = self._attending[who] = _Attendance(stream, gate, refusals, node.incarnation)
+        return attendance
+
+    def await_members(self) -> None:
+        """Waits for the members of an earlier process of the coordinator; after a lease they count as lost."""
+        lease_s = self._context.deadlines.lease_s
+        for node in self._membership.nodes.as_notice():
+            attendance = self._expect(node, None)
+            why = f"did not come back within {lease_s:g} s after the coordinator was started again"
+            self._context.runtime.expire_after(lease_s, partial(self._give_up, attendance, node.name, why))
+
+    def _give_up(self, attendance: _Attendance, who: str, why: str) -> None:
+        """Removes a member that has not come back."""
+        if attendance.stream is None and self._attending.get(who) is attendance:
+            self._remove(attendance, who, why, b"")
+
+    def _remove(self, attendance: _Attendance, who: str, reason: str, certificate: bytes) -> None:
+        del self._attending[who]
+        attendance.refusals.close()
+        self._reasons[who] = reason or "it left"
+        context = self._context
+        context.carry_out(self._membership.lost(who, reason, context.age_s(), certificate))
+        self._on_lost()
 
     async def _attend(self, attendance: _Attendance, stream: Stream, who: str) -> None:
         """Serves a member over one stream, until the member leaves, is lost, or has another stream."""
@@ -116,15 +162,10 @@ class PresenceService:
             if isinstance(error, RefusedError):
                 stream.refuse(v1.BAD_REQUEST, error.reason)
         resumed = reason and attendance.stream is not stream
-        if resumed or self._attending.get(who) is not attendance:
+        if resumed or self._attending.get(who) is not attendance or self._context.keeper.superseded:
             return
         # Not in a `finally`: a coordinator that is itself being stopped has lost no member.
-        del self._attending[who]
-        attendance.refusals.close()
-        self._reasons[who] = reason or "it left"
-        context = self._context
-        context.carry_out(self._membership.lost(who, reason, context.age_s(), stream.certificate))
-        self._on_lost()
+        self._remove(attendance, who, reason, stream.certificate)
 
     async def _listen(self, attendance: _Attendance, stream: Stream, who: str) -> None:
         """Takes beats until the member leaves. Raises if it leaves too early, or is gone."""
@@ -135,14 +176,16 @@ class PresenceService:
                 if not self._membership.phases.over:
                     raise PeerLostError(who, "left before the run was over")
                 return
-            attendance.stream.heard()
+            attendance.hear()
             beat = v1.Beat.FromString(received.frame.body.data)
-            if beat.number <= attendance.heard:
+            heard = self.heard.get(who, 0)
+            if beat.number <= heard:
                 continue  # repeated over another stream
-            if beat.number != attendance.heard + 1:
-                raise RefusedError(who, "BAD_REQUEST", f"beat {beat.number} follows {attendance.heard}")
+            if beat.number != heard + 1:
+                raise RefusedError(who, "BAD_REQUEST", f"beat {beat.number} follows {heard}")
             self._membership.check(who, beat)
-            attendance.heard = beat.number
+            self.heard[who] = beat.number
+            context.keeper.changed()
             if beat.events:
                 admitted = attendance.gate.take(beat.events, context.age_s())
                 if admitted.num_refused:
@@ -167,9 +210,12 @@ class PresenceService:
         """
         runtime, deadlines = self._context.runtime, self._context.deadlines
         while True:
-            notice, heard = self._membership.notice, v1.Notice(heard=attendance.heard)
+            notice, heard = self._membership.notice, v1.Notice(heard=self.heard.get(stream.peer, 0))
+            if notice.phase != v1.Notice.GATHERING:
+                heard.ruling = self._context.keeper.ruling
             # Two serialized messages, one behind the other, are one message with the fields of both.
             data = notice.SerializeToString() + heard.SerializeToString()
+            await self._context.keeper.durable()
             await stream.send(v1.Frame(body=v1.Body(data=data)))
             if notice.phase >= v1.Notice.FINISHED:
                 return
@@ -181,7 +227,7 @@ class PresenceService:
         """Answers a member that has not heard the coordinator for some time, over another connection."""
         attendance = self._present(stream)
         if attendance is not None:
-            attendance.stream.heard()
+            attendance.hear()
             await stream.send(v1.Frame(body=v1.Body()))
 
     async def _serve_resume(self, stream: Stream) -> None:

@@ -31,6 +31,9 @@ class SampleProgress:
         last_refused: why the latest refused gradient was refused; "" if there is none.
     """
 
+    KEPT = ("_num_complete", "last_refused", "_began_s", "_heard_s")
+    """See `durable.state`."""
+
     def __init__(self, ledger: Ledger | OpenLedger, num_samples: int | None, resume: Resume | None) -> None:
         self.ledger = ledger
         self.samples_per_epoch = num_samples

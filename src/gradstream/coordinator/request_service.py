@@ -68,6 +68,8 @@ class RequestService:
                 await wakeup.rung(context.runtime, context.deadlines.notice_s)
         finally:
             del self._waiting[wakeup]
+        context.keeper.changed()
+        await context.keeper.durable()
         if isinstance(answer, Refuse):
             stream.refuse(answer.code, answer.message)
             return

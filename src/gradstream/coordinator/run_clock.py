@@ -1,10 +1,10 @@
-"""`RunClock`: the time that the events of a run carry."""
+"""The time that the events of a run carry, and the time of the coordinator's state machines."""
 
 from __future__ import annotations
 
 from gradstream.runtime.base import Runtime
 
-__all__ = ["RunClock"]
+__all__ = ["Age", "RunClock"]
 
 
 class RunClock:
@@ -14,6 +14,9 @@ class RunClock:
         runtime: supplies the time.
         earlier_s: seconds of training before the run was resumed.
     """
+
+    KEPT = ("_began_ns",)
+    """See `durable.state`."""
 
     def __init__(self, runtime: Runtime, earlier_s: float = 0.0) -> None:
         self.earlier_s = earlier_s
@@ -32,3 +35,23 @@ class RunClock:
         if self._began_ns is None:
             return self.earlier_s
         return self.earlier_s + (self._runtime.now() - self._began_ns) / 1e9
+
+
+class Age:
+    """Seconds since the first process of the coordinator began, without the time in which this one stood still.
+
+    Args:
+        runtime: supplies the time.
+    """
+
+    KEPT = ("_born_ns",)
+    """See `durable.state`. The clock belongs to the machine, so a new process goes on counting."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._born_ns = runtime.now()
+        self._stood_still_ns = runtime.now() - runtime.awake_ns()  # before this process began
+
+    def __call__(self) -> float:
+        """The present age."""
+        return (self._runtime.awake_ns() + self._stood_still_ns - self._born_ns) / 1e9

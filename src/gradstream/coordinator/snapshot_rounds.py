@@ -63,6 +63,19 @@ class SnapshotRounds:
         finishing: the run has reached its stopping criterion.
     """
 
+    KEPT = (
+        "_open",
+        "kept",
+        "evaluated",
+        "stopping",
+        "finishing",
+        "_count",
+        "_latest",
+        "_since_s",
+        "_deferred",
+    )
+    """See `durable.state`."""
+
     def __init__(
         self,
         ledger: Ledger | OpenLedger,
@@ -92,6 +105,32 @@ class SnapshotRounds:
         self._deferred = False
         self._latest = self._first_step, ledger.num_complete  # step and epochs when the latest one began
         self._since_s: float | None = None  # since when no snapshot was tried
+        self._cut_short = False  # a process of the coordinator has died while it made a snapshot with files
+
+    @property
+    def _open(self) -> Snapshot | bool | None:
+        """What a new process of the coordinator keeps of the snapshot under way: all, if it writes no files."""
+        return self.current if self.current is None or self.current.ends else True
+
+    @_open.setter
+    def _open(self, value: Snapshot | bool | None) -> None:
+        self.current = value if isinstance(value, Snapshot) else None
+        self._cut_short = bool(value) and self.current is None
+
+    def restored(self, at_s: float) -> list[Instruction]:
+        """Ends the snapshot that was under way when an earlier process of the coordinator died.
+
+        The workers go on, or begin another one if the run is to end.
+        """
+        out: list[Instruction] = []
+        if self._cut_short:
+            self._since_s, why = at_s, "the coordinator died while the snapshot was made"
+            out = [
+                Emit(CheckpointFailedEvent(step=self.step, who="coordinator", message=why, kept=self.kept))
+            ]
+        if self.current is None and self._policy is not None and (self.stopping or self.finishing):
+            out += self.begin(at_s)
+        return out
 
     @property
     def step(self) -> int:

@@ -29,6 +29,9 @@ class StandIns:
         ever_lost: ranks of the workers that were ever lost. Receipts of theirs may have been on their way.
     """
 
+    KEPT = ("_by_rank", "ever_lost")
+    """See `durable.state`."""
+
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
         self._by_rank: dict[int, str] = {}  # by rank of a lost worker, the name of the worker that stands in

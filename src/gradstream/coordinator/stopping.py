@@ -76,6 +76,9 @@ class StoppingCriterion:
         until: the criteria.
     """
 
+    KEPT = ("_loss", "_num_losses")
+    """See `durable.state`."""
+
     def __init__(self, until: Until) -> None:
         self.until = until
         self._loss = 0.0

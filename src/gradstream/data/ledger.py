@@ -23,11 +23,11 @@ from gradstream.data.progress import DataProgress
 from gradstream.data.receipts import AssignableBatches
 from gradstream.errors import ConfigError, InternalError
 
-__all__ = ["Ledger", "Unassigned"]
+__all__ = ["EpochCounts", "Ledger", "Unassigned"]
 
 
 @dataclass(slots=True)
-class _EpochCounts:
+class EpochCounts:
     """Counts of one data epoch."""
 
     received: int = 0  # numbers with a receipt
@@ -72,6 +72,21 @@ class Ledger:
         num_samples: number of their samples; None if unknown.
     """
 
+    KEPT = (
+        "num_complete",
+        "_sequences",
+        "_counts",
+        "_hands",
+        "_again",
+        "_refused",
+        "_left_out",
+        "_lost",
+        "_paused",
+        "num_receipts",
+        "num_samples",
+    )
+    """See `coordinator.durable.state`."""
+
     def __init__(
         self, plan: BatchPlan, *, epochs: int | None = None, steps: int | None = None, helping: bool = True
     ) -> None:
@@ -95,7 +110,7 @@ class Ledger:
         self.num_epochs = max(lasts, default=-1) + 1
         self.num_complete = min(plan.progress.epochs, self.num_epochs)
         self._counted = (-1, 0)  # an epoch, and the number of its minibatches
-        self._counts: defaultdict[int, _EpochCounts] = defaultdict(_EpochCounts)  # by epoch
+        self._counts: defaultdict[int, EpochCounts] = defaultdict(EpochCounts)  # by epoch
         self._hands: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)
         """By worker, its assigned minibatches: (sequence, k) -> count."""
         self._again: set[tuple[int, int]] = set()  # those of them that another worker had before

@@ -20,7 +20,7 @@ from gradstream.data.reassignment import Reassignment
 from gradstream.data.receipts import Receipts
 from gradstream.errors import InternalError
 
-__all__ = ["LostSamples", "OpenLedger"]
+__all__ = ["LoopSequence", "LostSamples", "OpenLedger"]
 
 
 BRIEF = 0.75
@@ -31,7 +31,7 @@ MAX_AHEAD = 1 << 20
 
 
 @dataclass(slots=True)
-class _Sequence(Receipts):
+class LoopSequence(Receipts):
     """The minibatches of one worker, numbered from 0."""
 
     total: int | None = None  # number of minibatches, once the worker is without data
@@ -40,6 +40,7 @@ class _Sequence(Receipts):
 
     @property
     def accounted(self) -> bool:
+        """Whether nothing more is expected of the worker."""
         return self.lost or (self.total is not None and self.low >= self.total)
 
 
@@ -72,8 +73,11 @@ class OpenLedger:
     num_epochs = 1
     """The ledger sees the run as one data epoch; a loop counts its own epochs."""
 
+    KEPT = ("_sequences", "_dropped", "_last_round")
+    """See `coordinator.durable.state`."""
+
     def __init__(self, num_workers: int, *, rounds: bool) -> None:
-        self._sequences = [_Sequence() for _ in range(num_workers)]
+        self._sequences = [LoopSequence() for _ in range(num_workers)]
         self._rounds = rounds
         self._dropped = 0
         self.reassignment = Reassignment(self._sequences)

@@ -227,6 +227,9 @@ class RoundPlan(EpochPlan):
     workers may get nothing. `shares[i]` is the size of worker i's full minibatch before any `reassign`.
     """
 
+    KEPT = ("_begins", "_edges", "_decided")
+    """See `coordinator.durable.state`: what `reassign` changes."""
+
     def _check_measured(self) -> None:
         total = sum(self.batch_sizes)
         if total < self.num_partitions:

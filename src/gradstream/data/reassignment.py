@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from gradstream.data.receipts import Receipts
 
-__all__ = ["Block", "Epoch", "Reassignment"]
+__all__ = ["Block", "Epoch", "Loop", "Reassignment"]
 
 MOST_EPOCHS = 1 << 16
 """Most epochs that a worker may begin besides one for each of its steps, since each takes memory."""
@@ -50,7 +50,7 @@ class Block(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Loop:
+class Loop:
     """The reports of a worker about its loop."""
 
     begun: dict[Epoch, int] = field(default_factory=dict)  # the first step of each epoch
@@ -66,9 +66,12 @@ class Reassignment:
         steps: receipts of the steps of each worker that brings data.
     """
 
+    KEPT = ("_loops", "_lost", "_sizes", "_unclear", "_next", "_again", "_num_taken")
+    """See `coordinator.durable.state`."""
+
     def __init__(self, steps: Sequence[Receipts]) -> None:
         self._steps = steps
-        self._loops = [_Loop() for _ in steps]
+        self._loops = [Loop() for _ in steps]
         self._lost: list[int] = []
         self._sizes: dict[Epoch, tuple[tuple[int, ...], int]] = {}  # minibatches by worker, and per step
         self._unclear: set[Epoch] = set()  # the minibatches of a step are unknown
@@ -114,7 +117,7 @@ class Reassignment:
             oldest: the first epoch of the loader from which it can take over a block.
 
         Returns:
-            The block; None if none is free.
+            The block; None if none is free. The same one again for the same step.
         """
         sizes, loop = (tuple(parts), per_step), self._loops[rank]
         unclear = not per_step or self._sizes.get(epoch, sizes) != sizes
@@ -125,6 +128,8 @@ class Reassignment:
             return None
         self._sizes.setdefault(epoch, sizes)
         self._settle(rank)
+        if (asked_again := [one for one, taken in loop.taken.items() if taken == step]) and step >= 0:
+            return asked_again[0]  # the answer was lost
         # The minibatches of steps below 0 were in the model when the run was resumed.
         block = None if step < 0 else self._free(epoch, oldest)
         if block is not None:

@@ -39,7 +39,7 @@ from gradstream.run.plan import COORDINATOR, RunPlan, worker_name
 from gradstream.run.records import add_to_run_json, write_records
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
-from gradstream.run.restarts import Restarts
+from gradstream.run.restarts import Restarts, Succession
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.event_log import disk_error
 from gradstream.telemetry.events import FailedEvent
@@ -106,6 +106,7 @@ class Launcher:
         self._stopping = False  # the coordinator was asked to stop
         self._reachable = False  # the coordinator can be asked to stop
         self._restarts = Restarts(plan.job.max_restarts if plan.replaces_workers else 0)
+        self._succession = Succession(not (options.as_threads or options.stop))
         self._address = ""  # of the coordinator
         self._begins_again = False  # a resumed script would begin from its start
         elsewhere = [worker_name(rank) for rank in range(plan.workers)] if options.on_address else []
@@ -244,8 +245,9 @@ class Launcher:
             if self._machines is None or self._machines.is_here(name):
                 self._start_node(name, "--coordinator", address)
 
-    def _start_node(self, name: str, *arguments: str) -> None:
+    def _start_node(self, name: str, *arguments: str, again: Sequence[str] = ()) -> None:
         spec = ["--spec", str(self._run_dir / "nodes.json"), "--name", name, *arguments, *self._network(name)]
+        spec += again
         is_loop = is_script(self._job) and name.startswith("worker")
         self._cluster.start(name, spec, main=SCRIPT if is_loop else NODE)
 
@@ -299,18 +301,33 @@ class Launcher:
             self._begins_again = True
         elif "output" in message:
             sys.stderr.write(message["output"])
+        elif message.get("from") == COORDINATOR and "address" in message:
+            self._note_coordinator()
         elif "disk" in message:
+            self._succession.stored = message.get("stored", self._succession.stored)
             self._events.say_of_disk(message["disk"])
         elif "unwritten" in message:
             self._events.take(message["unwritten"].encode().splitlines())
         return message
 
     def _note_exit(self, name: str, status: int) -> None:
-        """Notes that a node has ended. A worker that was killed or evicted while others train is started again."""
+        """Notes that a node has ended. One that was killed or evicted while others train is started again."""
+        if name == COORDINATOR:
+            self._events.read()
+            training = "started" in self._events.last and bool(self._cluster.running or self._machines)
+            if self._succession.may_follow(status, training):
+                self._start_node(COORDINATOR, again=["--listen", self._address.split()[0], "--again"])
+                return
         self._ended.statuses[name] = status
         training = "started" in self._events.last and not self._is_ending
         if training and name.startswith("worker") and self._ended.was_lost(name):
             self._restarts.ended(name, time.monotonic())
+
+    def _note_coordinator(self) -> None:
+        """Notes that a process of the coordinator serves; a later one may not know that the run is to stop."""
+        self._succession.serves()
+        if self._stopping:
+            self._cluster.signal(COORDINATOR, signal.SIGTERM)
 
     def _restart_workers(self) -> None:
         for name in self._restarts.take_due(time.monotonic()):

@@ -25,6 +25,8 @@ import torch
 
 from gradstream.checkpoint.elsewhere import ElsewhereStorage
 from gradstream.coordinator import DrainedError, RunAbortedError, RunStoppedError
+from gradstream.coordinator.durable.keeper import TAIL_BYTES, Keeper, StateKeeper, Unkept
+from gradstream.coordinator.durable.store import STORE, StateStore
 from gradstream.data.lock import machine_lock
 from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
 from gradstream.job.job import Job, build_model
@@ -141,6 +143,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--insecure", action="store_true", help="plain text on other interfaces than loopback"
     )
+    parser.add_argument(
+        "--again", action="store_true", help="of the coordinator: go on where an earlier process died"
+    )
     parser.add_argument("--report-fd", type=int, help="file descriptor for messages to the launcher")
     return parser.parse_args(argv)
 
@@ -214,7 +219,8 @@ async def _run(
     try:
         if name == COORDINATOR:
             with machine_lock(Path(spec.run_dir) / LOCK, doing="running it", wait_s=LOCK_S):
-                return await _coordinate(plan, runtime, endpoint, say, when_asked or _on_sigterm)
+                kept = _Kept(root, plan.id, given.again) if durable and core is None else None
+                return await _coordinate(plan, runtime, endpoint, say, when_asked or _on_sigterm, kept)
         if given.coordinator is None:
             raise ConfigError(f"{name}: --coordinator is missing; expected the address of the coordinator")
         role, _, rank = name.partition("-")
@@ -245,19 +251,71 @@ def _on_sigterm(stop: Callable[[], None]) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
 
 
+class _Kept:
+    """The coordinator's files in the run directory.
+
+    Args:
+        root: run directory.
+        job: id of the run.
+        again: an earlier process of this run's coordinator has died; otherwise what is stored belongs to an
+            earlier part of the run, which has ended.
+
+    Raises:
+        OSError: the disk is full or broken.
+        StateError: the store is not this run's.
+    """
+
+    def __init__(self, root: Path, job: str, again: bool) -> None:
+        self._root = root
+        if not again:
+            self.remove()
+        self.store = StateStore(root / STORE, job)
+
+    def written(self) -> bytes:
+        """The end of the file of events, whose last line is made whole: half a line of a killed process is removed."""
+        try:
+            with open(self._root / EVENTS, "r+b") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+                tail = file.read()
+                torn = len(tail) - tail.rfind(b"\n") - 1
+                if torn:
+                    file.truncate(file.tell() - torn)
+                return tail[: len(tail) - torn]
+        except OSError:
+            return b""
+
+    def remove(self) -> None:
+        """Removes the store: nobody goes on from it."""
+        for suffix in ("", "-wal", "-shm"):
+            (self._root / f"{STORE}{suffix}").unlink(missing_ok=True)
+
+
 async def _coordinate(
-    plan: RunPlan, runtime: RealRuntime, endpoint: Endpoint, say: Say, when_asked: WhenAsked
+    plan: RunPlan,
+    runtime: RealRuntime,
+    endpoint: Endpoint,
+    say: Say,
+    when_asked: WhenAsked,
+    kept: _Kept | None,
 ) -> int:
     log = EventLog(
         runtime.storage, EVENTS, node=COORDINATOR, now=runtime.now, tell=lambda text: say(disk=text)
     )
-    coordinator = build_coordinator(plan, runtime, endpoint, log.append)
+    keeper: Keeper = Unkept(log.append)
+    if kept is not None:
+        keeper = StateKeeper(
+            runtime, kept.store, log.append, kept.written, lambda text, stored: say(disk=text, stored=stored)
+        )
+    coordinator = build_coordinator(plan, runtime, endpoint, keeper)
     when_asked(coordinator.stop)
     await endpoint.start()
     say(address=endpoint.address)
     outcome = await coordinator.run()
     for event in runtime.process_metrics(COORDINATOR):
         coordinator.emit(event)
+    await coordinator.close()
+    if kept is not None:
+        kept.remove()
     await write_rest(log, runtime, plan.job.deadlines.lease_s, say)
     if outcome.notice.phase == v1.Notice.STOPPED:
         return RESUMABLE

@@ -6,7 +6,7 @@ built in `run.shard`, which a run without servers does not import.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -22,6 +22,7 @@ from gradstream.coordinator.balance import ShareBalance
 from gradstream.coordinator.checkpoint_writer import CheckpointOptions
 from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.coordinator import Coordinator
+from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.phases import LossTolerance
@@ -53,10 +54,8 @@ __all__ = ["build_coordinator", "build_worker", "member_of", "recording_of", "wo
 # ---- coordinator ------------------------------------------------------------------------
 
 
-def build_coordinator(
-    plan: RunPlan, runtime: Runtime, endpoint: Endpoint, on_events: Callable[[bytes], None]
-) -> Coordinator:
-    """Builds the coordinator of a run; `on_events` gets every event of the run, as JSON lines."""
+def build_coordinator(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, keeper: Keeper) -> Coordinator:
+    """Builds the coordinator of a run; `keeper` gets every event of the run, as JSON lines."""
     served, deadlines = plan.served, plan.job.deadlines
     ledger = plan.ledger()
     started = _started(plan, ledger)
@@ -64,7 +63,7 @@ def build_coordinator(
         runtime,
         endpoint,
         _membership(plan, ledger, started),
-        on_events=on_events,
+        keeper=keeper,
         deadlines=deadlines,
         checkpoints=None if plan.policy is None else _checkpoint_options(plan, started, plan.policy),
         criterion=None if plan.job.until is None else StoppingCriterion(plan.job.until),

@@ -1,16 +1,19 @@
-"""`Restarts`: decides when the launcher starts lost workers again. Pure."""
+"""Decides which dead nodes the launcher starts again: workers (`Restarts`), the coordinator (`Succession`). Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Restarts"]
+__all__ = ["Restarts", "Succession"]
 
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 30.0
 """Seconds before the second restart of a worker, and the most seconds before any; they double from one to the next."""
 
 CALM_S = 60.0
 """Seconds after which a worker that was started again counts as well: its next restart is at once again."""
+
+VAIN_STARTS = 3
+"""Processes of the coordinator, one after the other, that may die before they serve."""
 
 
 @dataclass(slots=True)
@@ -55,3 +58,32 @@ class Restarts:
             worker = self._workers[name]
             worker.count, worker.started_s, worker.due_s = worker.count + 1, at_s, None
         return due
+
+
+class Succession:
+    """The processes of the coordinator.
+
+    Args:
+        is_kept: whether the coordinator's state is kept in a file.
+
+    Attributes:
+        stored: whether what a new process would find is the newest state.
+    """
+
+    def __init__(self, is_kept: bool) -> None:
+        self.stored = is_kept
+        self._vain = 0
+
+    def serves(self) -> None:
+        """Notes that the present process serves."""
+        self._vain = 0
+
+    def may_follow(self, status: int, training: bool) -> bool:
+        """Whether a new process takes the place of one that has ended.
+
+        Args:
+            status: exit status; minus the number of the signal that killed it.
+            training: whether training has begun, which is when the state is kept from.
+        """
+        self._vain += 1
+        return status < 0 and training and self.stored and self._vain <= VAIN_STARTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from gradstream.coordinator import Coordinator, RunOutcome
+from gradstream.coordinator.durable.keeper import Keeper, StateKeeper, Unkept
+from gradstream.coordinator.durable.store import StateStore
 from gradstream.model.base import Model
 from gradstream.run.nodes import build_coordinator, build_worker
 from gradstream.run.plan import COORDINATOR, RunPlan, shard_name, worker_name
@@ -23,6 +25,9 @@ from gradstream.worker.node import WorkerNode
 
 __all__ = ["Script", "SimulatedCluster"]
 
+EVENTS_AGAIN = 1 << 14
+"""Lines of events that a new process of the coordinator can look at."""
+
 
 class SimulatedCluster:
     """The nodes of a run on a virtual network.
@@ -33,6 +38,10 @@ class SimulatedCluster:
         config: machines and network.
         on_events: called with events, as JSON lines, when they happen.
         storage: the disk of all nodes; None makes an empty one.
+
+    Attributes:
+        coordinator: the coordinator, once it has started.
+        store: the coordinator's durable state, with which `restart` lets it go on; None keeps none.
     """
 
     def __init__(
@@ -44,12 +53,14 @@ class SimulatedCluster:
         storage: Storage | None = None,
     ) -> None:
         self.plan = plan
-        self.coordinator: Coordinator | None = None  # once it has started
+        self.coordinator: Coordinator | None = None
+        self.store: StateStore | None = None
         self.virtual = VirtualCluster(plan.job.seed, config, storage)
         self.network = MemoryNetwork(self.virtual)
         self.outcomes: dict[str, BaseException | None] = {}  # how each node ended
         self._model = model
         self._on_events = on_events
+        self._written = deque[bytes](maxlen=EVENTS_AGAIN)
         self._address = ""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._incarnations: defaultdict[str, int] = defaultdict(lambda: 1)
@@ -60,11 +71,15 @@ class SimulatedCluster:
         """Runs until every node has ended.
 
         Args:
-            script: runs beside the nodes, on virtual time: kills some of them, for example.
+            script: runs beside the nodes, on virtual time: kills some of them, for example. Where it has an attribute
+                `store`, this makes the coordinator's store for the id of the run, with which `restart` goes on.
 
         Returns:
             The outcome according to the coordinator; None where it was killed.
         """
+        make_store: Callable[[str], StateStore] | None = getattr(script, "store", None)
+        if make_store is not None:
+            self.store = make_store(self.plan.id)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # results must not depend on this machine's cores
         try:
@@ -94,9 +109,12 @@ class SimulatedCluster:
         self._workers[name].drain()
 
     async def restart(self, name: str) -> None:
-        """Starts a worker again that was killed, as a new process at this instant of virtual time."""
+        """Starts a worker or the coordinator again, as a new process at this instant of virtual time."""
         self.virtual.replace(name)
         self._incarnations[name] += 1
+        if name == COORDINATOR:
+            await self._start(name, self._coordinator)
+            return
         await self._start(name, partial(self._worker, int(name.rpartition("-")[2])))
 
     def stop(self) -> None:
@@ -147,8 +165,19 @@ class SimulatedCluster:
 
     async def _coordinator(self, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(COORDINATOR)
-        self.coordinator = build_coordinator(self.plan, runtime, endpoint, self._on_events)
-        self._outcome = await self.coordinator.run()
+        keeper: Keeper = Unkept(self._on_events)
+        if self.store is not None:
+            keeper = StateKeeper(
+                runtime, self.store, self._write, lambda: b"".join(self._written), lambda text, stored: None
+            )
+        coordinator = self.coordinator = build_coordinator(self.plan, runtime, endpoint, keeper)
+        outcome = await coordinator.run()
+        await coordinator.close()
+        self._outcome = outcome
+
+    def _write(self, lines: bytes) -> None:
+        self._written.extend(lines.splitlines(keepends=True))
+        self._on_events(lines)
 
     async def _shard(self, rank: int, endpoint: MemoryEndpoint) -> None:
         from gradstream.run.shard import build_shard  # a run without servers does not import it

@@ -23,6 +23,7 @@ from gradstream.telemetry.member_events import (
 from gradstream.telemetry.run_events import (
     CheckpointEvent,
     CheckpointFailedEvent,
+    CoordinatorEvent,
     FailedEvent,
     FinishedEvent,
     GradientRefusedEvent,
@@ -49,6 +50,7 @@ __all__ = [
     "CarriersEvent",
     "CheckpointEvent",
     "CheckpointFailedEvent",
+    "CoordinatorEvent",
     "CpuEvent",
     "DiskEvent",
     "EvaluatedEvent",

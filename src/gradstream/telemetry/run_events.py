@@ -11,6 +11,7 @@ from gradstream.telemetry.event import Event
 __all__ = [
     "CheckpointEvent",
     "CheckpointFailedEvent",
+    "CoordinatorEvent",
     "FailedEvent",
     "FinishedEvent",
     "GradientRefusedEvent",
@@ -56,6 +57,16 @@ class JoinedEvent(Event):
     name: ClassVar[str] = "joined"
     who: str
     address: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorEvent(Event):
+    """A new process of the coordinator has taken the place of one that died (coordinator)."""
+
+    name: ClassVar[str] = "coordinator"
+    ruling: int  # number of the process, from 1
+    members: list[str]  # names of the nodes that it waits for
     epoch: int
 
 

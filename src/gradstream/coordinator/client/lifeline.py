@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from gradstream.coordinator.client.presence import Presence
+from gradstream.coordinator.client.presence import EVICTED, Presence
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.errors import GradstreamError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
@@ -27,8 +27,6 @@ _log = logging.getLogger(__name__)
 
 MAX_TRIES = 8
 """Most attempts at a time; half of the connections that the coordinator allows a node (`LIMITS.sessions`)."""
-
-_EVICTED = ("NOT_MEMBER", "BAD_CERTIFICATE")
 
 REFUSED = "refused"
 """Every operating system says this of a port at which no process listens."""
@@ -131,10 +129,10 @@ class Lifeline:
             if self._presence.heard_ns == heard_ns:
                 await self._presence.resume()
         except RefusedError as error:
-            if error.code in _EVICTED:  # other refusals may pass, such as too many connections
+            if error.code in EVICTED:  # other refusals may pass, such as too many connections
                 self._lose(EvictedError(self._runtime.node, error.reason))
         except PeerLostError as error:
-            if REFUSED in str(error).lower():
+            if REFUSED in str(error).lower() and not self._presence.comes_back:
                 self._lose(error)
         except GradstreamError:
             pass  # the next attempt may succeed

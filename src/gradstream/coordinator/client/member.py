@@ -107,6 +107,11 @@ class Member(Reporter):
         enters = next((node.enters for node in self.notice.nodes if node.name == self.node.name), 0)
         return enters - 1 if enters else None
 
+    @property
+    def coordinator_comes_back(self) -> bool:
+        """See `Reporter`."""
+        return self._presence is not None and self._presence.comes_back and self._error is None
+
     # ---- joining and leaving --------------------------------------------------------------
 
     async def join(

@@ -12,14 +12,20 @@ import asyncio
 from collections import deque
 
 from gradstream.coordinator.nodes import COORDINATOR
-from gradstream.errors import GradstreamError, PeerLostError
+from gradstream.errors import DeadlineError, GradstreamError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.wakeup import Wakeup
 from gradstream.transport.base import Endpoint, Priority, Stream
 from gradstream.wire import v1
 
-__all__ = ["Presence"]
+__all__ = ["EVICTED", "REDIAL_S", "Presence"]
+
+EVICTED = ("NOT_MEMBER", "BAD_CERTIFICATE")
+"""Codes of refusals by which a node learns that it is out of the run."""
+
+REDIAL_S = 0.1
+"""Seconds between two attempts to reach a coordinator that has died."""
 
 
 class Presence:
@@ -48,6 +54,12 @@ class Presence:
         self._resuming = False
         self.num_receipts = 0
         self._resumed = Wakeup()  # rings when an attempt has ended
+        self._ruling = 0  # the highest that was heard
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether a new process takes the place of a coordinator that has died."""
+        return self._ruling > 0
 
     @property
     def heard_ns(self) -> int:
@@ -68,7 +80,7 @@ class Presence:
             try:
                 await _send(stream, beat)
             except GradstreamError:
-                if not self._resuming:  # otherwise `resume` sends it again over the new stream
+                if not (self._resuming or self.comes_back):  # otherwise `resume` sends it again
                     raise
 
     async def hear(self) -> v1.Notice:
@@ -81,19 +93,46 @@ class Presence:
             stream = self._stream
             try:
                 return await self._recv(stream, self._deadlines.patience_s)
-            except GradstreamError:
+            except GradstreamError as error:
                 while self._resuming:
                     await self._resumed.rung(self._runtime, self._deadlines.lease_s)
-                if self._stream is stream:
+                if self._stream is stream and not await self._found_again(stream, error):
                     raise
         answer, self._answer = self._answer, None
         return answer
+
+    async def _found_again(self, stream: Stream, error: GradstreamError) -> bool:
+        """Dials a coordinator that has died until a new process answers. Returns whether one does, in time.
+
+        Raises:
+            RefusedError: the new process does not know this node.
+        """
+        if not self.comes_back or isinstance(error, DeadlineError | RefusedError):
+            return False
+        heard_ns = stream.heard_ns
+        while self._stream is stream and self._runtime.left_s(heard_ns, self._deadlines.patience_s) > 0:
+            try:
+                await self.resume()
+            except RefusedError as refused:
+                if refused.code in EVICTED:
+                    raise
+            except GradstreamError:
+                pass
+            if self._stream is stream:
+                await self._runtime.sleep(min(REDIAL_S, self._deadlines.beat_s))
+        return self._stream is not stream
 
     async def _recv(self, stream: Stream, silence_s: float) -> v1.Notice:
         received = await stream.recv(silence_s)
         if received is None:
             raise PeerLostError(COORDINATOR, "closed its stream with this node before the run was over")
         notice = v1.Notice.FromString(received.frame.body.data)
+        if notice.ruling < self._ruling:
+            raise PeerLostError(
+                COORDINATOR, f"its process {notice.ruling} is superseded by process {self._ruling}"
+            )
+        self._ruling = notice.ruling
+        notice.ClearField("ruling")
         while self._unheard and self._unheard[0].number <= notice.heard:
             self.num_receipts += len(self._unheard.popleft().receipts)
         notice.ClearField("heard")
@@ -137,9 +176,16 @@ class Presence:
 
     async def end(self) -> None:
         """Says goodbye, and waits until the coordinator has heard it. Raises as `hear` does."""
-        await self._stream.end()
-        while await self._stream.recv(self._deadlines.patience_s) is not None:
-            pass
+        while True:
+            stream = self._stream
+            try:
+                await stream.end()
+                while await stream.recv(self._deadlines.patience_s) is not None:
+                    pass
+                return
+            except GradstreamError as error:
+                if not await self._found_again(stream, error):
+                    raise
 
     def cancel(self, reason: str) -> None:
         """Cancels the stream."""

@@ -39,6 +39,11 @@ class Reporter:
         """Adds a record to the events of the run."""
         self._events.append(encode(event, node=self._name, time_s=self._clock.time_s()))
 
+    @property
+    def coordinator_comes_back(self) -> bool:
+        """Whether a new process takes the place of a coordinator that has died."""
+        return False
+
     def hurry(self) -> None:
         """Sends the next beat at once."""
         self._urgent.ring()

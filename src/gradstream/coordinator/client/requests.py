@@ -8,13 +8,14 @@ from typing import NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
+from gradstream.coordinator.client.presence import REDIAL_S
 from gradstream.coordinator.client.reporter import Reporter
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.receipts import ref_of
 from gradstream.data.base import BatchRef
 from gradstream.data.reassignment import Block, Epoch
 from gradstream.data.shares import WorkerSpeed
-from gradstream.errors import DeadlineError
+from gradstream.errors import DeadlineError, PeerLostError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.transport.base import Endpoint
@@ -88,6 +89,10 @@ class WorkerRequests:
                     silence_s=lease_s,
                     new_connection=silent_s > 0.0,
                 )
+            except PeerLostError:
+                if not await self._comes_back():
+                    raise
+                silent_s = silent_s or 1e-9  # over a new connection
             except DeadlineError:
                 took_s = (self._runtime.now() - begun_ns) / 1e9
                 silent_s = silent_s + took_s if took_s < lease_s + self._deadlines.notice_s else took_s
@@ -147,5 +152,20 @@ class WorkerRequests:
         return block if answer.count else None
 
     async def _call(self, method: str, request: Message, answer: type[Answer]) -> Answer:
-        silence_s = self._deadlines.patience_s
-        return await self._endpoint.call(COORDINATOR, method, request, answer, silence_s=silence_s)
+        silence_s, again = self._deadlines.patience_s, False
+        while True:
+            try:
+                return await self._endpoint.call(
+                    COORDINATOR, method, request, answer, silence_s=silence_s, new_connection=again
+                )
+            except PeerLostError:
+                if not await self._comes_back():
+                    raise
+                again = True
+
+    async def _comes_back(self) -> bool:
+        """Waits a moment before a request to a coordinator that has died is repeated; False where that is vain."""
+        if not self._reporter.coordinator_comes_back:
+            return False
+        await self._runtime.sleep(min(REDIAL_S, self._deadlines.beat_s))
+        return True

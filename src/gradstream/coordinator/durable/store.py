@@ -1,0 +1,151 @@
+"""`StateStore`: the coordinator's state in a file of SQLite. It survives the death of processes, not of the machine.
+
+One file in the run directory, in WAL mode. `synchronous=NORMAL`: a transaction is in the system's memory when it
+returns, so no killed process loses one; what a power failure loses is not missed, since a run whose machine has
+died goes on from its checkpoint. So a transaction takes some 0.1 ms, and waits for no disk but when SQLite moves
+the log into the file.
+
+Each process that leads a run has a number, its ruling. It takes the next one before it serves, and each of its
+transactions begins with the question whether that is still the newest. So an earlier process that was stopped, and
+wakes, writes nothing.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+
+from gradstream.coordinator.durable.values import MAX_BYTES, StateError
+from gradstream.errors import GradstreamError
+
+__all__ = ["STORE", "StateStore", "SupersededError"]
+
+STORE = "coordinator.db"
+"""The file, in the run directory."""
+
+FORMAT = "gradstream coordinator 1"
+BUSY_S = 5.0
+MAX_ROWS = 1000
+
+
+class SupersededError(GradstreamError):
+    """Another process leads the run now; this one has written nothing since."""
+
+
+class StateStore:
+    """The stored state of one run. Methods may be called from any thread, one at a time.
+
+    Args:
+        path: the file, or ":memory:"; made where it is missing.
+        job: id of the run.
+
+    Raises:
+        StateError: the file is none of a coordinator's, or of another run.
+        OSError: it cannot be opened or written.
+
+    Attributes:
+        ruling: the number of this process; 0 before `rule`.
+    """
+
+    def __init__(self, path: Path | str, job: str) -> None:
+        self.ruling = 0
+        self._job = job
+        self._path = path
+        with _named(path):
+            self._database = sqlite3.connect(
+                path, timeout=BUSY_S, isolation_level=None, check_same_thread=False, cached_statements=16
+            )
+            self._database.execute("PRAGMA trusted_schema=OFF")
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.execute("PRAGMA synchronous=NORMAL")
+            self._database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_BYTES + (1 << 20))
+            with self._transaction():
+                self._make()
+
+    def _make(self) -> None:
+        for sql in (
+            "CREATE TABLE IF NOT EXISTS leader (one INTEGER PRIMARY KEY CHECK (one = 1), "
+            "format TEXT, job TEXT, ruling INTEGER)",
+            "CREATE TABLE IF NOT EXISTS state (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID",
+            "CREATE TABLE IF NOT EXISTS events (one INTEGER PRIMARY KEY CHECK (one = 1), lines BLOB)",
+        ):
+            self._database.execute(sql)
+        self._database.execute(
+            "INSERT OR IGNORE INTO leader VALUES (1, ?, ?, 0)",
+            (FORMAT, self._job),
+        )
+        found = self._database.execute("SELECT format, job FROM leader").fetchone()
+        if found != (FORMAT, self._job):
+            raise StateError(
+                f"{self._path} is the state of {str(found)[:200]}; expected {(FORMAT, self._job)}"
+            )
+
+    def rule(self) -> tuple[dict[str, str], bytes]:
+        """Takes the next ruling. Returns the stored state, which is empty before the first one, and its last events."""
+        with _named(self._path), self._transaction():
+            self._database.execute("UPDATE leader SET ruling = ruling + 1")
+            (self.ruling,) = self._database.execute("SELECT ruling FROM leader").fetchone()
+            rows = self._database.execute("SELECT key, value FROM state LIMIT ?", (MAX_ROWS + 1,)).fetchall()
+            lines = self._database.execute("SELECT lines FROM events").fetchone() or (b"",)
+        if len(rows) > MAX_ROWS or not all(isinstance(one, str) for row in rows for one in row):
+            raise StateError(f"{self._path} has rows that no coordinator writes")
+        if not isinstance(lines[0], bytes):
+            raise StateError(f"{self._path} has events that are no bytes")
+        return dict(rows), lines[0]
+
+    def write(self, rows: Mapping[str, str], lines: bytes) -> None:
+        """Stores changed rows and the events that belong to them, all or nothing.
+
+        Raises:
+            SupersededError: another process rules; nothing was written.
+            OSError: the disk is full or broken; nothing was written.
+        """
+        with _named(self._path), self._transaction():
+            (ruling,) = self._database.execute("SELECT ruling FROM leader").fetchone()
+            if ruling != self.ruling:
+                raise SupersededError(
+                    f"this coordinator, the {self.ruling}. process to lead the run, was stopped, and the {ruling}. "
+                    "has taken its place: it has written nothing since, and ends"
+                )
+            self._database.executemany("INSERT OR REPLACE INTO state VALUES (?, ?)", rows.items())
+            self._database.execute("INSERT OR REPLACE INTO events VALUES (1, ?)", (lines,))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._database.close()
+
+    def _transaction(self) -> _Transaction:
+        return _Transaction(self._database)
+
+
+class _Transaction:
+    """Begins a transaction; commits it, or rolls it back where anything is raised."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+
+    def __enter__(self) -> None:
+        self._database.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if kind is None:
+            self._database.execute("COMMIT")
+        elif self._database.in_transaction:
+            self._database.execute("ROLLBACK")
+
+
+class _named:  # noqa: N801  read as a verb
+    """Turns errors of SQLite into OSError, or StateError where the file is none of SQLite's."""
+
+    def __init__(self, path: Path | str) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if isinstance(error, sqlite3.OperationalError):
+            raise OSError(f"{self._path}: {error}") from error
+        if isinstance(error, sqlite3.Error):
+            raise StateError(f"{self._path}: {error}") from error

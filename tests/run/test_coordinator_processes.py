@@ -1,0 +1,103 @@
+"""The coordinator's process is killed while others train: a new one goes on, and the run ends as it would have."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradstream as gs
+from gradstream._train import launch
+from gradstream.job.files import load_job
+from gradstream.run.local import LocalCluster
+from gradstream.run.local.machine import node_environment
+from gradstream.run.plan import plan_run
+from whole_runs import same
+
+JOB = """
+import time
+import numpy as np
+import gradstream as gs
+from gradstream.testing.runs import least_squares
+
+def job():
+    model, data = least_squares(2400, 40, seed=1, whole=False, reduction="mean")
+    inner = model.gradient
+    def gradient(*given, **options):
+        time.sleep(0.01)
+        return inner(*given, **options)
+    model.gradient = gradient
+    return gs.Job(
+        model, data, optimizer=gs.optim.SGD(lr=0.01), workers=2, batch_size=8, epochs=2, chunk_elems=64,
+    )
+"""
+
+
+class Killer:
+    """Kills the coordinator once workers have made so many steps, and again as many after each new one has begun."""
+
+    def __init__(self, cluster: LocalCluster, kills: int, steps: int) -> None:
+        self._cluster, self._kills, self._each, self._left = cluster, kills, steps, steps
+        self.rulings: list[int] = []
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "coordinator":
+            self.rulings.append(event["ruling"])
+            self._left = self._each
+        if event["event"] != "step":
+            return
+        self._left -= 1
+        if self._left == 0 and self._kills:
+            self._kills -= 1
+            os.kill(self._cluster.running["coordinator"], signal.SIGKILL)
+
+
+def train(spec: Path, run_dir: Path, cluster: LocalCluster, strategy: str, on_event: Any = None) -> gs.Run:
+    """Trains the job in a new run directory."""
+    run_dir.mkdir()
+    job = dataclasses.replace(load_job(str(spec)), strategy=strategy)
+    return launch(plan_run(job, run_dir.name), run_dir, cluster=cluster, on_event=on_event)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "job.py").write_text(JOB)
+    return tmp_path / "job.py:job"
+
+
+@pytest.mark.parametrize("strategy", ["downpour", "synchronous", "allreduce"])
+def test_a_killed_coordinator_is_followed_by_another(job: Path, strategy: str, tmp_path: Path) -> None:
+    with LocalCluster(tmp_path / "logs", node_environment(2), shards=True) as cluster:
+        quiet = train(job, tmp_path / "quiet", cluster, strategy) if strategy != "downpour" else None
+        killer = Killer(cluster, kills=2, steps=60)
+        run = train(job, tmp_path / "killed", cluster, strategy, killer)
+    assert killer.rulings == [2, 3]
+    assert run.summary["samples_accounted"] == 4800
+    lines = (tmp_path / "killed" / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    steps = Counter((event["node"], event["step"]) for event in events if event["event"] == "step")
+    assert sum(steps.values()) == 600 and max(steps.values()) == 1
+    assert Counter(event["event"] for event in events)["finished"] == 1
+    assert not [event for event in events if event["event"] == "left" and event["lost"]]
+    if quiet is not None:
+        assert same(quiet, run)
+    assert np.isfinite(run.parameters["w"]).all()
+    assert not list((tmp_path / "killed").glob("coordinator.db*"))
+
+
+def test_before_training_its_death_ends_the_run(job: Path, tmp_path: Path) -> None:
+    def kill(event: Mapping[str, Any]) -> None:
+        if event["event"] == "joined" and "coordinator" in cluster.running:
+            os.kill(cluster.running["coordinator"], signal.SIGKILL)
+
+    cluster = LocalCluster(tmp_path / "logs", node_environment(2), shards=True)
+    with cluster, pytest.raises(gs.errors.GradstreamError):
+        train(job, tmp_path / "killed", cluster, "downpour", kill)
