@@ -191,7 +191,8 @@ def new_identity(patch: pytest.MonkeyPatch) -> None:
     """The heir redoes a torn push as a push of its own."""
 
     async def redo(self: ServerClient, update: Any, behalf: Any, sequence: int) -> None:
-        await PendingPushRequest(self._links, update, 10_000 + sequence, None).run()
+        self._sequence += 1
+        await PendingPushRequest(self._links, update, self._sequence, None).run()
 
     patch.setattr(ServerClient, "redo", redo)
 
