@@ -17,8 +17,7 @@ from gradstream.coordinator.durable.state import KeptState
 from gradstream.coordinator.durable.store import STORE, StateStore, SupersededError
 from gradstream.coordinator.durable.values import StateError, decode, encode
 from gradstream.coordinator.membership import Membership
-from gradstream.data.base import BatchRef
-from gradstream.data.receipts import AssignableBatches
+from gradstream.data.receipts import AssignableBatches, Receipts
 from gradstream.data.shares import WorkerSpeed
 from gradstream.run.nodes import _membership, _started
 from gradstream.run.simulated import SimulatedCluster
@@ -50,7 +49,7 @@ def test_values_come_back_as_they_were() -> None:
     node = v1.Node(name="worker-0", incarnation=1 << 63)
     assert decode(encode({"worker-0": node})) == {"worker-0": node}
     with pytest.raises(TypeError):
-        encode(BatchRef(0, 0, 0))  # not in the table
+        encode(Receipts())  # not in the table
 
 
 @pytest.mark.parametrize(
