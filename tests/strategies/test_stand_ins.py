@@ -67,7 +67,7 @@ def test_a_death_at_any_instant_changes_no_bit(
     strategy: gs.Strategy, after_s: float | None, undisturbed: Any
 ) -> None:
     rng, deaths, steps = random.Random(f"{strategy} {after_s}"), 0, 0
-    for _ in range(8):
+    for _ in range(5):
         name, at_s = f"worker-{rng.randrange(3)}", rng.uniform(0.02, UNTIL_S)
         script = kill_at(name, at_s) if after_s is None else replace_at(name, at_s, after_s)
         run, events = run_with(script, strategy)
@@ -78,13 +78,13 @@ def test_a_death_at_any_instant_changes_no_bit(
             bool(back_s) and e["event"] == "step" and e["node"] == name and e["time_s"] > back_s[0]
             for e in events
         )
-    assert deaths > 4
-    assert (steps > 8) == (after_s is not None)
+    assert deaths > 2
+    assert (steps > 5) == (after_s is not None)
 
 
 def test_they_die_one_after_the_other_and_the_last_one_ends_as_all_would_have(undisturbed: Any) -> None:
     rng = random.Random(1)
-    for _ in range(6):
+    for _ in range(4):
         order = rng.sample(range(3), 2)
 
         async def script(cluster: Any, order: list[int] = order) -> None:
@@ -98,7 +98,7 @@ def test_they_die_one_after_the_other_and_the_last_one_ends_as_all_would_have(un
 
 def test_they_die_and_come_back_again_and_again(undisturbed: Any) -> None:
     """Stand-ins and newcomers that wait among them."""
-    for seed in range(6):
+    for seed in range(4):
         rng = random.Random(seed)
 
         async def script(cluster: Any, rng: random.Random = rng) -> None:
@@ -156,7 +156,7 @@ def test_another_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch, undisturbe
 
 
 def test_checkpoints_are_made_meanwhile_and_resumed_with_the_same_bits(undisturbed: Any) -> None:
-    for seed in range(6):
+    for seed in range(4):
         script = replace_at("worker-1", 0.2 + 0.1 * seed, 0.02 * (seed % 3))
         run, events = run_with(script, checkpoint_every=2, storage=MemoryStorage())
         assert same(run, undisturbed)

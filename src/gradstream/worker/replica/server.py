@@ -30,7 +30,7 @@ from gradstream.worker.replica.arithmetic import ElasticPull, LocalStep, add_sca
 from gradstream.worker.replica.attendance import Attendance
 from gradstream.worker.replica.base import Replica, ReplicaContext, vector_of
 from gradstream.worker.replica.next_update import NextUpdate
-from gradstream.worker.replica.stand_in import Round, StandIn
+from gradstream.worker.replica.stand_in import PresentRound, StandIn
 from gradstream.worker.replica.updater import Updater
 
 __all__ = ["ServerReplica"]
@@ -394,7 +394,7 @@ class ServerReplica(Replica):
         gradient.on_known = partial(_fill_in, update, gradient)
         if self.stand_in is not None:
             ref, sums = gradient.batch.ref, self._part_sums
-            self.stand_in.begin(Round(self.parameters, self.version, self._base, ref, self.step, sums))
+            self.stand_in.begin(PresentRound(self.parameters, self.version, self._base, ref, self.step, sums))
         return update
 
     def _acknowledged(self, update: Update, receipt: Callable[[], None]) -> None:

@@ -17,11 +17,11 @@ from gradstream.worker.gradient import GradientSource
 from gradstream.worker.refusals import Refusals
 from gradstream.worker.schedule import BatchSchedule
 
-__all__ = ["Round", "StandIn"]
+__all__ = ["PresentRound", "StandIn"]
 
 
 @dataclass(slots=True)
-class Round:
+class PresentRound:
     """The round that a worker is in.
 
     Args:
@@ -81,7 +81,7 @@ class StandIn:
         self._handed: dict[int, int] = {}  # by rank, the newcomer that it was handed over to
         self._begun_for: set[int] = set()  # ranks for which this worker has begun a round since it was asked
         self._parts: dict[int, tuple[GradientSource, Vector]] = {}  # by rank
-        self._round: Round | None = None
+        self._round: PresentRound | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     def hear(self, notice: v1.Notice) -> None:
@@ -91,7 +91,7 @@ class StandIn:
         self._begun_for &= self._asked.keys()
         self._compute()
 
-    def begin(self, present: Round) -> None:
+    def begin(self, present: PresentRound) -> None:
         """Begins a round. A part that a newcomer waits for is the newcomer's from this round on.
 
         But not in the first round that this worker begins for a rank: the lost worker may have been ahead, and some
@@ -127,13 +127,13 @@ class StandIn:
             self._tasks[task] = None
             task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
-    async def _part(self, present: Round, rank: int) -> None:
+    async def _part(self, present: PresentRound, rank: int) -> None:
         try:
             await self._server.push_beside(await self._gradient(present, rank))
         except Exception as error:
             await self._failed(error)
 
-    async def _gradient(self, present: Round, rank: int) -> Update:
+    async def _gradient(self, present: PresentRound, rank: int) -> Update:
         """Computes the gradient of a lost worker's minibatch of a round."""
         schedule, ref = self._schedule, replace(present.ref, partition=rank)
         samples, rate = schedule.size(ref) or 0, schedule.rate(ref)
