@@ -452,7 +452,10 @@ def test_processes_on_a_disk_that_is_full_for_four_seconds(tmp_path: Path) -> No
     told = json.loads(ended.stdout.splitlines()[-1])
     assert told["filled_with"] == errno.ENOSPC  # the fault was there
     of_disk = [line for line in ended.stderr.splitlines() if "ENOSPC" in line or "[Errno 28]" in line]
-    assert sorted(line[:14] for line in of_disk) == ["no checkpoint ", "the disk of th"], ended.stderr
+    # Events may find room where the coordinator's state, in pages of 4 KiB, finds none.
+    assert {line[:14] for line in of_disk} - {"the disk of th"} == {"no checkpoint "} and len(of_disk) <= 2, (
+        ended.stderr
+    )
     later = [at_s - told["room_s"] for at_s in told["made"] if at_s > told["room_s"]]
     assert later[0] <= 2 * 1.0 + 3.0, (
         "the next checkpoint within two intervals, and what this machine is late"

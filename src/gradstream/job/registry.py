@@ -1,7 +1,7 @@
 """Finds strategies, update rules and data sets by name: only this module lists the concrete classes.
 
-A new method is one new file and one line here. A user's own class needs no line: it is named by its place,
-"file.py:Class" or "module:Class". An installed package registers a name (see `plugins`).
+A new method is one new file, one line here, and the lists that CONTRIBUTING names. A user's own class needs no line:
+it is named by its place, "file.py:Class" or "module:Class". An installed package registers a name (see `plugins`).
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def objection(strategy: Strategy, workers: int) -> str:
             )
         return ""
     if strategy.correction() is not None:
-        return f"{name} corrects each push by the square of the gradient, and a step is no gradient"
+        return f"{name} corrects each push as a gradient, and a step is no gradient"
     for option, off in (("local_lr", None), ("local_momentum", 0.0)):
         if getattr(strategy, option, off) != off:
             return f"{name}({option}=...) scales a worker's local steps, and a pushed step contains its rate already"

@@ -21,6 +21,7 @@ from typing import Protocol
 
 from gradstream.coordinator.durable.state import KeptState
 from gradstream.coordinator.durable.store import StateStore, SupersededError
+from gradstream.coordinator.durable.values import StateError
 from gradstream.runtime.base import Runtime, Work
 from gradstream.runtime.wakeup import Wakeup
 
@@ -208,7 +209,7 @@ class StateKeeper:
             await self._runtime.beside(partial(self._store.write, changed, lines), work=Work("write"))
         except SupersededError as error:
             self.superseded = error
-        except OSError as error:
+        except (OSError, StateError) as error:
             self._fail(error)
             self._write_events(lines)  # the log of events waits for room by itself
         else:
@@ -218,7 +219,7 @@ class StateKeeper:
         async with self._done:
             self._done.notify_all()
 
-    def _fail(self, error: OSError) -> None:
+    def _fail(self, error: Exception) -> None:
         if not self._failing:
             self._tell(
                 f"the coordinator's state cannot be stored ({error}): if it dies now, the run ends", False
