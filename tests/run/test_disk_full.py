@@ -456,6 +456,8 @@ def test_processes_on_a_disk_that_is_full_for_four_seconds(tmp_path: Path) -> No
     assert {line[:14] for line in of_disk} - {"the disk of th"} == {"no checkpoint "} and len(of_disk) <= 2, (
         ended.stderr
     )
+    state = [line for line in ended.stderr.splitlines() if line.startswith("the coordinator's state")]
+    assert state == [] or state[-1] == "the coordinator's state is stored again", ended.stderr
     later = [at_s - told["room_s"] for at_s in told["made"] if at_s > told["room_s"]]
     assert later[0] <= 2 * 1.0 + 3.0, (
         "the next checkpoint within two intervals, and what this machine is late"

@@ -305,7 +305,8 @@ class Launcher:
             self._note_coordinator()
         elif "disk" in message:
             self._succession.stored = message.get("stored", self._succession.stored)
-            self._events.say_of_disk(message["disk"])
+            about = f"state, stored: {message['stored']}" if "stored" in message else ""
+            self._events.say_of_disk(message["disk"], about)
         elif "unwritten" in message:
             self._events.take(message["unwritten"].encode().splitlines())
         return message

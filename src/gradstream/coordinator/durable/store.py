@@ -52,9 +52,17 @@ class StateStore:
         self.ruling = 0
         self._job = job
         self._path = path
-        with _named(path):
+        self._usable = False
+        self._open()
+
+    def _open(self) -> None:
+        with _named(self._path):
             self._database = sqlite3.connect(
-                path, timeout=BUSY_S, isolation_level=None, check_same_thread=False, cached_statements=16
+                self._path,
+                timeout=BUSY_S,
+                isolation_level=None,
+                check_same_thread=False,
+                cached_statements=16,
             )
             self._database.execute("PRAGMA trusted_schema=OFF")
             self._database.execute("PRAGMA journal_mode=WAL")
@@ -62,6 +70,7 @@ class StateStore:
             self._database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_BYTES + (1 << 20))
             with self._transaction():
                 self._make()
+        self._usable = True
 
     def _make(self) -> None:
         for sql in (
@@ -101,6 +110,14 @@ class StateStore:
             SupersededError: another process rules; nothing was written.
             OSError: the disk is full or broken; nothing was written.
         """
+        if not self._usable:  # a connection that has seen a full disk may report errors for good
+            self._database.close()
+            self._open()
+        self._usable = False
+        self._write(rows, lines)
+        self._usable = True
+
+    def _write(self, rows: Mapping[str, str], lines: bytes) -> None:
         with _named(self._path), self._transaction():
             (ruling,) = self._database.execute("SELECT ruling FROM leader").fetchone()
             if ruling != self.ruling:
