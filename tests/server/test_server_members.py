@@ -102,7 +102,7 @@ def test_the_state_of_a_correction_is_freed() -> None:
     for number in range(MANY):
         sender = f"worker-{number}"
         for chunk in (0, 1):
-            place = states.place(sender, chunk, 0)
+            place = states.place(sender, chunk, 0, (1, 0))
             assert place is not None
             one = contribution(1, sender=sender)
             states.corrected(one, chunk, torch.ones(CHUNK), torch.ones(CHUNK))

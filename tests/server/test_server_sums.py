@@ -379,9 +379,12 @@ class Drift:
         return gradient + (parameters - base_version)
 
 
+FETCHES = itertools.count(1)
+
+
 def copy(states: SenderStates, sender: str, version: int, value: float) -> bool:
     """Whether the shard made a copy of the parameters that a sender reads."""
-    place = states.place(sender, 0, version)
+    place = states.place(sender, 0, version, (next(FETCHES), 0))
     if place is not None:
         place.tensor.fill_(value)
     return place is not None
@@ -405,18 +408,30 @@ def test_a_correction_sees_what_the_gradient_was_computed_on() -> None:
             states.corrected(wrong, 0, torch.ones(64), torch.ones(64))
 
 
+def test_a_fetch_that_tries_again_needs_no_copy_of_what_was_lost() -> None:
+    memory = Memory()
+    states = SenderStates(memory, ChunkMap(64, 64, 1), 64, torch.float32, Drift())
+    assert copy(states, "worker-0", 1, 1.0)  # which the worker computes on meanwhile
+    number = next(FETCHES)
+    for attempt in range(2 * MOST_COPIES):
+        assert states.place("worker-0", 0, 2 + attempt, (number, attempt)) is not None
+        assert states.place("worker-0", 0, 99, (number, attempt)) is None  # the same message, once more
+    states.spans(contribution(1, base_version=1), 0)
+    states.spans(contribution(1, base_version=1 + 2 * MOST_COPIES), 0)
+
+
 def test_copies_take_memory_as_they_are_needed_at_once() -> None:
     memory = Memory()
     states = SenderStates(memory, ChunkMap(64, 64, 1), 64, torch.float32, Drift())
     spans = set()
     for version in range(20):
-        place = states.place("worker-0", 0, version)
+        place = states.place("worker-0", 0, version, (next(FETCHES), 0))
         assert place is not None
         spans.add(place.tensor.data_ptr())
         states.used(contribution(1, base_version=version), 0)
     assert len(spans) == 1
     for version in range(20, 20 + 2 * MOST_COPIES):  # fetches that the sender does not swap in
-        place = states.place("worker-0", 0, version)
+        place = states.place("worker-0", 0, version, (next(FETCHES), 0))
         assert place is not None
         spans.add(place.tensor.data_ptr())
     assert len(spans) == MOST_COPIES

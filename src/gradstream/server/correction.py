@@ -85,11 +85,29 @@ class SenderStates:
         self._places: dict[
             tuple[str, int], dict[int, int]
         ] = {}  # by sender and chunk: by version, the number of the copy
+        self._last_read: dict[tuple[str, int], tuple[tuple[int, int], int]] = {}  # by sender and chunk
         self._given: Counter[tuple[str, int, int]] = Counter()  # gradients to come, by sender, chunk, version
 
-    def place(self, sender: str, chunk: int, version: int) -> Span | None:
-        """Memory for a copy of a chunk that a sender reads; None where the shard has a copy of this version."""
+    def place(self, sender: str, chunk: int, version: int, fetch: tuple[int, int]) -> Span | None:
+        """Memory for a copy of a chunk that a sender reads; None where the shard has a copy of this version.
+
+        Where a fetch tries again, what it read before was lost on its way, and that copy is not needed. A message that
+        comes twice reads nothing: nobody hears the answer.
+
+        Args:
+            sender, chunk: who reads what.
+            version: version of the chunk.
+            fetch: number of the sender's fetch, and of the attempt.
+        """
         places = self._places.setdefault((sender, chunk), {})
+        last, lost = self._last_read.get((sender, chunk), ((0, -1), -1))
+        if fetch <= last:
+            return None
+        if fetch[0] == last[0] and lost in places:
+            self._given[sender, chunk, lost] -= 1
+            if not self._given[sender, chunk, lost]:
+                self._forget(sender, chunk, lost)
+        self._last_read[sender, chunk] = fetch, version
         self._given[sender, chunk, version] += 1
         if version in places:
             return None
@@ -147,6 +165,7 @@ class SenderStates:
                 self._memory.free(vector)
         self._places = {key: places for key, places in self._places.items() if key[0] in names}
         self._given = Counter({key: count for key, count in self._given.items() if key[0] in names})
+        self._last_read = {key: last for key, last in self._last_read.items() if key[0] in names}
 
     def _forget(self, sender: str, chunk: int, version: int) -> None:
         del self._places[sender, chunk][version], self._given[sender, chunk, version]

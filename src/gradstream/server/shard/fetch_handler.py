@@ -124,7 +124,10 @@ class FetchHandler:
         version, read = self._state.version(chunk), ChunkRead(chunk, request.fetch)
         self._executor.handle(read)
         if request.fetch.number:  # the reader computes a gradient on these parameters
-            await self._executor.updates.note_read(request.fetch.reader, chunk, version)
+            fetch = request.fetch
+            await self._executor.updates.note_read(
+                fetch.reader, chunk, version, (fetch.number, fetch.attempt)
+            )
         changed, known = self._store.changed, request.known.get(chunk)
         numbers = None if changed is None or known is None else changed.since(chunk, known)
         if changed is not None and numbers is not None:

@@ -77,9 +77,9 @@ class Updates:
         if self._senders is not None:
             self._senders.keep_senders(names)
 
-    async def note_read(self, sender: str, chunk: int, version: int) -> None:
+    async def note_read(self, sender: str, chunk: int, version: int, fetch: tuple[int, int]) -> None:
         """Copies a chunk that a sender reads, where the correction of the sender's next push needs it."""
-        place = None if self._senders is None else self._senders.place(sender, chunk, version)
+        place = None if self._senders is None else self._senders.place(sender, chunk, version, fetch)
         if place is None:
             return
         span = self._store.span(self._store.parameters, chunk)
