@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from gradstream.data.receipts import Receipts
 
-__all__ = ["Block", "Epoch", "Loop", "Reassignment"]
+__all__ = ["Block", "Epoch", "LoopEpochs", "Reassignment"]
 
 MOST_EPOCHS = 1 << 16
 """Most epochs that a worker may begin besides one for each of its steps, since each takes memory."""
@@ -50,7 +50,7 @@ class Block(NamedTuple):
 
 
 @dataclass(slots=True)
-class Loop:
+class LoopEpochs:
     """The reports of a worker about its loop."""
 
     begun: dict[Epoch, int] = field(default_factory=dict)  # the first step of each epoch
@@ -71,7 +71,7 @@ class Reassignment:
 
     def __init__(self, steps: Sequence[Receipts]) -> None:
         self._steps = steps
-        self._loops = [Loop() for _ in steps]
+        self._loops = [LoopEpochs() for _ in steps]
         self._lost: list[int] = []
         self._sizes: dict[Epoch, tuple[tuple[int, ...], int]] = {}  # minibatches by worker, and per step
         self._unclear: set[Epoch] = set()  # the minibatches of a step are unknown

@@ -28,7 +28,7 @@ from gradstream.data.base import BatchRef
 from gradstream.data.ledger import EpochCounts
 from gradstream.data.open_ledger import LoopSequence
 from gradstream.data.progress import DataProgress
-from gradstream.data.reassignment import Block, Epoch, Loop
+from gradstream.data.reassignment import Block, Epoch, LoopEpochs
 from gradstream.data.receipts import AssignableBatches
 from gradstream.data.shares import WorkerSpeed
 from gradstream.untrusted import parse_json
@@ -55,7 +55,7 @@ _RECORDS: Mapping[str, type] = {
         Estate,
         Evaluated,
         Interval,
-        Loop,
+        LoopEpochs,
         LoopSequence,
         Snapshot,
         VectorPlace,
