@@ -42,7 +42,7 @@ def job():
         model, gs.from_arrays(inputs, inputs @ np.array([1, 2, 3], np.float32)), strategy="downpour",
         optimizer=gs.optim.SGD(lr=0.01), workers=2, batch_size=8, epochs=1, chunk_elems=64,
         until=gs.until(seconds=4 * {LEASE_S}), checkpoint_every=None, max_restarts=0,
-        deadlines=gs.Deadlines(join_s=60, silence_s=10, lease_s={LEASE_S}),
+        deadlines=gs.Deadlines(join_s=60, silence_s=10, lease_s={LEASE_S}, coordinator_s=20),
     )
 """
 

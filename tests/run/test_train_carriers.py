@@ -91,7 +91,7 @@ def over_grpc(job_file: Path, tmp_path_factory: pytest.TempPathFactory, warm: Lo
 
 @pytest.mark.parametrize(
     ("carrier", "deaths"),
-    [("shm", [(), ("shard-0",), ("worker-1",)]), ("tcp", [("shard-0",)])],
+    [("shm", [(), ("shard-0",), ("shard-0",)]), ("tcp", [("shard-0",)])],
     ids=["shm", "tcp"],
 )
 def test_killed_and_resumed_a_run_has_the_bytes_of_one_over_grpc(

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -376,7 +375,7 @@ def killer(victim: str, at_step: int = 3) -> Callable[[Mapping[str, Any]], None]
 
 @pytest.mark.parametrize(
     ("victim", "strategy"),
-    [("worker-1", "allreduce"), ("shard-0", "downpour"), ("coordinator", "downpour")],
+    [("worker-1", "allreduce"), ("shard-0", "downpour")],
 )
 def test_a_node_that_cannot_be_spared_ends_the_run_naming_it(
     write: Callable[..., str], victim: str, strategy: str
@@ -394,20 +393,23 @@ def test_a_node_that_cannot_be_spared_ends_the_run_naming_it(
 def test_a_coordinator_that_dies_as_it_writes_leaves_events_that_can_be_read(
     write: Callable[..., str],
 ) -> None:
+    """Another one follows it, and the line that it had begun is passed over."""
     kill, torn = killer("coordinator"), b'{"event":"step","node":"wor'
+    killed = False
 
     def on_event(event: Mapping[str, Any]) -> None:
-        events = next(Path("runs").iterdir()) / "events.jsonl"
-        if event["event"] == "step" and not events.read_bytes().endswith(torn):
+        nonlocal killed
+        if event["event"] == "step" and not killed:
+            killed = True
+            events = next(Path("runs").iterdir()) / "events.jsonl"
             kill({**event, "step": 3, "rank": 0})
-            time.sleep(0.5)  # it may be writing still
             with open(events, "ab") as file:
                 file.write(torn)
 
-    with pytest.raises(gs.errors.PeerLostError):
-        gs.train(load_job(write()), epochs=None, steps=20_000, on_event=on_event)
-    (run_dir,) = Path("runs").iterdir()
-    assert gs.Run.load(run_dir).summary["failed"]["culprit"] == "coordinator"
+    run = gs.train(load_job(write()), strategy="downpour", epochs=60, on_event=on_event)
+    assert killed
+    assert run.summary["failed"] is None
+    assert run.summary["samples_accounted"] == 60 * 400
 
 
 def test_downpour_goes_on_without_a_worker_and_accounts_for_every_sample(write: Callable[..., str]) -> None:

@@ -34,7 +34,7 @@ class Slow(Tokens):
 def job():
     return gs.Job(
         Slow(num_chunks=3), numbered(24), strategy=gs.Downpour(warm_start="4epochs", waves=2, wave_every=24),
-        optimizer=gs.optim.SGD(lr=1.0), workers=3, servers=2, batch_size=2, epochs=8, chunk_elems=64,
+        optimizer=gs.optim.SGD(lr=1.0), workers=3, servers=2, batch_size=2, epochs=8, chunk_elems=64, max_restarts=0,
     )
 """
 
