@@ -193,6 +193,9 @@ class Coordinator:
         if self._membership.phases.training and self._clock.begin():
             self._begin_training()
         nodes = self._membership.nodes
+        self._endpoint.identity.epoch = (
+            nodes.epoch
+        )  # so that it holds back no call of a member that it has lost
         self._endpoint.members_changed(nodes.incarnations, nodes.revoked)
         for instruction in instructions:
             if isinstance(instruction, Emit):

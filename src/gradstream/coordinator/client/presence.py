@@ -17,6 +17,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.wakeup import Wakeup
 from gradstream.transport.base import Endpoint, Priority, Stream
+from gradstream.transport.stream import EXPIRED
 from gradstream.wire import v1
 
 __all__ = ["EVICTED", "REDIAL_S", "Presence"]
@@ -107,7 +108,7 @@ class Presence:
         Raises:
             RefusedError: the new process does not know this node.
         """
-        if not self.comes_back or isinstance(error, DeadlineError | RefusedError):
+        if not self.comes_back or isinstance(error, DeadlineError | RefusedError) or EXPIRED in str(error):
             return False
         heard_ns = stream.heard_ns
         while self._stream is stream and self._runtime.left_s(heard_ns, self._deadlines.patience_s) > 0:
