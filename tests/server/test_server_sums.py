@@ -497,7 +497,7 @@ def test_an_evaluation_is_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def numbered_fetch(reader: str, number: int, *fields: Any) -> PendingFetch:
     """The planted fault: every fetch has a number, and so counts as a read."""
-    return PendingFetch(reader, number or 1, *fields)
+    return PendingFetch(reader, number or next(FETCHES), *fields)
 
 
 def test_a_strategy_that_pushes_twice_for_one_fetch_is_told() -> None:
