@@ -25,17 +25,12 @@ import numpy as np
 
 import gradstream as gs
 from gradstream.run.local.machine import describe_machine, git_commit
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.testing.faults import FaultPlan
-from gradstream.testing.runs import QUICK, Tokens, check_nothing_lost, numbered
+from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, check_exactly_once, count_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
-SAMPLES, EPOCHS, UNTIL_S, HANGS_S = 24, 6, 0.8, 300
+EPOCHS, UNTIL_S, HANGS_S = 6, 0.8, 300
 NAMES = ["coordinator", "shard-0", "shard-1", "worker-0", "worker-1", "worker-2"]
-WORLD = SimulationConfig(
-    costs={"gradient": Cost(base_s=0.03, jitter=Exponential()), "apply": Cost(base_s=1e-3)},
-    network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
-)
 STRATEGIES: tuple[gs.Strategy, ...] = (
     gs.Downpour(),
     gs.Synchronous(),
@@ -58,22 +53,10 @@ def plan_of(seed: int) -> FaultPlan:
 
 def run(seed: int, plan: FaultPlan | None) -> gs.Run:
     """The run of a seed; None for no faults."""
-    options: dict[str, Any] = {} if plan is None else {"script": plan.script}
-    return gs.simulate(
-        Tokens(num_chunks=3),
-        numbered(SAMPLES),
-        strategy=STRATEGIES[seed % len(STRATEGIES)],
-        optimizer=gs.optim.SGD(lr=1.0),
-        workers=3,
-        servers=2,
-        batch_size=2,
-        epochs=EPOCHS,
-        chunk_elems=64,
-        seed=seed,
-        deadlines=QUICK,
-        config=WORLD if plan is None else plan.config(WORLD, NAMES),
-        **options,
-    )
+    options: dict[str, Any] = {}
+    if plan is not None:
+        options = {"script": plan.script, "config": plan.config(UNSTEADY, NAMES)}
+    return count_tokens(strategy=STRATEGIES[seed % len(STRATEGIES)], epochs=EPOCHS, seed=seed, **options)
 
 
 def violation(seed: int, plan: FaultPlan) -> str:
@@ -84,13 +67,13 @@ def violation(seed: int, plan: FaultPlan) -> str:
         return "" if any(reason in str(error) for reason in ENDS) else f"it ended: {error}"
     except Exception as error:
         return f"it ended: {type(error).__name__}: {error}"
-    if found.summary["samples_accounted"] != SAMPLES * EPOCHS:
+    if found.summary["samples_accounted"] != NUM_SAMPLES * EPOCHS:
         return f"{found.summary['samples_accounted']} samples are accounted for"
     if STRATEGIES[seed % len(STRATEGIES)].partitioning == "rounds":
         same = np.array_equal(found.parameters["tokens"], run(seed, None).parameters["tokens"])
         return "" if same else "the parameters differ from those of the run without faults"
     try:
-        check_nothing_lost(found, SAMPLES, EPOCHS)
+        check_exactly_once(found, NUM_SAMPLES, EPOCHS)
     except AssertionError as error:
         return str(error)
     return ""

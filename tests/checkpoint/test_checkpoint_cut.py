@@ -18,10 +18,11 @@ from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data import Ledger, PartitionPlan
 from gradstream.errors import Interrupted
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
+from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import (
     QUICK,
+    UNSTEADY,
     Tokens,
     check_exactly_once,
     least_squares,
@@ -31,18 +32,14 @@ from gradstream.testing.runs import (
 from gradstream.wire import v1
 from whole_runs import same, unexpected
 
-WORLD = SimulationConfig(
-    costs={"gradient": Cost(base_s=0.03, jitter=Exponential()), "apply": Cost(base_s=1e-3)},
-    network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
-)
 MODEL, DATA = least_squares(101, 200, seed=1, whole=False, dtype="float32", reduction="mean")
 JOB: dict[str, Any] = {
     "optimizer": gs.optim.Adam(lr=0.05), "workers": 3, "servers": 2, "batch_size": 4, "epochs": 6,
-    "chunk_elems": 64, "deadlines": QUICK, "config": WORLD, "checkpoint_every": None,
+    "chunk_elems": 64, "deadlines": QUICK, "config": UNSTEADY, "checkpoint_every": None,
 }  # fmt: skip
 TOKENS: dict[str, Any] = {
     "strategy": "downpour", "optimizer": gs.optim.SGD(lr=1.0), "workers": 3, "servers": 2, "batch_size": 2,
-    "epochs": 4, "chunk_elems": 64, "deadlines": QUICK, "config": WORLD, "checkpoint_every": None,
+    "epochs": 4, "chunk_elems": 64, "deadlines": QUICK, "config": UNSTEADY, "checkpoint_every": None,
 }  # fmt: skip
 NUM_TOKENS = 24
 
@@ -266,7 +263,9 @@ def test_a_stream_goes_on_behind_what_was_read(length: int | None, end: Any, acc
 def test_without_memory_for_a_copy_workers_stand_until_all_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slow_disk = SimulationConfig(costs={**WORLD.costs, "write": Cost(base_s=0.5)}, network=WORLD.network)
+    slow_disk = SimulationConfig(
+        costs={**UNSTEADY.costs, "write": Cost(base_s=0.5)}, network=UNSTEADY.network
+    )
     job = {**JOB, "config": slow_disk, "checkpoint_every": 8, "epochs": 3}
     whole = simulate(MODEL, DATA, **{**job, "checkpoint_every": None})
     stood = []

@@ -19,6 +19,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.coordinator.estates import Estates
 from gradstream.errors import Interrupted
+from gradstream.run.losses import losses_of
 from gradstream.run.simulated import Script, SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
@@ -28,9 +29,12 @@ from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.state import ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.testing import TokenAudit, Tokens, numbered
-from gradstream.testing.runs import QUICK
+from gradstream.testing.faults import Cut, FaultPlan
+from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, count_tokens
 from gradstream.testing.trials import Record, bad_world, observed
+from gradstream.transport.access import AccessControl
 from gradstream.transport.endpoint import EndpointCore
+from gradstream.wire import v1
 
 SAMPLES, EPOCHS = 32, 3
 SEEDS = int(os.environ.get("ONCE_SEEDS", "60"))
@@ -153,6 +157,7 @@ FOUND = {
 """Seeds that have shown a fault, and which."""
 
 
+@pytest.mark.limit_s(60 + SEEDS)
 def test_every_chunk_has_every_sample_once_whenever_workers_die() -> None:
     total, deaths = Counter[str](), 0
     for seed in (*range(SEEDS), *FOUND):
@@ -184,6 +189,13 @@ def no_deduplication(patch: pytest.MonkeyPatch) -> None:
 
 def no_fence(patch: pytest.MonkeyPatch) -> None:
     """Shards go on taking pushes of a worker that counts as lost, and lives."""
+    objection = AccessControl.objection
+
+    def of_today(self: AccessControl, opened: v1.Open, *given: Any, **named: Any) -> Any:
+        opened.epoch = max(opened.epoch, self._identity.epoch)
+        return objection(self, opened, *given, **named)
+
+    patch.setattr(AccessControl, "objection", of_today)
     patch.setattr(Inspection, "check_member", lambda self, opened: None)
     patch.setattr(EndpointCore, "members_changed", lambda *given: None)
 
@@ -212,7 +224,8 @@ def misrouted(patch: pytest.MonkeyPatch) -> None:
 
 def without_estates(patch: pytest.MonkeyPatch) -> None:
     """What a lost worker had without a receipt is handed out again, without a question: as it was before."""
-    patch.setattr("gradstream.run.plan.RunPlan.redoes_pushes", False)
+    inner = losses_of
+    patch.setattr("gradstream.run.plan.losses_of", lambda plan: replace(inner(plan), redoes=False))
 
 
 def torn_as_whole(patch: pytest.MonkeyPatch) -> None:
@@ -242,3 +255,25 @@ def test_an_audit_shows_every_planted_fault() -> None:
     assert any(audit.torn for audit in found(new_identity, range(110, 118), bad=True))
     assert any(audit.torn and audit.lost for audit in found(torn_as_whole, range(110, 118), bad=True))
     assert any(audit.torn for audit in found(misrouted, range(2), strategy=gs.Downpour(), kills=()))
+
+
+def cut_off(seed: int) -> TokenAudit:
+    """A run in which a worker no longer hears the coordinator, counts as lost, and lives: it goes on pushing."""
+    plan = FaultPlan([Cut("worker-1", "coordinator", 0.5, 60.0)])
+    slow = replace(UNSTEADY, costs={"gradient": Cost(base_s=0.5, jitter=Exponential())})
+    run = count_tokens(
+        strategy=gs.Downpour(),
+        batch_size=1,
+        epochs=1,
+        seed=seed,
+        script=plan.script,
+        config=plan.config(slow, ["coordinator", "worker-1"]),
+    )
+    assert run.summary["workers_lost"] == ["worker-1"]
+    return TokenAudit.of(run, NUM_SAMPLES, 1)
+
+
+def test_a_worker_that_counts_as_lost_and_lives_is_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(cut_off(seed).exact for seed in range(4))
+    no_fence(monkeypatch)
+    assert any(cut_off(seed).doubled for seed in range(4))

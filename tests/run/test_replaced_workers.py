@@ -20,25 +20,21 @@ from gradstream._simulate import simulate
 from gradstream.job.files import load_job
 from gradstream.model.buffers import buffers_of
 from gradstream.run.restarts import FIRST_WAIT_S, MOST_WAIT_S, Restarts
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
+from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import (
+    NUM_SAMPLES,
     QUICK,
-    Tokens,
+    UNSTEADY,
     check_exactly_once,
-    check_nothing_lost,
+    count_tokens,
     kill_at,
     least_squares,
-    numbered,
     replace_at,
 )
 from gradstream.worker.buffer_averager import BufferAverager
 
-NUM_SAMPLES, EPOCHS = 24, 6
-WORLD = SimulationConfig(
-    costs={"gradient": Cost(base_s=0.03, jitter=Exponential()), "apply": Cost(base_s=1e-3)},
-    network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
-)
+EPOCHS = 6
 
 
 def replaced(
@@ -46,11 +42,10 @@ def replaced(
 ) -> tuple[gs.Run, list[Any], int]:
     """A run in which a worker is replaced; its events, and the steps that the newcomer has made."""
     events: list[Any] = []
-    run = simulate(
-        Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0),
-        workers=3, servers=2, batch_size=2, epochs=EPOCHS, chunk_elems=64, seed=seed, deadlines=QUICK,
-        config=WORLD, script=replace_at(name, at_s, after_s), on_event=events.append, **options,
-    )  # fmt: skip
+    script = replace_at(name, at_s, after_s)
+    run = count_tokens(
+        strategy=strategy, epochs=EPOCHS, seed=seed, script=script, on_event=events.append, **options
+    )
     return run, events, newcomers_steps(events, name)
 
 
@@ -77,7 +72,7 @@ def test_a_worker_is_replaced_at_any_instant(strategy: gs.Strategy) -> None:
     for seed in range(8):
         name, after_s = rng.choice(["worker-0", "worker-1"]), rng.choice([0.0, 1e-3, 0.02, 0.1])
         run, events, steps = replaced(strategy, seed, name, rng.uniform(0.05, 0.5), after_s)
-        check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
+        check_exactly_once(run, NUM_SAMPLES, EPOCHS)
         assert [e["epoch"] for e in events if e["event"] in ("left", "joined") and e["epoch"] > 1][:2] != []
         made += steps
     assert made > 20
@@ -103,7 +98,7 @@ def test_the_run_ends_with_its_result(strategy: gs.Strategy) -> None:
     model, data = least_squares(96, 4, whole=False, reduction="mean")
     options: dict[str, Any] = {
         "optimizer": gs.optim.SGD(lr=0.05), "strategy": strategy, "workers": 3, "batch_size": 4, "epochs": 8,
-        "config": WORLD, "deadlines": QUICK,
+        "config": UNSTEADY, "deadlines": QUICK,
     }  # fmt: skip
     x, y = torch.as_tensor(data.inputs), torch.as_tensor(data.targets)
 
@@ -138,7 +133,7 @@ def test_a_newcomer_takes_the_others_buffers_and_parameters(monkeypatch: pytest.
     original = BufferAverager.adopt
     monkeypatch.setattr(BufferAverager, "adopt", adopt)
     options: dict[str, Any] = {
-        "strategy": "downpour", "workers": 3, "batch_size": 8, "epochs": 8, "config": WORLD, "deadlines": QUICK,
+        "strategy": "downpour", "workers": 3, "batch_size": 8, "epochs": 8, "config": UNSTEADY, "deadlines": QUICK,
     }  # fmt: skip
     model = gs.from_torch(build, loss=nn.CrossEntropyLoss())
     simulate(model, data, **options, script=replace_at("worker-0", 0.5, 0.05))
@@ -156,26 +151,19 @@ def test_two_workers_of_three_are_replaced_again_and_again() -> None:
             await cluster.restart(name)
 
     for seed in range(6):
-        run = simulate(
-            Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy="downpour", optimizer=gs.optim.SGD(lr=1.0),
-            workers=3, batch_size=2, epochs=EPOCHS, chunk_elems=64, seed=seed, deadlines=QUICK,
-            config=WORLD, script=script,
-        )  # fmt: skip
-        check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
+        run = count_tokens(strategy="downpour", servers=1, epochs=EPOCHS, seed=seed, script=script)
+        check_exactly_once(run, NUM_SAMPLES, EPOCHS)
         assert len(run.summary["workers_lost"]) == 4
 
 
 @pytest.mark.parametrize("at_s", [0.0, 0.001, 0.004, 0.01, 0.03])
 def test_at_the_beginning_it_waits_for_the_first_parameters(at_s: float) -> None:
     """Worker 0 hands them out; where it dies before that, the next one does, and the newcomer does not."""
-    slow = SimulationConfig(costs={**WORLD.costs, "init": Cost(base_s=0.05)}, network=WORLD.network)
+    slow = SimulationConfig(costs={**UNSTEADY.costs, "init": Cost(base_s=0.05)}, network=UNSTEADY.network)
     for seed in range(4):
-        run = simulate(
-            Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy="downpour", optimizer=gs.optim.SGD(lr=1.0),
-            workers=3, servers=2, batch_size=2, epochs=EPOCHS, chunk_elems=64, seed=seed, deadlines=QUICK,
-            config=slow, script=replace_at("worker-0", 0.03 + at_s, 1e-3),
-        )  # fmt: skip
-        check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
+        script = replace_at("worker-0", 0.03 + at_s, 1e-3)
+        run = count_tokens(strategy="downpour", epochs=EPOCHS, seed=seed, config=slow, script=script)
+        check_exactly_once(run, NUM_SAMPLES, EPOCHS)
 
 
 def test_during_a_snapshot_it_waits() -> None:
@@ -190,7 +178,7 @@ def test_during_a_snapshot_it_waits() -> None:
             checkpoint_every=2,
             storage=MemoryStorage(),
         )
-        check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
+        check_exactly_once(run, NUM_SAMPLES, EPOCHS)
         assert any(e["event"] == "checkpoint" for e in events)
 
 
@@ -198,7 +186,7 @@ def test_a_strategy_that_needs_every_worker_takes_in_nobody() -> None:
     model, data = least_squares(96, 4)
     with pytest.raises(gs.errors.PeerLostError, match="worker-1"):
         simulate(
-            model, data, strategy=gs.AllReduce(), workers=3, batch_size=4, epochs=8, config=WORLD,
+            model, data, strategy=gs.AllReduce(), workers=3, batch_size=4, epochs=8, config=UNSTEADY,
             deadlines=QUICK, script=kill_at("worker-1", 0.2),
         )  # fmt: skip
 
@@ -233,11 +221,7 @@ def test_a_worker_that_is_asked_to_go_hands_in_all_and_each_sample_counts_once(s
                 await cluster.restart(name)
 
         events: list[Any] = []
-        run = simulate(
-            Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0),
-            workers=3, servers=2, batch_size=2, epochs=EPOCHS, chunk_elems=64, seed=seed, deadlines=QUICK,
-            config=WORLD, script=script, on_event=events.append,
-        )  # fmt: skip
+        run = count_tokens(strategy=strategy, epochs=EPOCHS, seed=seed, script=script, on_event=events.append)
         check_exactly_once(run, NUM_SAMPLES, EPOCHS)
         assert run.summary["workers_lost"] == []
         left = [e for e in events if e["event"] == "left" and e["reason"]]

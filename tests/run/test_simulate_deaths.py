@@ -11,45 +11,18 @@ import pytest
 from torch import nn
 
 import gradstream as gs
-from gradstream._simulate import simulate
-from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
-from gradstream.testing.runs import (
-    QUICK,
-    Tokens,
-    check_exactly_once,
-    check_nothing_lost,
-    kill_at,
-    numbered,
-)
+from gradstream.runtime.simulation import Cost
+from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, check_exactly_once, count_tokens, kill_at
 
-NUM_SAMPLES, EPOCHS = 24, 3
-WORLD = SimulationConfig(
-    costs={"gradient": Cost(base_s=0.03, jitter=Exponential()), "apply": Cost(base_s=1e-3)},
-    network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)),
-)
+EPOCHS = 3
 LEASE_S = QUICK.lease_s
 
 
 def run_killing(name: str, seconds: float, seed: int, **options: Any) -> tuple[gs.Run, list[Any]]:
     """A run of tokens in which a node dies; its events are there also when it fails."""
     events: list[Any] = []
-    options = {"strategy": gs.Downpour(), "workers": 3, **options}
-    run = simulate(
-        Tokens(num_chunks=3),
-        numbered(NUM_SAMPLES),
-        optimizer=gs.optim.SGD(lr=1.0),
-        servers=2,
-        batch_size=2,
-        epochs=EPOCHS,
-        chunk_elems=64,
-        seed=seed,
-        deadlines=QUICK,
-        config=WORLD,
-        script=kill_at(name, seconds),
-        on_event=events.append,
-        **options,
-    )
-    return run, events
+    options = {"strategy": gs.Downpour(), "script": kill_at(name, seconds), **options}
+    return count_tokens(epochs=EPOCHS, seed=seed, on_event=events.append, **options), events
 
 
 def lost(events: list[Any]) -> list[str]:
@@ -67,22 +40,14 @@ STRATEGIES = (gs.Downpour(overlap=False), gs.Downpour(push_every=2, fetch_every=
 def duties(seconds: float | None, **costs: Cost) -> list[Any]:
     """Events of a run on slow cards; worker 0, which hands out and keeps the parameters, may die."""
     events: list[Any] = []
-    run = simulate(
-        Tokens(num_chunks=3),
-        numbered(NUM_SAMPLES),
-        optimizer=gs.optim.SGD(lr=1.0),
+    run = count_tokens(
         strategy=gs.Downpour(),
-        workers=3,
-        servers=2,
-        batch_size=2,
         epochs=EPOCHS,
-        chunk_elems=64,
-        deadlines=QUICK,
-        config=dataclasses.replace(WORLD, costs={**WORLD.costs, **costs}),
+        config=dataclasses.replace(UNSTEADY, costs={**UNSTEADY.costs, **costs}),
         script=None if seconds is None else kill_at("worker-0", seconds),
         on_event=events.append,
     )
-    check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
+    check_exactly_once(run, NUM_SAMPLES, EPOCHS)
     assert seconds is None or lost(events) == ["worker-0"]
     return events
 
@@ -138,7 +103,7 @@ def test_checker_of_deaths_notices_what_is_not_redone(monkeypatch: pytest.Monkey
     run, events = run_killing("worker-1", 0.1, seed=0)
     assert lost(events) == ["worker-1"]
     with pytest.raises(AssertionError, match=r"applied [012] times"):
-        check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
+        check_exactly_once(run, NUM_SAMPLES, EPOCHS)
 
 
 def test_two_of_three_workers_killed() -> None:
@@ -149,12 +114,10 @@ def test_two_of_three_workers_killed() -> None:
 
     for seed in range(5):
         events: list[Any] = []
-        run = simulate(
-            Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy="downpour", optimizer=gs.optim.SGD(lr=1.0),
-            workers=3, batch_size=2, epochs=EPOCHS, chunk_elems=64, seed=seed, deadlines=QUICK,
-            config=WORLD, script=script, on_event=events.append,
-        )  # fmt: skip
-        check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
+        run = count_tokens(
+            strategy="downpour", servers=1, epochs=EPOCHS, seed=seed, script=script, on_event=events.append
+        )
+        check_exactly_once(run, NUM_SAMPLES, EPOCHS)
         assert lost(events) == ["worker-2", "worker-0"]
 
 
@@ -181,12 +144,14 @@ def test_death_of_who_is_needed_ends_the_run_and_names_them(name: str, strategy:
         seconds = rng.uniform(0.0, 0.3)
         events: list[Any] = []
         with pytest.raises(gs.errors.PeerLostError, match=name) as caught:
-            simulate(
-                Tokens(num_chunks=3), numbered(NUM_SAMPLES), strategy=strategy, optimizer=gs.optim.SGD(lr=1.0),
-                workers=3, servers=None if isinstance(strategy, gs.AllReduce) else 2, batch_size=2, epochs=EPOCHS,
-                chunk_elems=64, seed=seed, deadlines=QUICK, config=WORLD, script=kill_at(name, seconds),
+            count_tokens(
+                strategy=strategy,
+                servers=None if isinstance(strategy, gs.AllReduce) else 2,
+                epochs=EPOCHS,
+                seed=seed,
+                script=kill_at(name, seconds),
                 on_event=events.append,
-            )  # fmt: skip
+            )
         assert caught.value.peer == name
         if name != "coordinator":
             event = failed(events)
@@ -201,25 +166,22 @@ def test_a_silent_death_is_noticed_within_the_lease() -> None:
     others = frozenset({"coordinator", "shard-0", "shard-1", "worker-0", "worker-2"})
     one = frozenset({"worker-1"})
     cuts = [Partition(0.15, 1e9, one, others), Partition(0.15, 1e9, others, one)]
-    config = dataclasses.replace(WORLD, network=dataclasses.replace(WORLD.network, partitions=cuts))
+    network = dataclasses.replace(UNSTEADY.network, partitions=cuts)
+    config = dataclasses.replace(UNSTEADY, network=network)
     for strategy in (gs.Downpour(), gs.Synchronous()):
         events: list[Any] = []
-        options: dict[str, Any] = {
-            "strategy": strategy, "optimizer": gs.optim.SGD(lr=1.0), "workers": 3, "servers": 2, "batch_size": 2,
-            "epochs": EPOCHS, "chunk_elems": 64, "deadlines": QUICK, "config": config,
-            "on_event": events.append,
-        }  # fmt: skip
+        options: dict[str, Any] = {"strategy": strategy, "epochs": EPOCHS, "on_event": events.append}
         if strategy.survives_worker_loss:
-            run = simulate(Tokens(num_chunks=3), numbered(NUM_SAMPLES), **options)
+            run = count_tokens(config=config, **options)
             if strategy.partitioning == "rounds":  # a sample counts for its share of a round there
-                whole = simulate(Tokens(num_chunks=3), numbered(NUM_SAMPLES), **{**options, "config": WORLD})
+                whole = count_tokens(**options)
                 assert np.array_equal(run.parameters["tokens"], whole.parameters["tokens"])
             else:
-                check_nothing_lost(run, NUM_SAMPLES, EPOCHS)
+                check_exactly_once(run, NUM_SAMPLES, EPOCHS)
             assert lost(events) == ["worker-1"]
         else:
             with pytest.raises(gs.errors.GradstreamError, match="worker-1"):
-                simulate(Tokens(num_chunks=3), numbered(NUM_SAMPLES), **options)
+                count_tokens(config=config, **options)
             assert failed(events)["culprit"] == "worker-1"
         left = next(event for event in events if event["event"] in ("left", "failed"))
         assert left["time_s"] <= 0.15 + LEASE_S + 0.1

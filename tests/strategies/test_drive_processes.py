@@ -17,7 +17,7 @@ from gradstream.report.summary import EventDict
 from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.plan import plan_run
 from gradstream.testing.killing import Killer
-from gradstream.testing.runs import check_nothing_lost
+from gradstream.testing.runs import check_exactly_once
 
 resume_module = sys.modules["gradstream._resume"]
 
@@ -59,7 +59,7 @@ def test_a_warm_start_that_is_stopped_resumed_and_robbed_of_its_worker(
         monkeypatch.setattr(resume_module, "launch", partial(launch, cluster=cluster))
         run = gs.resume(path, on_event=killer)
     assert run.summary["workers_lost"] == ["worker-0"]
-    check_nothing_lost(run, 24, 8)
+    check_exactly_once(run, 24, 8)
     turns = [(event["phase"], event["active"]) for event in run.events if event["event"] == "participation"]
     assert turns == [
         ("alone", ["worker-0"]),

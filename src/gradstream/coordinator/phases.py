@@ -34,7 +34,7 @@ class LossTolerance:
             shard then tell which minibatches are in the model, and receipts do not. None: no quorum.
         allow_lost: the run ends well although data of lost workers is missing from the model.
         quarantine_after: number of refused gradients in a row for which a worker counts as lost.
-        replaces: a new process can take the place of a lost worker while the others train.
+        obstacle: why no new process can take the place of a lost worker while the others train; "" if one can.
         redoes: shards say what the model has of a lost worker's pushes, and others redo those that are torn.
         stands_in: until then, one of the others computes its part of each round.
     """
@@ -43,9 +43,14 @@ class LossTolerance:
     quorum: int | None = None
     allow_lost: bool = False
     quarantine_after: int = 3
-    replaces: bool = False
+    obstacle: str = "no process is started for it"
     redoes: bool = False
     stands_in: bool = False
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a new process can take the place of a lost worker."""
+        return not self.obstacle
 
 
 class Phases:
@@ -119,9 +124,7 @@ class Phases:
         if role != "worker":
             return f"training has begun, and no {role} can join after that"
         if not self._losses.replaces:
-            return (
-                f"training has begun, and strategy {self._started.strategy!r} takes in no worker after that"
-            )
+            return f"training has begun, and no worker can take the place of another: {self._losses.obstacle}"
         return ""
 
     @property
@@ -162,7 +165,8 @@ class Phases:
         if not left:
             return "no worker is left"
         needs = "every worker" if self._needed == self._started.workers else f"{self._needed} workers"
-        return f"strategy {self._started.strategy!r} needs {needs}"
+        name, why = self._started.strategy, self._losses.obstacle
+        return f"strategy {name!r} needs {needs}, and nobody can take its place: {why}"
 
     def conclude(self) -> list[Instruction]:
         """Reports data epochs that have become complete, and ends the run if everything is done."""

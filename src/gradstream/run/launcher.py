@@ -105,7 +105,7 @@ class Launcher:
         self._meeting = ""  # host:port at which a script's own process group meets
         self._stopping = False  # the coordinator was asked to stop
         self._reachable = False  # the coordinator can be asked to stop
-        self._restarts = Restarts(plan.job.max_restarts if plan.replaces_workers else 0)
+        self._restarts = Restarts(plan.job.max_restarts if plan.losses.replaces else 0)
         self._succession = Succession(not (options.as_threads or options.stop))
         self._address = ""  # of the coordinator
         self._begins_again = False  # a resumed script would begin from its start

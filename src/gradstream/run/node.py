@@ -237,7 +237,7 @@ async def _run(
             await build_shard(plan, runtime, endpoint, int(rank), model).run()
         else:
             worker = build_worker(plan, runtime, endpoint, int(rank), model)
-            if plan.replaces_workers and core is None:
+            if plan.losses.replaces and core is None:
                 _on_sigterm(worker.drain)
             await worker.run()
         return OK

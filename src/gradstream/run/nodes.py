@@ -25,7 +25,6 @@ from gradstream.coordinator.coordinator import Coordinator
 from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.participation import ParticipationSchedule
-from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.stopping import StoppingCriterion
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
@@ -103,15 +102,7 @@ def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEven
     return Membership(
         started,
         BatchDistribution(ledger=ledger, balance=balance, assignment=assignment, participation=participation),
-        LossTolerance(
-            survives_worker_loss=plan.survives_worker_loss,
-            quorum=None if plan.served is None else plan.served.quorum(plan.workers),
-            allow_lost=plan.job.allow_lost,
-            quarantine_after=plan.job.quarantine_after,
-            replaces=plan.replaces_workers,
-            redoes=plan.redoes_pushes,
-            stands_in=plan.stands_in,
-        ),
+        plan.losses,
         software=__version__,
         policy=plan.policy,
         deadlines=deadlines,
@@ -201,11 +192,11 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
         gradients_only=plan.gradients_only,
         skips_non_finite=job.non_finite == "skip",
         balanced=plan.balanced,
-        redoes=plan.redoes_pushes,
+        redoes=plan.losses.redoes,
         form_group=partial(form_group, how=how),
         update_rule=_update_rule(plan, model, own),
         workers_optimize=plan.workers_optimize,
-        stands_in=plan.stands_in,
+        stands_in=plan.losses.stands_in,
     )
 
 

@@ -12,6 +12,7 @@ from typing import cast
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.coordinator.nodes import COORDINATOR
+from gradstream.coordinator.phases import LossTolerance
 from gradstream.data.base import BatchPlan, Partitioning, PartitionSpec
 from gradstream.data.feed import plan_of
 from gradstream.data.joined import JoinedPlan
@@ -29,6 +30,7 @@ from gradstream.model.base import Layout, Model
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule, ParameterGroup, groups_of
 from gradstream.optim.merge import Outer, Replace
+from gradstream.run.losses import losses_of
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.transport.base import Identity
 from gradstream.transport.offers import shares_memory
@@ -111,45 +113,9 @@ class RunPlan:
         return self.job.shares == MEASURED
 
     @property
-    def replaces_workers(self) -> bool:
-        """Whether a new process can take the place of a lost worker while the others train.
-
-        Not in a recorded run: a recording has one file for each worker.
-        """
-        served = self.served
-        if served is None or self.open_ended or self.job.record or served.quorum(self.workers) is not None:
-            return False
-        return self.stands_in or (served.survives_worker_loss and served.partitioning != "rounds")
-
-    @property
-    def stands_in(self) -> bool:
-        """Whether the others compute the parts of a lost worker in each round.
-
-        Not where shares follow measured speeds, rows are exchanged, or only reading a minibatch tells its size.
-        """
-        served = self.served
-        if served is None or not served.stands_in or served.quorum(self.workers) is not None:
-            return False
-        several = self.open_ended or self.balanced or self.job.record
-        return not several and served.rows(tables=True) is None and self.job.data.num_samples is not None
-
-    @property
-    def survives_worker_loss(self) -> bool:
-        """Whether the run goes on when a worker is lost, with its minibatches."""
-        rounds = self.served is not None and self.served.partitioning == "rounds"
-        return self.stands_in if rounds else self.strategy.survives_worker_loss
-
-    @property
-    def redoes_pushes(self) -> bool:
-        """Whether other workers redo the pushes of a lost worker that are torn, so that each chunk takes them once.
-
-        Not in a recorded run: a replay would not know of it.
-        """
-        served = self.served
-        if served is None or self.open_ended or self.job.record or self.workers == 1:
-            return False
-        gradients = served.pushes == "gradients" and served.partitioning != "rounds"
-        return gradients and served.survives_worker_loss and served.quorum(self.workers) is None
+    def losses(self) -> LossTolerance:
+        """What becomes of the run when a worker dies."""
+        return losses_of(self)
 
     def ledger(self) -> Ledger | OpenLedger:
         """A new account of every minibatch of the run."""

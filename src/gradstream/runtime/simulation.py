@@ -179,8 +179,8 @@ class Partition:
     Example:
         >>> cut = gs.sim.Partition(1.0, 2.0, frozenset({"worker-0"}), frozenset({"shard-0"}))
         >>> network = gs.sim.Network(partitions=[cut])
-        >>> network.cut("worker-0", "shard-0", 1.5), network.cut("shard-0", "worker-0", 1.5)
-        (True, False)
+        >>> len(network.cuts("worker-0", "shard-0", 1.5)), len(network.cuts("shard-0", "worker-0", 1.5))
+        (1, 0)
     """
 
     start_s: float
@@ -244,12 +244,13 @@ class Network:
         """Bandwidth of each direction of a machine's card."""
         return self.cards.get(machine, self.bandwidth_bytes_s)
 
-    def cut(self, source: str, target: str, now_s: float) -> bool:
-        """Whether a partition loses a frame that `source` sends to `target` now."""
-        return bool(self.partitions) and any(
-            p.start_s <= now_s < p.stop_s and source in p.sources and target in p.targets
+    def cuts(self, source: str, target: str, now_s: float) -> list[Partition]:
+        """The partitions that lose a frame which `source` sends to `target` now."""
+        return [
+            p
             for p in self.partitions
-        )
+            if p.start_s <= now_s < p.stop_s and source in p.sources and target in p.targets
+        ]
 
 
 KINDS = frozenset(

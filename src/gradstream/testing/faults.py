@@ -26,6 +26,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Link, Partition, SimulationConfig
+from gradstream.transport.simulated.network import VirtualNetwork
 
 __all__ = ["Cut", "Drain", "Duplicate", "Fault", "FaultPlan", "Kill", "Stop"]
 
@@ -33,36 +34,33 @@ LOOK_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
-    """A node is killed, as by SIGKILL.
+class Departure:
+    """A node's process ends before the run does.
 
     Args:
         node: its name.
         at_s: when, in seconds since the run began.
-        back_s: a new process takes its place so many seconds later, in a simulation; None for none. On real
-            processes the launcher starts it again.
+        back_s: a new process takes its place so many seconds after it has gone, in a simulation; None for none. On
+            real processes the launcher starts it again.
     """
 
     node: str
     at_s: float
     back_s: float | None = None
 
-    number: ClassVar[int] = signal.SIGKILL
+    number: ClassVar[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
-    """A worker is asked to go, as by SIGTERM.
+class Kill(Departure):
+    """A node is killed, as by SIGKILL."""
 
-    Args:
-        node, at_s, back_s: see `Kill`; `back_s` counts from when it has left.
-    """
+    number = signal.SIGKILL
 
-    node: str
-    at_s: float
-    back_s: float | None = None
 
-    number: ClassVar[int] = signal.SIGTERM
+class Drain(Departure):
+    """A worker is asked to go, as by SIGTERM."""
+
+    number = signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class Stop:
     """A process stands still for a while (SIGSTOP, SIGCONT). Real processes only.
 
     Args:
-        node, at_s: see `Kill`.
+        node, at_s: see `Departure`.
         for_s: how long, in seconds.
     """
 
@@ -117,13 +115,12 @@ class FaultPlan:
 
     Args:
         faults: in any order.
-
-    Attributes:
-        fired: the faults that did happen: a node that had ended before its fault was due was not hit.
     """
 
     faults: Sequence[Fault] = ()
-    fired: list[Fault] = field(default_factory=list)
+    _struck: set[Fault] = field(default_factory=set)  # a process was there to be hit
+    _parts: dict[Fault, set[Partition | tuple[str, str]]] = field(default_factory=dict)  # of a network
+    _network: VirtualNetwork | None = None
 
     @classmethod
     def drawn(cls, seed: int, *, workers: int, shards: int, until_s: float, lease_s: float) -> FaultPlan:
@@ -156,6 +153,12 @@ class FaultPlan:
         return cls(faults)
 
     @property
+    def fired(self) -> list[Fault]:
+        """The faults that did happen: a process was hit, a cut has lost something, a stream was delivered twice."""
+        network = set() if self._network is None else self._network.struck
+        return [one for one in self.faults if one in self._struck or self._parts.get(one, set()) & network]
+
+    @property
     def kinds(self) -> Counter[str]:
         """Number of faults that did happen, by kind."""
         return Counter(type(one).__name__.lower() for one in self.fired)
@@ -172,32 +175,33 @@ class FaultPlan:
         partitions, links = list(config.network.partitions), dict(config.network.links)
         for one in self.faults:
             if isinstance(one, Cut):
-                self.fired.append(one)
-                source, target = _ends(one.source, one.target, names)
-                partitions.append(Partition(one.at_s, one.at_s + one.for_s, source, target))
-                if one.both:
-                    partitions.append(Partition(one.at_s, one.at_s + one.for_s, target, source))
+                ends = _ends(one.source, one.target, names)
+                ways = [ends, ends[::-1]] if one.both else [ends]
+                cuts = [Partition(one.at_s, one.at_s + one.for_s, *way) for way in ways]
+                partitions += cuts
+                self._parts[one] = {*cuts}
             elif isinstance(one, Duplicate):
-                self.fired.append(one)
                 link: Link = config.network.link_between(one.source, one.target)
                 links[one.source, one.target] = replace(link, duplicate=one.probability)
+                self._parts[one] = {(one.source, one.target)}
         return replace(config, network=replace(config.network, partitions=partitions, links=links))
 
     async def script(self, cluster: SimulatedCluster) -> None:
-        """The faults of nodes; the argument `script` of `simulate`."""
+        """The faults of nodes; the argument `script` of `simulate`, also where a plan has faults of links alone."""
+        self._network = cluster.network
         director = cluster.virtual.runtime("director")
         begun_ns = director.now()
-        timed = [one for one in self.faults if isinstance(one, Kill | Drain)]
+        timed = [one for one in self.faults if isinstance(one, Departure)]
         for number, one in enumerate(sorted(timed, key=lambda one: one.at_s)):
             await director.sleep(max(0.0, one.at_s - (director.now() - begun_ns) / 1e9))
             if not cluster.is_running(one.node):
                 continue
-            self.fired.append(one)
+            self._struck.add(one)
             (cluster.kill if isinstance(one, Kill) else cluster.drain)(one.node)
             if one.back_s is not None:
                 director.spawn(self._bring_back(cluster, one), name=f"back-{number}")
 
-    async def _bring_back(self, cluster: SimulatedCluster, fault: Kill | Drain) -> None:
+    async def _bring_back(self, cluster: SimulatedCluster, fault: Departure) -> None:
         director = cluster.virtual.runtime("director")
         while cluster.is_running(fault.node):
             await director.sleep(1e-3)
@@ -233,7 +237,7 @@ class FaultPlan:
     def _strike(self, run_dir: Path, begun: threading.Event, over: threading.Event) -> None:
         begun.wait()
         begun_s = time.monotonic()
-        timed = [one for one in self.faults if isinstance(one, Kill | Drain | Stop)]
+        timed = [one for one in self.faults if isinstance(one, Departure | Stop)]
         woken: list[tuple[float, int]] = []
         for one in sorted(timed, key=lambda one: one.at_s):
             while not over.is_set() and time.monotonic() - begun_s < one.at_s:
@@ -243,7 +247,7 @@ class FaultPlan:
                 break
             pid = _pid(run_dir, one.node)
             if pid is not None and _signal(pid, one.number):
-                self.fired.append(one)
+                self._struck.add(one)
                 if isinstance(one, Stop):
                     woken.append((time.monotonic() + one.for_s, pid))
         while woken:

@@ -30,7 +30,6 @@ __all__ = [
     "TokenAudit",
     "Tokens",
     "check_exactly_once",
-    "check_nothing_lost",
     "numbered",
     "token_counts",
 ]
@@ -147,27 +146,3 @@ def check_exactly_once(run: Run, num_samples: int, epochs: int) -> None:
             f"sample {sample} was applied {counts[chunk, sample]} times to chunk {chunk}; "
             f"pushed {epochs} times, once per data epoch"
         )
-
-
-def check_nothing_lost(run: Run, num_samples: int, epochs: int) -> None:
-    """Checks a run after the death of a worker: nothing is missing, and only repeated minibatches count twice.
-
-    Other workers compute the minibatches again that the dead worker had pushed and for which no receipt
-    had arrived: these may be in the model twice, in some chunks or in all.
-
-    Raises:
-        AssertionError: a sample is missing in a chunk, or more samples are repeated than minibatches were.
-    """
-    counts = token_counts(run, num_samples)
-    for chunk, sample in np.argwhere(counts < epochs):
-        raise AssertionError(
-            f"sample {sample} was applied {counts[chunk, sample]} times to chunk {chunk}; "
-            f"expected at least {epochs}, once per data epoch"
-        )
-    ledger = [event for event in run.events if event["event"] == "ledger"]
-    assert [event["epoch"] for event in ledger] == list(range(epochs)), ledger
-    assert all(event["samples"] == num_samples for event in ledger), ledger
-    redone = sum(event["reassigned"] for event in ledger)
-    excess = int((counts - epochs).sum(axis=1).max())
-    largest = max(event["samples"] for event in run.events if event["event"] == "step")
-    assert excess <= redone * largest, f"{excess} samples twice, but only {redone} batches were redone"

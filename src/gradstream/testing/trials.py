@@ -27,12 +27,11 @@ from gradstream.runtime.simulation import Cost, Exponential, Link, Network, Simu
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, Strategy
-from gradstream.testing.runs import QUICK, Tokens, numbered
+from gradstream.testing.runs import NUM_SAMPLES, QUICK, Tokens, numbered
 
 __all__ = ["LIMIT_S", "NUM_SAMPLES", "WORLD", "Record", "TrialOutcome", "bad_world", "token_run", "trial"]
 
 LIMIT_S = 200.0
-NUM_SAMPLES = 24
 
 COSTS = {"gradient": Cost(base_s=0.01, jitter=Exponential()), "apply": Cost(base_s=1e-3)}
 WORLD = SimulationConfig(costs=COSTS, network=Network(link=Link(latency_s=1e-3, jitter_s=1e-3)))

@@ -209,7 +209,7 @@ class _Pipe:
 
     def _notice(self, end: _End, source: str, target: str, message: str) -> None:
         network = self._network
-        if network.config.cut(source, target, network.clock.now_ns / 1e9):
+        if network.cut(source, target):
             return  # the partition swallows the notice as well
         link = network.config.link_between(source, target)
 
@@ -233,6 +233,7 @@ class _Copy:
     def __init__(self, network: MemoryNetwork, rng: random.Random, caller: str, called: str, to: str) -> None:
         self._network = network
         self._rng = rng
+        self._ends = caller, called
         self._link = network.config.link_between(caller, called)
         self._to = to
         self._stream: StreamCore | None = None
@@ -263,6 +264,7 @@ class _Copy:
         if endpoint is None:
             return
         if frame.HasField("open"):
+            self._network.struck.add(self._ends)
             self._stream = endpoint.take_in(frame.open, NullCarrier(), window=1 << 30)
         elif self._stream is not None:
             feed(self._stream, frame, payload)

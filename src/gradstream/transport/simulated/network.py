@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradstream.runtime.simulation import Link, Network
+from gradstream.runtime.simulation import Link, Network, Partition
 from gradstream.runtime.virtual import Clock, VirtualCluster
 from gradstream.transport.base import Priority
 
@@ -162,7 +162,7 @@ class StreamQueue:
         if self._silent or self._shut:
             return
         network, clock, link = self._network, self._network.clock, self._link
-        if network.config.cut(self.source, self.target, clock.now_ns / 1e9) or network.lost(link):
+        if network.cut(self.source, self.target) or network.lost(link):
             self._silent = True
             self._sending.drop(self, everything=True)
             return
@@ -190,12 +190,17 @@ class VirtualNetwork:
 
     Args:
         cluster: supplies clock, network configuration, and random numbers ("network/...").
+
+    Attributes:
+        struck: what has gone wrong: partitions that have lost something, and links, as (source, target), that have
+            delivered a stream twice.
     """
 
     def __init__(self, cluster: VirtualCluster) -> None:
         self.clock = cluster.clock
         self.config: Network = cluster.config.network
         self.sent_bytes: dict[str, int] = {}  # by node: bytes that have left its card
+        self.struck: set[Partition | tuple[str, str]] = set()
         self._loss = cluster.random("network/loss")
         self._jitter = cluster.random("network/jitter")
         self._duplicates = cluster.random("network/duplicates")
@@ -220,6 +225,12 @@ class VirtualNetwork:
 
     def _left(self, stream_queue: StreamQueue, packet: Packet) -> None:
         self.sent_bytes[stream_queue.source] = self.sent_bytes.get(stream_queue.source, 0) + packet.size_bytes
+
+    def cut(self, source: str, target: str) -> bool:
+        """Whether a partition loses what passes from one node to another now."""
+        cuts = self.config.partitions and self.config.cuts(source, target, self.clock.now_ns / 1e9)
+        self.struck.update(cuts)
+        return bool(cuts)
 
     def lost(self, link: Link) -> bool:
         """Draws whether a frame is lost."""

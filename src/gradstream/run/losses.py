@@ -1,0 +1,62 @@
+"""`losses_of`: what becomes of a run when a worker dies, decided in one place.
+
+the others go on without it        as the strategy says; in rounds only where others stand in for it
+a new process takes its place      unless one of `_obstacles` holds
+until then others stand in for it  in rounds, where a new process may come
+its torn pushes are redone         elsewhere, where it pushed gradients to servers and a new process may come
+
+The reasons are ends of a sentence, for messages. docs/assumptions.md says the same in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from gradstream.coordinator.phases import LossTolerance
+
+if TYPE_CHECKING:
+    from gradstream.run.plan import RunPlan
+
+__all__ = ["losses_of"]
+
+
+def losses_of(plan: RunPlan) -> LossTolerance:
+    """Which losses of workers the run of a plan survives, and how."""
+    served = plan.served
+    rounds = served is not None and served.partitioning == "rounds"
+    obstacle = next(_obstacles(plan, rounds=rounds), "")
+    redoes = served is not None and served.pushes == "gradients" and not rounds and plan.workers > 1
+    return LossTolerance(
+        survives_worker_loss=not obstacle if rounds else plan.strategy.survives_worker_loss,
+        quorum=None if served is None else served.quorum(plan.workers),
+        allow_lost=plan.job.allow_lost,
+        quarantine_after=plan.job.quarantine_after,
+        obstacle=obstacle,
+        redoes=redoes and not obstacle,
+        stands_in=rounds and not obstacle,
+    )
+
+
+def _obstacles(plan: RunPlan, *, rounds: bool) -> Iterator[str]:
+    """Why no new process can take the place of a lost worker."""
+    served, job = plan.served, plan.job
+    if served is None:
+        yield "its workers exchange without servers"
+        return
+    if served.quorum(plan.workers) is not None:
+        yield "a quorum of workers makes each update"
+    if plan.open_ended:
+        yield "the training loop is the user's own"
+    if job.record:
+        yield "a recording has one file for each worker, from its first minibatch on"
+    if not rounds and not served.survives_worker_loss:
+        yield "it does not survive the loss of one"
+    if rounds and not served.stands_in:
+        yield "what a worker pushes is more than the gradient of its minibatch"
+    if rounds and plan.balanced:
+        yield "shares follow measured speeds"
+    if rounds and served.rows(tables=True) is not None:
+        yield "rounds exchange rows"
+    if rounds and job.data.num_samples is None:
+        yield "only reading a minibatch of a stream tells its size"
