@@ -29,7 +29,7 @@ from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
 from gradstream.trackers.services import check_trackers, trackers_of
 
-__all__ = ["host", "launch", "load_job", "train"]
+__all__ = ["host", "launch", "load_job", "make_run_dir", "train"]
 
 NO_SCRIPT = (
     "train() was not called from a script, so other processes cannot find the code of the job: all nodes "
@@ -112,7 +112,7 @@ def train(
     if not as_threads:
         check_places(plan.optimizer)
     check_trackers(job.trackers)
-    run_dir = _make_run_dir(job)
+    run_dir = make_run_dir(job)
     return launch(plan, run_dir, on_event=on_event, as_threads=as_threads, listening=listening)
 
 
@@ -178,7 +178,7 @@ def host(
         listening.check(job, earlier=False)
     plan = plan_run(job, secrets.token_hex(8))
     check_trackers(job.trackers)
-    run_dir = _make_run_dir(job)
+    run_dir = make_run_dir(job)
     callbacks = _callbacks(job, run_dir)
     options = LaunchOptions(
         on_event=callbacks.beside(None),
@@ -228,7 +228,7 @@ def _load(path: Path, job: Job) -> Run:
     return dataclasses.replace(run, metrics=metrics_of(job))
 
 
-def _make_run_dir(job: Job) -> Path:
+def make_run_dir(job: Job) -> Path:
     """Makes a new, empty directory: the one asked for, or runs/<utc>-<name>."""
     try:
         return _new_run_dir(job)

@@ -19,6 +19,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.job.files import load_job
 from gradstream.model.buffers import buffers_of
+from gradstream.run.failures import EndedNodes
 from gradstream.run.restarts import FIRST_WAIT_S, MOST_WAIT_S, Restarts
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
@@ -226,6 +227,22 @@ def test_a_worker_that_is_asked_to_go_hands_in_all_and_each_sample_counts_once(s
         assert run.summary["workers_lost"] == []
         left = [e for e in events if e["event"] == "left" and e["reason"]]
         assert [(e["who"], e["reason"]) for e in left] == [(name, "it was asked to go")]
+
+
+def test_what_a_newcomer_reports_has_the_time_of_the_run() -> None:
+    _, events, _ = replaced(gs.Downpour(), 0, "worker-1", 0.3, 0.05)
+    (back_s,) = [e["time_s"] for e in events if e["event"] == "joined" and e["epoch"] > 1]
+    made = [e["time_s"] for e in events if e["event"] == "step" and e["node"] == "worker-1"]
+    assert made == sorted(made) and made[-1] > back_s
+
+
+def test_a_worker_whose_coordinator_dies_while_it_joins_is_started_again() -> None:
+    ended = EndedNodes()
+    ended.statuses["worker-1"] = 1
+    ended.report("worker-1", {"error": "PeerLostError", "message": "coordinator: the connection was lost"})
+    assert ended.was_lost("worker-1")
+    ended.report("worker-1", {"error": "PeerLostError", "message": "shard-0: the connection was lost"})
+    assert not ended.was_lost("worker-1")
 
 
 # ---- the launcher -----------------------------------------------------------------------

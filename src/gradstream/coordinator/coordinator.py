@@ -58,6 +58,10 @@ class Coordinator:
         checkpoints: how checkpoints are made; None makes none.
         criterion: ends the run early; None lets it run to its last data epoch.
         drive: the strategy's schedule of participation; None where all workers take part.
+
+    Attributes:
+        clock: time of the events.
+        on_begin: called when training begins, with `clock.zero_ns`; not in a process that goes on after another.
     """
 
     def __init__(
@@ -78,7 +82,8 @@ class Coordinator:
         self._keeper = keeper
         self._deadlines = deadlines
         self._criterion = criterion
-        self._clock = RunClock(runtime, membership.progress.earlier_s)
+        self.clock = RunClock(runtime, membership.progress.earlier_s)
+        self.on_begin: Callable[[int], None] = lambda zero_ns: None
         age_s = Age(runtime)
         self._ended = Wakeup()  # rings when the run is over, and when a node is gone
         self._failed: FailedEvent | None = None
@@ -88,7 +93,7 @@ class Coordinator:
         self._age_s = age_s
         self._driver: ParticipationDriver | None = None
         if drive is not None:
-            self._driver = ParticipationDriver(context, drive, self._clock)
+            self._driver = ParticipationDriver(context, drive, self.clock)
         self._writer: CheckpointWriter | None = None
         if checkpoints is not None:
             self._writer = CheckpointWriter(context, checkpoints)
@@ -101,9 +106,7 @@ class Coordinator:
             on_lost=self._after_loss,
         )
         self._requests = RequestService(context)
-        state = KeptState(
-            {**membership.parts(), "clock": self._clock, "age": age_s, "heard": self._presences}
-        )
+        state = KeptState({**membership.parts(), "clock": self.clock, "age": age_s, "heard": self._presences})
         if criterion is not None:
             state.add("criterion", criterion)
         keeper.begin(state, self._ended.ring)
@@ -122,7 +125,7 @@ class Coordinator:
 
     def emit(self, event: Event) -> None:
         """Adds a record of the coordinator to the events of the run."""
-        self._keeper.emit(encode(event, node=self._runtime.node, time_s=self._clock.time_s()))
+        self._keeper.emit(encode(event, node=self._runtime.node, time_s=self.clock.time_s()))
 
     async def run(self) -> RunOutcome:
         """Returns when the run is over, and all members have left or their lease has passed."""
@@ -190,7 +193,9 @@ class Coordinator:
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         self._keeper.changed()
-        if self._membership.phases.training and self._clock.begin():
+        if self._membership.phases.training and self.clock.begin():
+            assert self.clock.zero_ns is not None
+            self.on_begin(self.clock.zero_ns)
             self._begin_training()
         nodes = self._membership.nodes
         self._endpoint.identity.epoch = (
@@ -214,7 +219,7 @@ class Coordinator:
     def _begin_training(self) -> None:
         criterion = self._criterion
         if criterion is not None and criterion.until.seconds is not None:
-            left_s = max(0.0, criterion.until.seconds - self._clock.time_s())
+            left_s = max(0.0, criterion.until.seconds - self.clock.time_s())
             self._runtime.call_later(left_s, lambda: self._reached(criterion.timed()))
         if self._driver is not None:
             self._driver.start()

@@ -13,14 +13,16 @@ class RunClock:
     Args:
         runtime: supplies the time.
         earlier_s: seconds of training before the run was resumed.
+        zero_ns: that of the coordinator's clock, for a node on its machine that comes later; None: it begins anew.
     """
 
     KEPT = ("_began_ns",)
     """See `durable.state`."""
 
-    def __init__(self, runtime: Runtime, earlier_s: float = 0.0) -> None:
+    def __init__(self, runtime: Runtime, earlier_s: float = 0.0, zero_ns: int | None = None) -> None:
         self.earlier_s = earlier_s
         self._runtime = runtime
+        self._given_ns = zero_ns
         self._began_ns: int | None = None
 
     def begin(self) -> bool:
@@ -28,7 +30,14 @@ class RunClock:
         if self._began_ns is not None:
             return False
         self._began_ns = self._runtime.now()
+        if self._given_ns is not None:
+            self._began_ns = self._given_ns + round(self.earlier_s * 1e9)
         return True
+
+    @property
+    def zero_ns(self) -> int | None:
+        """Time of the machine at which it showed 0, or would have; None before it begins."""
+        return None if self._began_ns is None else self._began_ns - round(self.earlier_s * 1e9)
 
     def time_s(self) -> float:
         """Seconds of training so far."""

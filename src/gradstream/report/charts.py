@@ -48,6 +48,7 @@ def line_chart(
     y_text: Callable[[float], str] = value_text,
     from_zero: bool = False,
     may_log: bool = False,
+    marks: Iterable[tuple[float, str, str]] = (),
 ) -> str:
     """A chart of lines; "" if there is no point to draw.
 
@@ -58,6 +59,7 @@ def line_chart(
         x_text, y_text: return a value on the axis as text.
         from_zero: whether the vertical axis begins at 0.
         may_log: whether the vertical axis is logarithmic if the values span more than two powers of ten.
+        marks: what happened at some places of the horizontal axis, as (x, style, text).
     """
     points = [point for curve in curves for point in curve.points if math.isfinite(point[1])]
     if not points:
@@ -78,6 +80,9 @@ def line_chart(
     parts.append(f'<line class="axis" x1="{LEFT}" y1="{below}" x2="{WIDTH - RIGHT}" y2="{below}"/>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>')
+    for x, style, text in marks:
+        at = f'x1="{axes.across(x):.1f}" y1="{TOP}" x2="{axes.across(x):.1f}" y2="{below}"'
+        parts.append(f'<line class="line {style}" {at}><title>{escape(text)}</title></line>')
     for curve in reversed(curves):
         parts += _curve(curve, axes)
     return _svg(parts, WIDTH, HEIGHT, title)

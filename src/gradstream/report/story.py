@@ -49,6 +49,12 @@ def story_of(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[Moment, ...]:
             moments.append(Moment(event["time_s"], "lost", f"{event['who']}: {event['reason']}"))
         else:
             moments.append(Moment(event["time_s"], "left", event["who"]))
+    for event in by_kind["exited"]:
+        if event["status"] < 0:
+            text = f"the process of {event['who']}, by signal {-event['status']}"
+            moments.append(Moment(event["time_s"], "killed", text))
+    for event in by_kind["coordinator"]:
+        moments.append(Moment(event["time_s"], "coordinator", "a new process goes on"))
     for event in by_kind["ledger"]:
         if event["reassigned"]:
             text = f"{event['reassigned']} minibatches of data epoch {event['epoch']} by other workers"

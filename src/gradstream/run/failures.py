@@ -13,6 +13,7 @@ from typing import Any
 
 from gradstream import errors
 from gradstream.coordinator.client.lifeline import EvictedError
+from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.errors import (
     ConfigError,
     DataError,
@@ -93,9 +94,12 @@ class EndedNodes:
         self.statuses.setdefault(name, 1)
 
     def was_lost(self, name: str) -> bool:
-        """Whether a node was killed by a signal, or has ended because the others had given it up."""
+        """Whether a node was killed by a signal, or given up by the others, or cut off by the coordinator's death."""
         said = self._errors.get(name)
-        return self.statuses[name] < 0 if said is None else said["error"] == EvictedError.__name__
+        if said is None:
+            return self.statuses[name] < 0
+        of_coordinator = said["error"] == PeerLostError.__name__ and said["message"].startswith(COORDINATOR)
+        return of_coordinator or said["error"] == EvictedError.__name__
 
     def forget(self, name: str) -> None:
         """Forgets how a node has ended: it is started again."""

@@ -39,6 +39,7 @@ class FollowedEvents:
         on_event: called with each event.
 
     Attributes:
+        zero_ns: see `RunClock`; None before training.
         last: the latest event of each kind.
         carriers: for each node, the carrier by which it reaches each of the others.
     """
@@ -53,6 +54,7 @@ class FollowedEvents:
             DiskStorage(run_dir), EVENTS, node="launcher", now=monotonic_ns, tell=self.say_of_disk
         )
         self._said_ns: dict[str, int] = {}  # when each message about the disk was last printed
+        self.zero_ns: int | None = None
         self.last: dict[str, Mapping[str, Any]] = {}
         self.carriers: dict[str, Mapping[str, str]] = {}
 
@@ -84,9 +86,10 @@ class FollowedEvents:
             if self._on_event is not None:
                 self._on_event(event)
 
-    def emit(self, event: Event) -> None:
-        """Adds an event of the launcher."""
-        self._own.append(encode(event, node="launcher", time_s=0.0))
+    def emit(self, event: Event, at_ns: int | None = None) -> None:
+        """Adds an event of the launcher, which happened at this time; None is now."""
+        time_s = 0.0 if self.zero_ns is None else ((at_ns or monotonic_ns()) - self.zero_ns) / 1e9
+        self._own.append(encode(event, node="launcher", time_s=time_s))
 
     def mend(self) -> bool:
         """Removes a half-written last line of a coordinator that was killed. False where that fails."""

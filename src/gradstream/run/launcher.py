@@ -42,7 +42,7 @@ from gradstream.run.remote.listening import Listening
 from gradstream.run.restarts import Restarts, Succession
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.event_log import disk_error
-from gradstream.telemetry.events import FailedEvent
+from gradstream.telemetry.events import ExitedEvent, FailedEvent
 from gradstream.transport.credentials import Credentials
 from gradstream.transport.proof import new_secret
 from gradstream.untrusted import say
@@ -291,12 +291,14 @@ class Launcher:
         if message is None:
             return None
         if "exited" in message:
-            self._note_exit(message["exited"], message["status"])
+            self._note_exit(message["exited"], message["status"], message.get("at_ns"))
         elif "error" in message:
             self._ended.report(message["from"], message)
         elif self._machines is not None and ("machine" in message or "insecure" in message):
             for node, error in self._machines.note(message).items():
                 self._ended.lose(node, error)
+        elif "zero_ns" in message:
+            self._events.zero_ns = message["zero_ns"]
         elif "begins_again" in message:
             self._begins_again = True
         elif "output" in message:
@@ -311,10 +313,14 @@ class Launcher:
             self._events.take(message["unwritten"].encode().splitlines())
         return message
 
-    def _note_exit(self, name: str, status: int) -> None:
+    def _note_exit(self, name: str, status: int, at_ns: int | None) -> None:
         """Notes that a node has ended. One that was killed or evicted while others train is started again."""
+        self._events.read()
+        if "started" in self._events.last and not self._is_ending:
+            if name == COORDINATOR:
+                self._events.mend()  # half a line
+            self._events.emit(ExitedEvent(who=name, status=status), at_ns)
         if name == COORDINATOR:
-            self._events.read()
             training = "started" in self._events.last and bool(self._cluster.running or self._machines)
             if self._succession.may_follow(status, training):
                 self._start_node(COORDINATOR, again=["--listen", self._address.split()[0], "--again"])
@@ -334,7 +340,7 @@ class Launcher:
         for name in self._restarts.take_due(time.monotonic()):
             if not self._is_ending:
                 self._ended.forget(name)
-                self._start_node(name, "--coordinator", self._address)
+                self._start_node(name, "--coordinator", self._address, "--clock", str(self._events.zero_ns))
 
     @property
     def _is_ending(self) -> bool:

@@ -146,6 +146,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--again", action="store_true", help="of the coordinator: go on where an earlier process died"
     )
+    parser.add_argument(
+        "--clock",
+        type=int,
+        help="of a worker that takes another's place: zero of the run's clock, in ns",
+    )
     parser.add_argument("--report-fd", type=int, help="file descriptor for messages to the launcher")
     return parser.parse_args(argv)
 
@@ -236,7 +241,7 @@ async def _run(
 
             await build_shard(plan, runtime, endpoint, int(rank), model).run()
         else:
-            worker = build_worker(plan, runtime, endpoint, int(rank), model)
+            worker = build_worker(plan, runtime, endpoint, int(rank), model, zero_ns=given.clock)
             if plan.losses.replaces and core is None:
                 _on_sigterm(worker.drain)
             await worker.run()
@@ -307,6 +312,7 @@ async def _coordinate(
             runtime, kept.store, log.append, kept.written, lambda text, stored: say(disk=text, stored=stored)
         )
     coordinator = build_coordinator(plan, runtime, endpoint, keeper)
+    coordinator.on_begin = lambda zero_ns: say(zero_ns=zero_ns)
     when_asked(coordinator.stop)
     await endpoint.start()
     say(address=endpoint.address)

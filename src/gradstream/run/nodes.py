@@ -25,6 +25,7 @@ from gradstream.coordinator.coordinator import Coordinator
 from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.participation import ParticipationSchedule
+from gradstream.coordinator.run_clock import RunClock
 from gradstream.coordinator.stopping import StoppingCriterion
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
@@ -155,12 +156,24 @@ def _pieces(plan: RunPlan, model: v1.ModelSpec, holders: int) -> list[Sequence[t
 # ---- workers ----------------------------------------------------------------------------
 
 
-def build_worker(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, rank: int, model: Model) -> WorkerNode:
-    """Builds one worker, with its own instance of the model; its endpoint knows the coordinator."""
+def build_worker(
+    plan: RunPlan,
+    runtime: Runtime,
+    endpoint: Endpoint,
+    rank: int,
+    model: Model,
+    *,
+    zero_ns: int | None = None,
+) -> WorkerNode:
+    """Builds one worker, with its own instance of the model; its endpoint knows the coordinator.
+
+    One that takes the place of another on the coordinator's machine is told `RunClock.zero_ns`.
+    """
     config = worker_config(plan, rank, model)
     if plan.job.record:
         config = replace(config, log=recording_of(plan, runtime))
-    return WorkerNode(runtime, endpoint, member_of(plan, runtime, endpoint, "worker", rank), config)
+    member = member_of(plan, runtime, endpoint, "worker", rank, zero_ns=zero_ns)
+    return WorkerNode(runtime, endpoint, member, config)
 
 
 def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
@@ -219,7 +232,9 @@ def recording_of(plan: RunPlan, runtime: Runtime) -> Log:
     return Log(runtime.storage, path, {**origin_of(runtime.node, plan.id), "resume": resume})
 
 
-def member_of(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, role: str, rank: int) -> Member:
+def member_of(
+    plan: RunPlan, runtime: Runtime, endpoint: Endpoint, role: str, rank: int, *, zero_ns: int | None = None
+) -> Member:
     """The membership of a shard or a worker in the run, before it has joined."""
     identity = endpoint.identity
     node = v1.Node(
@@ -235,10 +250,5 @@ def member_of(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, role: str, ra
         node,
         software=__version__,
         deadlines=plan.job.deadlines,
-        earlier_s=_earlier_s(plan),
+        clock=RunClock(runtime, plan.resume.time_s if plan.resume is not None else 0.0, zero_ns),
     )
-
-
-def _earlier_s(plan: RunPlan) -> float:
-    """Seconds that the run had taken before it was resumed."""
-    return plan.resume.time_s if plan.resume is not None else 0.0

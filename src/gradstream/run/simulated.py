@@ -188,7 +188,9 @@ class SimulatedCluster:
     async def _worker(self, rank: int, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)
         model = self._model if self.virtual.config.shape_only else copy.deepcopy(self._model)
-        worker = self._workers[runtime.node] = build_worker(self.plan, runtime, endpoint, rank, model)
+        zero_ns = self.coordinator.clock.zero_ns if self.coordinator is not None else None
+        worker = build_worker(self.plan, runtime, endpoint, rank, model, zero_ns=zero_ns)
+        self._workers[runtime.node] = worker
         await worker.run()
 
 

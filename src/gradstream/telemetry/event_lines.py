@@ -29,8 +29,8 @@ MAX_VALUES = 2_000_000
 MAX_INT = 1 << 53
 MAX_SECONDS = 1e9
 MAX_RANK = 1 << 20
-SIGNED = frozenset({"min_version", "max_version", "staleness"})
-"""Fields that may be below 0: a chunk without parameters has version -1."""
+SIGNED = frozenset({"min_version", "max_version", "staleness", "status"})
+"""Fields that may be below 0: a chunk without parameters has version -1, a process that was killed minus a signal."""
 
 _NODE = re.compile(r"[!-~]{1,64}")
 _COUNTED = frozenset({"staleness", "choices"})

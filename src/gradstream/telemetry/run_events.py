@@ -12,6 +12,7 @@ __all__ = [
     "CheckpointEvent",
     "CheckpointFailedEvent",
     "CoordinatorEvent",
+    "ExitedEvent",
     "FailedEvent",
     "FinishedEvent",
     "GradientRefusedEvent",
@@ -68,6 +69,15 @@ class CoordinatorEvent(Event):
     ruling: int  # number of the process, from 1
     members: list[str]  # names of the nodes that it waits for
     epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitedEvent(Event):
+    """The process of a node of the launcher's machine has ended before the run did (launcher)."""
+
+    name: ClassVar[str] = "exited"
+    who: str
+    status: int  # its exit status; minus the number of the signal that killed it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

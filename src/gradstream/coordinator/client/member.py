@@ -60,7 +60,7 @@ class Member(Reporter):
         node: name, role, rank and address of the node.
         software: version of gradstream.
         deadlines: bound the silence of either side.
-        earlier_s: seconds of training before the run was resumed.
+        clock: time of the node's events; None for one that begins with the training.
 
     Attributes:
         notice: the coordinator's latest notice.
@@ -75,9 +75,9 @@ class Member(Reporter):
         *,
         software: str,
         deadlines: Deadlines | None = None,
-        earlier_s: float = 0.0,
+        clock: RunClock | None = None,
     ) -> None:
-        super().__init__(node.name, RunClock(runtime, earlier_s))
+        super().__init__(node.name, clock or RunClock(runtime))
         self.node = node
         self.notice = v1.Notice()
         self._runtime = runtime

@@ -6,7 +6,7 @@ gRPC does, so only the children import it.
 
 One JSON object per line. In:  {"start": name, "main": "module:function", "argv": [...], "log": path}
                           and  {"signal": name, "number": 9}
-Out: {"ready": pid}, {"started": name, "pid": n}, {"exited": name, "status": code or -signal}, and
+Out: {"ready": pid}, {"started": name, "pid": n}, {"exited": name, "status": code or -signal, "at_ns": monotonic}, and
 each message of a node to its launcher, with {"from": name} added. The forkserver imports the modules of its
 command line, besides `WARM`, before it forks.
 
@@ -24,6 +24,7 @@ import os
 import selectors
 import signal
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -158,7 +159,8 @@ class _Server:
             self._hear(child)
             if child.pipe >= 0:  # a process that the node has started still holds the other end
                 self._hang_up(child)
-            self._reply({"exited": child.name, "status": os.waitstatus_to_exitcode(status)})
+            ended = {"exited": child.name, "status": os.waitstatus_to_exitcode(status)}
+            self._reply({**ended, "at_ns": time.monotonic_ns()})
 
     def _reply(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"
