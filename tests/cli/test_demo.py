@@ -45,8 +45,8 @@ def test_deaths_are_read_from_events() -> None:
     events = [
         event("joined", 0.0, who="worker-1"),
         event("step", 0.9, "worker-1"),
-        event("left", 0.99, who="worker-1", lost=True),  # the coordinator may see it first
-        event("exited", 1.0, who="worker-1", status=-9),
+        event("left", 1.25, who="worker-1", lost=True),
+        event("exited", 1.0, who="worker-1", status=-9),  # known later
         event("step", 1.05, "worker-1"),  # of the dead process, reported late
         event("joined", 1.5, who="worker-1"),
         event("step", 1.75, "worker-1"),
@@ -56,14 +56,14 @@ def test_deaths_are_read_from_events() -> None:
         event("exited", 4.0, who="worker-0", status=75),
     ]
     first, second, third = deaths_of(events)
-    assert (first.who, first.noticed_s, first.back_s) == ("worker-1", 0.0, 0.75)
+    assert (first.who, first.noticed_s, first.back_s) == ("worker-1", 0.25, 0.75)
     assert (second.who, second.noticed_s, second.back_s) == ("coordinator", None, 1.0)
     assert (third.who, third.noticed_s, third.back_s) == ("worker-1", None, None)
     assert [line.split() for line in table_of([first])][1] == [
         "worker-1",
         "1.0",
         "s",
-        "0.00",
+        "0.25",
         "s",
         "0.75",
         "s",

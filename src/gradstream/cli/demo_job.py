@@ -86,7 +86,7 @@ def counted() -> gs.Job:
         data=gs.from_arrays(
             images.inputs, codes, images.test_inputs, images.test_targets, name="fashion-mnist"
         ),
-        strategy="downpour",
+        strategy=gs.Downpour(overlap=False),
         optimizer=gs.optim.SGD(lr=LR),
         groups=[{"match": COUNTERS, "lr_scale": 1 / LR}],
         workers=3,

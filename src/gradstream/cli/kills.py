@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -79,26 +80,32 @@ class Killer:
     def __init__(self, cluster: LocalCluster, schedule: KillSchedule, tell: Callable[[str], None]) -> None:
         self._cluster, self._schedule, self._tell = cluster, schedule, tell
         self._taking_part: set[str] = set()
-        self._begun_s = 0.0
+        self._joining: set[str] = set()
+        self._zero_s = math.inf  # of the run's clock, on this one: no event is read before it happens
 
     def __call__(self, event: EventDict) -> None:
         """Follows who takes part, and kills who is due."""
         match event["event"]:
             case "started":
-                self._begun_s = time.monotonic()
                 self._taking_part = {f"worker-{rank}" for rank in range(event["workers"])}
             case "exited":
                 self._taking_part.discard(event["who"])
+                self._joining.discard(event["who"])
             case "joined" if event["epoch"] > 1:
-                self._taking_part.add(event["who"])
+                self._joining.add(event["who"])
+            case "step" if event["node"] in self._joining:
+                self._joining.remove(event["node"])
+                self._taking_part.add(event["node"])
             case "finished":
                 self._schedule.left.clear()
-        if not self._begun_s:
+        if not self._taking_part:
             return
-        at_s = time.monotonic() - self._begun_s
+        self._zero_s = min(self._zero_s, time.monotonic() - event["time_s"])
+        at_s = time.monotonic() - self._zero_s
         node = self._schedule.due(at_s, self._taking_part)
         pid = None if node is None else self._cluster.running.get(node)
         if node is not None and pid is not None:
             self._taking_part.discard(node)
+            self._cluster.post({"struck": node, "at_ns": time.monotonic_ns()})
             os.kill(pid, signal.SIGKILL)
             self._tell(f"{at_s:5.1f} s: kill -9 {pid} ({node})")

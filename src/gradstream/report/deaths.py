@@ -9,8 +9,6 @@ from gradstream.report.summary import EventDict
 
 __all__ = ["Death", "deaths_of"]
 
-TOLERANCE_S = 0.2
-
 
 @dataclass(frozen=True, slots=True)
 class Death:
@@ -18,7 +16,7 @@ class Death:
 
     Args:
         who: name of the node.
-        at_s: when its parent saw it dead, in seconds of the run.
+        at_s: when it was killed, in seconds of the run; see `ExitedEvent`.
         noticed_s: so much later the others went on without it; None where they never knew it, or, of the coordinator,
             where nothing tells.
         back_s: so much later a new process took part: it had made its first step, or, of the coordinator, served; None
@@ -34,24 +32,19 @@ class Death:
 def deaths_of(events: Iterable[EventDict]) -> list[Death]:
     """All processes of the launcher's machine that a signal has killed, in the order of time."""
     ordered = sorted(events, key=lambda event: event["time_s"])
-    deaths = [event for event in ordered if event["event"] == "exited" and event["status"] < 0]
-    return [_death(one["who"], one["time_s"], _until_next(ordered, one)) for one in deaths]
+    return [
+        _death(event["who"], event["time_s"], _until_next(ordered[index + 1 :], event["who"]))
+        for index, event in enumerate(ordered)
+        if event["event"] == "exited" and event["status"] < 0
+    ]
 
 
-def _until_next(events: Iterable[EventDict], death: EventDict) -> Iterator[EventDict]:
-    """The events from a death, or a moment before, until another process of the same node ends.
-
-    The coordinator may notice before the parent does.
-    """
+def _until_next(events: Iterable[EventDict], who: str) -> Iterator[EventDict]:
+    """The events until another process of the same node ends."""
     for event in events:
-        if event is not death and event["time_s"] >= death["time_s"] - TOLERANCE_S:
-            if (
-                event["time_s"] > death["time_s"]
-                and event["event"] == "exited"
-                and event["who"] == death["who"]
-            ):
-                return
-            yield event
+        if event["event"] == "exited" and event["who"] == who:
+            return
+        yield event
 
 
 def _death(who: str, at_s: float, after: Iterable[EventDict]) -> Death:
@@ -65,4 +58,4 @@ def _death(who: str, at_s: float, after: Iterable[EventDict]) -> Death:
         elif kind == who == "coordinator" or (kind == "step" and event["node"] == who and joined is not None):
             back = event["time_s"]
             break
-    return Death(who, at_s, *(None if one is None else max(0.0, one - at_s) for one in (noticed, back)))
+    return Death(who, at_s, *(None if one is None else one - at_s for one in (noticed, back)))

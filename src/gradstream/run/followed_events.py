@@ -11,11 +11,12 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
+from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.run.node import EVENTS
 from gradstream.runtime.event_log import DISK_ERRORS, EventLog, disk_error
 from gradstream.runtime.storage import DiskStorage
 from gradstream.telemetry.event_lines import EventLines
-from gradstream.telemetry.events import Event, encode
+from gradstream.telemetry.events import Event, ExitedEvent, encode
 from gradstream.untrusted import say
 
 __all__ = ["FollowedEvents", "OnEvent"]
@@ -53,6 +54,7 @@ class FollowedEvents:
         self._own = EventLog(
             DiskStorage(run_dir), EVENTS, node="launcher", now=monotonic_ns, tell=self.say_of_disk
         )
+        self._struck_ns: dict[str, int] = {}  # when somebody has killed a node, who has said so
         self._said_ns: dict[str, int] = {}  # when each message about the disk was last printed
         self.zero_ns: int | None = None
         self.last: dict[str, Mapping[str, Any]] = {}
@@ -90,6 +92,18 @@ class FollowedEvents:
         """Adds an event of the launcher, which happened at this time; None is now."""
         time_s = 0.0 if self.zero_ns is None else ((at_ns or monotonic_ns()) - self.zero_ns) / 1e9
         self._own.append(encode(event, node="launcher", time_s=time_s))
+
+    def note_time(self, message: Mapping[str, Any]) -> None:
+        """Notes what a message says: when the run's clock showed 0, or when somebody has killed a node."""
+        self.zero_ns = message.get("zero_ns", self.zero_ns)
+        if "struck" in message:
+            self._struck_ns[message["struck"]] = message["at_ns"]
+
+    def exited(self, name: str, status: int, at_ns: int | None) -> None:
+        """Adds the event that a process has ended before the run; `at_ns` is when its parent saw that."""
+        if name == COORDINATOR:
+            self.mend()  # half a line
+        self.emit(ExitedEvent(who=name, status=status), self._struck_ns.pop(name, at_ns))
 
     def mend(self) -> bool:
         """Removes a half-written last line of a coordinator that was killed. False where that fails."""

@@ -42,7 +42,7 @@ from gradstream.run.remote.listening import Listening
 from gradstream.run.restarts import Restarts, Succession
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.event_log import disk_error
-from gradstream.telemetry.events import ExitedEvent, FailedEvent
+from gradstream.telemetry.events import FailedEvent
 from gradstream.transport.credentials import Credentials
 from gradstream.transport.proof import new_secret
 from gradstream.untrusted import say
@@ -297,8 +297,8 @@ class Launcher:
         elif self._machines is not None and ("machine" in message or "insecure" in message):
             for node, error in self._machines.note(message).items():
                 self._ended.lose(node, error)
-        elif "zero_ns" in message:
-            self._events.zero_ns = message["zero_ns"]
+        elif "zero_ns" in message or "struck" in message:
+            self._events.note_time(message)
         elif "begins_again" in message:
             self._begins_again = True
         elif "output" in message:
@@ -317,9 +317,7 @@ class Launcher:
         """Notes that a node has ended. One that was killed or evicted while others train is started again."""
         self._events.read()
         if "started" in self._events.last and not self._is_ending:
-            if name == COORDINATOR:
-                self._events.mend()  # half a line
-            self._events.emit(ExitedEvent(who=name, status=status), at_ns)
+            self._events.exited(name, status, at_ns)
         if name == COORDINATOR:
             training = "started" in self._events.last and bool(self._cluster.running or self._machines)
             if self._succession.may_follow(status, training):
