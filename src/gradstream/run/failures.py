@@ -98,8 +98,10 @@ class EndedNodes:
         said = self._errors.get(name)
         if said is None:
             return self.statuses[name] < 0
-        of_coordinator = said["error"] == PeerLostError.__name__ and said["message"].startswith(COORDINATOR)
-        return of_coordinator or said["error"] == EvictedError.__name__
+        error, message = str(said["error"]), str(said["message"])
+        return error == EvictedError.__name__ or (
+            error == PeerLostError.__name__ and message.startswith(COORDINATOR)
+        )
 
     def forget(self, name: str) -> None:
         """Forgets how a node has ended: it is started again."""

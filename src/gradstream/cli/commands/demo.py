@@ -31,6 +31,8 @@ def demo(context: click.Context, as_json: bool, faults: bool, seed: int) -> None
       gradstream demo --json
       gradstream demo --faults
     """
+    if faults and as_json:
+        raise click.UsageError("--faults prints a table and draws a picture: leave out --json")
     if faults:
         from gradstream.cli.demo_faults import run_with_faults
 
