@@ -12,7 +12,7 @@ import click
 import numpy as np
 
 from gradstream.cli.demo_job import BATCH_SIZE, COUNTERS, IMAGES
-from gradstream.cli.kills import Killer, KillSchedule
+from gradstream.cli.kills import KillSchedule, Striker
 from gradstream.report.charts import Curve, line_chart
 from gradstream.report.curves import training
 from gradstream.report.deaths import Death, deaths_of
@@ -153,7 +153,7 @@ def _run(job: Job, folder: Path, cluster: LocalCluster, schedule: KillSchedule |
     run_dir.mkdir()
     with Display() as display:
         killer = (
-            None if schedule is None else Killer(cluster, schedule, lambda line: click.echo(line, err=True))
+            None if schedule is None else Striker(cluster, schedule, lambda line: click.echo(line, err=True))
         )
 
         def on_event(event: EventDict) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gradstream.report.summary import EventDict
     from gradstream.run.local import LocalCluster
 
-__all__ = ["KillSchedule", "Killer"]
+__all__ = ["KillSchedule", "Striker"]
 
 ONCE = ("coordinator",)
 """Nodes that are killed once in a run: others take their place. Add a shard here where it has a backup."""
@@ -68,7 +68,7 @@ class KillSchedule:
         return node
 
 
-class Killer:
+class Striker:
     """Kills the processes of a run by SIGKILL; give it to the run as `on_event`.
 
     Args:
