@@ -74,7 +74,7 @@ def test_nodes_report_log_and_exit(cluster: LocalCluster) -> None:
     assert said["argv"] == ["--rank", "0", "--report-fd", "3"]
     assert said["threads"] == 1
     assert int(said["omp"]) >= 1
-    assert hear(cluster, "exited") == {"exited": "worker-0", "status": 7}
+    assert hear(cluster, "exited").items() >= {"exited": "worker-0", "status": 7}.items()
     assert cluster.running == {}
     assert "printed --rank 0" in cluster.log_tail("worker-0")
 
@@ -94,7 +94,7 @@ def test_a_killed_node_is_reported_with_its_signal_and_the_others_go_on(cluster:
         assert not said["grpc"], "imported before the fork"
     pids = dict(cluster.running)
     cluster.signal("a", signal.SIGKILL)
-    assert hear(cluster, "exited") == {"exited": "a", "status": -signal.SIGKILL}
+    assert hear(cluster, "exited").items() >= {"exited": "a", "status": -signal.SIGKILL}.items()
     assert list(cluster.running) == ["b"]
     cluster.close()
     wait_until_dead(list(pids.values()))

@@ -73,9 +73,10 @@ class CoordinatorEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitedEvent(Event):
-    """The process of a node of the launcher's machine has ended before the run did (launcher).
+    """The process of a node has ended before the run did (launcher).
 
-    `time_s` is when its parent saw that, or when it was killed, where the killer has told the launcher.
+    `time_s` is when its parent saw that, or when it was killed, where the killer has told the launcher; of another
+    machine, when the launcher heard of it.
     """
 
     name: ClassVar[str] = "exited"

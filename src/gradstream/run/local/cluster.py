@@ -73,7 +73,7 @@ class Cluster(ABC):
     def message(self, timeout_s: float) -> dict[str, Any] | None:
         """The next message, or None after `timeout_s`.
 
-        It is {"started": name, "pid": n}, {"exited": name, "status": code or -signal}, or a message of a
+        It is {"started": name, "pid": n}, {"exited": name, "status": code or -signal, ...}, or a message of a
         node, with {"from": name}.
         """
         try:
