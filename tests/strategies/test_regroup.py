@@ -16,6 +16,7 @@ import torch
 
 import gradstream as gs
 from gradstream._simulate import simulate
+from gradstream.coordinator.durable.store import StateStore
 from gradstream.errors import Interrupted
 from gradstream.job.files import load_job
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, Partition, SimulationConfig
@@ -294,6 +295,26 @@ def test_one_that_is_cut_off_is_left_out_and_a_slow_one_is_not(undisturbed: Any,
     finals.clear()
     run, _ = run_with(replace_at("worker-3", 4.0, 2.0), config=slow)
     assert run.summary["workers_lost"] == ["worker-3"]
+    check(run, finals, undisturbed)
+
+
+def test_the_coordinator_dies_with_a_worker(undisturbed: Any, finals: Finals) -> None:
+    """The others learn of the worker a lease after the new process of the coordinator has begun."""
+
+    class Both:
+        def store(self, job: str) -> StateStore:
+            return StateStore(":memory:", job)
+
+        async def __call__(self, cluster: Any) -> None:
+            director = cluster.virtual.runtime("director")
+            await director.sleep(0.45)
+            cluster.kill("coordinator")
+            cluster.kill("worker-2")
+            await director.sleep(0.3)
+            await cluster.restart("coordinator")
+
+    run, _ = run_with(Both())
+    assert run.summary["workers_lost"] == ["worker-2"]
     check(run, finals, undisturbed)
 
 

@@ -83,8 +83,12 @@ class GroupForming:
 
     async def changed(self, error: Exception) -> None:
         """Returns once the members have changed, since an operation of the group has raised `error`. Else raises it."""
-        if not self.survives or not await self._member.told(lambda: self.outdated):
-            raise error
+        for _ in range(
+            2 * self.survives
+        ):  # a coordinator that has just come back waits for a lease by itself
+            if await self._member.told(lambda: self.outdated):
+                return
+        raise error
 
     async def close(self) -> None:
         """Leaves the group."""
