@@ -2,6 +2,7 @@
 
     python bench/exactly_once.py                         # every carrier and strategy, one run of each
     python bench/exactly_once.py --rounds 8              # 8 runs of each: 7 kills a run
+    python bench/exactly_once.py --strategies allreduce  # without servers: in shared memory, whatever the carrier
 
 Of eight workers seven are killed, one after the other, at random times; the last one ends the run. Each sample adds
 1 to its own element of every chunk (`gradstream.testing.tokens`), so the final parameters are the count.
@@ -28,7 +29,13 @@ from gradstream.run.plan import plan_run
 from gradstream.testing import TokenAudit, Tokens, numbered
 
 WORKERS, SAMPLES, EPOCHS, CHUNKS = 8, 512, 40, 8
-STRATEGIES = {"downpour": gs.Downpour(), "ssp": gs.SSP(bound=3)}
+BATCH = 2
+STRATEGIES: dict[str, gs.Strategy] = {
+    "downpour": gs.Downpour(),
+    "ssp": gs.SSP(bound=3),
+    "allreduce": gs.AllReduce(),
+    "allreduce-ring": gs.AllReduce(algorithm="ring"),
+}
 
 
 def job() -> gs.Job:
@@ -40,11 +47,19 @@ def job() -> gs.Job:
         optimizer=gs.optim.SGD(lr=1.0),
         workers=WORKERS,
         servers=2,
-        batch_size=2,
+        batch_size=BATCH,
         epochs=EPOCHS,
         chunk_elems=SAMPLES,
         max_restarts=0,
     )
+
+
+def job_of_rounds() -> gs.Job:
+    """The same without servers: a round is the mean over its samples, so the rate is their number."""
+    model = Tokens(CHUNKS, SAMPLES)
+    model.reduction = "sum"
+    rate = gs.optim.SGD(lr=float(WORKERS * BATCH))
+    return replace(job(), model=model, strategy="allreduce", servers=None, optimizer=rate)
 
 
 class Killer:
@@ -59,14 +74,14 @@ class Killer:
         rng = random.Random(seed)
         self._cluster = cluster
         self._victims = rng.sample(range(WORKERS), WORKERS - 1)
-        total = SAMPLES * EPOCHS // 2
+        total = SAMPLES * EPOCHS // BATCH
         self._at = sorted(rng.randrange(50, total * 3 // 4) for _ in self._victims)
-        self._steps = 0
+        self._steps = 0.0
         self.kills = 0
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        """Counts a step, and kills whoever is due."""
-        self._steps += event["event"] == "step"
+        """Counts minibatches, and kills whoever is due."""
+        self._steps += event["samples"] / BATCH if event["event"] == "step" else 0
         while self.kills < len(self._at) and self._steps >= self._at[self.kills]:
             self._cluster.signal(f"worker-{self._victims[self.kills]}", signal.SIGKILL)
             self.kills += 1
@@ -74,8 +89,10 @@ class Killer:
 
 def run_once(carrier: str, strategy: str, seed: int, folder: Path) -> tuple[int, TokenAudit, Counter[str]]:
     """One run: number of kills, audit, and what became of the minibatches without a receipt."""
-    given = load_job(f"{Path(__file__).resolve()}:job")
-    changed = replace(given, strategy=STRATEGIES[strategy], carrier=carrier, seed=seed)
+    chosen = STRATEGIES[strategy]
+    which = "job_of_rounds" if isinstance(chosen, gs.AllReduce) else "job"
+    given = load_job(f"{Path(__file__).resolve()}:{which}")
+    changed = replace(given, strategy=chosen, carrier=carrier, seed=seed)
     spec = plan_run(changed, f"{carrier}-{strategy}-{seed}")
     with LocalCluster(folder / "logs", node_environment(WORKERS)) as cluster:
         killer = Killer(cluster, seed)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 
-from gradstream._train import launch
+from gradstream._train import check_detached, launch
 from gradstream.checkpoint import Resume, to_resume
 from gradstream.data.lock import machine_lock
 from gradstream.errors import ConfigError, DataError, UnknownNameError
@@ -18,6 +18,8 @@ from gradstream.job.registry import find_strategy
 from gradstream.job.validation import check_script
 from gradstream.run.files import read_record
 from gradstream.run.launcher import OnEvent
+from gradstream.run.launcher_lock import holder_of
+from gradstream.run.local.door import DOOR, has_reader
 from gradstream.run.node import LOCK, LOCK_S
 from gradstream.run.plan import plan_run
 from gradstream.run.remote.listening import Listening
@@ -55,6 +57,7 @@ def resume(
     on_event: OnEvent | None = None,
     listen: Listening | None = None,
     from_start: bool = False,
+    detach: bool = False,
     **options: Unpack[ResumeOptions],
 ) -> Run:
     """Continues a run in its own directory, from the newest checkpoint that passes verification.
@@ -71,6 +74,7 @@ def resume(
         on_event: as for `train`.
         listen: how other machines join again; None where there are none.
         from_start: whether to begin from the start although there are checkpoints, all of them damaged.
+        detach: as for `train`.
         options: fields of the job to change: workers, servers, epochs, ...
 
     Returns:
@@ -79,11 +83,12 @@ def resume(
     Raises:
         ConfigError: this is no run directory, a file in it is damaged, or nothing is left to do. Nothing
             was started.
-        DataError: another process runs this run; or every checkpoint is damaged: the message names each file.
+        DataError: this run goes on already; or every checkpoint is damaged: the message names each file.
         Interrupted: the run was stopped again.
         GradstreamError: as in `train`.
     """
     path = Path(path).resolve()
+    _check_ended(path)
     known = [*ResumeOptions.__annotations__]
     for name in options:
         if name not in known:
@@ -91,6 +96,8 @@ def resume(
     job = dataclasses.replace(job or job_of_run(path), **options, run_dir=path)
     if "epochs" in options or "steps" in options:
         job = dataclasses.replace(job, epochs=options.get("epochs"), steps=options.get("steps"))
+    if detach:
+        check_detached(None if job.spec else False, on_event, listen)
     read_record(path / "run.json")  # the end of the run adds to it, so a damaged one is refused now
     if is_script(job):
         check_script(dataclasses.replace(job, optimizer=None))  # the spec has filled one in
@@ -129,7 +136,17 @@ def resume(
         say(f"{path} has {has}: the run begins from the start")
     else:
         say(f"the run goes on from {at.folder}")
-    return launch(plan, path, on_event=on_event, as_threads=job.spec is None, listening=listen)
+    threads = job.spec is None
+    return launch(plan, path, on_event=on_event, as_threads=threads, listening=listen, detach=detach)
+
+
+def _check_ended(path: Path) -> None:
+    """Raises DataError where processes of the run are left, with a launcher or without."""
+    if holder_of(path) is not None or has_reader(path / DOOR):
+        raise DataError(
+            f"{path} goes on: processes of it are left; `gradstream attach` shows its progress, and `gradstream stop` "
+            "ends it"
+        )
 
 
 def _check_left(path: Path, finished: bool) -> None:

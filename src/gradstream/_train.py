@@ -11,25 +11,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Unpack
 
+from gradstream._detached import start_launcher
+from gradstream._launch import callbacks_of, load_run, run_nodes
 from gradstream.errors import (
     ConfigError,
-    GradstreamError,
-    Interrupted,
 )
-from gradstream.job.callbacks import Callbacks
 from gradstream.job.files import Asked, intercept, job_of, load_job, script_of_caller
 from gradstream.job.job import Data, Job, JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.job.registry import check_places
 from gradstream.job.validation import check_script
 from gradstream.run.launcher import Launcher, LaunchOptions, OnAddress, OnEvent
 from gradstream.run.local import LocalCluster
-from gradstream.run.plan import RunPlan, metrics_of, plan_run
+from gradstream.run.plan import RunPlan, plan_run
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
-from gradstream.trackers.services import check_trackers, trackers_of
+from gradstream.trackers.services import check_trackers
 
-__all__ = ["host", "launch", "load_job", "make_run_dir", "train"]
+__all__ = ["check_detached", "host", "launch", "load_job", "make_run_dir", "train"]
 
 NO_SCRIPT = (
     "train() was not called from a script, so other processes cannot find the code of the job: all nodes "
@@ -49,6 +48,7 @@ def train(
     processes: bool | None = None,
     listen: str | Listening | None = None,
     wait: int = 2,
+    detach: bool = False,
     **options: Unpack[JobOptions],
 ) -> Run:
     """Trains a model with worker and server processes, on this machine or on several.
@@ -65,11 +65,12 @@ def train(
             machines have joined. None trains on this machine alone. See `run.remote.listening.Listening`.
         wait: number of machines, this one included, with `listen`. Each has one worker and, unless `servers`
             is given, one shard of the parameter server.
+        detach: whether to return at once, while the run goes on without this process: see `gradstream.runs.attach`.
         options: fields of `Job`: strategy, optimizer, workers, batch_size, epochs, ... Where `model` is a
             job, they replace its own; `steps` also replaces its `epochs`, or the other way round.
 
     Returns:
-        The run: parameters, history, figures, `evaluate`.
+        The run: parameters, history, figures, `evaluate`. With `detach`, its directory, and what there is so far.
 
     Raises:
         ConfigError: an argument is wrong. Nothing was started.
@@ -89,14 +90,16 @@ def train(
     job = make_job(job_of(model, data), data, **options)
     kept = intercept(job)
     if kept is not None:
-        return _load(kept, job)
+        return load_run(kept, job)
     if is_script(job):
         check_script(job)
         if processes is False:
             raise ConfigError("a script with a training loop of its own runs as processes, not as threads")
-    spec = _place(job, processes if listen is None else True)
+    spec = _place(job, processes if listen is None and not detach else True)
     name = job.name or Path(spec or "session").name.partition(":")[0].removesuffix(".py")
     job = dataclasses.replace(job, spec=spec, argv=job.argv or sys.argv, name=name)
+    if detach:
+        check_detached(processes, on_event, listen)
     listening = _listening(listen, wait)
     if listening is not None:
         if processes is False:
@@ -113,7 +116,7 @@ def train(
         check_places(plan.optimizer)
     check_trackers(job.trackers)
     run_dir = make_run_dir(job)
-    return launch(plan, run_dir, on_event=on_event, as_threads=as_threads, listening=listening)
+    return launch(plan, run_dir, on_event=on_event, as_threads=as_threads, listening=listening, detach=detach)
 
 
 def launch(
@@ -125,6 +128,7 @@ def launch(
     listening: Listening | None = None,
     cluster: LocalCluster | None = None,
     stop: Callable[[], bool] | None = None,
+    detach: bool = False,
 ) -> Run:
     """Runs the nodes of a new or a resumed run, and returns the finished run; see `train`.
 
@@ -135,27 +139,26 @@ def launch(
         cluster: starts the processes; the caller closes it. None makes one for this run.
         stop: polled; once it returns True, the run stops with a checkpoint, as by Ctrl-C. A run with `stop` is
             a trial, and does not count among the runs that the job's script has made.
+        detach: whether another process runs them; the run is returned as it is now.
     """
-    job = plan.job
-    callbacks = _callbacks(job, run_dir)
-    earlier = tuple(_made.get(job.spec or "", ()))
+    earlier = tuple(_made.get(plan.job.spec or "", ()))
     options = LaunchOptions(
-        on_event=callbacks.beside(on_event),
+        on_event=on_event,
         as_threads=as_threads,
         listening=listening,
         cluster=cluster,
         stop=stop,
         earlier=earlier,
     )
-    try:
-        Launcher(plan, run_dir, options).run()
-    except (GradstreamError, Interrupted):
-        callbacks.end(lambda: Run.load(run_dir))
-        raise
-    callbacks.end(lambda: _load(run_dir, job))
-    if job.spec is not None and run_dir not in earlier and stop is None and not is_script(job):
-        _made.setdefault(job.spec, []).append(run_dir)
-    return _load(run_dir, job)
+    if detach:
+        Launcher(plan, run_dir, options).write_files()
+        start_launcher(run_dir, begin=True)
+        run = Run.load(run_dir)
+    else:
+        run = run_nodes(plan, run_dir, options)
+    if plan.job.spec is not None and run_dir not in earlier and stop is None and not is_script(plan.job):
+        _made.setdefault(plan.job.spec, []).append(run_dir)
+    return run
 
 
 def host(
@@ -179,7 +182,7 @@ def host(
     plan = plan_run(job, secrets.token_hex(8))
     check_trackers(job.trackers)
     run_dir = make_run_dir(job)
-    callbacks = _callbacks(job, run_dir)
+    callbacks = callbacks_of(job, run_dir)
     options = LaunchOptions(
         on_event=callbacks.beside(None),
         as_threads=not processes,
@@ -193,9 +196,17 @@ def host(
     return Run.load(run_dir)
 
 
-def _callbacks(job: Job, run_dir: Path) -> Callbacks:
-    given = [*job.callbacks, *trackers_of(job.trackers)]
-    return Callbacks(given, {"name": job.name, "run_dir": str(run_dir)})
+def check_detached(processes: bool | None, on_event: OnEvent | None, listen: object) -> None:
+    """Raises ConfigError where a run cannot go on without the process that starts it."""
+    if processes is False:
+        raise ConfigError("detach with processes=False: threads end with their process")
+    if on_event is not None:
+        raise ConfigError("on_event with detach: the run goes on without this process; give it to attach()")
+    if listen is not None:
+        raise ConfigError(
+            "detach with listen: the other machines end when the launcher does. Detach runs of this machine only; "
+            "start the others without detach, in a terminal that stays (tmux, a service)"
+        )
 
 
 def _listening(listen: str | Listening | None, wait: int) -> Listening | None:
@@ -220,12 +231,6 @@ def _place(job: Job, processes: bool | None) -> str | None:
     if processes is None:
         warnings.warn(NO_SCRIPT, stacklevel=3)
     return None
-
-
-def _load(path: Path, job: Job) -> Run:
-    model = build_model(job) if hasattr(job.model, "gradient") else None
-    run = Run.load(path, model=model, data=job.data)
-    return dataclasses.replace(run, metrics=metrics_of(job))
 
 
 def make_run_dir(job: Job) -> Path:

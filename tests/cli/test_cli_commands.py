@@ -21,7 +21,7 @@ from rich.console import Console
 import gradstream as gs
 from gradstream.cli import main
 from gradstream.cli.display import Display
-from gradstream.cli.report import evaluate, evaluation_rows, figures, show
+from gradstream.cli.report import evaluation_rows, figures, show
 from gradstream.errors import (
     EXIT_CODES,
     ConfigError,
@@ -34,6 +34,7 @@ from gradstream.errors import (
 )
 from gradstream.optim import SGD, Adagrad, Adam
 from gradstream.report.summary import summary_of
+from gradstream.run.final_evaluation import evaluate
 from gradstream.run.listing import list_runs
 from gradstream.run.result import Evaluation, Run
 from gradstream.runtime.simulation import LogNormal, SimulationConfig
@@ -74,12 +75,15 @@ class Recorder:
         self,
         job: Any,
         *,
-        on_event: Callable[[Any], None],
+        on_event: Callable[[Any], None] | None = None,
         config: SimulationConfig | None = None,
         listen: Any = None,
+        detach: bool = False,
     ) -> Run:
         self.job, self.config, self.listen = job, config, listen
-        on_event(FINISHED)
+        assert detach == (on_event is None)
+        if on_event is not None:
+            on_event(FINISHED)
         if isinstance(self.outcome, BaseException):
             raise self.outcome
         return self.outcome
@@ -110,6 +114,14 @@ def test_a_job_is_run_as_it_is(recorder: Recorder) -> None:
     assert recorder.spec == "job.py"
     assert without_origins(recorder.job) == a_job()
     assert "2.00 s" in result.stdout
+
+
+def test_a_detached_run_is_named(recorder: Recorder) -> None:
+    recorder.outcome = Run(path=Path("/a run"), info={"name": "mine"})
+    result = call("train", "job.py", "--detach")
+    assert result.exit_code == 0, result.output
+    assert "mine" in result.stdout and "gradstream attach '/a run'" in result.stdout
+    assert json.loads(call("train", "job.py", "--detach", "--json").stdout) == {"run_dir": "/a run"}
 
 
 def test_options_override_fields(recorder: Recorder) -> None:

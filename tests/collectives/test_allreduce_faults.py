@@ -124,7 +124,9 @@ WORKERS: list[Any] = []
 
 @dataclass(frozen=True, slots=True)
 class Watched(AllReduce):
-    """Keeps its workers, to be looked at after their death."""
+    """Keeps its workers, to be looked at after their death, which ends the run: nobody stands in."""
+
+    stands_in = False
 
     async def train(self, worker: Any) -> None:
         WORKERS.append(worker)

@@ -110,7 +110,7 @@ for name in ("a", "b"):
     cluster.start(name, [], main="dummy_nodes:stuck")
 while len(cluster.running) < 2:
     cluster.message(60)
-print(json.dumps([cluster._process.pid, *cluster.running.values()]), flush=True)
+print(json.dumps([cluster.link.pid, *cluster.running.values()]), flush=True)
 sys.stdin.read()
 """
 

@@ -246,15 +246,20 @@ def test_a_finite_gradient_ends_the_row() -> None:
     assert run.summary["workers_lost"] == []
 
 
-def test_in_rounds_another_worker_computes_the_part_of_a_quarantined_one() -> None:
-    run = sums("synchronous", Broken(lambda rank, _: rank == 1))
+@pytest.mark.parametrize(("strategy", "left_out"), [("synchronous", 1), ("allreduce", 3)])
+def test_in_rounds_another_worker_computes_the_part_of_a_quarantined_one(
+    strategy: str, left_out: int
+) -> None:
+    """Without servers, the whole round is left out with a part that is not finite."""
+    served: dict[str, Any] = {"servers": None} if strategy == "allreduce" else {}
+    run = sums(strategy, Broken(lambda rank, _: rank == 1), **served)
     assert run.summary["workers_lost"] == ["worker-1"]
     dropped = run.summary["samples_dropped"]
-    assert 3 * 4 <= dropped <= 4 * run.summary["gradients_refused"]["worker-1"]
+    assert left_out * 3 * 4 <= dropped <= left_out * 4 * run.summary["gradients_refused"]["worker-1"]
     assert run.summary["samples_accounted"] == 2 * NUM_SAMPLES - dropped
 
 
-@pytest.mark.parametrize("strategy", [gs.AllReduce(), gs.Synchronous(aggregate="krum")], ids=str)
+@pytest.mark.parametrize("strategy", [gs.AllReduce(sharded=True), gs.Synchronous(aggregate="krum")], ids=str)
 def test_where_no_worker_can_be_spared_the_run_ends_with_the_gradients_error(strategy: Any) -> None:
     with pytest.raises(NonFiniteError, match="quarantined, since its last 3 gradients"):
         sums(strategy, Broken(lambda rank, _: rank == 1))

@@ -187,7 +187,7 @@ def test_a_strategy_that_needs_every_worker_takes_in_nobody() -> None:
     model, data = least_squares(96, 4)
     with pytest.raises(gs.errors.PeerLostError, match="worker-1"):
         simulate(
-            model, data, strategy=gs.AllReduce(), workers=3, batch_size=4, epochs=8, config=UNSTEADY,
+            model, data, strategy=gs.AllReduce(sharded=True), workers=3, batch_size=4, epochs=8, config=UNSTEADY,
             deadlines=QUICK, script=kill_at("worker-1", 0.2),
         )  # fmt: skip
 

@@ -129,8 +129,8 @@ def test_last_worker_killed_ends_the_run() -> None:
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        ("worker-1", gs.AllReduce()),
-        ("worker-0", gs.AllReduce(overlap=False)),
+        ("worker-1", gs.AllReduce(sharded=True)),
+        ("worker-0", gs.AllReduce(sharded=True, overlap=False)),
         ("shard-1", gs.Synchronous()),
         ("shard-0", gs.Downpour()),
         ("coordinator", gs.Downpour()),

@@ -242,7 +242,7 @@ def test_the_last_bucket_waits_for_the_end_of_the_gradient() -> None:
     async def main() -> None:
         runtime: Any = SimpleNamespace(now=lambda: 0)
         context: Any = SimpleNamespace(
-            runtime=runtime, schedule=SimpleNamespace(round_of=lambda _: [(4, 0.1)])
+            rank=0, runtime=runtime, schedule=SimpleNamespace(round_of=lambda _: [(4, 0.1)])
         )
         group, replica = cast(Any, Alone()), cast(Any, None)
         setup = GroupSetup(

@@ -12,7 +12,7 @@ import click
 if TYPE_CHECKING:
     from gradstream.job.job import Job
 
-__all__ = ["JobCommand", "arguments_of_job", "job_options", "json_option", "load_job_with"]
+__all__ = ["JobCommand", "arguments_of_job", "detach_option", "job_options", "json_option", "load_job_with"]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -98,6 +98,11 @@ def job_options(command: Command) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def detach_option(command: Command) -> Command:
+    """Adds the option --detach."""
+    return click.option("--detach", is_flag=True, help="Return at once; the run goes on by itself.")(command)
 
 
 def json_option(command: Command) -> Command:

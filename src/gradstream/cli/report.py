@@ -14,9 +14,7 @@ from gradstream.errors import GradientError, GradstreamError, UserCodeError
 from gradstream.report.staleness import quantile
 from gradstream.report.straggler import straggler_text
 from gradstream.report.units import size_text
-from gradstream.runtime.event_log import disk_error
-from gradstream.telemetry.events import EvaluatedEvent, encode
-from gradstream.untrusted import TEXT_BYTES, escaped, say
+from gradstream.untrusted import TEXT_BYTES, escaped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,11 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "error_text",
-    "evaluate",
     "evaluation_rows",
     "figures",
     "json_text",
-    "keep_evaluation",
+    "print_end",
     "print_rows",
     "show",
 ]
@@ -60,39 +57,12 @@ def _only_ours(trace: str) -> bool:
     )
 
 
-def evaluate(run: Run) -> Evaluation | None:
-    """The run's evaluation on held-out samples; None where there are none, or no parameters."""
-    if run.model is None or run.data is None or not run.data.num_test_samples or not run.parameters:
-        return None
-    found = run.evaluate()
-    keep_evaluation(run, found)
-    return found
-
-
-def keep_evaluation(run: Run, found: Evaluation) -> None:
-    """Adds the evaluation of the final parameters to the run's events, unless they have one.
-
-    Then `gradstream runs` and reports show it. Where the directory cannot be written, a message says so.
-    """
-    if run.path is None or any(row["final"] for row in run.evaluations):
-        return
-    last = run.history[-1] if run.history else {"epoch": 0, "step": -1}
-    event = EvaluatedEvent(
-        step=last["step"] + 1,
-        epoch=last["epoch"],
-        samples=run.summary["samples"],
-        accuracy=found.accuracy,
-        loss=found.loss,
-        metrics=found.metrics,
-        held_out=found.num_samples,
-        final=True,
-    )
-    time_s = max((one["time_s"] for one in run.events), default=0.0)
-    try:
-        with (run.path / "events.jsonl").open("ab") as file:
-            file.write(encode(event, node="launcher", time_s=time_s))
-    except OSError as error:
-        say(f"{run.path} does not keep the evaluation: {disk_error(error)}")
+def print_end(run: Run, evaluation: Evaluation | None, as_json: bool) -> None:
+    """Prints the figures of a run on stdout: a table, or one JSON object."""
+    if as_json:
+        print(json_text(run, evaluation))
+    else:
+        show(run, evaluation)
 
 
 def json_text(run: Run, evaluation: Evaluation | None) -> str:

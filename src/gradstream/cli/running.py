@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from gradstream.report.summary import EventDict
     from gradstream.run.result import Run
 
-__all__ = ["OnEvent", "run_and_show", "show_dry_run"]
+__all__ = ["OnEvent", "run_and_show", "show_detached", "show_dry_run"]
 
 OnEvent = Callable[["EventDict"], None]
 
@@ -20,15 +20,32 @@ OnEvent = Callable[["EventDict"], None]
 def run_and_show(run_job: Callable[[OnEvent], Run], as_json: bool) -> None:
     """Runs a job, with its progress on stderr, and prints its figures on stdout: a table, or one JSON object."""
     from gradstream.cli.display import Display
-    from gradstream.cli.report import evaluate, json_text, show
+    from gradstream.cli.report import print_end
+    from gradstream.run.final_evaluation import evaluate
 
     with Display() as display:
         run = run_job(display.on_event)
-    evaluation = evaluate(run)
+    print_end(run, evaluate(run), as_json)
+
+
+def show_detached(run: Run, as_json: bool) -> None:
+    """Prints where a run that goes on without this terminal is, and how to follow and stop it."""
+    import json
+    import shlex
+
+    from gradstream.cli.report import print_rows
+
+    path = str(run.path)
     if as_json:
-        click.echo(json_text(run, evaluation))
-    else:
-        show(run, evaluation)
+        click.echo(json.dumps({"run_dir": path}))
+        return
+    rows = [
+        ("name", str(run.info.get("name", ""))),
+        ("run directory", path),
+        ("watch", f"gradstream attach {shlex.quote(path)}"),
+        ("stop", f"gradstream stop {shlex.quote(path)}"),
+    ]
+    print_rows(rows)
 
 
 def show_dry_run(job: Job, as_json: bool) -> None:

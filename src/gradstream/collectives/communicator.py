@@ -230,6 +230,10 @@ class Communicator:
         await self._announced()
         raise self._error()
 
+    def abandon(self, error: PeerLostError) -> None:
+        """Breaks the group: somebody else has found out that `error.peer` is gone."""
+        self._break(LostRank.of(error.peer, error))
+
     def _error(self) -> GradstreamError:
         if self.loss is not None:
             return self.loss.error()

@@ -164,7 +164,11 @@ class _GroupFactory:
                 f"ranks cannot share memory ({where}): use the algorithm 'auto', or one by name"
             )
         group = await self._join(list(range(communicator.size)), "all")
-        await communicator.close()
+        try:
+            await communicator.close()
+        except BaseException:
+            await group.close()
+            raise
         return group, self._event("shared", "in place")
 
     async def _join(self, ranks: Sequence[int], purpose: str) -> SharedGroup:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, PeerLostError
 from gradstream.memory import Span, Vector
 
 __all__ = ["Group", "GroupMembers", "own_slice", "slice_of"]
@@ -138,6 +138,13 @@ class Group(Protocol):
 
     async def broadcast(self, span: Span, *, root: int = 0) -> None:
         """Copies the span of rank `root` into the spans of all other ranks."""
+        ...
+
+    def abandon(self, error: PeerLostError) -> None:
+        """Breaks the group: somebody else has found out that `error.peer` is gone.
+
+        Operations under way and later ones raise, here and at all other ranks.
+        """
         ...
 
     async def close(self) -> None:

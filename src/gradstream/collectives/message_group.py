@@ -16,7 +16,7 @@ from gradstream.collectives.executor import carry_out
 from gradstream.collectives.group import Group, own_slice, slice_of
 from gradstream.collectives.plan import DependencyPlan, Operation
 from gradstream.collectives.schedule import Schedule
-from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.errors import ConfigError, PeerLostError, UnknownNameError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Work
 from gradstream.transport.carrier import copy_elements
@@ -117,6 +117,10 @@ class MessageGroup:
         """
         async with self._lock:
             return await measure(self._communicator, elems, max(1, self._piece_bytes // 4))
+
+    def abandon(self, error: PeerLostError) -> None:
+        """See `Group.abandon`."""
+        self._communicator.abandon(error)
 
     async def close(self) -> None:
         """See `Group.close`."""
@@ -228,6 +232,10 @@ class HierarchicalGroup:
         """See `Group.broadcast`."""
         async with self._lock:
             await self._whole.broadcast(span, root=root)
+
+    def abandon(self, error: PeerLostError) -> None:
+        """See `Group.abandon`."""
+        self._communicator.abandon(error)
 
     async def close(self) -> None:
         """See `Group.close`."""

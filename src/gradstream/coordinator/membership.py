@@ -113,7 +113,7 @@ class Membership:
             estates=self.estates,
         )
         self.phases = Phases(started, self.nodes, self.progress, self.snapshots, self.participation, losses)
-        self.stand_ins = StandIns(self.nodes) if losses.stands_in else None
+        self.stand_ins = StandIns(self.nodes, hands_over=not losses.regroups) if losses.stands_in else None
         first_round = resume.rounds if resume is not None else 0
         self._checks = MessageChecks(ledger, started.workers, first_round=first_round, quorum=by_verdicts)
         self._offences = Offences(losses.quarantine_after)
@@ -188,7 +188,7 @@ class Membership:
         self.progress.ledger.rejoined(node.rank)
         self.replies.joined(node)
         if self.stand_ins is not None:
-            self.nodes.entering.add(node.name)
+            self.stand_ins.joined(node)
         joined = Emit(JoinedEvent(who=node.name, address=node.address, epoch=self.nodes.epoch))
         if self.participation is not None and self.participation.joined(node.name):
             return [joined, *self._participation_changed()]
@@ -218,6 +218,8 @@ class Membership:
         if self.phases.phase == v1.Notice.ABORTED:
             return out
         self.progress.receipts(beat.receipts, node.rank, at_s)
+        if self.stand_ins is not None and (beat.receipts or beat.finished):
+            self.stand_ins.heard(who)
         self._settle_rounds()
         out += self._handed(who, beat)
         if (

@@ -37,6 +37,7 @@ class LossTolerance:
         obstacle: why no new process can take the place of a lost worker while the others train; "" if one can.
         redoes: shards say what the model has of a lost worker's pushes, and others redo those that are torn.
         stands_in: until then, one of the others computes its part of each round.
+        regroups: the workers exchange in a group, which is formed again at each loss and for each newcomer.
     """
 
     survives_worker_loss: bool
@@ -46,6 +47,7 @@ class LossTolerance:
     obstacle: str = "no process is started for it"
     redoes: bool = False
     stands_in: bool = False
+    regroups: bool = False
 
     @property
     def replaces(self) -> bool:

@@ -24,6 +24,9 @@ class StandIns:
 
     Args:
         nodes: the members of the run.
+        hands_over: a newcomer waits until its stand-in hands over. In a group it does not: all workers meet again
+            when it joins, and begin the next round together. But the run cannot go on with it alone before it has a
+            part in the model.
 
     Attributes:
         ever_lost: ranks of the workers that were ever lost. Receipts of theirs may have been on their way.
@@ -32,8 +35,9 @@ class StandIns:
     KEPT = ("_by_rank", "ever_lost")
     """See `durable.state`."""
 
-    def __init__(self, nodes: Nodes) -> None:
+    def __init__(self, nodes: Nodes, *, hands_over: bool = True) -> None:
         self._nodes = nodes
+        self._hands_over = hands_over
         self._by_rank: dict[int, str] = {}  # by rank of a lost worker, the name of the worker that stands in
         self.ever_lost: set[int] = set()
 
@@ -46,6 +50,17 @@ class StandIns:
             self._by_rank.pop(one, None)
             load = Counter(self._by_rank.values())
             self._by_rank[one] = min(active, key=lambda name: load[name])
+
+    def joined(self, node: v1.Node) -> None:
+        """Notes that a new process has taken the place of a lost worker."""
+        self._nodes.entering.add(node.name)
+        if not self._hands_over:
+            self._by_rank.pop(node.rank, None)
+
+    def heard(self, name: str) -> None:
+        """Notes that a worker has a part in the model. A newcomer of a group has parameters by then."""
+        if not self._hands_over:
+            self._nodes.entering.discard(name)
 
     def handed_over(self, who: str, handed: v1.HandOver) -> bool:
         """Notes that a stand-in has handed over to a newcomer. Returns whether the newcomer begins.

@@ -27,9 +27,10 @@ from gradstream.errors import (
     RefusedError,
     UserCodeError,
 )
+from gradstream.telemetry.events import FailedEvent
 from gradstream.untrusted import escaped
 
-__all__ = ["EndedNodes", "typed_error"]
+__all__ = ["EndedNodes", "failed_event", "typed_error"]
 
 NAME_BYTES, MESSAGE_BYTES, TRACEBACK_BYTES = 128, 8192, 1 << 16
 
@@ -60,6 +61,16 @@ def typed_error(culprit: str, error: str, message: str, traceback_text: str) -> 
             return made
     # The user's code raised outside of the functions that we wrap, or this is a bug of ours.
     return UserCodeError(f"{culprit}: {error}: {message}", traceback_text)
+
+
+def failed_event(error: GradstreamError, culprit: str) -> FailedEvent:
+    """The event of a run that failed with an error; `culprit` is at fault unless the error names another node."""
+    return FailedEvent(
+        culprit=getattr(error, "peer", culprit),
+        error=type(error).__name__,
+        message=str(error),
+        traceback=getattr(error, "traceback_text", ""),
+    )
 
 
 def _peer_of(culprit: str, message: str) -> tuple[str, str]:

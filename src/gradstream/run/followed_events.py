@@ -15,7 +15,7 @@ from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.run.node import EVENTS
 from gradstream.runtime.event_log import DISK_ERRORS, EventLog, disk_error
 from gradstream.runtime.storage import DiskStorage
-from gradstream.telemetry.event_lines import EventLines
+from gradstream.telemetry.event_lines import MAX_LINE_BYTES, EventLines
 from gradstream.telemetry.events import Event, ExitedEvent, encode
 from gradstream.untrusted import say
 
@@ -25,6 +25,8 @@ OnEvent = Callable[[Mapping[str, Any]], None]
 
 DISK_AGAIN_S = 60.0
 """Seconds without a message about the disk after which the same message is printed again."""
+
+PIECE_BYTES = 2 * MAX_LINE_BYTES
 
 MESSAGE_BYTES = 1024
 """Longest part of a node's message that is printed on stderr."""
@@ -38,17 +40,20 @@ class FollowedEvents:
     Args:
         run_dir: run directory.
         on_event: called with each event.
+        from_bytes: where to begin in the file; None takes its end.
 
     Attributes:
         zero_ns: see `RunClock`; None before training.
+        read_bytes: how much of the file has been read, or left out.
         last: the latest event of each kind.
         carriers: for each node, the carrier by which it reaches each of the others.
     """
 
-    def __init__(self, run_dir: Path, on_event: OnEvent | None) -> None:
+    def __init__(self, run_dir: Path, on_event: OnEvent | None, *, from_bytes: int | None = None) -> None:
         self._path = run_dir / EVENTS
         self._on_event = on_event
-        self._read_bytes = self._path.stat().st_size if self._path.is_file() else 0
+        end = self._path.stat().st_size if self._path.is_file() else 0
+        self.read_bytes = end if from_bytes is None else min(from_bytes, end)
         self._torn = b""
         self._lines = EventLines()
         self._own = EventLog(
@@ -64,14 +69,21 @@ class FollowedEvents:
         """Reads the events that were written since the last call."""
         try:
             with open(self._path, "rb") as file:
-                file.seek(self._read_bytes)
-                data = file.read()
+                file.seek(self.read_bytes)
+                while self._read_piece(file.read(PIECE_BYTES)):
+                    file.seek(self.read_bytes)
         except OSError:
             return  # there is no file yet, or the disk is broken
+
+    def _read_piece(self, data: bytes) -> bool:
+        """Takes the events in the next bytes of the file. Returns whether there may be more."""
         # A torn last line is read again: the coordinator removes it where the disk is full.
         *lines, self._torn = data.split(b"\n")
-        self._read_bytes += len(data) - len(self._torn)
+        if not lines and len(data) == PIECE_BYTES:
+            lines, self._torn = [data], b""  # longer than any event
+        self.read_bytes += len(data) - len(self._torn)
         self.take(lines)
+        return len(data) == PIECE_BYTES
 
     @property
     def skipped(self) -> str:
@@ -110,7 +122,7 @@ class FollowedEvents:
         if self._torn:
             self._torn = b""
             try:
-                os.truncate(self._path, self._read_bytes)
+                os.truncate(self._path, self.read_bytes)
             except OSError as error:
                 self.say_of_disk(f"{EVENTS} does not say how the run ended: {disk_error(error)}")
                 return False

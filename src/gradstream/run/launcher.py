@@ -7,12 +7,11 @@ In each case no process is left.
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,21 +27,22 @@ from gradstream.errors import (
     UserCodeError,
 )
 from gradstream.job.job import Job, is_script
-from gradstream.run.failures import EndedNodes, typed_error
+from gradstream.run.ending import Ending
+from gradstream.run.failures import EndedNodes, failed_event
 from gradstream.run.followed_events import FollowedEvents, OnEvent
+from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
 from gradstream.run.local import NODE, SCRIPT, Cluster, LocalCluster, ThreadCluster, node_environment
 from gradstream.run.local.ranks import hold_port
 from gradstream.run.local.signals import StopSignals
 from gradstream.run.node import run_node
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.plan import COORDINATOR, RunPlan, worker_name
-from gradstream.run.records import add_to_run_json, write_records
+from gradstream.run.records import add_to_run_json, write_records, write_spec
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.run.restarts import Restarts, Succession
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.event_log import disk_error
-from gradstream.telemetry.events import FailedEvent
 from gradstream.transport.credentials import Credentials
 from gradstream.transport.proof import new_secret
 from gradstream.untrusted import say
@@ -50,7 +50,7 @@ from gradstream.untrusted import say
 if TYPE_CHECKING:
     from gradstream.run.remote.machine_rendezvous import MachineRendezvous
 
-__all__ = ["LaunchOptions", "Launcher", "OnAddress", "OnEvent"]
+__all__ = ["Detached", "LaunchOptions", "Launcher", "OnAddress", "OnEvent"]
 
 OnAddress = Callable[[Path, str, Sequence[str]], None]
 
@@ -58,6 +58,23 @@ POLL_S = 0.2
 """Seconds between two reads of the events file. Messages of nodes are handled at once."""
 BOOT_S = 60.0
 """Seconds for a process to load torch and the job file, before its deadline to join begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detached:
+    """What the launcher of a detached run is given: it holds the lock of the run, and others may have begun its work.
+
+    Args:
+        signals: the signals of this process, which are handled already.
+        credentials: of the nodes.
+        events_from: where this part of the run begins in its events, in bytes.
+        adopts: whether another launcher has started the nodes, and died.
+    """
+
+    signals: StopSignals
+    credentials: Credentials
+    events_from: int
+    adopts: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +89,7 @@ class LaunchOptions:
         cluster: where to start processes; None makes one for this run.
         stop: see `_train.launch`; None for a run that is kept.
         earlier: run directories of the runs that the job's script made before this one.
+        detached: see `Detached`; None where the nodes end with this process.
     """
 
     on_event: OnEvent | None = None
@@ -81,6 +99,7 @@ class LaunchOptions:
     cluster: LocalCluster | None = None
     stop: Callable[[], bool] | None = None
     earlier: tuple[Path, ...] = ()
+    detached: Detached | None = None
 
 
 class Launcher:
@@ -96,25 +115,26 @@ class Launcher:
         self._plan = plan
         self._run_dir = run_dir
         self._options = options
-        self._signals = StopSignals()
-        self._credentials = Credentials(new_secret())
-        self._events = FollowedEvents(run_dir, options.on_event)
+        detached = options.detached
+        self._signals = detached.signals if detached else StopSignals()
+        self._credentials = detached.credentials if detached else Credentials(new_secret())
+        from_bytes = detached.events_from if detached else None
+        self._events = FollowedEvents(run_dir, options.on_event, from_bytes=from_bytes)
         self._ended = EndedNodes()
         self._machines: MachineRendezvous | None = None  # the other machines, where there are any
         self._credentials_file: Path | None = None  # for workers that another program starts
         self._meeting = ""  # host:port at which a script's own process group meets
         self._stopping = False  # the coordinator was asked to stop
-        self._reachable = False  # the coordinator can be asked to stop
         self._restarts = Restarts(plan.job.max_restarts if plan.losses.replaces else 0)
         self._succession = Succession(not (options.as_threads or options.stop))
-        self._address = ""  # of the coordinator
+        self._address = ""  # of the coordinator, once it can be asked to stop
         self._begins_again = False  # a resumed script would begin from its start
         elsewhere = [worker_name(rank) for rank in range(plan.workers)] if options.on_address else []
         self._others = [name for name in plan.node_names if name not in (COORDINATOR, *elsewhere)]
 
     def run(self) -> None:
         """Runs the nodes until the run has finished; raises the error that it failed with."""
-        with self._held_port():
+        with self._lock(), self._held_port():
             self._run(self._prepared())
 
     def _run(self, made: AbstractContextManager[Cluster]) -> None:
@@ -133,7 +153,7 @@ class Launcher:
         except KeyboardInterrupt as error:  # the second Ctrl-C
             self._events.read()
             if not self._is_trial:
-                error.args = error.args or ("\n".join(["interrupted", *self._where]),)
+                error.args = error.args or ("\n".join(["interrupted", *self._ending.where]),)
             raise
         finally:
             self._remove_credentials()
@@ -151,25 +171,54 @@ class Launcher:
 
     # ---- before nodes are started -------------------------------------------------------
 
-    def _prepared(self) -> AbstractContextManager[Cluster]:
-        """Writes the files that nodes read, and makes the cluster. Raises DiskError where there is no room."""
-        options, logs = self._options, self._run_dir / "logs"
-        environment: dict[str, str] = {}
-        if not options.as_threads:
-            environment = node_environment(self._per_machine, shards=self._plan.servers > 0)
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Holds the launcher's lock of the run, unless there is nothing to follow, or this process holds it."""
+        if self._is_trial or self._options.detached is not None:
+            yield
+            return
+        record = LauncherRecord.here(events_from=self._events.read_bytes)
+        with ExitStack() as stack:
+            with self._writing():
+                stack.enter_context(launcher_lock(self._run_dir, record))
+            yield
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raises DiskError where there is no room for files before the nodes are started."""
         try:
-            spec = self._spec(options.earlier)
-            write_records(self._plan, spec, environment, as_threads=options.as_threads)
-            if options.cluster is not None:
-                return nullcontext(options.cluster)
-            if options.as_threads:
-                return ThreadCluster(logs, partial(run_node, self._plan))
-            return LocalCluster(logs, environment, shards=self._plan.servers > 0)
+            yield
         except OSError as error:
             raise DiskError(
                 f"the run directory {self._run_dir} cannot be written: {disk_error(error)}; nothing was "
                 "started: make room, or name another with run_dir=, or --run-dir"
             ) from error
+
+    def write_files(self) -> None:
+        """Writes the files that nodes, and a detached launcher, read. Raises DiskError where there is no room."""
+        with self._writing():
+            spec, as_threads = self._spec(self._options.earlier), self._options.as_threads
+            write_records(self._plan, spec, self._environment, as_threads=as_threads)
+
+    def _prepared(self) -> AbstractContextManager[Cluster]:
+        """Writes the files, unless they are there, and makes the cluster. Raises DiskError where there is no room."""
+        options, logs = self._options, self._run_dir / "logs"
+        if options.detached is None:
+            self.write_files()
+        with self._writing():
+            if self._meeting and options.detached is not None:
+                write_spec(self._spec(options.earlier))  # with the port
+            if options.cluster is not None:
+                return nullcontext(options.cluster)
+            if options.as_threads:
+                return ThreadCluster(logs, partial(run_node, self._plan))
+            return LocalCluster(logs, self._environment, shards=self._plan.servers > 0)
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        if self._options.as_threads:
+            return {}
+        return node_environment(self._per_machine, shards=self._plan.servers > 0)
 
     def _spec(self, earlier: tuple[Path, ...]) -> NodeSpec:
         return NodeSpec.of(
@@ -192,7 +241,7 @@ class Launcher:
     @contextmanager
     def _held_port(self) -> Iterator[None]:
         """Reserves a port for scripts that make a process group of torch.distributed."""
-        if not is_script(self._job) or self._options.on_address is not None:
+        if not is_script(self._job) or self._options.on_address is not None or self._adopts:
             yield
             return
         at, listening = Address("127.0.0.1"), self._options.listening
@@ -233,8 +282,11 @@ class Launcher:
     # ---- nodes --------------------------------------------------------------------------
 
     def _start_nodes(self) -> None:
-        self._start_node(COORDINATOR)
-        address = self._address = self._address_of_coordinator()
+        """Starts the nodes, or, of a run whose launcher has died, those that it has not started."""
+        there = self._adopted() if self._adopts else set()
+        if COORDINATOR not in there:
+            self._start_node(COORDINATOR)
+        address = self._address_of_coordinator()
         if self._machines is not None:
             self._machines.join_service.go(int(address.rpartition(":")[2]))
         if self._options.on_address is not None:
@@ -242,8 +294,25 @@ class Launcher:
                 self._credentials_file = self._credentials.save(self._run_dir)
             self._options.on_address(self._run_dir / "nodes.json", address, self._network(worker_name(0)))
         for name in self._others:
-            if self._machines is None or self._machines.is_here(name):
+            if name not in there and (self._machines is None or self._machines.is_here(name)):
                 self._start_node(name, "--coordinator", address)
+
+    @property
+    def _adopts(self) -> bool:
+        return self._options.detached is not None and self._options.detached.adopts
+
+    def _adopted(self) -> set[str]:
+        """Hears what the nodes have said to a launcher that has died, and how some have ended; returns their names."""
+        self._events.read()
+        names, waited, message = set(), 0, None
+        while message is None or "entered" not in message:
+            message = self._cluster.message(POLL_S)
+            self._take(message or {})
+            names.add((message or {}).get("started", ""))
+            waited += message is None
+            if waited * POLL_S > BOOT_S:
+                raise DeadlineError("forkserver", f"did not say what its nodes do within {BOOT_S:g} s")
+        return names
 
     def _start_node(self, name: str, *arguments: str, again: Sequence[str] = ()) -> None:
         spec = ["--spec", str(self._run_dir / "nodes.json"), "--name", name, *arguments, *self._network(name)]
@@ -266,20 +335,15 @@ class Launcher:
     def _address_of_coordinator(self) -> str:
         deadline_s = self._job.deadlines.join_s + BOOT_S
         waited = 0
-        while waited * POLL_S < deadline_s:
-            message = self._handle_message()
-            if message is None:
-                waited += 1
-            elif (
-                "address" in message and message.get("from") == COORDINATOR
-            ):  # messages on machines have one too
-                self._reachable = True
-                return str(message["address"])
+        while not self._address:
+            waited += self._handle_message() is None
             if self._ended.statuses:
                 raise self._error_of(self._ended.first)
-        raise DeadlineError(
-            COORDINATOR, f"did not start within {deadline_s:g} s; see {self._run_dir / 'logs'}"
-        )
+            if waited * POLL_S > deadline_s:
+                raise DeadlineError(
+                    COORDINATOR, f"did not start within {deadline_s:g} s; see {self._run_dir / 'logs'}"
+                )
+        return self._address
 
     # ---- while they run -----------------------------------------------------------------
 
@@ -288,8 +352,12 @@ class Launcher:
         self._handle_stop()
         self._restart_workers()
         message = self._cluster.message(POLL_S)
-        if message is None:
-            return None
+        if message is not None:
+            self._take(message)
+        return message
+
+    def _take(self, message: dict[str, Any]) -> None:
+        """Handles a message of a node or a machine."""
         if "exited" in message:
             self._note_exit(message["exited"], message["status"], message.get("at_ns"))
         elif "error" in message:
@@ -304,14 +372,13 @@ class Launcher:
         elif "output" in message:
             sys.stderr.write(message["output"])
         elif message.get("from") == COORDINATOR and "address" in message:
-            self._note_coordinator()
+            self._note_coordinator(str(message["address"]))
         elif "disk" in message:
             self._succession.stored = message.get("stored", self._succession.stored)
             about = f"state, stored: {message['stored']}" if "stored" in message else ""
             self._events.say_of_disk(message["disk"], about)
         elif "unwritten" in message:
             self._events.take(message["unwritten"].encode().splitlines())
-        return message
 
     def _note_exit(self, name: str, status: int, at_ns: int | None) -> None:
         """Notes that a node has ended. One that was killed or evicted while others train is started again."""
@@ -328,8 +395,9 @@ class Launcher:
         if training and name.startswith("worker") and self._ended.was_lost(name):
             self._restarts.ended(name, time.monotonic())
 
-    def _note_coordinator(self) -> None:
+    def _note_coordinator(self, address: str) -> None:
         """Notes that a process of the coordinator serves; a later one may not know that the run is to stop."""
+        self._address = self._address or address
         self._succession.serves()
         if self._stopping:
             self._cluster.signal(COORDINATOR, signal.SIGTERM)
@@ -338,7 +406,9 @@ class Launcher:
         for name in self._restarts.take_due(time.monotonic()):
             if not self._is_ending:
                 self._ended.forget(name)
-                self._start_node(name, "--coordinator", self._address, "--clock", str(self._events.zero_ns))
+                zero_ns = self._events.zero_ns
+                clock = [] if zero_ns is None else ["--clock", str(zero_ns)]
+                self._start_node(name, "--coordinator", self._address, *clock)
 
     @property
     def _is_ending(self) -> bool:
@@ -356,7 +426,7 @@ class Launcher:
         if self._stopping or self._has_finished or not asked:
             return
         self._stopping = True
-        if not self._reachable:
+        if not self._address:
             raise self._interrupted()
         if self._signals.asked and not self._is_trial:
             say("stopping: a checkpoint is made first; once more to stop at once")
@@ -433,41 +503,25 @@ class Launcher:
             say(str(error))
 
     def _interrupted(self) -> Interrupted:
-        error = Interrupted(self._run_dir, self._checkpoint, self._command)
+        error = self._ending.interrupted
         if self._signals.asked and not self._is_trial:
             say(str(error))
         return error
 
     @property
-    def _checkpoint(self) -> str:
-        """Folder of the newest checkpoint, as far as is known; "" without one."""
-        resumed = self._plan.resume
-        first = "" if resumed is None else resumed.folder
-        last: str = self._events.last.get("checkpoint", {}).get("folder", first)
-        return last
-
-    @property
-    def _where(self) -> list[str]:
-        """The run directory of a run that did not finish, and how to resume it."""
-        more = self._checkpoint and not self._has_finished
-        resumes = [f"it resumes from {self._checkpoint}: {self._command}"] if more else []
-        return [f"run directory: {self._run_dir}", *resumes]
-
-    @property
-    def _command(self) -> str:
-        """The command, or the call, that resumes the run."""
-        if self._begins_again:
-            return "once the script goes on where it was, by session.skip() or session.step"
-        if self._job.spec is None:
-            return f"gradstream.resume({str(self._run_dir)!r}, job=the job)"
-        return f"gradstream resume {shlex.quote(str(self._run_dir))}"
+    def _ending(self) -> Ending:
+        resume = self._plan.resume
+        return Ending(
+            run_dir=self._run_dir,
+            last=self._events.last,
+            first="" if resume is None else resume.folder,
+            in_file=self._job.spec is not None,
+            begins_again=self._begins_again,
+        )
 
     def _error(self) -> GradstreamError:
         """The error that the run failed with, as the coordinator reports it, or as its process ended."""
-        failed = self._events.last.get("failed")
-        if failed is not None:
-            return typed_error(failed["culprit"], failed["error"], failed["message"], failed["traceback"])
-        return self._error_of(COORDINATOR)
+        return self._ending.failure or self._error_of(COORDINATOR)
 
     def _error_of(self, name: str) -> GradstreamError:
         return self._ended.error_of(name, self._cluster.log_tail)
@@ -477,14 +531,7 @@ class Launcher:
         self._events.read()
         if "failed" in self._events.last or not self._events.mend():
             return
-        culprit = getattr(error, "peer", next(iter(self._ended.statuses), "launcher"))
-        event = FailedEvent(
-            culprit=culprit,
-            error=type(error).__name__,
-            message=str(error),
-            traceback=getattr(error, "traceback_text", ""),
-        )
-        self._events.emit(event)
+        self._events.emit(failed_event(error, next(iter(self._ended.statuses), "launcher")))
 
     def _explain(self, error: GradstreamError) -> None:
         """Adds notes to an error: how its process ended, where it ran, how to resume, the user's traceback."""
@@ -493,7 +540,7 @@ class Launcher:
             error.add_note(f"{peer}: its process {self._ended.how(peer)}")
         if place := self._machines.place_of(peer) if self._machines is not None else "":
             error.add_note(f"{peer} was on {place}")
-        for note in self._where:
+        for note in self._ending.where:
             error.add_note(note)
         if self._events.skipped:
             error.add_note(f"events.jsonl: {self._events.skipped}")

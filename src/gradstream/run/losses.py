@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gradstream.coordinator.phases import LossTolerance
+from gradstream.strategies.base import GroupStrategy, SharedMemoryStrategy
 
 if TYPE_CHECKING:
     from gradstream.run.plan import RunPlan
@@ -23,8 +24,7 @@ __all__ = ["losses_of"]
 
 def losses_of(plan: RunPlan) -> LossTolerance:
     """Which losses of workers the run of a plan survives, and how."""
-    served = plan.served
-    rounds = served is not None and served.partitioning == "rounds"
+    served, rounds = plan.served, plan.strategy.partitioning == "rounds"
     obstacle = next(_obstacles(plan, rounds=rounds), "")
     redoes = served is not None and served.pushes == "gradients" and not rounds and plan.workers > 1
     return LossTolerance(
@@ -35,28 +35,33 @@ def losses_of(plan: RunPlan) -> LossTolerance:
         obstacle=obstacle,
         redoes=redoes and not obstacle,
         stands_in=rounds and not obstacle,
+        regroups=isinstance(plan.strategy, GroupStrategy),
     )
 
 
 def _obstacles(plan: RunPlan, *, rounds: bool) -> Iterator[str]:
     """Why no new process can take the place of a lost worker."""
-    served, job = plan.served, plan.job
-    if served is None:
-        yield "its workers exchange without servers"
+    served, strategy, job = plan.served, plan.strategy, plan.job
+    if isinstance(strategy, SharedMemoryStrategy):
+        yield "its workers exchange through one vector in shared memory"
         return
-    if served.quorum(plan.workers) is not None:
+    if served is not None and served.quorum(plan.workers) is not None:
         yield "a quorum of workers makes each update"
     if plan.open_ended:
         yield "the training loop is the user's own"
     if job.record:
         yield "a recording has one file for each worker, from its first minibatch on"
-    if not rounds and not served.survives_worker_loss:
+    if not rounds and not strategy.survives_worker_loss:
         yield "it does not survive the loss of one"
-    if rounds and not served.stands_in:
-        yield "what a worker pushes is more than the gradient of its minibatch"
+    if rounds and not strategy.stands_in:
+        yield (
+            "no other worker can compute the part of a lost one"
+            if served is None
+            else "what a worker pushes is more than the gradient of its minibatch"
+        )
     if rounds and plan.balanced:
         yield "shares follow measured speeds"
-    if rounds and served.rows(tables=True) is not None:
+    if rounds and served is not None and served.rows(tables=True) is not None:
         yield "rounds exchange rows"
     if rounds and job.data.num_samples is None:
         yield "only reading a minibatch of a stream tells its size"

@@ -313,6 +313,8 @@ async def _coordinate(
         )
     coordinator = build_coordinator(plan, runtime, endpoint, keeper)
     coordinator.on_begin = lambda zero_ns: say(zero_ns=zero_ns)
+    if coordinator.clock.zero_ns is not None:  # it goes on after another process, which has said so
+        say(zero_ns=coordinator.clock.zero_ns)  # a launcher that comes later hears of the last process alone
     when_asked(coordinator.stop)
     await endpoint.start()
     say(address=endpoint.address)

@@ -19,7 +19,7 @@ from gradstream.run.node_spec import NodeSpec
 from gradstream.run.plan import RunPlan
 from gradstream.runtime.storage import DiskStorage
 
-__all__ = ["add_to_run_json", "write_records"]
+__all__ = ["add_to_run_json", "write_records", "write_spec"]
 
 
 def write_records(plan: RunPlan, spec: NodeSpec, environment: Mapping[str, str], *, as_threads: bool) -> None:
@@ -51,7 +51,12 @@ def write_records(plan: RunPlan, spec: NodeSpec, environment: Mapping[str, str],
         if job.record_machine:
             info |= {"git_commit": git_commit(Path.cwd()), **describe_machine(environment)}
         storage.write("run.json", _json(info))
-    storage.write("nodes.json", _json(dataclasses.asdict(spec)))
+    write_spec(spec)
+
+
+def write_spec(spec: NodeSpec) -> None:
+    """Writes nodes.json. Raises OSError where the disk does not take it."""
+    DiskStorage(Path(spec.run_dir)).write("nodes.json", _json(dataclasses.asdict(spec)))
 
 
 def add_to_run_json(run_dir: Path, entries: Mapping[str, Any]) -> None:

@@ -13,13 +13,13 @@ Wait-free backprop: the vector is divided into buckets, in backward order. A buc
 passed its end, and backprop continues meanwhile. The last bucket is sent when the whole gradient is known to be
 finite, and the update is made when all buckets have arrived. So a worker that dies or fails in the middle of a round
 leaves the others with the parameters of the last complete round. Where a gradient is not finite, all workers leave
-its round out. (With `sharded`, a death during the update itself leaves the parameters undefined; the run goes back to
-its checkpoint.)
+its round out. The others then form another group, do that round again, and one of them computes the dead worker's part
+from then on (`worker.exchange.group`). (With sharded=True a death ends the run, which goes back to its checkpoint.)
 
     bucket l ready at r_l, exchanged in a_l:  s_l = max(r_l, e_{l+1}),  e_l = s_l + a_l,  T = e_1 + t_update
 
-Bytes a step and worker: 2·4N·(W-1)/W sent, by ring or halving-doubling (float32). A dead worker ends the run with
-an error that names it. A worker without samples in a round contributes zeros.
+Bytes a step and worker: 2·4N·(W-1)/W sent, by ring or halving-doubling (float32). A worker without samples in a round
+contributes zeros.
 
 References: Patarasuk and Yuan 2009 (the ring); Zhang and others 2017 ("Poseidon", wait-free backprop);
 Rajbhandari and others 2020 ("ZeRO", whose first stage is `sharded`).
@@ -80,7 +80,7 @@ class AllReduce(GroupStrategy):
     factors: bool | None = None
 
     partitioning: ClassVar[Partitioning] = "rounds"
-    survives_worker_loss: ClassVar[bool] = False
+    survives_worker_loss: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.exchange not in EXCHANGES:
@@ -109,6 +109,11 @@ class AllReduce(GroupStrategy):
             )
         if self.bucket_mib is not None and not 1e-4 <= self.bucket_mib <= 1 << 20:
             raise ConfigError(f"AllReduce(bucket_mib={self.bucket_mib}): expected MiB, 0.0001 to 1048576")
+
+    @property
+    def stands_in(self) -> bool:
+        """See `Strategy.stands_in`: not where one worker alone has a part of the optimizer's state."""
+        return self.exchange == "auto" and not self.sharded
 
     @property
     def gives_mean(self) -> bool:

@@ -88,6 +88,16 @@ class Strategy(ABC):
     """Options with which one worker is plain SGD; None lets `testing.check_strategy` search for them."""
 
     @property
+    def stands_in(self) -> bool:
+        """Whether another worker can compute the part of a lost one in a round.
+
+        Through servers: its push is the gradient of its minibatch at the parameters of that round, and nothing else of
+        the worker's own. In a group: the weighted sum of the gradients is all that a round exchanges, and `train` may
+        begin anew between any two rounds, since it keeps nothing from one to the next.
+        """
+        return False
+
+    @property
     def gives_mean(self) -> bool:
         """Whether each round gives every worker the mean gradient over the samples of all workers.
 
@@ -118,15 +128,6 @@ class ServerStrategy(Strategy):
 
     pushes: ClassVar[Pushes] = "gradients"
     """Content of the pushes; see `Pushes`."""
-
-    @property
-    def stands_in(self) -> bool:
-        """Whether another worker can make the push of a lost one in a round, with the same result.
-
-        The push is then the gradient of the lost worker's minibatch at the parameters of that round, and nothing else
-        of the worker's own.
-        """
-        return False
 
     @abstractmethod
     async def train(self, worker: ServerWorker) -> None:

@@ -24,7 +24,7 @@ from gradstream.job.registry import describe, find_strategy
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.run.result import Run
-from gradstream.strategies.base import ServerStrategy, Strategy
+from gradstream.strategies.base import GroupStrategy, ServerStrategy, Strategy
 from gradstream.testing.runs import QUICK, least_squares, token_counts
 from gradstream.testing.trials import NUM_SAMPLES, TrialOutcome, bad_world, token_run, trial
 
@@ -353,16 +353,21 @@ def _accounted(run: Run, where: str) -> None:
 def deaths(strategy: Strategy) -> str:
     """It survives a worker's death without a loss if it claims to; otherwise the death ends the run by name."""
     died, rng = 0, random.Random(1)
+    reduction: Reduction = "sum" if isinstance(strategy, GroupStrategy) else "mean"
+    survives = strategy.survives_worker_loss and (
+        not isinstance(strategy, GroupStrategy) or strategy.stands_in
+    )
     for seed in range(SEEDS):
         name = f"worker-{seed % 3}"
-        outcome = token_run(strategy, epochs=3, seed=seed, kill=(name, rng.uniform(0.01, 0.12)))
-        if strategy.survives_worker_loss:
+        kill = name, rng.uniform(0.01, 0.12)
+        outcome = token_run(strategy, epochs=3, seed=seed, kill=kill, reduction=reduction)
+        if survives:
             _nothing_lost(_ended(outcome, f"{name} is killed"), outcome, name)
             died += name in outcome.lost
         elif outcome.run is None:
             _ends_by_name(outcome, name)
             died += 1
-    word = "survived" if strategy.survives_worker_loss else "ended it by name"
+    word = "survived" if survives else "ended it by name"
     return f"{died} deaths, {word}"
 
 

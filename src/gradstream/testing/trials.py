@@ -296,17 +296,26 @@ async def _direct(
 
 
 def token_run(
-    strategy: Strategy, *, workers: int = 3, servers: int = 2, epochs: int = 2, **options: Any
+    strategy: Strategy,
+    *,
+    workers: int = 3,
+    servers: int = 2,
+    epochs: int = 2,
+    reduction: Reduction = "mean",
+    **options: Any,
 ) -> TrialOutcome:
     """Runs a trial in which the samples in the model can be counted; see `Tokens`.
 
-    Where the model is the mean of W workers' parameters, each worker makes steps W times as long.
+    Where the model is the mean of W workers' parameters, each worker makes steps W times as long. `reduction` is what
+    the model says of its gradients: whoever computes the parts of several workers adds sums up, and weighs means.
     """
+    model = Tokens(num_chunks=4)
+    model.reduction = reduction
     averaged = isinstance(strategy, ServerStrategy) and strategy.pushes == "parameters"
     options = {"optimizer": SGD(lr=float(workers) if averaged else 1.0), "batch_size": 2, **options}
     return trial(
         strategy,
-        Tokens(num_chunks=4),
+        model,
         numbered(NUM_SAMPLES),
         unweighted=not averaged,
         workers=workers,

@@ -103,6 +103,7 @@ class BatchGate:
         self._reported = 0  # number of the interval in which it has reported to stand
         self._standing = False  # everything that was begun is in the model
         self._leave: Callable[[], None] | None = None
+        self._error: Exception | None = None
         self._changed = asyncio.Event()
 
     def leave(self, then: Callable[[], None]) -> None:
@@ -110,6 +111,15 @@ class BatchGate:
         self._leave = then
         self._report_standing()
         self._changed.set()
+
+    def interrupt(self, error: Exception) -> None:
+        """Lets `gate` raise this error, also for a worker that stands there, until `again` is called."""
+        self._error = error
+        self._changed.set()
+
+    def again(self, begun: int) -> None:
+        """Lets the worker go on after `interrupt`. It has given up the minibatch that it was in, if any."""
+        self._error, self.begun = None, begun
 
     def hear(self, notice: v1.Notice) -> None:
         """Takes in a notice of the coordinator."""
@@ -141,8 +151,13 @@ class BatchGate:
 
         Args:
             flush: brings everything that was computed into the model.
+
+        Raises:
+            Exception: see `interrupt`.
         """
         while True:
+            if self._error is not None:
+                raise self._error
             at_limit = self._stop.at_limit(self.begun)
             if at_limit or self.interval.paused or self._leave is not None:
                 if not self._standing:

@@ -27,12 +27,14 @@ class ScheduleHooks:
         close: awaited when the worker has no minibatch left, before it waits for the end of the run. It brings
             everything that was computed into the model; otherwise two workers would wait for each other.
         skip: leaves out minibatches of rounds that went on without this worker; returns how many.
+        done: number of the worker's own minibatches that it has gone through before.
     """
 
     gate: Callable[[], Awaitable[Gate]]
     interval: Callable[[], int]
     close: Callable[[], Awaitable[None]]
     skip: Callable[[], int]
+    done: int = 0
 
 
 class BatchSchedule(Protocol):
@@ -142,7 +144,7 @@ class Schedule:
 
         When a paused worker is resumed, minibatches assigned before may be another worker's: it drops them.
         """
-        source = _Partition(self, hooks.skip) if self.queue is None else self.queue
+        source = _Partition(self, hooks.skip, hooks.done) if self.queue is None else self.queue
         while (ref := await source.next(hooks.interval, hooks.close)) is not None:
             if self.balance is not None:
                 await self.balance.reach(ref)
@@ -191,10 +193,10 @@ class Schedule:
 class _Partition:
     """All minibatches of a worker's own partition, in order. See `BatchQueue`."""
 
-    def __init__(self, schedule: Schedule, skip: Callable[[], int]) -> None:
+    def __init__(self, schedule: Schedule, skip: Callable[[], int], done: int) -> None:
         self._schedule = schedule
         self._skip = skip
-        self._next = 0
+        self._next = done
 
     async def next(
         self, interval: Callable[[], int], close: Callable[[], Awaitable[None]]

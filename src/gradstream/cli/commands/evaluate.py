@@ -35,8 +35,9 @@ def evaluate(run: Path, checkpoint: str | None, data: str | None, as_json: bool)
     import dataclasses
     import json
 
-    from gradstream.cli.report import evaluation_rows, keep_evaluation, print_rows
+    from gradstream.cli.report import evaluation_rows, print_rows
     from gradstream.job.registry import find_dataset
+    from gradstream.run.final_evaluation import keep_evaluation
     from gradstream.run.reopen import reopen
     from gradstream.run.result import FINAL_MODEL
 

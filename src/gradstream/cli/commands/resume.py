@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from gradstream.cli.machines import listen_options, listening_of
-from gradstream.cli.options import json_option
-from gradstream.cli.running import run_and_show
+from gradstream.cli.options import detach_option, json_option
+from gradstream.cli.running import run_and_show, show_detached
 
 __all__ = ["resume"]
 
@@ -34,8 +34,9 @@ __all__ = ["resume"]
     help="Begin again where all checkpoints are damaged.",
 )
 @listen_options
+@detach_option
 @json_option
-def resume(run: Path, as_json: bool, **given: Any) -> None:
+def resume(run: Path, as_json: bool, detach: bool, **given: Any) -> None:
     """Continues a run that was stopped or killed from its newest good checkpoint.
 
     RUN is a run directory. The command reads the job again from its file, which must not have changed.
@@ -52,4 +53,7 @@ def resume(run: Path, as_json: bool, **given: Any) -> None:
     names = ("listen", "wait", "workers_per_machine", "servers_on", "wait_s", "insecure", "token_file")
     listening = listening_of(**{name: given.pop(name) for name in names}, workers=given["workers"])
     options: Any = {name: value for name, value in given.items() if value is not None}
+    if detach:
+        show_detached(resume_run(run, listen=listening, detach=True, **options), as_json)
+        return
     run_and_show(lambda on_event: resume_run(run, on_event=on_event, listen=listening, **options), as_json)

@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from gradstream.cli.machines import listen_options, listening_of
-from gradstream.cli.options import JobCommand, job_options, load_job_with
-from gradstream.cli.running import run_and_show, show_dry_run
+from gradstream.cli.options import JobCommand, detach_option, job_options, load_job_with
+from gradstream.cli.running import run_and_show, show_detached, show_dry_run
 
 __all__ = ["train"]
 
@@ -17,7 +17,8 @@ __all__ = ["train"]
 @job_options
 @listen_options
 @click.option("--dry-run", is_flag=True, help="Check the job with a few minibatches, and keep nothing.")
-def train(job: str, as_json: bool, dry_run: bool, **given: Any) -> None:
+@detach_option
+def train(job: str, as_json: bool, dry_run: bool, detach: bool, **given: Any) -> None:
     """Trains with worker and server processes, on this machine or on several.
 
     With --listen it prints the line that joins another machine, and begins when N machines have
@@ -27,12 +28,14 @@ def train(job: str, as_json: bool, dry_run: bool, **given: Any) -> None:
     then starts processes on this machine that push, fetch, make a checkpoint and evaluate it. Exit
     status 0, or 3 if a check fails.
 
-    Progress goes to stderr, figures to stdout.
+    Progress goes to stderr, figures to stdout. With --detach it returns at once; the run goes on without
+    this terminal, and `gradstream attach` shows its progress.
 
     \b
     Examples:
       gradstream train JOB.py
       gradstream train JOB.py --dry-run
+      gradstream train JOB.py --detach
       gradstream train JOB.py --strategy downpour --set push_every=10 --workers 4
       gradstream train JOB.py --workers 4 -- --hidden 64    # JOB.py finds --hidden 64 in sys.argv
       gradstream train JOB.py --listen 10.0.0.1 --wait 4
@@ -48,5 +51,8 @@ def train(job: str, as_json: bool, dry_run: bool, **given: Any) -> None:
     listening = listening_of(**machines, workers=workers)
     if dry_run:
         show_dry_run(chosen, as_json)
+        return
+    if detach:
+        show_detached(run_job(chosen, listen=listening, detach=True), as_json)
         return
     run_and_show(lambda on_event: run_job(chosen, on_event=on_event, listen=listening), as_json)

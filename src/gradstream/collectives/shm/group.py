@@ -19,6 +19,7 @@ import torch
 from gradstream.collectives.shm.core import SharedCore
 from gradstream.collectives.shm.rendezvous import RendezvousMembers
 from gradstream.collectives.shm.steps import Steps, finish
+from gradstream.errors import ClosedError, PeerLostError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Runtime, Timer
 from gradstream.runtime.tasks import finish_despite_cancel
@@ -131,6 +132,11 @@ class SharedGroup:
         """Returns once all ranks have called it. Then this rank can read what they wrote before."""
         await self._run(self._core.barrier(), brief=True)
 
+    def abandon(self, error: PeerLostError) -> None:
+        """See `Group.abandon`: leaves, by which all others learn of it."""
+        del error
+        self._core.close()
+
     async def close(self) -> None:
         """See `Group.close`. Vectors stay for as long as somebody holds them."""
         if self._timer is not None:
@@ -159,7 +165,10 @@ class SharedGroup:
             await self._runtime.sleep(0)
 
     async def _threaded(self, operation: Callable[[], T]) -> T:
-        self._running = running = self._thread.submit(operation)
+        try:
+            self._running = running = self._thread.submit(operation)
+        except RuntimeError:  # the thread has ended
+            raise ClosedError(f"{self.names[self.rank]} has left its group") from None
         future = asyncio.wrap_future(running)
         try:
             return await asyncio.shield(future)

@@ -160,6 +160,10 @@ class TorchGroup:
             raise ConfigError(f"broadcast from rank {root} of a group of {self.size}")
         await self._run("broadcast", span, root=root)
 
+    def abandon(self, error: PeerLostError) -> None:
+        """See `Group.abandon`."""
+        self._communicator.abandon(error)
+
     async def close(self) -> None:
         """See `Group.close`. Does not wait for an operation that hangs."""
         engine, self._engine = self._engine, None

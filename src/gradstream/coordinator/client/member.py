@@ -235,17 +235,26 @@ class Member(Reporter):
 
     async def _judged(self) -> bool:
         """Waits as long as a loss takes to be noticed, and returns whether the run has ended."""
+        try:
+            return await self.told(lambda: self.notice.phase == v1.Notice.FINISHED)
+        except GradstreamError:
+            return True
+
+    async def told(self, reached: Callable[[], bool]) -> bool:
+        """Waits for as long as a loss takes to be noticed. Returns whether `reached()` holds. Raises as `over` does.
+
+        A coordinator that is silent is waited for: it decides when it is there again.
+        """
         assert self._presence is not None
         while True:
             try:
-                await self._runtime.within(self._deadlines.lease_s + self._deadlines.beat_s, self.over())
+                await self._runtime.within(
+                    self._deadlines.lease_s + self._deadlines.beat_s, self.heard(reached)
+                )
+                return True
             except TimeoutError:
                 if self._runtime.left_s(self._presence.heard_ns, 2 * self._deadlines.notice_s) > 0:
                     return False
-                continue  # the coordinator is silent: it decides when it is there again
-            except GradstreamError:
-                pass
-            return True
 
     # ---- presence -----------------------------------------------------------------------
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
-import subprocess
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,14 +12,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from gradstream.errors import InternalError
+from gradstream.run.local.link import ForkserverLink
 
 __all__ = ["NODE", "SCRIPT", "Cluster", "LocalCluster"]
 
 NODE, SCRIPT = "gradstream.run.node:main", "gradstream.run.script:main"
 """Main functions of processes: a node, and a worker that is a script with a training loop of its own."""
-
-OF_SERVERS = "gradstream.run.shard", "gradstream.worker.exchange.server"
-"""Modules of the nodes of a run with servers."""
 
 HANG_UP_S = 5.0
 
@@ -101,35 +96,33 @@ class LocalCluster(Cluster):
         logs: folder for the output of nodes; made when missing.
         environment: environment variables of the nodes (see `node_environment`).
         shards: whether nodes exchange through servers, whose code is then imported before the nodes are forked.
+        link: to a forkserver that is there; None starts one, whose nodes end with this process.
     """
 
-    def __init__(self, logs: Path, environment: Mapping[str, str], *, shards: bool = False) -> None:
+    def __init__(
+        self,
+        logs: Path,
+        environment: Mapping[str, str],
+        *,
+        shards: bool = False,
+        link: ForkserverLink | None = None,
+    ) -> None:
         super().__init__(logs)
-        source = str(Path(__file__).resolve().parents[3])  # the folder of the package
-        path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-        with open(logs / "forkserver.log", "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "gradstream.run.local.forkserver", *(OF_SERVERS if shards else ())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, **environment, "PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C in the terminal signals the launcher only
-            )
+        self.link = link or ForkserverLink.started(logs / "forkserver.log", environment, shards=shards)
         self._listener = threading.Thread(target=self._listen, name="forkserver-replies", daemon=True)
         self._listener.start()
 
     def start(self, name: str, argv: Sequence[str], *, main: str = NODE) -> None:
         """See `Cluster.start`; the process also gets a file descriptor for messages."""
         log = str(self.logs / f"{name}.log")
-        self._order({"start": name, "main": main, "argv": list(argv), "log": log})
+        self.link.order(start=name, main=main, argv=list(argv), log=log)
 
     def signal(self, name: str, number: int) -> None:
         """See `Cluster.signal`."""
-        self._order({"signal": name, "number": number})
+        self.link.order(signal=name, number=number)
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:
-        """See `Cluster.message`.
+        """See `Cluster.message`; where the forkserver was there before, {"entered": true} follows what was before.
 
         Raises:
             InternalError: the forkserver itself has ended, and with it all nodes.
@@ -141,30 +134,17 @@ class LocalCluster(Cluster):
 
     def close(self) -> None:
         """Kills every node that still runs. Returns when all are gone. Idempotent."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.close()
-        except BrokenPipeError:
-            pass
-        try:
-            self._process.wait(HANG_UP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # the kernel kills the nodes with it
-            self._process.wait()
+        self.link.close()
         self._listener.join(HANG_UP_S)
+        if self._listener.is_alive():
+            self.link.kill()
+            self._listener.join(HANG_UP_S)
+        if self.link.process is not None:
+            self.link.process.wait()
         self.running.clear()
 
-    def _order(self, order: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # `message` says so
-
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as replies:
+        with self.link.replies as replies:
             for line in replies:
                 self._messages.put(json.loads(line))
         self._messages.put({"gone": True})

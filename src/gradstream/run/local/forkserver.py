@@ -1,4 +1,4 @@
-"""A warm process that nodes are forked from: `python -m gradstream.run.local.forkserver [module ...]`.
+"""A warm process that nodes are forked from: `python -m gradstream.run.local.forkserver [--door PATH] [module ...]`.
 
 Importing torch takes seconds, and nine processes that do it at once take nine times as long;
 forked from one that has done it, they start in 0.05 s. The modules imported here start no threads;
@@ -6,12 +6,20 @@ gRPC does, so only the children import it.
 
 One JSON object per line. In:  {"start": name, "main": "module:function", "argv": [...], "log": path}
                           and  {"signal": name, "number": 9}
+                          and  {"close": true}: kill all nodes, and end
 Out: {"ready": pid}, {"started": name, "pid": n}, {"exited": name, "status": code or -signal, "at_ns": monotonic}, and
 each message of a node to its launcher, with {"from": name} added. The forkserver imports the modules of its
 command line, besides `WARM`, before it forks.
 
-No process outlives the launcher: when its end of the pipe closes, even by SIGKILL, this process kills
-all nodes; where this process is killed, the kernel kills them.
+Without a door, no process outlives the launcher: when its end of the pipe closes, even by SIGKILL, this process
+kills all nodes. With a door (see `door.py`), which is then its standard input, nodes go on without a launcher, and
+this process ends with the last of them. Another launcher comes in with
+
+    {"keep": {...}}       what a successor has to know
+    {"enter": path}       a named pipe for the replies; they begin with {"kept": {...}, "pid": n}, each node's
+                          messages since it was started, those that run first, and {"entered": true}
+
+In either case the kernel kills the nodes where this process is killed.
 """
 
 from __future__ import annotations
@@ -27,8 +35,10 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from gradstream.run.local.door import open_writer
 from gradstream.run.local.node_log import log_stream
 
 __all__ = ["main"]
@@ -47,6 +57,12 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 NOT_CALLED = 70  # exit status of a node whose main function could not be called
 
+ORDER_BYTES = 1 << 20
+"""Longest order."""
+
+MESSAGES = 64
+"""Messages of a node that are kept for another launcher. A node has few that matter: its address, its error."""
+
 
 @dataclass(slots=True)
 class _Child:
@@ -62,11 +78,17 @@ class _Server:
     Args:
         orders: file descriptor that orders are read from.
         replies: file descriptor that replies are written to.
+        door: the named pipe that `orders` reads, through which another launcher may come; None where all nodes end
+            with the launcher.
     """
 
-    def __init__(self, orders: int, replies: int) -> None:
+    def __init__(self, orders: int, replies: int, door: Path | None = None) -> None:
         self._orders = orders
-        self._replies = replies
+        self._replies = replies  # -1 without a launcher
+        self._door = door
+        self._own_end = -1  # of the door, without a launcher: it keeps the pipe from being at its end
+        self._history = History()
+        self._closing = False
         self._pending = b""
         self._children: dict[int, _Child] = {}
         self._selector = selectors.DefaultSelector()
@@ -80,39 +102,83 @@ class _Server:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def serve(self) -> None:
-        """Carries out orders until the launcher closes its pipe; then kills every child."""
+        """Carries out orders until it is told to close, or there is nobody left to serve; then kills every child."""
         self._selector.register(self._orders, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         self._reply({"ready": os.getpid()})
         try:
-            while True:
+            while not self._closing and (self._replies >= 0 or self._children):
                 for key, _ in self._selector.select():
                     if key.fd == self._orders:
-                        if not self._take_orders():
-                            return
+                        self._take_orders()
                     elif key.fd == self._wakeup:
                         os.read(self._wakeup, 4096)
                         self._bury()
                     elif isinstance(key.data, _Child):
                         self._hear(key.data)
-        except BrokenPipeError:
-            return  # the launcher is gone
         finally:
             for child in self._children.values():
                 os.kill(child.pid, signal.SIGKILL)
             for child in self._children.values():
                 os.waitpid(child.pid, 0)
+            if self._door is not None:
+                self._door.unlink(missing_ok=True)
 
-    def _take_orders(self) -> bool:
+    def _take_orders(self) -> None:
         data = os.read(self._orders, 1 << 16)
+        if not data:
+            self._lose_launcher()
+            return
         *lines, self._pending = (self._pending + data).split(b"\n")
-        for line in lines:
-            order = json.loads(line)
-            if "start" in order:
-                self._start(order)
-            else:
-                self._signal(order["signal"], order["number"])
-        return bool(data)
+        for line in filter(None, lines):
+            try:
+                self._carry_out(json.loads(line))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                # A launcher that was killed may have left half an order.
+                sys.stderr.write(f"not an order: {type(error).__name__}: {error}\n")
+        if len(self._pending) > ORDER_BYTES:
+            self._pending = b""
+
+    def _carry_out(self, order: dict[str, Any]) -> None:
+        if "start" in order:
+            self._start(order)
+        elif "signal" in order:
+            self._signal(order["signal"], order["number"])
+        elif "keep" in order:
+            self._history.kept = dict(order["keep"])
+        elif "enter" in order:
+            self._meet(Path(order["enter"]))
+        elif "close" in order:
+            self._closing = True
+
+    def _lose_launcher(self) -> None:
+        """Notes that the launcher is gone: ends, or waits at the door for another one."""
+        self._pending = b""
+        self._hang_up_replies()
+        if self._door is None:
+            self._closing = True
+        elif self._own_end < 0:
+            self._own_end = open_writer(self._door)
+
+    def _meet(self, replies: Path) -> None:
+        """Tells another launcher what it has to know, and goes on with it."""
+        try:
+            pipe = open_writer(replies)
+        except OSError:
+            return  # it is gone by now
+        self._hang_up_replies()
+        self._replies = pipe
+        if self._own_end >= 0:
+            os.close(self._own_end)
+            self._own_end = -1
+        running = {child.name for child in self._children.values()}
+        for message in self._history.told(running):
+            self._send(message)
+
+    def _hang_up_replies(self) -> None:
+        if self._replies >= 0:
+            os.close(self._replies)
+        self._replies = -1
 
     def _signal(self, name: str, number: int) -> None:
         for child in self._children.values():
@@ -163,9 +229,46 @@ class _Server:
             self._reply({**ended, "at_ns": time.monotonic_ns()})
 
     def _reply(self, message: dict[str, Any]) -> None:
+        """Sends a message to the launcher; where it is gone, another one gets it later."""
+        self._history.note(message)
+        self._send(message)
+
+    def _send(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode() + b"\n"
-        while data:
-            data = data[os.write(self._replies, data) :]
+        try:
+            while data and self._replies >= 0:
+                data = data[os.write(self._replies, data) :]
+        except BrokenPipeError:
+            self._lose_launcher()
+
+
+class History:
+    """What another launcher has to know.
+
+    Attributes:
+        kept: what the launcher has left for it.
+    """
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+        self._of_nodes: dict[str, list[dict[str, Any]]] = {}
+
+    def note(self, message: dict[str, Any]) -> None:
+        """Keeps a message, except those that were only to be shown."""
+        name = message.get("started") or message.get("from") or message.get("exited")
+        if name is None or "output" in message:
+            return
+        said = self._of_nodes.setdefault(name, [])
+        if "started" in message:
+            said.clear()
+        if len(said) < MESSAGES or "exited" in message:
+            said.append(message)
+
+    def told(self, running: set[str]) -> list[dict[str, Any]]:
+        """The messages for another launcher, in their order."""
+        names = sorted(self._of_nodes, key=lambda name: name not in running)
+        said = [message for name in names for message in self._of_nodes[name]]
+        return [{"kept": self.kept, "pid": os.getpid()}, *said, {"entered": True}]
 
 
 def _become(order: dict[str, Any], parent: int, report: int) -> None:
@@ -240,8 +343,11 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    server = _Server(orders, replies)
-    for name in (*WARM, *sys.argv[1:]):
+    door, modules = None, sys.argv[1:]
+    if modules[:1] == ["--door"]:
+        door, modules = Path(modules[1]), modules[2:]
+    server = _Server(orders, replies, door)
+    for name in (*WARM, *modules):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page of these modules

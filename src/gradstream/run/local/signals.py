@@ -1,9 +1,14 @@
-"""Handles Ctrl-C and SIGTERM during a run: the first asks it to stop, the second ends it at once."""
+"""Handles Ctrl-C and SIGTERM during a run: the first asks it to stop, the second ends it at once.
+
+A further SIGTERM changes nothing: the processes of the run are being ended.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -24,6 +29,9 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.asked = False
+        self._ended = False
+        self._is_held = False
+        self._late: int | None = None  # a signal that was put off
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -42,11 +50,25 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Puts off a second signal, which ends this process, to the end of the context."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+        if self._late is not None:
+            self._handle(self._late, None)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
         if not self.asked:
             self.asked = True
-        elif number == signal.SIGTERM:
-            raise SystemExit(128 + number)
-        else:
+        elif self._is_held:
+            self._late = number
+        elif number != signal.SIGTERM:
             raise KeyboardInterrupt
+        elif not self._ended:
+            self._ended = True
+            raise SystemExit(128 + number)

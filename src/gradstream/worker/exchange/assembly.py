@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+import torch
+
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group, GroupMembers
 from gradstream.coordinator.client.member import names_of
@@ -19,17 +21,19 @@ from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
 from gradstream.data.joined import JoinedPlan, unjoined
 from gradstream.errors import ConfigError, InternalError
+from gradstream.memory import Vector
 from gradstream.model.factors import factored_layers_of
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy
 from gradstream.telemetry.events import StepEvent
 from gradstream.wire import v1
-from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
+from gradstream.worker.exchange.forming import GroupForming
 from gradstream.worker.exchange.group import GroupExchange
 from gradstream.worker.exchange.shared import form_shared
 from gradstream.worker.gradient import Differentiator, GradientSource
+from gradstream.worker.joint_gradient import JointGradient
 from gradstream.worker.loop import LoopSource
 from gradstream.worker.refusals import Refusals, RefusedGradient
 from gradstream.worker.replica.base import Replica, ReplicaContext
@@ -95,41 +99,96 @@ class Assembly:
 
     async def _group_exchange(self, strategy: GroupStrategy) -> GroupExchange:
         config, context = self._config, self._context
-        notice = context.member.notice
-        assert config.form_group is not None
-        members = GroupMembers(
-            names_of(notice.nodes, "worker"), config.rank, notice.epoch, config.deadlines.silence_s
+        forming = GroupForming(
+            context.runtime,
+            context.member,
+            self._form_group,
+            survives=config.stands_in and not context.runtime.memory.shape_only,
+            interrupt=self._batch_gate.interrupt,
         )
-        group = await config.form_group(
+        first = await forming.through(lambda group: self._group_setup(strategy, group, forming.notice))
+        return GroupExchange(
+            context,
+            strategy,
+            forming,
+            partial(self._group_setup, strategy),
+            partial(GroupReplica, self._replica_context(), first),
+            (config.model.layout.elems, config.chunk_elems),
+        )
+
+    async def _form_group(self, notice: v1.Notice) -> Group:
+        """Forms the group of the workers that are in."""
+        config, context = self._config, self._context
+        assert config.form_group is not None
+        names = names_of(notice.nodes, "worker")
+        rank = names.index(context.runtime.node)
+        members = GroupMembers(names, rank, notice.epoch, config.deadlines.silence_s)
+        return await config.form_group(
             context.runtime, context.endpoint, members, on_event=context.member.emit
         )
-        setup = await self._group_setup(strategy, group)
-        chunks = ChunkMap(config.model.layout.elems, config.chunk_elems, config.num_workers)
-        return GroupExchange(context, strategy, partial(GroupReplica, self._replica_context(), setup), chunks)
 
-    async def _group_setup(self, strategy: GroupStrategy, group: Group) -> GroupSetup:
+    async def _group_setup(
+        self, strategy: GroupStrategy, group: Group, notice: v1.Notice, before: GroupSetup | None = None
+    ) -> GroupSetup:
         config, layout = self._config, self._config.model.layout
         sharded = strategy.sharded
         if sharded is None:  # a user's loop may look at all parameters after another worker's death
             sharded = group.shares_memory and config.loop is None and not strategy.factors
         bucket_elems = strategy.bucket_elems(layout.dtype.itemsize, config.chunk_elems)
-        buckets = Buckets(layout.elems, bucket_elems, config.num_workers)
-        owned = buckets.owned(config.rank) if sharded else [(0, layout.elems)]
-        updater = Updater(self._context.runtime.memory, *config.update_rule, owned, layout.dtype)
-        if sharded:
-            parameters = await group.common(layout.elems, layout.dtype, "parameters")
+        buckets = Buckets(layout.elems, bucket_elems, group.size)
+        spare: Sequence[Vector] = ()
+        if before is not None and not (sharded or before.sharded):
+            parameters, updater = before.parameters, before.updater
+        elif sharded:
+            parameters, updater, spare = await self._common(group, buckets)
         else:
             parameters = group.allocate(
                 layout.elems, layout.dtype, "parameters", lead_bytes=layout.lead_bytes
             )
+            updater = self._updater(self._context.runtime.memory.allocate, [(0, layout.elems)])
+        stand_ins = {one.rank: int(one.worker.rpartition("-")[2]) for one in notice.stand_ins}
         return GroupSetup(
             group=group,
             buckets=buckets,
             updater=updater,
             sharded=sharded,
             parameters=parameters,
-            factors=None if sharded else self._sufficient_factors(strategy, group),
+            spare=spare,
+            factors=None if sharded or stand_ins else self._sufficient_factors(strategy, group),
+            stand_ins=stand_ins,
+            joint=self._joint([lost for lost, rank in stand_ins.items() if rank == config.rank]),
         )
+
+    async def _common(self, group: Group, buckets: Buckets) -> tuple[Vector, Updater, Sequence[Vector]]:
+        """Parameters that all workers share, the rule for this worker's slices of them, and vectors to spare.
+
+        Where the loss of a worker is survived, the workers share the rule's state as well, and have all of it twice.
+        """
+        config, layout = self._config, self._config.model.layout
+        common = partial(group.common, layout.elems, layout.dtype)
+        parameters = await common("parameters")
+        if not config.stands_in or group.size == 1:
+            owned = buckets.owned(group.rank)
+            return parameters, self._updater(self._context.runtime.memory.allocate, owned), ()
+        names = config.update_rule[0].state_names
+        states = {name: await common(name) for name in names}
+        spare = [await common(name) for name in ("parameters", *names)]
+        return parameters, self._updater(lambda elems, dtype, name: states[name], [(0, layout.elems)]), spare
+
+    def _updater(
+        self, allocate: Callable[[int, torch.dtype, str], Vector], ranges: Sequence[tuple[int, int]]
+    ) -> Updater:
+        return Updater(allocate, *self._config.update_rule, ranges, self._config.model.layout.dtype)
+
+    def _joint(self, lost: Sequence[int]) -> JointGradient | None:
+        """The gradients of this worker and of the lost ones for which it stands in."""
+        if not lost:
+            return None
+        config, model = self._config, self._config.model
+        assert isinstance(self._source, Schedule)
+        part = self._context.runtime.memory.allocate(model.layout.elems, model.layout.dtype, "part")
+        sources = {rank: self._source_of(rank) for rank in (config.rank, *lost)}
+        return JointGradient(sources, self._source, model.reduction, part)
 
     def _sufficient_factors(self, strategy: GroupStrategy, group: Group) -> SufficientFactors | None:
         """The layers that may be exchanged as factors; None where there are none."""

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from hashlib import blake2b
 
 from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.checkpoint.snapshot import Pieces, load
-from gradstream.runtime.base import Storage, Work
+from gradstream.collectives.group import Group
+from gradstream.errors import ClosedError, InternalError, PeerLostError
+from gradstream.memory import Vector
+from gradstream.runtime.base import Storage, Work, awaited_later
 from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
+from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
-from gradstream.worker.replica.group import GroupReplica
+from gradstream.worker.exchange.forming import LOST, GroupForming
+from gradstream.worker.replica.group import GroupReplica, GroupSetup
 
 __all__ = ["GroupExchange"]
+
+FIRST_EPOCH = 1
+"""Membership epoch of the group in which all workers begin the run together."""
 
 
 class GroupExchange(Exchange):
     """Implements `Exchange`.
 
+    A round that a loss has interrupted is done again: `train` begins anew, in another group, after all have got the
+    newest parameters that one of them has. That is at most one round more than the others have, since an update
+    needs the gradients of all. See `GroupForming`.
+
     Args:
         context: the worker's place in the run.
         strategy: strategy of the run.
+        forming: the group of the worker.
+        setup: makes the worker's setup in the group of a notice, and takes over from the one before what can stay.
         replica: makes the replica, which reports its transfers.
-        chunks: chunks of the flat vector. A checkpoint has a version for each; the workers divide them.
+        chunks: number of elements, and elements of a chunk. A checkpoint has a version for each chunk.
     """
 
     replica: GroupReplica
@@ -33,35 +49,181 @@ class GroupExchange(Exchange):
         self,
         context: ExchangeContext,
         strategy: GroupStrategy,
+        forming: GroupForming,
+        setup: Callable[[Group, v1.Notice, GroupSetup | None], Awaitable[GroupSetup]],
         replica: Callable[[Transfers], GroupReplica],
-        chunks: ChunkMap,
+        chunks: tuple[int, int],
     ) -> None:
         super().__init__(context)
         self._strategy = strategy
+        self._forming = forming
+        self._setup = setup
         self._transfers = Transfers(context.rank, context.member.emit)
         self._accounted = (0, 0)  # rounds and bytes
         self.replica = replica(self._transfers)
-        self._snapshot_source = _GroupSnapshot(self.replica, chunks)
+        self._snapshot_source = _GroupSnapshot(self.replica, *chunks)
+        self._had: Sequence[
+            Vector
+        ] = ()  # parameters and state of `version`, while the replica has none that are whole
+        self._attending: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """See `Exchange`: the worker of rank 0 makes the first parameters for all; or each reads a checkpoint."""
-        context, replica = self._context, self.replica
-        if context.resume is not None:
-            folder, storage = context.resume.folder, context.runtime.storage
-            work = Work("restore", elems=len(replica.parameters))
-            await context.runtime.beside(lambda: self._snapshot_source.restore(storage, folder), work=work)
+        """See `Exchange`: the worker of rank 0 makes the first parameters for all; or each reads a checkpoint.
+
+        A worker that has joined late gets them from the others.
+        """
+        try:
+            if self._forming.notice.epoch > FIRST_EPOCH:
+                await self._level()
+            else:
+                await self._begin_together()
+        except LOST as error:
+            await self._regroup(error)
+        if self.replica.version < 0:
+            raise self._nobody_has_them()
+        self._keep_snapshots(self._snapshot_source)
+
+    async def _begin_together(self) -> None:
+        replica = self.replica
+        if self._context.resume is not None:
+            await self._first_parameters()
             if replica.setup.sharded:
                 await replica.group.all_gather()
         else:
-            if context.rank == 0:
-                await context.init(replica.parameters)
+            if replica.setup.group.rank == 0:
+                await self._context.init(replica.parameters)
             await replica.group.broadcast(replica.parameters)
             replica.version = 0
-        self._keep_snapshots(self._snapshot_source)
+
+    @property
+    def _first_version(self) -> int:
+        return 0 if self._context.resume is None else self._context.resume.rounds
+
+    async def _first_parameters(self, *, whole: bool = False) -> None:
+        """Makes the run's first parameters; or reads from its checkpoint what this worker updates, or all."""
+        context, source = self._context, self._snapshot_source
+        if context.resume is None:
+            await context.init(self.replica.parameters)
+            return
+        folder, storage = context.resume.folder, context.runtime.storage
+        work = Work("restore", elems=len(self.replica.parameters))
+        await context.runtime.beside(lambda: source.restore(storage, folder, whole=whole), work=work)
 
     async def train(self) -> None:
         """See `Exchange`."""
-        await self._strategy.train(self.replica)
+        while True:
+            try:
+                await self._strategy.train(self.replica)
+                break
+            except LOST as error:
+                await self._regroup(error)
+                await self.replica.catch_up()
+        if self._forming.survives:
+            runtime = self._context.runtime
+            self._attending = awaited_later(runtime.spawn(self._attend(), name=f"{runtime.node}-attends"))
+
+    async def _attend(self) -> None:
+        """Gives the others the final parameters that this worker has, where a loss has left them without."""
+        try:
+            while True:
+                await self._context.member.heard(lambda: self._forming.outdated)
+                await self._regroup(ClosedError("the members of the group have changed"))
+        except Exception as error:
+            await self._context.failed(error)
+
+    # ---- after a loss ---------------------------------------------------------------------
+
+    def _nobody_has_them(self) -> PeerLostError:
+        return PeerLostError(
+            self._context.runtime.node,
+            "has joined a run of which no worker is left that has the parameters; go on from its newest checkpoint",
+        )
+
+    async def _regroup(self, error: Exception) -> None:
+        """Goes on in the next group. Raises `error` if the members stay as they are."""
+        await self._forming.changed(error)
+        await self._forming.through(self._enter)
+
+    async def _enter(self, group: Group) -> None:
+        replica = self.replica
+        await replica.at_rest()
+        self._had = self._had or replica.give_up()
+        replica.regroup(await self._setup(group, self._forming.notice, replica.setup))
+        await self._level()
+
+    async def _level(self) -> None:
+        """Gives all workers of the group the newest parameters and state that one of them has, and compares digests.
+
+        Whoever is behind receives them into other memory, and takes them when they are there. So nobody is left with
+        a part if the sender dies too. Where all have joined late, nobody has parameters, and all keep version -1.
+
+        Raises:
+            InternalError: the digests differ.
+        """
+        replica, setup, group = self.replica, self.replica.setup, self.replica.group
+        told = await group.tell(replica.version, self._context.late)
+        versions = [round(version) for version, _ in told]
+        newest, rank = max(versions), setup.group.rank
+        root = versions.index(newest)
+        if newest < 0 and any(late for _, late in told):
+            return  # the run had parameters: nobody begins it again
+        if newest < 0:  # whoever had the first parameters is gone
+            newest = self._first_version
+            if rank == root:
+                await self._first_parameters(whole=True)
+                replica.version, self._had = newest, replica.vectors
+        vectors = replica.vectors
+        if replica.version < newest and not setup.sharded:
+            vectors = [self._like(vector) for vector in vectors]
+        if rank == root or (replica.version == newest and not setup.sharded):
+            await self._copy(self._had or vectors, vectors)
+        if setup.sharded or min(versions) < newest:
+            for vector in vectors:
+                await group.broadcast(vector, root)
+        digests = await group.tell(*await self._digest(vectors))
+        wrong = [setup.group.names[one] for one, digest in enumerate(digests) if digest != digests[root]]
+        if wrong:
+            raise InternalError(
+                f"after round {newest} {', '.join(wrong)} got other parameters than {setup.group.names[root]} has"
+            )
+        replica.take(vectors, newest)
+        self._had = ()
+
+    def _like(self, vector: Vector) -> Vector:
+        """Memory for a vector that this worker is to receive."""
+        memory, tensor = self._context.runtime.memory, vector.tensor
+        return memory.allocate(len(vector), tensor.dtype, vector.name, lead_bytes=tensor.data_ptr() % 64)
+
+    async def _copy(self, sources: Sequence[Vector], targets: Sequence[Vector]) -> None:
+        pairs = [(one, other) for one, other in zip(sources, targets, strict=True) if one is not other]
+
+        def copy(_: object) -> None:
+            for source, target in pairs:
+                target.tensor.copy_(source.tensor)
+
+        if pairs:
+            await self._context.runtime.compute(
+                copy,
+                work=Work("copy", elems=sum(len(source) for source, _ in pairs)),
+                reads=[source.all for source, _ in pairs],
+                writes=[target.all for _, target in pairs],
+            )
+
+    async def _digest(self, vectors: Sequence[Vector]) -> tuple[int, int]:
+        """96 bits of a hash of these vectors, as two numbers that float64 holds."""
+
+        def digest(_: object) -> tuple[int, int]:
+            found = blake2b(digest_size=12)
+            for vector in vectors:
+                found.update(vector.tensor.numpy().data.cast("B"))
+            return int.from_bytes(found.digest()[:6]), int.from_bytes(found.digest()[6:])
+
+        return await self._context.runtime.compute(
+            digest,
+            work=Work("copy", elems=sum(map(len, vectors))),
+            reads=[vector.all for vector in vectors],
+            shape_only=(0, 0),
+        )
 
     def report(self) -> Sequence[Event]:
         """See `Exchange`: a round counts as a push and a fetch of the whole gradient."""
@@ -82,7 +244,9 @@ class GroupExchange(Exchange):
     async def close(self) -> None:
         """See `Exchange`: leaves the group."""
         await super().close()
-        await self.replica.setup.group.close()
+        if self._attending is not None:
+            self._attending.cancel()
+        await self._forming.close()
 
 
 class _GroupSnapshot:
@@ -92,12 +256,14 @@ class _GroupSnapshot:
 
     Args:
         replica: this worker.
-        chunks: chunks of the flat vector; this worker reports the versions of its part of them.
+        elems: number of elements.
+        chunk_elems: elements of a chunk; this worker reports the versions of its part of them.
     """
 
-    def __init__(self, replica: GroupReplica, chunks: ChunkMap) -> None:
+    def __init__(self, replica: GroupReplica, elems: int, chunk_elems: int) -> None:
         self._replica = replica
-        self._chunks = chunks
+        self._elems = elems
+        self._chunk_elems = chunk_elems
 
     def pieces(self) -> Mapping[str, Pieces]:
         """See `SnapshotSource`."""
@@ -113,14 +279,17 @@ class _GroupSnapshot:
 
     def versions(self) -> Sequence[int]:
         """See `SnapshotSource`: the number of rounds in the model."""
-        return [self._replica.version] * len(self._chunks.chunks_of(self._replica.rank))
+        group = self._replica.setup.group
+        chunks = ChunkMap(self._elems, self._chunk_elems, group.size)
+        return [self._replica.version] * len(chunks.chunks_of(group.rank))
 
     def still(self) -> AbstractAsyncContextManager[object]:
         """See `SnapshotSource`: only this worker writes the pieces, and it is paused."""
         return nullcontext()
 
-    def restore(self, storage: Storage, folder: str) -> None:
-        """Reads the ranges that this worker updates from a checkpoint, with their state. Raises what `load` raises."""
-        load(storage, folder, self._pieces(self._replica.setup.updater.ranges))
+    def restore(self, storage: Storage, folder: str, *, whole: bool) -> None:
+        """Reads the ranges that this worker updates, or all, with their state. Raises what `load` raises."""
+        setup = self._replica.setup
+        load(storage, folder, self._pieces([(0, self._elems)] if whole or not setup.sharded else setup.owned))
         versions = Manifest.decode(storage.read(f"{folder}/{STATE}")).versions
         self._replica.version = min(versions, default=0)

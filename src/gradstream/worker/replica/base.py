@@ -112,6 +112,7 @@ class Replica(ABC):
         self.version = -1  # there are no parameters yet
         self._context = context
         self._runtime = context.runtime
+        self._gradients = context.gradients
         self._layout = context.model.layout
         self.parameters = (
             vector_of(self._layout, allocate, "parameters") if parameters is None else parameters
@@ -154,6 +155,7 @@ class Replica(ABC):
             interval=lambda: context.batch_gate.interval.number,
             close=self._close,
             skip=self._skip,
+            done=self.step - context.first_step,
         )
         async with aclosing(schedule.refs(hooks)) as refs:
             async for ref in refs:
@@ -186,7 +188,7 @@ class Replica(ABC):
         likely, begun_ns = context.schedule.plan.likely_size(ref), self._runtime.now()
         unread: tuple[Batch, ...] = (Batch(None, None, likely, np.empty(0, np.int64)),)
         samples = await self._runtime.compute(
-            lambda _: context.gradients.read(ref, self.step),
+            lambda _: self._gradients.read(ref, self.step),
             work=Work("read", samples=likely),
             shape_only=unread,
         )
@@ -225,7 +227,7 @@ class Replica(ABC):
     def _start(self, batch: api.Minibatch, *, mean: bool) -> ComputedGradient:
         assert isinstance(batch, SampleBatch)
         gradient = self._new_gradient(batch, mean=mean)
-        if batch.num_samples:
+        if gradient.samples:
             work = self._compute(gradient, self._memory_free(mean=mean))
             name = f"worker-{self.rank}-gradient-{self.step}"
             gradient.task = awaited_later(self._runtime.spawn(work, name=name))
@@ -237,7 +239,7 @@ class Replica(ABC):
         return ComputedGradient(self._gradient, batch, rate, self.step, mean, self._part_sums)
 
     async def _compute(self, gradient: ComputedGradient, free: Awaitable[None] | None) -> Result:
-        source, batch, vector = self._context.gradients, gradient.batch, gradient.vector
+        source, batch, vector = self._gradients, gradient.batch, gradient.vector
         try:
             if free is not None:
                 await free

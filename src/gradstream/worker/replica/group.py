@@ -10,8 +10,8 @@ them with NaN: so every worker finds one in its part of the sum, and all leave t
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -26,7 +26,8 @@ from gradstream.telemetry.events import GROUP
 from gradstream.telemetry.traffic import Transfer
 from gradstream.telemetry.wait_attribution import Kind, WaitAttribution
 from gradstream.worker.computed import UNKNOWN, ComputedGradient, SampleBatch
-from gradstream.worker.replica.base import Replica, ReplicaContext
+from gradstream.worker.joint_gradient import JointGradient
+from gradstream.worker.replica.base import Replica, ReplicaContext, vector_of
 from gradstream.worker.replica.sufficient_factors import SufficientFactors, outside
 from gradstream.worker.replica.updater import Updater
 
@@ -43,7 +44,11 @@ class GroupSetup:
         updater: the update rule, with the state that this worker keeps.
         sharded: each worker updates only its own slice of every bucket.
         parameters: parameters of this worker; if sharded in shared memory, one vector of all workers.
+        spare: where a death during an update is survived though each worker updates its own slices: a second vector for
+            the parameters, and for each state, into which the update is made.
         factors: exchanges layers as factors; None where no layer may be.
+        stand_ins: by rank of a lost worker, the rank of the worker that computes its part of each round.
+        joint: computes the parts of this worker and of those for which it stands in; None where it does for nobody.
     """
 
     group: Group
@@ -51,7 +56,10 @@ class GroupSetup:
     updater: Updater
     sharded: bool
     parameters: Vector
+    spare: Sequence[Vector] = ()
     factors: SufficientFactors | None = None
+    stand_ins: Mapping[int, int] = field(default_factory=dict)
+    joint: JointGradient | None = None
 
     @property
     def owned(self) -> Sequence[tuple[int, int]]:
@@ -121,9 +129,73 @@ class GroupReplica(Replica):
     ) -> None:
         attribution = WaitAttribution()
         super().__init__(context, setup.group.allocate, attribution, setup.parameters)
-        self.setup = setup
         self.meter = GroupMeter(context.runtime, attribution, on_transfer)
-        self.group = GroupPeers(self, context, setup, self.meter)
+        self._latest: ComputedGradient | None = None
+        self._turned = False  # the vectors have an update that the others may not have made yet
+        self._take(setup)
+
+    def _take(self, setup: GroupSetup) -> None:
+        self.setup, self._spare, self._turned = setup, list(setup.spare), False
+        self._gradients = setup.joint or self._context.gradients
+        self._context.batch_gate.again(self.step - self._context.first_step)
+        self.group = GroupPeers(self, self._context, setup, self.meter)
+
+    # ---- another group --------------------------------------------------------------------
+
+    @property
+    def vectors(self) -> list[Vector]:
+        """Parameters and the state of the update rule."""
+        return [self.parameters, *self.setup.updater.state.values()]
+
+    async def at_rest(self) -> None:
+        """Returns when nothing is computed any more in the round that was given up. Raises what its gradient raises."""
+        if self._latest is not None:
+            await self._latest.done()
+
+    def give_up(self) -> list[Vector]:
+        """Gives up the round that this worker is in. Returns the vectors as of the last whole round."""
+        if self._turned:
+            self.turn()
+        return self.vectors
+
+    def turn(self) -> None:
+        """Exchanges the vectors and those that are to spare: an update is made in memory that nobody else needs.
+
+        A second call, before `in_model`, takes back the update.
+        """
+        vectors, updater = self.vectors, self.setup.updater
+        self.parameters, *states = self._spare
+        updater.state = dict(zip(updater.state, states, strict=True))
+        self._spare, self._turned = vectors, not self._turned
+
+    def regroup(self, setup: GroupSetup) -> None:
+        """Exchanges in another group from now on."""
+        memory, before = self._runtime.memory, self.setup.joint
+        for vector in (self._gradient, self.group.counts, *(() if before is None else (before.part,))):
+            memory.free(vector)
+        self._gradient = vector_of(self._landing, setup.group.allocate, "gradient")
+        self.parameters = setup.parameters
+        self._take(setup)
+
+    def take(self, vectors: Sequence[Vector], version: int) -> None:
+        """Goes on with these parameters and this state."""
+        parameters, *states = vectors
+        if parameters is not self.parameters:
+            for vector in self.vectors:
+                self._runtime.memory.free(vector)
+        updater = self.setup.updater
+        self.parameters, self.version = parameters, version
+        self.setup = replace(self.setup, parameters=parameters)
+        updater.state = dict(zip(updater.state, states, strict=True))
+
+    async def catch_up(self) -> None:
+        """Leaves out rounds that went on without this worker: they are in the parameters that it has got."""
+        if missed := self._missed():
+            self._handed_out(missed)()
+            self._skip()
+            await self._context.on_boundary(self, missed)
+
+    # ---- see `Replica` --------------------------------------------------------------------
 
     async def newest(self) -> torch.Tensor:
         """See `Replica.newest`: between two rounds, all workers have the same parameters."""
@@ -133,7 +205,9 @@ class GroupReplica(Replica):
         """Does nothing: a round is in the model when the strategy continues after it."""
 
     def _new_gradient(self, batch: SampleBatch, *, mean: bool) -> ComputedGradient:
-        gradient = super()._new_gradient(batch, mean=mean)
+        if self.setup.joint is not None:
+            batch.num_samples = self.setup.joint.size(batch.ref)
+        gradient = self._latest = super()._new_gradient(batch, mean=mean)
         if self.setup.factors is not None:
             workers = None if mean else self._context.schedule.round_of(batch.ref)
             sizes = None if workers is None else [samples for samples, _ in workers]
@@ -142,7 +216,7 @@ class GroupReplica(Replica):
 
     def in_model(self, gradient: ComputedGradient) -> None:
         """The round of this gradient is over."""
-        self.version += 1
+        self.version, self._turned = self.version + 1, False
         self._handed_out((gradient.batch.ref,))()
 
 
@@ -173,6 +247,9 @@ class GroupPeers:
         context: see `GroupReplica`.
         setup: see `GroupReplica`.
         meter: counts the exchanges, and the time that they take.
+
+    Attributes:
+        counts: memory for two numbers of each worker.
     """
 
     def __init__(
@@ -188,8 +265,11 @@ class GroupPeers:
         self._group = setup.group
         self._meter = meter
         self._round = _Round()
+        self._made: ComputedGradient | None = (
+            None  # its update is made here, and not known to be made everywhere
+        )
         # samples of each rank, then their rates
-        self._counts = setup.group.allocate(2 * setup.group.size, torch.float64, "counts")
+        self.counts = setup.group.allocate(2 * setup.group.size, torch.float64, "counts")
 
     async def samples(self, gradient: api.Gradient) -> Sequence[int]:
         """See `strategies.api.Peers`. The plan tells; where it cannot, the workers tell one another.
@@ -202,25 +282,29 @@ class GroupPeers:
         if workers is None:
             if gradient.samples == UNKNOWN:
                 await gradient.ready.reached(1)  # only then has the user's loop told the number of samples
-            workers = await self._tell(gradient.samples, gradient.lr)
+            told = await self.tell(gradient.samples, gradient.lr)
+            workers = [(round(samples), lr) for samples, lr in told]
         lr = next((lr for samples, lr in workers if samples and lr), 0.0)
-        own, own_lr = workers[self._group.rank]
-        self._round = _Round(own, sum(samples for samples, _ in workers), lr, own_lr / lr if lr else 1.0)
-        return [samples for samples, _ in workers]
+        counts = [samples for samples, _ in workers]
+        for rank, stand_in in self._setup.stand_ins.items():
+            counts[stand_in], counts[rank] = counts[stand_in] + counts[rank], 0
+        own, own_lr = counts[self._context.rank], workers[self._context.rank][1]
+        self._round = _Round(own, sum(counts), lr, own_lr / lr if lr else 1.0)
+        return counts
 
-    async def _tell(self, samples: int, lr: float) -> Sequence[tuple[int, float]]:
-        """Tells the other workers, and returns the (samples, learning rate) of all.
+    async def tell(self, first: float, second: float = 0.0) -> Sequence[tuple[float, float]]:
+        """Tells the other workers two numbers, and returns those of all, in the order of ranks.
 
         The sum of one worker's numbers and the zeros of the others is exact.
         """
-        size, rank, counts = self._group.size, self._group.rank, self._counts.tensor
+        size, rank, counts = self._group.size, self._group.rank, self.counts.tensor
         counts.zero_()
-        counts[rank], counts[size + rank] = samples, lr
-        span = await self._group.allreduce(self._counts.all)
+        counts[rank], counts[size + rank] = first, second
+        span = await self._group.allreduce(self.counts.all)
         if counts.is_meta:  # in a shape-only simulation all workers are alike
-            return [(samples, lr)] * size
+            return [(first, second)] * size
         total = span.tensor.tolist()
-        return [(round(total[one]), total[size + one]) for one in range(size)]
+        return [(total[one], total[size + one]) for one in range(size)]
 
     async def allreduce(self, gradient: api.Gradient, bucket: api.Bucket, weight: float) -> None:
         """See `strategies.api.Peers`."""
@@ -318,17 +402,26 @@ class GroupPeers:
         await gradient.done()
         if self._round.sums:
             await self._apply()
-        self._replica.in_model(gradient)
+        if self._setup.spare:
+            self._made = gradient  # in the model when all have made theirs
+        else:
+            self._replica.in_model(gradient)
 
     async def _apply(self) -> None:
         """Makes the update. Changes nothing where a worker's gradient was not finite."""
         sums, lr, updater = self._round.sums, self._round.lr, self._setup.updater
+        old, begun_ns = self._replica.vectors, self._runtime.now()
+        if self._setup.spare:
+            self._replica.turn()
+        new = self._replica.vectors
         parameters, version = self._replica.parameters, self._replica.version
-        begun_ns = self._runtime.now()
         changed = [parameters[start : start + len(span)] for start, span in sums]
         parts = [(start, span.tensor) for start, span in sums if len(span)]
 
         def update(_: object) -> None:
+            for source, target in zip(old, new, strict=True) if self._setup.spare else ():
+                for start, part in parts:
+                    target.tensor[start : start + len(part)].copy_(source.tensor[start : start + len(part)])
             if all(finite(part) for start, part in parts if start >= self._held):
                 updater.update(parameters.tensor, parts, lr=lr, step=version + 1)
 
@@ -348,8 +441,11 @@ class GroupPeers:
         for start, stop in [(0, len(parameters))] if whole else self.buckets:
             await self._group.all_gather(parameters[start:stop])
         self._meter.waited(begun_ns)
+        if self._made is not None:
+            made, self._made = self._made, None
+            self._replica.in_model(made)
 
-    async def broadcast(self, vector: Vector) -> None:
-        """Gives the elements that the worker of rank 0 has to all."""
+    async def broadcast(self, vector: Vector, root: int = 0) -> None:
+        """Gives all workers the elements that the one of rank `root` in the group has."""
         for start, stop in self.buckets:
-            await self._group.broadcast(vector[start:stop])
+            await self._group.broadcast(vector[start:stop], root=root)

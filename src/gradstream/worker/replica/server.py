@@ -311,7 +311,7 @@ class ServerReplica(Replica):
             rule, layout = self._context.rule.rule, self._layout
             if rule is None:
                 raise InternalError('shards have the update rule: the strategy says pushes = "gradients"')
-            self._updater = Updater(self._runtime.memory, *rule, [(0, layout.elems)], layout.dtype)
+            self._updater = Updater(self._runtime.memory.allocate, *rule, [(0, layout.elems)], layout.dtype)
         return self._updater
 
     async def pull_towards(self, arrival: Arrival, share: float) -> Update:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from gradstream.memory import Memory, Span, Vector
+from gradstream.memory import Span, Vector
 from gradstream.model.check import check_updated
 from gradstream.optim.base import Optimizer
 from gradstream.optim.decay import l2_of
@@ -62,7 +62,7 @@ class Updater:
     """An update rule with its state for some ranges of the flat vector.
 
     Args:
-        memory: allocates the state.
+        allocate: allocates a vector of the state: (elems, dtype, name).
         optimizer: the rule.
         grouped: the same rule by groups, where some parameters have other settings; else None.
         ranges: [start, stop) of the elements that are updated here, in the order of the vector; starts are
@@ -72,7 +72,7 @@ class Updater:
 
     def __init__(
         self,
-        memory: Memory,
+        allocate: Callable[[int, torch.dtype, str], Vector],
         optimizer: Optimizer,
         grouped: GroupedRule | None,
         ranges: Sequence[tuple[int, int]],
@@ -86,7 +86,7 @@ class Updater:
         for start, stop in ranges:
             self._places[start] = elems
             elems += stop - start
-        self.state = {name: memory.allocate(elems, dtype, name) for name in optimizer.state_names}
+        self.state = {name: allocate(elems, dtype, name) for name in optimizer.state_names}
         for vector in self.state.values():
             if optimizer.state_init:
                 vector.tensor.fill_(optimizer.state_init)

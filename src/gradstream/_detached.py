@@ -1,0 +1,203 @@
+"""The launcher of a detached run, which is a process of its own: `python -m gradstream._detached [--begin] RUN`.
+
+In a session of its own it does what `gradstream train` does: it starts the nodes, or takes over those of a launcher
+that has died, follows them to the end, and evaluates the model; its output goes to `logs/launcher.log`. It holds the
+lock before it imports anything heavy, so that the run is never without a launcher for long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import subprocess
+import sys
+import threading
+import traceback
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradstream.errors import (
+    ConfigError,
+    DataError,
+    DeadlineError,
+    DiskError,
+    GradstreamError,
+    PeerLostError,
+    exit_code,
+)
+from gradstream.run.launcher_lock import FILE, LauncherRecord, launcher_lock
+from gradstream.run.local.door import DOOR
+from gradstream.run.local.link import ForkserverLink, python_environment
+from gradstream.run.local.node_log import log_stream
+from gradstream.run.local.signals import StopSignals
+from gradstream.untrusted import escaped
+
+if TYPE_CHECKING:
+    from gradstream.run.local import LocalCluster
+    from gradstream.run.plan import RunPlan
+    from gradstream.transport.credentials import Credentials
+
+__all__ = ["main", "start_launcher"]
+
+READY = b"ready\n"
+"""What a launcher writes to its standard output once the run has one."""
+
+START_S = 60.0
+
+TAIL_BYTES = 2048
+
+
+def start_launcher(run_dir: Path, *, begin: bool) -> None:
+    """Starts a launcher. Returns once the run has one: this one, or another that was faster.
+
+    Args:
+        run_dir: directory of the run, with its nodes.json.
+        begin: whether it starts the nodes; otherwise it takes over those of a launcher that has died, if any live.
+
+    Raises:
+        PeerLostError, DeadlineError: the process ended, or did not say that it is there.
+        DiskError: its log cannot be written.
+    """
+    log = run_dir / "logs" / "launcher.log"
+    try:
+        log.parent.mkdir(exist_ok=True)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise DiskError(f"{log} cannot be written: {error.strerror}; nothing was started") from error
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, *(["--begin"] if begin else []), str(run_dir)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            env=python_environment({}),
+            start_new_session=True,
+        )
+    finally:
+        os.close(output)
+    assert process.stdout is not None
+    with process.stdout as said:
+        told = bool(select.select([said], [], [], START_S)[0])
+        ready = told and said.readline() == READY
+    # Where this process outlives it, somebody has to hear of its end.
+    threading.Thread(target=process.wait, name="detached-launcher", daemon=True).start()
+    if ready:
+        return
+    if not told:
+        raise DeadlineError("launcher", f"did not start within {START_S:g} s; see {log}")
+    tail = escaped(log.read_text(errors="replace")[-TAIL_BYTES:], TAIL_BYTES, newlines=True)
+    raise PeerLostError("launcher", f"its process did not start; the end of {log}:\n{tail}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the launcher to the end of the run, and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="gradstream._detached", description=__doc__)
+    parser.add_argument("--begin", action="store_true", help="start the nodes, of a new or a resumed run")
+    parser.add_argument("run", type=Path)
+    given = parser.parse_args(argv)
+    # print() must not raise where the disk is full.
+    sys.stderr = log_stream(2, by_line=True)
+    try:
+        status = _hold(given.run, given.begin)
+    except SystemExit as error:
+        status = exit_code(error)
+    except BaseException as error:
+        traceback.print_exc()
+        status = exit_code(error)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return status
+
+
+def _hold(run_dir: Path, begin: bool) -> int:
+    """Runs the launcher under the lock, and returns its exit status. Another launcher that was faster is left alone."""
+    record = _record(run_dir, begin)
+    with StopSignals() as signals, ExitStack() as stack:
+        try:
+            stack.enter_context(launcher_lock(run_dir, record))
+        except DataError:
+            os.write(1, READY)
+            return 0
+        os.write(1, READY)
+        os.dup2(2, 1)  # hangs up on the process that waits for it
+        sys.stdout = log_stream(1, by_line=True)
+        return _launch(run_dir, record, begin, signals)
+
+
+def _record(run_dir: Path, begin: bool) -> LauncherRecord:
+    if begin:
+        events = run_dir / "events.jsonl"
+        end = events.stat().st_size if events.is_file() else 0
+        return LauncherRecord.here(events_from=end)
+    found = LauncherRecord.read(run_dir)
+    if found is None:
+        raise ConfigError(f"{run_dir / FILE} does not say where the run began, so nobody can take it over")
+    return found
+
+
+def _launch(run_dir: Path, record: LauncherRecord, begin: bool, signals: StopSignals) -> int:
+    with ExitStack() as stack:
+        with signals.held():  # else a second one would leave nodes behind
+            # torch is imported from here on.
+            from gradstream._launch import run_nodes
+            from gradstream.run.failures import failed_event
+            from gradstream.run.final_evaluation import evaluate
+            from gradstream.run.followed_events import FollowedEvents
+            from gradstream.run.launcher import Detached, LaunchOptions
+
+            try:
+                plan, cluster, credentials = _nodes(run_dir, record, begin)
+            except GradstreamError as error:
+                if begin:
+                    FollowedEvents(run_dir, None).emit(failed_event(error, "launcher"))
+                raise
+            if cluster is None:
+                return 0
+            stack.enter_context(cluster)
+        detached = Detached(
+            signals=signals, credentials=credentials, events_from=record.events_from, adopts=not begin
+        )
+        run = run_nodes(plan, run_dir, LaunchOptions(cluster=cluster, detached=detached))
+    evaluate(run)
+    sys.stdout.write(f"{run}\n")
+    return 0
+
+
+def _nodes(
+    run_dir: Path, record: LauncherRecord, begin: bool
+) -> tuple[RunPlan, LocalCluster | None, Credentials]:
+    """The plan of the run, and its forkserver: a new one, or the one that is there; None where it has ended."""
+    from gradstream.run.local import LocalCluster, node_environment
+    from gradstream.run.local.link import ForkserverLink
+    from gradstream.run.reopen import spec_of_run
+    from gradstream.transport.credentials import Credentials
+    from gradstream.transport.proof import new_secret
+
+    with suppress(OSError, ValueError):  # its job may do without
+        os.chdir(record.folder)
+    spec, logs, door = spec_of_run(run_dir), run_dir / "logs", run_dir / DOOR
+    sys.argv[:] = spec.argv
+    plan = spec.plan(replace(spec.load_again(), run_dir=run_dir))
+    credentials = Credentials(new_secret())
+    shards = plan.servers > 0
+    if begin:
+        environment = node_environment(plan.workers, shards=shards)
+        log = logs / "forkserver.log"
+        link: ForkserverLink | None = ForkserverLink.started(log, environment, shards=shards, door=door)
+    else:
+        link = ForkserverLink.entered(door)
+    if link is None:
+        return plan, None, credentials
+    if begin:
+        link.order(keep={"credentials": str(credentials)})
+    else:
+        credentials = Credentials.parse(link.kept["credentials"])
+    return plan, LocalCluster(logs, {}, link=link), credentials
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""Runs the nodes of a run beside the callbacks of its job, and returns the finished run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from gradstream.errors import GradstreamError, Interrupted
+from gradstream.job.callbacks import Callbacks
+from gradstream.job.job import Job, build_model
+from gradstream.run.launcher import Launcher, LaunchOptions
+from gradstream.run.plan import RunPlan, metrics_of
+from gradstream.run.result import Run
+from gradstream.trackers.services import trackers_of
+
+__all__ = ["callbacks_of", "load_run", "run_nodes"]
+
+
+def run_nodes(plan: RunPlan, run_dir: Path, options: LaunchOptions) -> Run:
+    """Runs the nodes of a run, beside the callbacks of the job, and returns the finished run. Raises as `train`."""
+    job = plan.job
+    callbacks = callbacks_of(job, run_dir)
+    options = dataclasses.replace(options, on_event=callbacks.beside(options.on_event))
+    try:
+        Launcher(plan, run_dir, options).run()
+    except (GradstreamError, Interrupted):
+        callbacks.end(lambda: Run.load(run_dir))
+        raise
+    callbacks.end(lambda: load_run(run_dir, job))
+    return load_run(run_dir, job)
+
+
+def callbacks_of(job: Job, run_dir: Path) -> Callbacks:
+    """The callbacks and trackers of a job, for one run."""
+    given = [*job.callbacks, *trackers_of(job.trackers)]
+    return Callbacks(given, {"name": job.name, "run_dir": str(run_dir)})
+
+
+def load_run(path: Path, job: Job) -> Run:
+    """The run in a directory, with the model, data and metrics of its job."""
+    model = build_model(job) if hasattr(job.model, "gradient") else None
+    run = Run.load(path, model=model, data=job.data)
+    return dataclasses.replace(run, metrics=metrics_of(job))

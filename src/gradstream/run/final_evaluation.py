@@ -1,0 +1,64 @@
+"""The evaluation of a run that has ended, and its place in the events of the run."""
+
+from __future__ import annotations
+
+from gradstream.errors import GradstreamError
+from gradstream.run.reopen import reopen
+from gradstream.run.result import Evaluation, Run
+from gradstream.runtime.event_log import disk_error
+from gradstream.telemetry.events import EvaluatedEvent, encode
+from gradstream.untrusted import say
+
+__all__ = ["evaluate", "evaluation_of_run", "keep_evaluation"]
+
+
+def evaluate(run: Run) -> Evaluation | None:
+    """The run's evaluation on held-out samples; None where there are none, or no parameters."""
+    if run.model is None or run.data is None or not run.data.num_test_samples or not run.parameters:
+        return None
+    found = run.evaluate()
+    keep_evaluation(run, found)
+    return found
+
+
+def evaluation_of_run(run: Run) -> Evaluation | None:
+    """The evaluation of a run that another process has trained: as it has kept it, or computed again, and not kept.
+
+    None where the job cannot be read again (a message says so), or without held-out samples or parameters.
+    """
+    final = [row for row in run.evaluations if row["final"]]
+    if final and final[-1]["accuracy"] is not None:  # else the event does not say which loss it has
+        return Evaluation(final[-1]["accuracy"], None, final[-1]["held_out"], final[-1]["metrics"])
+    assert run.path is not None
+    try:
+        opened, _ = reopen(run.path)
+        return opened.evaluate() if opened.data is not None and opened.data.num_test_samples else None
+    except GradstreamError as error:
+        say(f"not evaluated: {error}")
+        return None
+
+
+def keep_evaluation(run: Run, found: Evaluation) -> None:
+    """Adds the evaluation of the final parameters to the run's events, unless they have one.
+
+    Then `gradstream runs` and reports show it. Where the directory cannot be written, a message says so.
+    """
+    if run.path is None or any(row["final"] for row in run.evaluations):
+        return
+    last = run.history[-1] if run.history else {"epoch": 0, "step": -1}
+    event = EvaluatedEvent(
+        step=last["step"] + 1,
+        epoch=last["epoch"],
+        samples=run.summary["samples"],
+        accuracy=found.accuracy,
+        loss=found.loss,
+        metrics=found.metrics,
+        held_out=found.num_samples,
+        final=True,
+    )
+    time_s = max((one["time_s"] for one in run.events), default=0.0)
+    try:
+        with (run.path / "events.jsonl").open("ab") as file:
+            file.write(encode(event, node="launcher", time_s=time_s))
+    except OSError as error:
+        say(f"{run.path} does not keep the evaluation: {disk_error(error)}")

@@ -1,0 +1,158 @@
+"""`ForkserverLink`: a launcher's two pipes to its forkserver, which it has started, or found without a launcher."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from gradstream.errors import DeadlineError, InternalError
+from gradstream.run.local.door import make_pipe, open_reader, open_writer
+
+__all__ = ["ForkserverLink", "python_environment"]
+
+OF_SERVERS = "gradstream.run.shard", "gradstream.worker.exchange.server"
+"""Modules of the nodes of a run with servers."""
+
+ANSWER_S = 30.0
+"""Seconds that a forkserver may take to answer. It has one thread, which forks nodes and passes on messages."""
+
+
+def python_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a Python process that finds this package: our own with other values of some variables."""
+    source = str(Path(__file__).resolve().parents[3])  # the folder of the package
+    path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, **environment, "PYTHONPATH": path}
+
+
+@dataclass(eq=False)
+class ForkserverLink:
+    """The pipes to a forkserver.
+
+    Args:
+        orders, replies: JSON lines; see `forkserver`.
+        pid: the forkserver's process id, for as long as `replies` is not at its end.
+        process: the forkserver, where this process has started it.
+        kept: what the launcher before has left; {} where this one has started the forkserver.
+    """
+
+    orders: BinaryIO
+    replies: BinaryIO
+    pid: int
+    process: subprocess.Popen[bytes] | None = None
+    kept: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def started(
+        cls, log: Path, environment: Mapping[str, str], *, shards: bool, door: Path | None = None
+    ) -> ForkserverLink:
+        """Starts a forkserver.
+
+        Args:
+            log: file for its output.
+            environment: environment variables of the nodes.
+            shards: whether it imports the code of servers, before it forks nodes.
+            door: where another launcher may come in later; None where the nodes end with this one.
+
+        Raises:
+            ConfigError: the file system has no named pipes for a door.
+        """
+        modules = OF_SERVERS if shards else ()
+        ends: tuple[int, int] | None = None
+        if door is not None:
+            make_pipe(door)
+            ends = open_reader(door), open_writer(door)
+        with open(log, "ab") as output:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "gradstream.run.local.forkserver"),
+                    *(() if door is None else ("--door", str(door))),
+                    *modules,
+                ],
+                stdin=subprocess.PIPE if ends is None else ends[0],
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=python_environment(environment),
+                start_new_session=True,  # Ctrl-C in the terminal signals the launcher only
+            )
+        orders = process.stdin
+        if ends is not None:
+            os.close(ends[0])
+            orders = os.fdopen(ends[1], "wb", 0)
+        return cls(cast("BinaryIO", orders), cast("BinaryIO", process.stdout), process.pid, process)
+
+    @classmethod
+    def entered(cls, door: Path) -> ForkserverLink | None:
+        """Takes the place of a launcher that has died; None where there is no forkserver any more.
+
+        The caller holds the launcher's lock.
+
+        Raises:
+            DeadlineError: there is one, and it does not answer.
+            ConfigError: the door is no pipe of this user.
+        """
+        path = door.with_name(f".replies-{os.getpid()}")
+        make_pipe(path)
+        try:
+            replies, own_end = open_reader(path), open_writer(path)  # no end is seen before it has come
+            try:
+                orders = os.fdopen(open_writer(door), "wb", 0)
+                # What the launcher before had begun to write ends here.
+                orders.write(b"\n" + json.dumps({"enter": str(path)}).encode() + b"\n")
+                answer = select.poll()
+                answer.register(replies, select.POLLIN)
+                answer.register(orders, 0)  # says so if the forkserver ends
+                found = dict(answer.poll(1000 * ANSWER_S))
+                if not found:
+                    raise DeadlineError(
+                        "forkserver",
+                        f"did not answer within {ANSWER_S:g} s at {door}: its process is stopped",
+                    )
+                if replies not in found:
+                    raise OSError(errno.EPIPE, "the forkserver has ended")
+            except OSError as error:
+                os.close(replies)
+                if error.errno in (errno.ENOENT, errno.ENXIO, errno.EPIPE):
+                    return None
+                raise
+            finally:
+                os.close(own_end)
+        finally:
+            path.unlink(missing_ok=True)
+        file = os.fdopen(replies, "rb")
+        first = json.loads(file.readline() or b"{}")
+        if "pid" not in first:
+            raise InternalError(f"the forkserver at {door} has ended")
+        return cls(orders, file, first["pid"], kept=first["kept"])
+
+    def order(self, **order: Any) -> None:
+        """Sends an order. Where the forkserver is gone, `replies` says so."""
+        data = json.dumps(order).encode() + b"\n"
+        try:
+            while data:
+                data = data[self.orders.write(data) :]
+            self.orders.flush()
+        except BrokenPipeError:
+            pass
+
+    def close(self) -> None:
+        """Has the forkserver kill all nodes and end. `kill` follows where it does not. Idempotent."""
+        if self.orders.closed:
+            return
+        self.order(close=True)
+        try:
+            self.orders.close()
+        except BrokenPipeError:
+            pass
+
+    def kill(self) -> None:
+        """Kills the forkserver; the kernel kills the nodes with it. Only while `replies` is not at its end."""
+        os.kill(self.pid, signal.SIGKILL)

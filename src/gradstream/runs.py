@@ -1,0 +1,221 @@
+"""`attach()` and `stop()`: follow and end a run that another process has launched."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shlex
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from gradstream._detached import start_launcher
+from gradstream.errors import ConfigError, DeadlineError, PeerLostError
+from gradstream.run.ending import Ending
+from gradstream.run.followed_events import FollowedEvents, OnEvent
+from gradstream.run.launcher_lock import LauncherRecord, holder_of, signal_launcher
+from gradstream.run.local.door import DOOR, has_reader
+from gradstream.run.reopen import spec_of_run
+from gradstream.run.result import Run
+from gradstream.untrusted import say
+
+__all__ = ["attach", "stop"]
+
+POLL_S = 0.2
+"""Seconds between two looks at the events and the launcher."""
+
+STOP_S = 120.0
+
+NOW_S = 0.5
+"""Seconds between two signals that end a run at once: the launcher counts two that come together as one."""
+
+TAKEOVERS, CALM_S = 3, 60.0
+"""Launchers within so many seconds that may fail to take over a run."""
+
+
+def attach(path: str | Path, *, on_event: OnEvent | None = None) -> Run:
+    """Follows a run to its end, whether its launcher is detached or not. Nothing that happens here ends the run.
+
+    Where the nodes of a detached run have no launcher any more, because it was killed, another one is started that
+    takes them over.
+
+    Args:
+        path: the run directory.
+        on_event: called with each event of this part of the run, those before now included.
+
+    Returns:
+        The run, as `Run.load` reads it; `evaluate` needs `model` and `data`.
+
+    Raises:
+        ConfigError: this is no run directory, or it belongs to another user or another machine.
+        PeerLostError: no process of the run is left, and it has not finished; or nobody can take it over.
+        Interrupted: the run was stopped.
+        GradstreamError: the run failed, as in `train`.
+        KeyboardInterrupt: Ctrl-C; the run goes on.
+    """
+    follower = _Follower(Path(path), on_event)
+    try:
+        follower.to_end()
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"{follower.path} goes on without this terminal; {follower.commands}"
+        ) from None
+    return follower.result()
+
+
+def stop(path: str | Path, *, now: bool = False, wait_s: float = STOP_S) -> str:
+    """Ends a run as Ctrl-C in its terminal does: with a checkpoint, if the job has any.
+
+    Args:
+        path: the run directory.
+        now: whether it ends at once, as by a second Ctrl-C: from the newest checkpoint it can be resumed.
+        wait_s: longest wait for the end of the run, in seconds.
+
+    Returns:
+        What was done, as a sentence.
+
+    Raises:
+        ConfigError: as in `attach`; or the launcher is on another machine.
+        DeadlineError: the run has not ended within `wait_s`; it has been asked to, and goes on stopping.
+        PeerLostError: as in `attach`.
+    """
+    follower = _Follower(Path(path), None)
+    if follower.has_ended:
+        return f"{follower.path} had ended before: {follower.how}"
+    give_up_s = time.monotonic() + wait_s
+    told: dict[int, float] = {}
+
+    def tell(pid: int) -> None:
+        at_s = time.monotonic()
+        if pid not in told or (now and at_s > told[pid] + NOW_S):
+            told[pid] = at_s
+            signal_launcher(follower.path, signal.SIGTERM)
+        if at_s > give_up_s:
+            hint = "" if now else f"; at once: gradstream stop --now {shlex.quote(str(follower.path))}"
+            raise DeadlineError(
+                "launcher",
+                f"process {pid} was told to end {follower.path}, and has not within {wait_s:g} s: workers finish a "
+                f"minibatch and a checkpoint is written first{hint}",
+            )
+
+    follower.to_end(tell)
+    if not now or follower.how != UNFINISHED:
+        return f"{follower.path}: {follower.how}"
+    from_it = follower.ending.checkpoint
+    return f"{follower.path} was ended at once; " + (
+        f"it resumes from {from_it}: {follower.ending.command}" if from_it else "nothing was kept yet"
+    )
+
+
+UNFINISHED = "no process of it is left, and it has not finished"
+
+
+class _Follower:
+    """Follows a run by its events and by the lock of its launcher.
+
+    Args:
+        path: the run directory.
+        on_event: see `attach`.
+
+    Raises:
+        ConfigError: see `attach`.
+    """
+
+    def __init__(self, path: Path, on_event: OnEvent | None) -> None:
+        self.path = path.resolve()
+        try:
+            owner = self.path.stat().st_uid
+        except OSError as error:
+            raise ConfigError(f"{self.path}: {error.strerror}; expected the directory of a run") from None
+        if owner != os.geteuid() != 0:
+            raise ConfigError(
+                f"{self.path} is a run of {_user(owner)}, and this is {_user(os.geteuid())}: only its user can attach "
+                "to it or stop it; `gradstream report` shows what you may read"
+            )
+        self._spec = spec_of_run(self.path)
+        self._record = LauncherRecord.read(self.path)
+        start = 0 if self._record is None else self._record.events_from
+        self._events = FollowedEvents(self.path, on_event, from_bytes=start)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no process of the run is left on this machine. Its events are read by then."""
+        ended = holder_of(self.path) is None and not has_reader(self.path / DOOR)
+        self._events.read()
+        return ended
+
+    def to_end(self, each: Callable[[int], None] = lambda pid: None) -> None:
+        """Returns when no process of the run is left; `each` is called again and again with its launcher's id.
+
+        Raises:
+            PeerLostError: launchers could not take over the nodes.
+        """
+        takeovers: list[float] = []
+        while not self.has_ended:
+            pid = holder_of(self.path)
+            if pid is not None:
+                each(pid)
+                time.sleep(POLL_S)
+                continue
+            takeovers = [at_s for at_s in takeovers if time.monotonic() - at_s < CALM_S]
+            if len(takeovers) == TAKEOVERS:
+                raise PeerLostError(
+                    "launcher",
+                    f"{TAKEOVERS} processes could not take over {self.path}; see {self.path / 'logs/launcher.log'}. "
+                    "The nodes go on without: workers that die are not replaced, nor is the coordinator",
+                )
+            takeovers.append(time.monotonic())
+            say(f"{self.path} has lost its launcher: another one takes over")
+            start_launcher(self.path, begin=False)
+
+    @property
+    def ending(self) -> Ending:
+        """How the run has ended."""
+        spec = self._spec
+        first = "" if spec.resume is None else str(spec.resume.get("folder", ""))
+        in_file = bool(spec.job or spec.script)
+        return Ending(run_dir=self.path, last=self._events.last, first=first, in_file=in_file)
+
+    @property
+    def how(self) -> str:
+        """How the run has ended, in words."""
+        if "stopped" in self._events.last:
+            return str(self.ending.interrupted)
+        if (failure := self.ending.failure) is not None:
+            return f"it failed: {failure}"
+        return "it has finished" if "finished" in self._events.last else UNFINISHED
+
+    @property
+    def commands(self) -> str:
+        """How to follow the run again, and how to end it."""
+        path = shlex.quote(str(self.path))
+        return f"gradstream attach {path} shows it again, gradstream stop {path} ends it"
+
+    def result(self) -> Run:
+        """The run that has ended; raises what it ended with, as `attach`."""
+        if "stopped" in self._events.last:
+            raise self.ending.interrupted
+        if (failure := self.ending.failure) is not None:
+            for note in self.ending.where:
+                failure.add_note(note)
+            raise failure
+        if "finished" in self._events.last:
+            return Run.load(self.path)
+        host = socket.gethostname()
+        if self._record is not None and self._record.host != host:
+            raise ConfigError(
+                f"{self.path} was launched on {self._record.host}, and this is {host}: attach there; if that machine "
+                f"is gone, {self.ending.command}"
+            )
+        lost = PeerLostError("launcher", f"{self.path}: {UNFINISHED}")
+        lost.add_note(f"it goes on from its newest checkpoint, if it has one: {self.ending.command}")
+        raise lost
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name}"
+    except KeyError:
+        return f"user {uid}"

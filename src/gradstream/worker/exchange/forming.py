@@ -1,0 +1,150 @@
+"""`GroupForming`: keeps a worker in a group with all workers that are in, under the newest membership epoch.
+
+a notice names other workers ──▶ the group is abandoned, and another one formed at once, also while a gradient is
+                                 computed: who is slow is there in time
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from gradstream.collectives.group import Group
+from gradstream.coordinator.client.member import Member
+from gradstream.errors import ClosedError, DeadlineError, PeerLostError
+from gradstream.runtime.base import Runtime, awaited_later
+from gradstream.wire import v1
+
+__all__ = ["LOST", "GroupForming"]
+
+T = TypeVar("T")
+
+LOST = (PeerLostError, DeadlineError, ClosedError)
+"""What operations of a group raise when a worker is lost."""
+
+
+class GroupForming:
+    """The group of one worker.
+
+    Args:
+        runtime: runtime of the worker's node.
+        member: the node's membership; the run has begun.
+        form: forms the group of the workers of a notice.
+        survives: another group is formed when the workers change. Otherwise the loss of one ends the run.
+        interrupt: called with an error when a group is abandoned.
+
+    Attributes:
+        notice: the notice that names the workers of the group that the caller has got last.
+    """
+
+    notice: v1.Notice
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        member: Member,
+        form: Callable[[v1.Notice], Awaitable[Group]],
+        *,
+        survives: bool,
+        interrupt: Callable[[Exception], None],
+    ) -> None:
+        self.survives = survives
+        self._runtime = runtime
+        self._member = member
+        self._form = form
+        self._interrupt = interrupt
+        self._workers: dict[str, int] = {}  # incarnations of the workers of the newest group, by name
+        self._newest = 0  # its number
+        self._announced = member.notice
+        self._used = 0  # number of the group that the caller has got last
+        self._forming: asyncio.Task[Group] | None = None
+        if survives:
+            member.listen(self._hear)
+        self._hear(member.notice)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the members have changed since the caller has got its group."""
+        return self._newest > self._used
+
+    async def through(self, work: Callable[[Group], Awaitable[T]]) -> T:
+        """Calls `work` with the group; once more with the next one if a worker is lost meanwhile.
+
+        Raises:
+            PeerLostError, DeadlineError: a worker was lost, and the run does not survive that; or the coordinator
+                counts all workers as present for as long as a loss takes to be noticed.
+        """
+        while True:
+            try:
+                return await work(await self._group())
+            except LOST as error:
+                await self.changed(error)
+
+    async def changed(self, error: Exception) -> None:
+        """Returns once the members have changed, since an operation of the group has raised `error`. Else raises it."""
+        for _ in range(
+            2 * self.survives
+        ):  # a coordinator that has just come back waits for a lease by itself
+            if await self._member.told(lambda: self.outdated):
+                return
+        raise error
+
+    async def close(self) -> None:
+        """Leaves the group."""
+        self.survives, forming = False, self._forming
+        if forming is not None:
+            forming.cancel()  # changes nothing if it is formed
+            await _ended(forming)
+            if (group := _formed(forming)) is not None:
+                await group.close()
+
+    async def _group(self) -> Group:
+        """The newest group. Raises what forming it has raised."""
+        while True:
+            self._used, forming = self._newest, self._forming
+            assert forming is not None
+            await _ended(forming)
+            if not self.outdated:
+                self.notice = self._announced
+                return forming.result()
+
+    def _hear(self, notice: v1.Notice) -> None:
+        """Begins to form another group where the workers have changed, and abandons the one before."""
+        workers = {node.name: node.incarnation for node in notice.nodes if node.role == "worker"}
+        if notice.phase != v1.Notice.TRAINING or workers == self._workers:
+            return
+        before, self._workers = self._workers, workers
+        self._newest += 1
+        self._announced = notice
+        runtime, earlier = self._runtime, self._forming
+        if earlier is not None:
+            lost = next((name for name in before if workers.get(name) != before[name]), "")
+            why = (
+                "was lost, as the coordinator says" if lost else "forms a group with a worker that has joined"
+            )
+            error = PeerLostError(lost or runtime.node, why)
+            self._interrupt(error)
+            earlier.cancel()
+            if (group := _formed(earlier)) is not None:
+                group.abandon(error)
+                runtime.spawn(group.close(), name=f"{runtime.node}-leaves-group")
+        forming = runtime.spawn(self._form_after(earlier, notice), name=f"{runtime.node}-forms-group")
+        self._forming = awaited_later(forming)
+
+    async def _form_after(self, earlier: asyncio.Task[Group] | None, notice: v1.Notice) -> Group:
+        if earlier is not None:
+            await _ended(earlier)  # an endpoint serves one group at a time
+        return await self._form(notice)
+
+
+def _formed(forming: asyncio.Task[Group]) -> Group | None:
+    """The group that was formed, if it was."""
+    if not forming.done() or forming.cancelled() or forming.exception() is not None:
+        return None
+    return forming.result()
+
+
+async def _ended(task: asyncio.Task[Group]) -> None:
+    """Returns when a task has ended, however it has."""
+    await asyncio.gather(asyncio.shield(task), return_exceptions=True)
