@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,10 +49,11 @@ def run_with_faults(seed: int, epochs: int | None = None) -> bool:
     folder = _folder(job)
     with LocalCluster(folder / "logs", node_environment(job.workers), shards=True) as cluster:
         click.echo(f"{ABOUT}. First undisturbed:", err=True)
-        quiet = _run(job, folder, cluster, None)
+        quiet = _run(job, folder / "without", cluster, lambda event: None)
         click.echo(f"Then with kill -9, at instants drawn from seed {seed}:", err=True)
         schedule = KillSchedule(seed, [f"worker-{rank}" for rank in range(job.workers)])
-        struck = _run(job, folder, cluster, schedule)
+        striker = Striker(cluster, schedule, lambda line: click.echo(line, err=True))
+        struck = _run(job, folder / "killed", cluster, striker)
     deaths = deaths_of(struck.events)
     broken = broken_promises(struck, job.epochs)
     if not deaths:
@@ -60,6 +61,8 @@ def run_with_faults(seed: int, epochs: int | None = None) -> bool:
     path = folder / PICTURE
     path.write_text(faults_picture(quiet, struck, deaths))
     click.echo("\n".join(table_of(deaths)))
+    if late := striker.kills - len(deaths):
+        click.echo(f"{late} more when the last sample was in the model")
     click.echo(_figures(quiet, struck, job.epochs))
     click.echo(f"picture        {path}")
     for what in broken:
@@ -143,22 +146,17 @@ def _folder(job: Job) -> Path:
     return make_run_dir(job)
 
 
-def _run(job: Job, folder: Path, cluster: LocalCluster, schedule: KillSchedule | None) -> Run:
-    """One run of the job, in a folder of its own; with a schedule, processes are killed."""
+def _run(job: Job, run_dir: Path, cluster: LocalCluster, strike: Callable[[EventDict], None]) -> Run:
+    """One run of the job, in a folder of its own; `strike` gets its events."""
     from gradstream._train import launch
     from gradstream.cli.display import Display
     from gradstream.run.plan import plan_run
 
-    run_dir = folder / ("without" if schedule is None else "killed")
     run_dir.mkdir()
     with Display() as display:
-        killer = (
-            None if schedule is None else Striker(cluster, schedule, lambda line: click.echo(line, err=True))
-        )
 
         def on_event(event: EventDict) -> None:
             display.on_event(event)
-            if killer is not None:
-                killer(event)
+            strike(event)
 
         return launch(plan_run(job, secrets.token_hex(8)), run_dir, cluster=cluster, on_event=on_event)

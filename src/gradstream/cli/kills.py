@@ -75,10 +75,14 @@ class Striker:
         cluster: the processes.
         schedule: when which one is killed.
         tell: called with a line for each kill.
+
+    Attributes:
+        kills: number of kills.
     """
 
     def __init__(self, cluster: LocalCluster, schedule: KillSchedule, tell: Callable[[str], None]) -> None:
         self._cluster, self._schedule, self._tell = cluster, schedule, tell
+        self.kills = 0
         self._taking_part: set[str] = set()
         self._joining: set[str] = set()
         self._zero_s = math.inf  # of the run's clock, on this one: no event is read before it happens
@@ -106,6 +110,7 @@ class Striker:
         pid = None if node is None else self._cluster.running.get(node)
         if node is not None and pid is not None:
             self._taking_part.discard(node)
+            self.kills += 1
             self._cluster.post({"struck": node, "at_ns": time.monotonic_ns()})
             os.kill(pid, signal.SIGKILL)
             self._tell(f"{at_s:5.1f} s: kill -9 {pid} ({node})")
