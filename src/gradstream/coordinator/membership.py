@@ -169,6 +169,8 @@ class Membership:
         objection = self.admission.objection(request, closed)
         if objection is not None:
             return [objection]
+        if self.phases.training and request.node.role == "shard":
+            return self._come_back(request)
         if self.phases.training:
             return self._replace(request) if self.phases.may_enter else []
         self.admission.admit(request)
@@ -193,6 +195,13 @@ class Membership:
         if self.participation is not None and self.participation.joined(node.name):
             return [joined, *self._participation_changed()]
         return [joined, Notify()]
+
+    def _come_back(self, request: v1.Join) -> list[Instruction]:
+        """Admits a new process of a shard that was lost, while workers train."""
+        self.nodes.epoch += 1
+        self.admission.admit(request)
+        node = request.node
+        return [Emit(JoinedEvent(who=node.name, address=node.address, epoch=self.nodes.epoch)), Notify()]
 
     def check(self, who: str, beat: v1.Beat) -> None:
         """Raises RefusedError for an impossible beat. Call it before `beat`, which does not check."""
@@ -233,6 +242,8 @@ class Membership:
             out += [] if round_ is None else [Emit(round_)]
         settled = self._settle(who, beat, at_s)
         out += settled
+        if beat.backed_up:
+            self.nodes.backed_up[who] = beat.backed_up
         if beat.leaves:
             self.nodes.leaving.add(who)
         if beat.finished:
@@ -335,6 +346,8 @@ class Membership:
         if hopeless:
             kind = NonFiniteError if self._offences.reason(who) else PeerLostError
             return out + self.phases.abort(who, kind.__name__, f"{reason}; {hopeless}")
+        if node.role == "shard":
+            return [*out, Notify(), *self.snapshots.lost(who, at_s), *self.after_snapshot()]
         if self.estates is None or who in self.nodes.leaving:
             self.progress.ledger.lost(node.rank)
         if self.estates is not None:
@@ -356,6 +369,13 @@ class Membership:
             f"did not join in time: {', '.join(missing)} (in: {', '.join(there) or 'nobody'}); see their logs"
         )
         return self.phases.abort(missing[0], "DeadlineError", text)
+
+    def abandon(self, shard: str, waited_s: float) -> list[Instruction]:
+        """Ends the run if a lost shard has not come back."""
+        if self.phases.over or self.nodes.get(shard) is not None:
+            return []
+        message = f"no new process of it has joined within {waited_s:g} s"
+        return self.phases.abort(shard, PeerLostError.__name__, message)
 
     # ---- requests about the run -----------------------------------------------------------
 

@@ -73,6 +73,8 @@ class MessageChecks:
         for refused in beat.refused:
             self._check_refused(node, refused)
         self._check_estates(node, beat)
+        if beat.backed_up and node.role != "shard":
+            raise _impossible(node.name, "a backup; expected backups of shards")
         if beat.verdicts and (not self._quorum or node.name != "shard-0"):
             raise _impossible(
                 node.name, "a verdict; expected them from shard-0 alone, where there is a quorum"

@@ -22,10 +22,11 @@ class Nodes:
         epoch: the membership epoch: 0 while gathering, 1 when training begins, one more after each loss and each
             worker that joins later.
         leaving: names of workers that were asked to go, and have said that they do.
+        backed_up: by shard, the incarnation of the shard that has a backup of all its chunks.
         entering: names of workers that have joined late, and wait for the round in which they begin.
     """
 
-    KEPT = ("epoch", "revoked", "_nodes", "_finished", "leaving", "entering")
+    KEPT = ("epoch", "revoked", "_nodes", "_finished", "leaving", "entering", "backed_up")
     """See `durable.state`."""
 
     def __init__(self, num_workers: int, num_servers: int) -> None:
@@ -40,11 +41,22 @@ class Nodes:
         self._finished: set[str] = set()
         self.leaving: set[str] = set()
         self.entering: set[str] = set()
+        self.backed_up: dict[str, int] = {}
 
     @property
     def missing(self) -> list[str]:
         """Names of the expected nodes that are not in."""
         return [name for name in self._expected if name not in self._nodes]
+
+    @property
+    def missing_shards(self) -> list[str]:
+        """Names of the shards that are not in."""
+        return [name for name in self._shards if name not in self._nodes]
+
+    def is_backed_up(self, shard: str) -> bool:
+        """Whether a living shard has a backup of this one."""
+        holder = self._nodes.get(self._shards[(self._shards.index(shard) + 1) % self.num_servers])
+        return holder is not None and self.backed_up.get(shard) == holder.incarnation
 
     @property
     def incarnations(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ it cannot get there any more; STOPPED on request. These three are final.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from gradstream.coordinator.instructions import Emit, Instruction, Notify
 from gradstream.coordinator.nodes import Nodes
@@ -37,6 +38,8 @@ class LossTolerance:
         obstacle: why no new process can take the place of a lost worker while the others train; "" if one can.
         redoes: shards say what the model has of a lost worker's pushes, and others redo those that are torn.
         stands_in: until then, one of the others computes its part of each round.
+        acknowledge: when shards acknowledge pushes. A shard that was lost comes back from its backup, "logged" in a file
+            or "replicated" on another shard; where it is "applied", the run ends.
         regroups: the workers exchange in a group, which is formed again at each loss and for each newcomer.
     """
 
@@ -48,6 +51,7 @@ class LossTolerance:
     redoes: bool = False
     stands_in: bool = False
     regroups: bool = False
+    acknowledge: Literal["applied", "logged", "replicated"] = "applied"
 
     @property
     def replaces(self) -> bool:
@@ -114,7 +118,7 @@ class Phases:
 
     def why_closed(self, role: str) -> str:
         """Says why a node of this role cannot join now; "" if it can, at once or later: see `may_enter`."""
-        if self.gathering:
+        if self.gathering or (role == "shard" and self._losses.acknowledge != "applied" and not self.over):
             return ""
         if (
             self.over
@@ -134,9 +138,10 @@ class Phases:
         """Whether a worker that joins after training has begun can begin now, or waits.
 
         The first receipt tells that the parameters have their first values. During a snapshot every worker that it
-        names has a part in it.
+        names has a part in it. A shard that is missing cannot give it parameters.
         """
-        return self._progress.ledger.num_receipts > 0 and self._snapshots.current is None
+        begun = self._progress.ledger.num_receipts > 0
+        return begun and self._snapshots.current is None and not self._nodes.missing_shards
 
     def stop(self) -> list[Instruction]:
         """Ends the run with the newest checkpoint."""
@@ -160,7 +165,7 @@ class Phases:
     def why_hopeless(self, gone: v1.Node) -> str:
         """Says why the run cannot continue without a lost node; "" if it can."""
         if gone.role == "shard":
-            return f"its ranges of the parameters are gone with it (shard rank {gone.rank})"
+            return self._why_gone(gone)
         left = len(self._nodes.active_workers)
         if left >= self._needed:
             return ""
@@ -169,6 +174,16 @@ class Phases:
         needs = "every worker" if self._needed == self._started.workers else f"{self._needed} workers"
         name, why = self._started.strategy, self._losses.obstacle
         return f"strategy {name!r} needs {needs}, and nobody can take its place: {why}"
+
+    def _why_gone(self, gone: v1.Node) -> str:
+        """Says why the parameters of a lost shard, or of one that it had a backup of, are gone; "" if they are not."""
+        if self._losses.acknowledge == "logged":
+            return ""
+        lost = f"its ranges of the parameters are gone with it (shard rank {gone.rank})"
+        if self._losses.acknowledge == "applied":
+            return f"{lost}: acknowledge='replicated' or 'logged' keeps a backup"
+        bare = [name for name in self._nodes.missing_shards if not self._nodes.is_backed_up(name)]
+        return f"{lost}: no other shard has a whole backup of {', '.join(bare)}" if bare else ""
 
     def conclude(self) -> list[Instruction]:
         """Reports data epochs that have become complete, and ends the run if everything is done."""

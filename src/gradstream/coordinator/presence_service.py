@@ -107,6 +107,7 @@ class PresenceService:
             and awaited.incarnation != stream.opened.incarnation
         ):
             self._give_up(awaited, who, "another process has taken its place")
+        await self._left(stream, who)
         while not (instructions := self._membership.join(request, context.age_s())):
             await stream.waiting(self._membership.nodes.worker_names)
             await context.runtime.sleep(ENTER_S)
@@ -119,6 +120,15 @@ class PresenceService:
         attendance = self._expect(request.node, stream)
         context.carry_out(instructions)
         await self._attend(attendance, stream, who)
+
+    async def _left(self, stream: Stream, who: str) -> None:
+        """Waits, while others train, until it is noticed that the process is gone whose place this one takes."""
+        runtime, since_ns = self._context.runtime, self._context.runtime.now()
+        while self._membership.phases.training and who in self._attending:
+            if runtime.left_s(since_ns, self._context.deadlines.lease_s) <= 0:
+                return
+            await stream.waiting([who])
+            await runtime.sleep(ENTER_S)
 
     def _expect(self, node: v1.Node, stream: Stream | None) -> _Attendance:
         """Notes that a member is present, or may come back."""
@@ -137,6 +147,18 @@ class PresenceService:
             attendance = self._expect(node, None)
             why = f"did not come back within {lease_s:g} s after the coordinator was started again"
             self._context.runtime.expire_after(lease_s, partial(self._give_up, attendance, node.name, why))
+        for shard in self._membership.nodes.missing_shards:
+            self._await_shard(shard)
+
+    def _await_shard(self, name: str) -> None:
+        """Ends the run unless a new process of a lost shard joins in time."""
+        context, wait_s = self._context, self._context.deadlines.retry_s
+
+        def overdue() -> None:
+            if not context.keeper.superseded:
+                context.carry_out(self._membership.abandon(name, wait_s))
+
+        context.runtime.expire_after(wait_s, overdue)
 
     def _give_up(self, attendance: _Attendance, who: str, why: str) -> None:
         """Removes a member that has not come back."""
@@ -149,6 +171,8 @@ class PresenceService:
         self._reasons[who] = reason or "it left"
         context = self._context
         context.carry_out(self._membership.lost(who, reason, context.age_s(), certificate))
+        if who in self._membership.nodes.missing_shards and not self._membership.phases.over:
+            self._await_shard(who)
         self._on_lost()
 
     async def _attend(self, attendance: _Attendance, stream: Stream, who: str) -> None:

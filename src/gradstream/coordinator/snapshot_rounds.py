@@ -194,8 +194,8 @@ class SnapshotRounds:
         return [] if self.current is not None else self.begin(at_s)
 
     def begin(self, at_s: float) -> list[Instruction]:
-        """Begins a snapshot; later, while a worker waits for the round in which it enters."""
-        self._deferred = bool(self._nodes.entering)
+        """Begins a snapshot; later, while a worker waits for the round in which it enters, or a shard is missing."""
+        self._deferred = bool(self._nodes.entering or self._nodes.missing_shards)
         if self._deferred:
             return []
         self._count += 1
@@ -251,11 +251,9 @@ class SnapshotRounds:
     def lost(self, who: str, at_s: float) -> list[Instruction]:
         """Ends the snapshot if it needs a node that was lost. In WRITE it needs only the holders."""
         snapshot = self.current
-        if (
-            snapshot is None
-            or who not in snapshot.workers
-            or not (snapshot.pauses_workers or who in snapshot.holders)
-        ):
+        if snapshot is None:
+            return []
+        if who not in snapshot.holders and not (snapshot.pauses_workers and who in snapshot.workers):
             return []
         if self.ending:  # the other workers still reach the minibatch where they stop
             snapshot.workers = [worker for worker in snapshot.workers if worker != who]

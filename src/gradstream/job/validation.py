@@ -67,6 +67,8 @@ def check(job: Job) -> None:
 def _check_numbers(job: Job) -> None:
     if job.non_finite not in ("skip", "error"):
         raise UnknownNameError("non_finite", str(job.non_finite), ("skip", "error"))
+    if job.acknowledge not in (levels := ("applied", "logged", "replicated")):
+        raise UnknownNameError("acknowledge", str(job.acknowledge), levels)
     for name in ("workers", "accumulate", "connections", "quarantine_after"):
         whole(name, getattr(job, name), least=1)
     if job.servers is not None:
@@ -130,6 +132,8 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
         )
     if job.record:
         _check_recorded(job, strategy)
+    if job.acknowledge != "applied":
+        _check_acknowledged(job, strategy)
     _check_hooks(strategy)
     _check_drive(job, strategy)
     if isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients":
@@ -182,6 +186,21 @@ def _check_recorded(job: Job, strategy: Strategy) -> None:
     else:
         return
     raise ConfigError(f"record=True: {why}; leave record out")
+
+
+def _check_acknowledged(job: Job, strategy: Strategy) -> None:
+    """Raises where no backup of a shard has all that a new process of it would need."""
+    if not isinstance(strategy, ServerStrategy):
+        why = f"{type(strategy).__name__} has no servers that could acknowledge anything"
+    elif strategy.quorum(job.workers) is not None:
+        why = "a quorum decides over all shards at once which pushes count, and no backup has its decisions"
+    elif strategy.correction() is not None:
+        why = f"{type(strategy).__name__} corrects pushes by what each worker has read, which no backup has"
+    elif job.record:
+        why = "a recording has one file for each shard, from its first push on"
+    else:
+        return
+    raise ConfigError(f"acknowledge={job.acknowledge!r}: {why}; leave acknowledge out")
 
 
 def _check_hooks(strategy: Strategy) -> None:

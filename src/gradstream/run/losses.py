@@ -35,6 +35,7 @@ def losses_of(plan: RunPlan) -> LossTolerance:
         obstacle=obstacle,
         redoes=redoes and not obstacle,
         stands_in=rounds and not obstacle,
+        acknowledge=plan.job.acknowledge,
         regroups=isinstance(plan.strategy, GroupStrategy),
     )
 

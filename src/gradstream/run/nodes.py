@@ -186,6 +186,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
     return WorkerConfig(
         rank=rank,
         num_workers=plan.workers,
+        num_shards=plan.servers,
         strategy=strategy,
         model=model,
         data=job.data,

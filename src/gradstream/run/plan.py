@@ -292,7 +292,13 @@ def num_servers(job: Job, strategy: Strategy) -> int:
         return 0
     if job.servers == 0:
         raise ConfigError(f"servers=0: the workers of {name} exchange through servers; expected at least 1")
-    return 1 if job.servers is None else job.servers
+    fewest = 2 if job.acknowledge == "replicated" else 1
+    if job.servers is not None and job.servers < fewest:
+        raise ConfigError(
+            "servers=1 with acknowledge='replicated': each shard has its backup on another one; take servers=2 or more, or "
+            "acknowledge='logged'"
+        )
+    return fewest if job.servers is None else job.servers
 
 
 def _policy_of(job: Job) -> Policy:

@@ -50,4 +50,6 @@ def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
         quorum=strategy.quorum(plan.workers),
         correction=strategy.correction(),
         workers=plan.workers,
+        acknowledge=plan.job.acknowledge,
+        retry_s=plan.job.deadlines.retry_s,
     )

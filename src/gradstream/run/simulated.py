@@ -109,13 +109,14 @@ class SimulatedCluster:
         self._workers[name].drain()
 
     async def restart(self, name: str) -> None:
-        """Starts a worker or the coordinator again, as a new process at this instant of virtual time."""
+        """Starts a node again, as a new process at this instant of virtual time."""
         self.virtual.replace(name)
         self._incarnations[name] += 1
         if name == COORDINATOR:
             await self._start(name, self._coordinator)
             return
-        await self._start(name, partial(self._worker, int(name.rpartition("-")[2])))
+        start = self._shard if name.startswith("shard") else self._worker
+        await self._start(name, partial(start, int(name.rpartition("-")[2])))
 
     def stop(self) -> None:
         """Asks the run to stop with a checkpoint, as Ctrl-C does."""

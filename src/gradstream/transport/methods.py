@@ -66,6 +66,9 @@ METHODS: Mapping[str, Method] = {
     "fetch": Method(served_by=_SHARD, callers=_WORKER, request_bytes=MAX_HEADER_BYTES),
     "command": Method(served_by=_SHARD, callers=_WORKER),
     "quorum": Method(served_by=_SHARD, callers=_SHARD),
+    # Backups of shards. The description of a chunk names the recent pushes of each worker.
+    "backup": Method(served_by=_SHARD, callers=_SHARD, chunks=True, request_bytes=MAX_HEADER_BYTES),
+    "backups": Method(served_by=_SHARD, callers=_SHARD),
     # Groups of workers.
     "tensor": Method(served_by=_WORKER, callers=_WORKER, chunks=True),
     "exchange": Method(served_by=_WORKER, callers=_WORKER, chunks=True),

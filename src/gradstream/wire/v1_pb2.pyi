@@ -489,6 +489,67 @@ class CommandResult(_message.Message):
     clock: int
     def __init__(self, scalar: _Optional[float] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., clock: _Optional[int] = ...) -> None: ...
 
+class Backup(_message.Message):
+    __slots__ = ("chunk", "workers")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    chunk: ChunkBackup
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerClock]
+    def __init__(self, chunk: _Optional[_Union[ChunkBackup, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerClock, _Mapping]]] = ...) -> None: ...
+
+class ChunkBackup(_message.Message):
+    __slots__ = ("index", "version", "summed", "clock", "lr", "windows", "clocks", "vectors", "estates")
+    class ClocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SUMMED_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    LR_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    ESTATES_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    version: int
+    summed: int
+    clock: int
+    lr: float
+    windows: _containers.RepeatedCompositeFieldContainer[Window]
+    clocks: _containers.ScalarMap[int, int]
+    vectors: _containers.RepeatedScalarFieldContainer[str]
+    estates: _containers.RepeatedCompositeFieldContainer[Estate]
+    def __init__(self, index: _Optional[int] = ..., version: _Optional[int] = ..., summed: _Optional[int] = ..., clock: _Optional[int] = ..., lr: _Optional[float] = ..., windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ..., clocks: _Optional[_Mapping[int, int]] = ..., vectors: _Optional[_Iterable[str]] = ..., estates: _Optional[_Iterable[_Union[Estate, _Mapping]]] = ...) -> None: ...
+
+class Window(_message.Message):
+    __slots__ = ("sender", "incarnation", "low", "above")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LOW_FIELD_NUMBER: _ClassVar[int]
+    ABOVE_FIELD_NUMBER: _ClassVar[int]
+    sender: str
+    incarnation: int
+    low: int
+    above: bytes
+    def __init__(self, sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., low: _Optional[int] = ..., above: _Optional[bytes] = ...) -> None: ...
+
+class WorkerClock(_message.Message):
+    __slots__ = ("rank", "incarnation", "paused", "entered")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    ENTERED_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    incarnation: int
+    paused: bool
+    entered: int
+    def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., paused: bool = ..., entered: _Optional[int] = ...) -> None: ...
+
 class Node(_message.Message):
     __slots__ = ("name", "role", "rank", "address", "incarnation", "enters", "since")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -747,7 +808,7 @@ class SnapshotReport(_message.Message):
     def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[SnapshotReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("events", "receipts", "finished", "failure", "snapshots", "relies", "verdicts", "begun", "refused", "sound", "quiesced", "number", "handed", "leaves", "estates", "redone")
+    __slots__ = ("events", "receipts", "finished", "failure", "snapshots", "relies", "verdicts", "begun", "refused", "sound", "quiesced", "number", "handed", "leaves", "estates", "redone", "backed_up")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -764,6 +825,7 @@ class Beat(_message.Message):
     LEAVES_FIELD_NUMBER: _ClassVar[int]
     ESTATES_FIELD_NUMBER: _ClassVar[int]
     REDONE_FIELD_NUMBER: _ClassVar[int]
+    BACKED_UP_FIELD_NUMBER: _ClassVar[int]
     events: bytes
     receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
     finished: bool
@@ -780,7 +842,8 @@ class Beat(_message.Message):
     leaves: bool
     estates: _containers.RepeatedCompositeFieldContainer[Estate]
     redone: _containers.RepeatedCompositeFieldContainer[Redone]
-    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., sound: bool = ..., quiesced: _Optional[int] = ..., number: _Optional[int] = ..., handed: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., leaves: bool = ..., estates: _Optional[_Iterable[_Union[Estate, _Mapping]]] = ..., redone: _Optional[_Iterable[_Union[Redone, _Mapping]]] = ...) -> None: ...
+    backed_up: int
+    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., sound: bool = ..., quiesced: _Optional[int] = ..., number: _Optional[int] = ..., handed: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., leaves: bool = ..., estates: _Optional[_Iterable[_Union[Estate, _Mapping]]] = ..., redone: _Optional[_Iterable[_Union[Redone, _Mapping]]] = ..., backed_up: _Optional[int] = ...) -> None: ...
 
 class Estate(_message.Message):
     __slots__ = ("sender", "incarnation", "chunks", "pushes")

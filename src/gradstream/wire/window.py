@@ -6,6 +6,8 @@ take more and more memory.
 
 from __future__ import annotations
 
+from typing import Self
+
 __all__ = ["SequenceWindow"]
 
 
@@ -23,6 +25,18 @@ class SequenceWindow:
     def __init__(self) -> None:
         self.low = 0
         self._above = 0  # bit i: low + 1 + i is in the set; bit 0 is never set
+
+    @classmethod
+    def of(cls, low: int, above: bytes) -> Self:
+        """The window that has this low-water mark, and this bitmap of the numbers above it; see `above`."""
+        window = cls()
+        window.low, window._above = low, int.from_bytes(above[: cls.WIDTH // 8 + 1], "little")
+        return window
+
+    @property
+    def above(self) -> bytes:
+        """The numbers above the low-water mark, as a bitmap, little-endian: bit i is set for low + 1 + i."""
+        return self._above.to_bytes((self._above.bit_length() + 7) // 8, "little")
 
     def __contains__(self, number: int) -> bool:
         if number <= self.low:

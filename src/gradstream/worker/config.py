@@ -48,6 +48,7 @@ class WorkerConfig:
     Args:
         rank: rank of this worker.
         num_workers: number of workers, W.
+        num_shards: number of shards of the parameter server.
         strategy: strategy of the run.
         model: this worker's own instance of the model.
         data: the data set.
@@ -78,6 +79,7 @@ class WorkerConfig:
 
     rank: int
     num_workers: int
+    num_shards: int
     strategy: Strategy
     model: Model
     data: Dataset

@@ -173,6 +173,7 @@ class WorkerNode:
             endpoint=self._endpoint,
             member=self._member,
             rank=config.rank,
+            num_shards=config.num_shards,
             resume=None if config.gradients_only else config.resume,
             late=late,
             deadlines=config.deadlines,

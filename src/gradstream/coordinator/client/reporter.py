@@ -59,6 +59,11 @@ class Reporter:
         self.beat.estates.append(estate)
         self._urgent.ring()
 
+    def backed_up(self, incarnation: int) -> None:
+        """Reports at once that this process of another shard has a backup of all chunks of this one."""
+        self.beat.backed_up = incarnation
+        self._urgent.ring()
+
     def redone(self, done: v1.Redone) -> None:
         """Reports at once that every chunk has a lost worker's push, which this worker has redone."""
         self.beat.redone.append(done)
@@ -115,6 +120,7 @@ class Reporter:
             or beat.quiesced
             or beat.estates
             or beat.redone
+            or beat.backed_up
             or beat.handed
             or beat.refused
             or beat.sound

@@ -18,6 +18,9 @@ __all__ = ["ShardLinks"]
 
 RETRYABLE_CODES = frozenset({"STALE_EPOCH", "SUPERSEDED"})
 
+MOST_PAUSE_S = 0.2
+"""The longest pause between two tries, in seconds: a shard that was killed is back within a second."""
+
 T = TypeVar("T")
 
 
@@ -95,7 +98,7 @@ class ShardLinks:
             if self.runtime.left_s(last_ns, self._retry_s) < pause_s:
                 raise failure
             await self.runtime.sleep(pause_s * (0.5 + self._jitter.random()))
-            pause_s = min(1.0, 2 * pause_s)
+            pause_s = min(MOST_PAUSE_S, 2 * pause_s)
 
     # ---- accounts -----------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ Reference: Ho et al., "More effective distributed ML via a stale synchronous par
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 __all__ = ["NOBODY", "Clocks"]
 
@@ -27,17 +27,25 @@ class Clocks:
     Args:
         chunks: numbers of this shard's chunks.
         num_workers: number of workers; all take part at first, at clock 0.
+
+    Attributes:
+        entered: by rank, the clock at which a worker has last resumed.
     """
 
     def __init__(self, chunks: Iterable[int], num_workers: int) -> None:
         self._in = dict.fromkeys(range(num_workers))
         self._lost: set[int] = set()
         self._at: dict[int, dict[int, int]] = {chunk: {} for chunk in chunks}  # by chunk and rank
+        self.entered: dict[int, int] = {}
 
     @property
     def present(self) -> frozenset[int]:
         """The ranks of the workers that take part."""
         return frozenset(self._in)
+
+    def at(self, chunk: int) -> Mapping[int, int]:
+        """The clocks of a chunk, by rank; a worker without a push is missing."""
+        return self._at[chunk]
 
     def advance(self, chunk: int, rank: int, clock: int) -> None:
         """Notes that a chunk includes a worker's first `clock` updates. Clocks never go back."""
@@ -71,6 +79,7 @@ class Clocks:
             clock = max([clock, *(slowest for slowest in found if slowest < NOBODY)])
         for chunk in self._at:
             self.advance(chunk, rank, clock)
+        self.entered[rank] = clock
         if rank not in self._lost:
             self._in[rank] = None
         return clock
@@ -85,5 +94,6 @@ class Clocks:
         for rank in [rank for rank in self._in if rank not in ranks]:
             self.pause(rank)
             self._lost.add(rank)
+            self.entered.pop(rank, None)
             for at in self._at.values():
                 at.pop(rank, None)

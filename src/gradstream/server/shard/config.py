@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule
@@ -11,7 +12,9 @@ from gradstream.server.aggregation import AggregationRule
 from gradstream.server.correction import Correction
 from gradstream.server.shard.event_schedule import ArrivalOrder, EventSchedule
 
-__all__ = ["FindOptimizer", "ShardConfig"]
+__all__ = ["Acknowledge", "FindOptimizer", "ShardConfig"]
+
+Acknowledge = Literal["applied", "logged", "replicated"]
 
 FindOptimizer = Callable[[str], tuple[Optimizer, GroupedRule | None]]
 """Makes the update rule that a registered model names."""
@@ -36,6 +39,9 @@ class ShardConfig:
         schedule: decides when the shard's events happen: as they come, or as they were recorded.
         correction: changes a push before the shard uses it; None for no change.
         workers: number of workers, whose clocks the shard keeps.
+        acknowledge: when the shard acknowledges a push: "applied", or once a backup has the result, "logged" in a file or
+            "replicated" on the next shard.
+        retry_s: how long a disk that is full is waited for, in seconds.
         decayed: whether gradients contain their weight decay already; see `Strategy.decays_gradients`.
     """
 
@@ -52,6 +58,18 @@ class ShardConfig:
     correction: Correction | None = None
     workers: int = 0
     decayed: bool = False
+    acknowledge: Acknowledge = "applied"
+    retry_s: float = 120.0
+
+    @property
+    def backup_holder(self) -> str:
+        """Name of the shard that keeps the backup of this one."""
+        return f"shard-{(self.rank + 1) % self.num_shards}"
+
+    @property
+    def backed_up_here(self) -> int:
+        """Rank of the shard whose backup this one keeps."""
+        return (self.rank - 1) % self.num_shards
 
     @property
     def waiting_every_s(self) -> float:

@@ -57,15 +57,36 @@ class PushEstates:
         """Keeps the minibatches of a push that begins, and frees those that the coordinator has receipts of."""
         if not push.batches:
             return
-        kept = self._kept.setdefault(sender, _Kept())
-        if push.sequence in kept.pushes:  # a retry
-            return
+        kept = self._kept.get(sender, _Kept())
         while kept.pushes and (oldest := next(iter(kept.pushes))) <= push.settled:
             kept.forget(oldest)
-        kept.pushes[push.sequence] = tuple(push.batches)
-        kept.count += len(push.batches)
+        self._add(sender, push.sequence, tuple(push.batches))
+
+    def _add(self, sender: Sender, sequence: int, batches: tuple[v1.Receipt, ...]) -> None:
+        kept = self._kept.setdefault(sender, _Kept())
+        if sequence in kept.pushes:  # a retry
+            return
+        kept.pushes[sequence] = batches
+        kept.count += len(batches)
         while kept.count > MOST_KEPT:
             kept.forget(next(iter(kept.pushes)))
+
+    def backup(self) -> list[v1.Estate]:
+        """What the shard keeps of each sender, for `restore`."""
+        return [
+            v1.Estate(
+                sender=name,
+                incarnation=incarnation,
+                pushes=[v1.KeptPush(sequence=number, batches=names) for number, names in kept.pushes.items()],
+            )
+            for (name, incarnation), kept in self._kept.items()
+        ]
+
+    def restore(self, estates: Iterable[v1.Estate]) -> None:
+        """Adds what an earlier process of the shard has kept."""
+        for estate in estates:
+            for push in estate.pushes:
+                self._add((estate.sender, estate.incarnation), push.sequence, tuple(push.batches))
 
     def keep(self, members: Collection[Sender], fenced: Iterable[v1.Fenced]) -> None:
         """Frees what belongs to nobody in the run, and to no lost worker that the coordinator names."""

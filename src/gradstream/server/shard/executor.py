@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import FetchTerms, PushHeader
@@ -64,6 +64,7 @@ class ShardExecutor:
         leases: the chunks that are being read; an update of a chunk waits for its readers.
         counters: number of chunks that were pushed, by outcome.
         stragglers: the workers that made others wait.
+        keep: backs a chunk up after each update, before anybody sees the result; None without backups.
         on_freed: called after an update while pushes of senders that have left are on their way into chunks.
         failure: fails with the error of an update that could not be computed; the parameters are undefined
             then, and the node must end.
@@ -90,6 +91,7 @@ class ShardExecutor:
         self.stragglers = StragglerTracker()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.on_freed: Callable[[], None] = lambda: None
+        self.keep: Callable[[int], Awaitable[None]] | None = None
         schedule.begin(state)
 
     # ---- events -------------------------------------------------------------------------
@@ -172,7 +174,7 @@ class ShardExecutor:
 
     def _begin(self, update: UpdateDue) -> Iterable[Instruction]:
         due = update.due
-        if self.updates.changes_nothing(due) and not self.leases.turn(due.chunk).locked():
+        if self.keep is None and self.updates.changes_nothing(due) and not self.leases.turn(due.chunk).locked():
             return self._applied(update)
         self._runtime.spawn(self._apply(update), name=f"apply-{due.chunk}")
         return ()
@@ -184,6 +186,9 @@ class ShardExecutor:
                 await self.leases.gone(due.chunk)
             try:
                 await self.updates.compute(due, update.parts)
+                if self.keep is not None:
+                    self.state.commit(due.chunk)
+                    await self.keep(due.chunk)
             except Exception as error:
                 if not self.failure.done():
                     self.failure.set_exception(error)

@@ -12,6 +12,7 @@ import torch
 
 from gradstream.checkpoint.snapshot import NodeSnapshots, SnapshotMember
 from gradstream.runtime.base import Runtime, Work, awaited_later
+from gradstream.server.shard.backup import ShardBackup
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.recorder import ShardRecorder
 from gradstream.server.shard.service import ShardService
@@ -60,6 +61,15 @@ class ShardMembership(SnapshotMember, Protocol):
         """Reports which pushes of a lost worker this shard's chunks have applied."""
         ...
 
+    @property
+    def since(self) -> int:
+        """Membership epoch in which this process has joined; 0 if it was there when training began."""
+        ...
+
+    def backed_up(self, incarnation: int) -> None:
+        """Reports that this process of another shard has a backup of all chunks."""
+        ...
+
     def verdict(self, round: int, ranks: Sequence[int]) -> None:  # noqa: A002  the word of the protocol
         """Reports which workers' pushes make the update of a round."""
         ...
@@ -88,6 +98,8 @@ class ShardNode:
             self._service.register(notice.model, opens=False)
             source = ShardSnapshot(self._service)
             await self._restore(source)
+            if self._member.since and self._service.backup is not None:
+                await self._service.backup.restore(_incarnations(self._member.notice))
             self._service.estates.on_report = self._member.estate
             self._keep_members(self._member.notice)
             self._member.listen(self._keep_members)
@@ -122,13 +134,38 @@ class ShardNode:
         frees what it keeps of the lost one.
         """
         self._service.keep_stand_ins({one.rank: one.worker for one in notice.stand_ins})
-        before, self._members = self._members, {node.name: node.incarnation for node in notice.nodes}
+        before, self._members = self._members, _incarnations(notice)
         stayed = [
             node for node in notice.nodes if before.get(node.name, node.incarnation) == node.incarnation
         ]
         for members in (stayed, notice.nodes) if len(stayed) < len(notice.nodes) else (notice.nodes,):
             self._service.executor.keep_workers({node.rank for node in members if node.role == "worker"})
             self._service.keep_senders({(node.name, node.incarnation) for node in members}, notice.fenced)
+        self._follow_backups(first=not before)
+
+    def _follow_backups(self, *, first: bool) -> None:
+        """Makes the whole backup again when a new process of the shard that keeps it has joined.
+
+        The first notice finds it whole: a shard that begins has nothing that its holder lacks, and one that comes back has
+        read all that it has.
+        """
+        backup, peer = self._service.backup, self._service.peer
+        if backup is None:
+            return
+        backup.members = self._members
+        holder = self._members.get(self._config.backup_holder)
+        if peer is None or holder == peer.incarnation:
+            return
+        peer.incarnation = holder
+        if holder is not None and first:
+            self._member.backed_up(holder)
+        elif holder is not None:
+            task = self._runtime.spawn(self._back_up(backup, holder), name=f"{self._runtime.node}-backup")
+            awaited_later(task)
+
+    async def _back_up(self, backup: ShardBackup, holder: int) -> None:
+        await backup.keep_all()
+        self._member.backed_up(holder)
 
     def parameters_of(self, chunk: int) -> torch.Tensor:
         """See `ShardStore.parameters_of`."""
@@ -194,3 +231,7 @@ class ShardNode:
         )
         for event in self._runtime.process_metrics("shard"):
             self._member.emit(event)
+
+
+def _incarnations(notice: v1.Notice) -> dict[str, int]:
+    return {node.name: node.incarnation for node in notice.nodes}

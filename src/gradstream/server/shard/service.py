@@ -1,7 +1,7 @@
 """A shard on the network: it builds its parts once a model is registered, and then serves streams.
 
 It serves "push", "fetch" and "command" (see wire/v1.proto), by a `PushHandler`, a `FetchHandler` and
-`VectorCommands`. Updates run on the node's arithmetic thread. The shard sends a chunk only between two updates of
+`VectorCommands`; for another shard it keeps backups (`BackupHolder`). Updates run on the node's arithmetic thread. The shard sends a chunk only between two updates of
 it, so a fetch gets one version of each chunk.
 """
 
@@ -20,6 +20,9 @@ from gradstream.server.correction import SenderStates
 from gradstream.server.quorum import QuorumDecision
 from gradstream.server.robust import WholeRule
 from gradstream.server.rows import RowMap
+from gradstream.server.shard.backup import ShardBackup
+from gradstream.server.shard.backup_log import BackupLog
+from gradstream.server.shard.backup_peer import BackupHolder, BackupOnPeer
 from gradstream.server.shard.commands import VectorCommands
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.estates import PushEstates
@@ -40,6 +43,7 @@ from gradstream.wire.dtypes import from_wire
 
 __all__ = ["ShardService"]
 
+_WITHOUT_VECTORS = (v1.Command.STATUS, v1.Command.LEAVE, v1.Command.ENTER)
 _WRITING = (v1.Command.COPY, v1.Command.SCALE, v1.Command.ADD)
 
 
@@ -56,6 +60,8 @@ class ShardService:
     Attributes:
         on_decision: called with each decision of a quorum.
         store, state, executor, commands, estates: exist once a model is registered.
+        backup: backs up each update; None where pushes are acknowledged without, or before a model is registered.
+        peer: where it does so on another shard: that shard.
         quorum: agrees with the other shards on each update; None before a model is registered, and without a quorum.
     """
 
@@ -64,11 +70,18 @@ class ShardService:
         self._endpoint = endpoint
         self._config = config
         self._opened = asyncio.Event()
+        self._registered = asyncio.Event()
+        self._holder: BackupHolder | None = None
+        self.backup: ShardBackup | None = None
+        self.peer: BackupOnPeer | None = None
         self.quorum: QuorumProtocol | None = None
         self.on_decision: Callable[[QuorumDecision], None] = lambda decision: None
         endpoint.serve("push", self._push)
         endpoint.serve("fetch", self._fetch)
         endpoint.serve("command", self._command)
+        if config.acknowledge == "replicated":
+            endpoint.serve("backup", self._keep_backup)
+            endpoint.serve("backups", self._give_backups)
 
     def register(self, model: v1.ModelSpec, *, opens: bool = True) -> None:
         """Allocates the shard's vectors for the registered model, and begins to serve.
@@ -106,14 +119,28 @@ class ShardService:
         pacer = PushPacer() if config.rule.paced else None
         self.estates = PushEstates(self.state)
         self.executor.on_freed = self.estates.report
+        self._make_backups(optimizer)
         self._pushes = PushHandler(
             runtime, self.executor, inspection, notifier, self.quorum, pacer, self.estates
         )
         self._fetches = FetchHandler(runtime, self.executor, inspection, notifier, config.silence_s)
         self.commands = VectorCommands(runtime, self.executor)
         endpoint.identity.fingerprint = model.fingerprint
+        self._registered.set()
         if opens:
             self.open()
+
+    def _make_backups(self, optimizer: Optimizer) -> None:
+        config, runtime = self._config, self._runtime
+        if config.acknowledge == "logged":
+            place = BackupLog(runtime, config.retry_s)
+            self.backup = ShardBackup(self.executor, self.estates, place)
+        elif config.acknowledge == "replicated":
+            self.peer = BackupOnPeer(runtime, self._endpoint, config.backup_holder, config.silence_s)
+            self.backup = ShardBackup(self.executor, self.estates, self.peer)
+            self._holder = BackupHolder(
+                runtime, self.store.chunks, config.backed_up_here, self.store.dtype, optimizer.state_names
+            )
 
     def _update_rule(self, model: v1.ModelSpec) -> tuple[Optimizer, GroupedRule | None]:
         """The update rule of the run, or the rule that the workers bring."""
@@ -190,9 +217,26 @@ class ShardService:
             raise ConfigError(
                 "a command on the parameters, of which only the rows that pushes change are sent"
             )
+        if self.backup is not None and request.kind not in _WITHOUT_VECTORS:
+            raise ConfigError(
+                f"a command on vectors, which are in no backup: acknowledge={self._config.acknowledge!r} does not hold for "
+                "strategies that use them; leave it out"
+            )
         result = await self.commands.carry_out(stream.opened.sender, stream.opened.incarnation, request)
+        if self.backup is not None and request.kind in (v1.Command.LEAVE, v1.Command.ENTER):
+            await self.backup.keep_clocks()
         data = result.SerializeToString()
         await stream.send(v1.Frame(body=v1.Body(data=data)))
+
+    async def _keep_backup(self, stream: Stream) -> None:
+        await self._registered.wait()
+        assert self._holder is not None
+        await self._holder.serve_backup(stream)
+
+    async def _give_backups(self, stream: Stream) -> None:
+        await self._registered.wait()
+        assert self._holder is not None
+        await self._holder.serve_backups(stream)
 
     async def _admitted(self, stream: Stream) -> None:
         """Holds a stream back until the model is registered, and then checks its sender."""

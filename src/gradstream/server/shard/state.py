@@ -130,6 +130,7 @@ class ChunkState:
     index: int
     version: int = -1  # before the initial parameters were assigned
     applying: Apply | None = None
+    committed: bool = False  # `applying` is counted already
     summed: int = 0  # pushes in the sum, without empty ones
     lr: float = 0.0  # learning rate of the sum
     clock: int = 0  # latest clock of all pushes that ever joined a sum
@@ -219,24 +220,41 @@ class ShardState:
                 out += [*self._release(state), *self._start(state)]
         return out
 
-    def applied(self, chunk: int) -> list[Instruction]:
-        """Takes note that the last `Apply` is in the parameters, or in the sum."""
+    def commit(self, chunk: int) -> ChunkState:
+        """Counts the last `Apply`, which is in the parameters or in the sum. The chunk stays busy until `applied`.
+
+        Returns:
+            The chunk's state, as a backup keeps it.
+        """
         state = self.chunks[chunk]
-        due, before = state.applying, state.version
+        due = state.applying
         assert due is not None
         if due.completes:
-            state.version, state.summed = before + 1, 0
+            state.version, state.summed = state.version + 1, 0
         else:
             state.summed += sum(not held.header.empty for held in due.update)
             state.clock = max([state.clock, *(held.header.clock for held in due.update)])
             state.lr = due.lr
-        state.applying = None
-        out: list[Instruction] = []
         for parked in due.update:
             done = parked.header
             self._window_of(state, done).add(done.sequence)
             if done.clock and (not self._members or _sender_of(done) in self._members):
                 self.clocks.advance(chunk, done.rank, done.clock)
+        state.committed = True
+        return state
+
+    def applied(self, chunk: int) -> list[Instruction]:
+        """Ends the last `Apply`, which is in the parameters, or in the sum. Calls `commit` where nobody has."""
+        state = self.chunks[chunk]
+        due = state.applying
+        assert due is not None
+        if not state.committed:
+            self.commit(chunk)
+        state.applying, state.committed = None, False
+        before = state.version - due.completes
+        out: list[Instruction] = []
+        for parked in due.update:
+            done = parked.header
             staleness = 0 if parked.assign or done.empty else before - done.base_version
             out.append(Acknowledge(parked.token, chunk, done.sequence, "applied", state.version, staleness))
         arrivals, state.arrivals = state.arrivals, []

@@ -33,6 +33,7 @@ class ExchangeContext:
         endpoint: endpoint of the worker's node.
         member: the node's membership; the run has begun.
         rank: rank of this worker.
+        num_shards: number of shards of the parameter server; some may be missing for a moment.
         resume: where the run continues; None if it begins.
         late: whether this worker has joined after training had begun.
         deadlines: how long the run waits for nodes that do not answer.
@@ -45,6 +46,7 @@ class ExchangeContext:
     endpoint: Endpoint
     member: Member
     rank: int
+    num_shards: int
     resume: Resume | None
     late: bool
     deadlines: Deadlines

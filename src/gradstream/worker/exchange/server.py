@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from gradstream.coordinator.client.member import names_of
 from gradstream.coordinator.receipts import receipt_of
 from gradstream.model.base import Layout
 from gradstream.server.client.client import ServerClient
@@ -82,7 +81,7 @@ class ServerExchange(Exchange):
         replica: Callable[[ServerClient], ServerReplica],
         rows: v1.RowSpec | None = None,
     ) -> None:
-        shards = names_of(context.member.notice.nodes, "shard")
+        shards = [f"shard-{rank}" for rank in range(context.num_shards)]
         super().__init__(context)
         self._strategy = strategy
         self._accounts = TrafficReports(context.rank)

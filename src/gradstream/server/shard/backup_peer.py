@@ -1,0 +1,203 @@
+"""The backup of a shard in the memory of another one: shard k + 1 keeps that of shard k, and the first that of the last.
+
+`BackupOnPeer` is the side of the shard that is backed up, and `BackupHolder` that of the shard which keeps the backup.
+When the process of a shard dies, a new one reads the backup from its holder. When that of the holder dies, the shard goes on
+without a backup, and makes it anew in the new process (`ShardBackup.keep_all`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+
+from gradstream.errors import ClosedError, DataError, DeadlineError, PeerLostError, RefusedError
+from gradstream.memory import Memory, Span, Vector
+from gradstream.runtime.base import Runtime, Work
+from gradstream.server.shard.backup import SUMS, Destination
+from gradstream.transport.base import Endpoint, Stream
+from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
+from gradstream.wire.dtypes import to_wire
+
+__all__ = ["BackupHolder", "BackupOnPeer"]
+
+RETRY_S = 0.02
+"""Seconds between two tries to reach the holder, until a notice says that it is lost."""
+
+RELEASE_S = 2.0
+"""How long the holder may take to release elements that it has copied, in seconds."""
+
+
+class BackupOnPeer:
+    """Sends backups to the shard that keeps them; see `BackupPlace`.
+
+    Args:
+        runtime: runtime of the shard's node.
+        endpoint: endpoint of the shard's node.
+        holder: name of the shard that keeps the backups.
+        silence_s: the longest silence of the holder, in seconds.
+
+    Attributes:
+        incarnation: of the holder's process, as the last notice says; None while there is none. Only a notice decides that a
+            backup is not made: a holder that cannot be reached is waited for.
+    """
+
+    def __init__(self, runtime: Runtime, endpoint: Endpoint, holder: str, silence_s: float) -> None:
+        self._runtime = runtime
+        self._endpoint = endpoint
+        self._holder = holder
+        self._silence_s = silence_s
+        self.incarnation: int | None = None
+
+    async def put(self, backup: v1.Backup, spans: Sequence[Span] = ()) -> None:
+        """See `BackupPlace`. Returns also where there is no holder: then there is no backup.
+
+        Raises:
+            RefusedError: the holder cannot keep it.
+        """
+        while self.incarnation is not None:
+            try:
+                await self._put(backup, spans)
+                return
+            except (PeerLostError, DeadlineError, ClosedError):
+                pass  # it may be lost, or the connection alone
+            except RefusedError as error:
+                if error.code not in ("STALE_EPOCH", "NOT_MEMBER"):
+                    raise
+            await self._runtime.sleep(RETRY_S)
+
+    async def _put(self, backup: v1.Backup, spans: Sequence[Span]) -> None:
+        stream = await self._endpoint.open(self._holder, "backup", backup)
+        lent = []
+        try:
+            for span in spans:
+                header = v1.Chunk(index=backup.chunk.index, elems=len(span), dtype=to_wire(span.tensor.dtype))
+                lent.append(await stream.lend(v1.Frame(chunk=header), span, self._silence_s))
+            await stream.end()
+            if await stream.recv(self._silence_s) is None:
+                raise PeerLostError(self._holder, "ended a backup without an answer")
+        finally:
+            stream.cancel("done")
+            for one in lent:
+                await one.back(RELEASE_S)
+
+    async def load(self, destination: Destination) -> None:
+        """See `BackupPlace`.
+
+        Raises:
+            PeerLostError: the holder is lost.
+        """
+        stream = await self._endpoint.open(self._holder, "backups", v1.Body())
+        try:
+            while (received := await stream.recv(self._silence_s)) is not None:
+                backup = v1.Backup.FromString(received.frame.body.data)
+                for tensor in destination(backup):
+                    part = await stream.recv(self._silence_s)
+                    if part is None or part.payload is None or part.payload.shape != tensor.shape:
+                        raise DataError(f"{self._holder}: a backup of chunk {backup.chunk.index} is torn")
+                    tensor.copy_(part.payload)
+        finally:
+            stream.cancel("done")
+
+
+class BackupHolder:
+    """Keeps the backup of another shard in this one's memory. Serves "backup" and "backups".
+
+    A process of the other shard that reads the backup is the only one that may change it from then on.
+
+    Args:
+        runtime: runtime of this shard's node.
+        chunks: the chunk map, which alone determines sizes.
+        owner: rank of the shard whose backup this is.
+        dtype: element type of all vectors.
+        states: names of the state vectors of the update rule.
+    """
+
+    def __init__(
+        self, runtime: Runtime, chunks: ChunkMap, owner: int, dtype: torch.dtype, states: Sequence[str]
+    ) -> None:
+        self._runtime = runtime
+        self._memory: Memory = runtime.memory
+        self._chunks = chunks
+        self._owner = f"shard-{owner}"
+        self._elems = chunks.shard_elems(owner)
+        self._here = chunks.chunks_of(owner)
+        self._dtype = dtype
+        self._names = {"", SUMS, *states}
+        self._vectors: dict[str, Vector] = {}
+        self._kept: dict[int, v1.Backup] = {}  # by chunk
+        self._clocks = v1.Backup()
+        self._incarnation: int | None = None  # of the process that may change it
+        self._turn = asyncio.Lock()
+
+    async def serve_backup(self, stream: Stream) -> None:
+        """Takes a backup, whole or not at all."""
+        backup = v1.Backup.FromString(stream.opened.body)
+        self._check_owner(stream)
+        chunk = backup.chunk
+        if backup.HasField("chunk"):
+            if chunk.index not in self._here or not self._names.issuperset(chunk.vectors):
+                raise self._bad(f"chunk {chunk.index} with vectors {list(chunk.vectors)[:8]}")
+            spans = [self._span(name, chunk.index) for name in chunk.vectors]
+        else:
+            spans = []
+        parts = []
+        for span in spans:
+            received = await stream.recv()
+            part = None if received is None else received.payload
+            if part is None or part.shape != span.tensor.shape or part.dtype != self._dtype:
+                raise self._bad(f"chunk {chunk.index}: elements that do not fit")
+            parts.append(part)
+        async with self._turn:
+            self._check_owner(stream)
+            self._incarnation = stream.opened.incarnation
+            if spans:
+                await self._copy(spans, parts)
+                self._kept[chunk.index] = backup
+            else:
+                self._clocks = backup
+        del parts  # a payload in shared memory returns to its owner
+        await stream.send(v1.Frame(body=v1.Body()))
+
+    async def serve_backups(self, stream: Stream) -> None:
+        """Sends all backups to a new process of their shard. Nothing that an earlier one still sends is taken."""
+        async with self._turn:
+            self._check_caller(stream)
+            self._incarnation = stream.opened.incarnation
+        for backup in (*self._kept.values(), self._clocks):
+            body = v1.Body(data=backup.SerializeToString())
+            await stream.send(v1.Frame(body=body))
+            for name in backup.chunk.vectors:
+                span = self._span(name, backup.chunk.index)
+                header = v1.Chunk(index=backup.chunk.index, elems=len(span), dtype=to_wire(self._dtype))
+                await stream.send(v1.Frame(chunk=header), span)
+
+    async def _copy(self, spans: Sequence[Span], parts: Sequence[torch.Tensor]) -> None:
+        def copy(_: object) -> None:
+            for span, part in zip(spans, parts, strict=True):
+                span.tensor.copy_(part)
+
+        elems = sum(map(len, spans))
+        await self._runtime.compute(copy, work=Work("copy", elems=elems, brief=elems <= 1 << 16), writes=spans)
+
+    def _span(self, name: str, chunk: int) -> Span:
+        if name not in self._vectors:
+            self._vectors[name] = self._memory.allocate(self._elems, self._dtype, f"backup of {name or 'parameters'}")
+        start, stop = self._chunks.local_bounds(chunk)
+        return self._vectors[name][start:stop]
+
+    def _check_caller(self, stream: Stream) -> None:
+        if stream.opened.sender != self._owner:
+            raise self._bad(f"{stream.opened.sender} is not {self._owner}, whose backup is here")
+
+    def _check_owner(self, stream: Stream) -> None:
+        self._check_caller(stream)
+        if self._incarnation not in (None, stream.opened.incarnation):
+            raise RefusedError(
+                self._runtime.node, "NOT_MEMBER", f"another process of {self._owner} has taken its backup over"
+            )
+
+    def _bad(self, message: str) -> RefusedError:
+        return RefusedError(self._runtime.node, "BAD_REQUEST", f"a backup: {message}")
