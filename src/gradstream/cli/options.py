@@ -57,6 +57,11 @@ def job_options(command: Command) -> Command:
         click.option("--lr", type=float, help="Learning rate of the optimizer."),
         click.option("--workers", type=int, help="Number of replicas of the model."),
         click.option("--servers", type=int, help="Number of shards of the parameter server."),
+        click.option(
+            "--acknowledge",
+            metavar="LEVEL",
+            help="When shards acknowledge a push: applied, or with a backup: replicated, logged.",
+        ),
         click.option("--batch-size", type=int, help="Samples per minibatch of one worker."),
         click.option("--epochs", type=int, help="Passes over the data."),
         click.option("--steps", type=int, help="Minibatches of each worker, instead of --epochs."),

@@ -242,12 +242,7 @@ class Membership:
             out += [] if round_ is None else [Emit(round_)]
         settled = self._settle(who, beat, at_s)
         out += settled
-        if beat.backed_up:
-            self.nodes.backed_up[who] = beat.backed_up
-        if beat.leaves:
-            self.nodes.leaving.add(who)
-        if beat.finished:
-            self.nodes.finish(who, relies=beat.relies)
+        self._note(who, beat)
         for report in beat.snapshots:
             out += self.snapshots.report(who, report, at_s)
         if self.phases.training:
@@ -256,6 +251,15 @@ class Membership:
         if beat.receipts or beat.verdicts or beat.finished or settled:
             out += self.phases.conclude()
         return out
+
+    def _note(self, who: str, beat: v1.Beat) -> None:
+        """Takes what a member says of itself."""
+        if beat.backed_up:
+            self.nodes.backed_up[who] = beat.backed_up
+        if beat.leaves:
+            self.nodes.leaving.add(who)
+        if beat.finished:
+            self.nodes.finish(who, relies=beat.relies)
 
     def _settle(self, who: str, beat: v1.Beat, at_s: float) -> list[Instruction]:
         """Takes what is known of the pushes of lost workers; a snapshot waits for that."""

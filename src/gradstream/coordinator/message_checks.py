@@ -73,8 +73,6 @@ class MessageChecks:
         for refused in beat.refused:
             self._check_refused(node, refused)
         self._check_estates(node, beat)
-        if beat.backed_up and node.role != "shard":
-            raise _impossible(node.name, "a backup; expected backups of shards")
         if beat.verdicts and (not self._quorum or node.name != "shard-0"):
             raise _impossible(
                 node.name, "a verdict; expected them from shard-0 alone, where there is a quorum"
@@ -99,6 +97,8 @@ class MessageChecks:
     def _check_estates(self, node: v1.Node, beat: v1.Beat) -> None:
         if (beat.estates and node.role != "shard") or (beat.redone and node.role != "worker"):
             raise _impossible(node.name, "only shards report estates, and only workers redo pushes")
+        if beat.backed_up and node.role != "shard":
+            raise _impossible(node.name, "only shards have backups")
         names = (name for estate in beat.estates for push in estate.pushes for name in push.batches)
         for ref in map(ref_of, names):
             if not self._ledger.knows(ref, node.rank):

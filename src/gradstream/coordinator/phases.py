@@ -38,8 +38,8 @@ class LossTolerance:
         obstacle: why no new process can take the place of a lost worker while the others train; "" if one can.
         redoes: shards say what the model has of a lost worker's pushes, and others redo those that are torn.
         stands_in: until then, one of the others computes its part of each round.
-        acknowledge: when shards acknowledge pushes. A shard that was lost comes back from its backup, "logged" in a file
-            or "replicated" on another shard; where it is "applied", the run ends.
+        acknowledge: when shards acknowledge pushes. A lost shard comes back from its backup, "logged" in a file or
+            "replicated" on another shard; where it is "applied", the run ends.
         regroups: the workers exchange in a group, which is formed again at each loss and for each newcomer.
     """
 

@@ -122,10 +122,10 @@ class PresenceService:
         await self._attend(attendance, stream, who)
 
     async def _left(self, stream: Stream, who: str) -> None:
-        """Waits, while others train, until it is noticed that the process is gone whose place this one takes."""
+        """Waits until the coordinator notices that an earlier process is gone; not if that one still speaks."""
         runtime, since_ns = self._context.runtime, self._context.runtime.now()
-        while self._membership.phases.training and who in self._attending:
-            if runtime.left_s(since_ns, self._context.deadlines.lease_s) <= 0:
+        while self._membership.phases.training and (there := self._attending.get(who)) is not None:
+            if there.stream is not None and there.stream.heard_ns > since_ns:
                 return
             await stream.waiting([who])
             await runtime.sleep(ENTER_S)

@@ -102,10 +102,10 @@ class Job:
             such a run ends with an error that says what is missing.
         max_restarts: how often the launcher starts each worker of its machine again that was killed, or was
             lost while it stood still: under strategies that go on without a lost worker. 0 starts none again.
-        acknowledge: when a shard acknowledges a push. "applied": once it is in the parameters; the run ends where a shard
-            dies. "replicated": once the next shard has a copy of the result, in its memory; needs `servers` >= 2. "logged":
-            once a file of the run directory has it. With these a new process of a shard that was killed goes on where
-            the old one was, and no acknowledged push is lost.
+        acknowledge: when a shard acknowledges a push. "applied": once it is in the parameters; the run ends if a
+            shard dies. "replicated": once another shard has the result in its memory too; needs `servers` >= 2.
+            "logged": once a file of the run directory has it. With the last two, a new process goes on where a
+            killed shard was, and no acknowledged push is lost.
         chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 4194304. None is 262144;
             where all nodes exchange through shared memory, more for large models
             (`wire.chunks.shared_chunk_elems`). It changes no result.

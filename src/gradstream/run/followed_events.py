@@ -40,6 +40,7 @@ class FollowedEvents:
     Args:
         run_dir: run directory.
         on_event: called with each event.
+        on_lost: called with the name of each node that is lost, from the events on.
         from_bytes: where to begin in the file; None takes its end.
 
     Attributes:
@@ -49,9 +50,17 @@ class FollowedEvents:
         carriers: for each node, the carrier by which it reaches each of the others.
     """
 
-    def __init__(self, run_dir: Path, on_event: OnEvent | None, *, from_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        on_event: OnEvent | None,
+        on_lost: Callable[[str], None] = lambda name: None,
+        *,
+        from_bytes: int | None = None,
+    ) -> None:
         self._path = run_dir / EVENTS
         self._on_event = on_event
+        self._on_lost = on_lost
         end = self._path.stat().st_size if self._path.is_file() else 0
         self.read_bytes = end if from_bytes is None else min(from_bytes, end)
         self._torn = b""
@@ -97,6 +106,8 @@ class FollowedEvents:
             self._say(event)
             if event["event"] == "carriers":
                 self.carriers[event["node"]] = event["by_peer"]
+            if event["event"] == "left" and event["lost"]:
+                self._on_lost(event["who"])
             if self._on_event is not None:
                 self._on_event(event)
 

@@ -40,7 +40,7 @@ from gradstream.run.plan import COORDINATOR, RunPlan, worker_name
 from gradstream.run.records import add_to_run_json, write_records, write_spec
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
-from gradstream.run.restarts import Restarts, Succession
+from gradstream.run.restarts import Evictions, Restarts, Succession
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.event_log import disk_error
 from gradstream.transport.credentials import Credentials
@@ -119,13 +119,14 @@ class Launcher:
         self._signals = detached.signals if detached else StopSignals()
         self._credentials = detached.credentials if detached else Credentials(new_secret())
         from_bytes = detached.events_from if detached else None
-        self._events = FollowedEvents(run_dir, options.on_event, from_bytes=from_bytes)
+        self._events = FollowedEvents(run_dir, options.on_event, self._note_lost, from_bytes=from_bytes)
         self._ended = EndedNodes()
         self._machines: MachineRendezvous | None = None  # the other machines, where there are any
         self._credentials_file: Path | None = None  # for workers that another program starts
         self._meeting = ""  # host:port at which a script's own process group meets
         self._stopping = False  # the coordinator was asked to stop
-        self._restarts = Restarts(plan.job.max_restarts if plan.losses.replaces else 0)
+        self._restarts = Restarts(plan.job.max_restarts)
+        self._evictions = Evictions()
         self._succession = Succession(not (options.as_threads or options.stop))
         self._address = ""  # of the coordinator, once it can be asked to stop
         self._begins_again = False  # a resumed script would begin from its start
@@ -350,7 +351,7 @@ class Launcher:
     def _handle_message(self) -> dict[str, Any] | None:
         """Handles Ctrl-C and the next message of a node or a machine, for which it waits up to POLL_S."""
         self._handle_stop()
-        self._restart_workers()
+        self._restart_nodes()
         message = self._cluster.message(POLL_S)
         if message is not None:
             self._take(message)
@@ -385,15 +386,28 @@ class Launcher:
         self._events.read()
         if "started" in self._events.last and not self._is_ending:
             self._events.exited(name, status, at_ns)
+        self._evictions.ended(name)
         if name == COORDINATOR:
             training = "started" in self._events.last and bool(self._cluster.running or self._machines)
             if self._succession.may_follow(status, training):
                 self._start_node(COORDINATOR, again=["--listen", self._address.split()[0], "--again"])
                 return
         self._ended.statuses[name] = status
-        training = "started" in self._events.last and not self._is_ending
-        if training and name.startswith("worker") and self._ended.was_lost(name):
+        training = "started" in self._events.last and not self._has_ended
+        if training and self._comes_back(name) and self._ended.was_lost(name):
             self._restarts.ended(name, time.monotonic())
+
+    def _note_lost(self, name: str) -> None:
+        """Ends a shard that stands still and was evicted, since everybody waits for a new process of it."""
+        if self._evictions.lost(name) and name.startswith("shard") and self._comes_back(name):
+            self._cluster.signal(name, signal.SIGKILL)
+
+    def _comes_back(self, name: str) -> bool:
+        """Whether a new process takes the place of a lost one: of a shard also while the run is being stopped."""
+        losses = self._plan.losses
+        if name.startswith("shard"):
+            return losses.acknowledge != "applied"
+        return name.startswith("worker") and losses.replaces and not self._stopping
 
     def _note_coordinator(self, address: str) -> None:
         """Notes that a process of the coordinator serves; a later one may not know that the run is to stop."""
@@ -402,9 +416,9 @@ class Launcher:
         if self._stopping:
             self._cluster.signal(COORDINATOR, signal.SIGTERM)
 
-    def _restart_workers(self) -> None:
+    def _restart_nodes(self) -> None:
         for name in self._restarts.take_due(time.monotonic()):
-            if not self._is_ending:
+            if not self._has_ended:
                 self._ended.forget(name)
                 zero_ns = self._events.zero_ns
                 clock = [] if zero_ns is None else ["--clock", str(zero_ns)]
@@ -413,8 +427,12 @@ class Launcher:
     @property
     def _is_ending(self) -> bool:
         """Whether the run has ended, or was asked to stop."""
+        return self._has_ended or self._stopping
+
+    @property
+    def _has_ended(self) -> bool:
         ended = {"finished", "failed", "stopped"} & set(self._events.last)
-        return bool(ended) or self._stopping or COORDINATOR in self._ended.statuses
+        return bool(ended) or COORDINATOR in self._ended.statuses
 
     def _handle_stop(self) -> None:
         """Stops the run where Ctrl-C, SIGTERM or `stop` asks for it.

@@ -149,7 +149,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--clock",
         type=int,
-        help="of a worker that takes another's place: zero of the run's clock, in ns",
+        help="of a node that takes another's place: zero of the run's clock, in ns",
     )
     parser.add_argument("--report-fd", type=int, help="file descriptor for messages to the launcher")
     return parser.parse_args(argv)
@@ -239,7 +239,7 @@ async def _run(
         if role == "shard":
             from gradstream.run.shard import build_shard  # a run without servers does not import it
 
-            await build_shard(plan, runtime, endpoint, int(rank), model).run()
+            await build_shard(plan, runtime, endpoint, int(rank), model, zero_ns=given.clock).run()
         else:
             worker = build_worker(plan, runtime, endpoint, int(rank), model, zero_ns=given.clock)
             if plan.losses.replaces and core is None:

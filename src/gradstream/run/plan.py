@@ -295,8 +295,8 @@ def num_servers(job: Job, strategy: Strategy) -> int:
     fewest = 2 if job.acknowledge == "replicated" else 1
     if job.servers is not None and job.servers < fewest:
         raise ConfigError(
-            "servers=1 with acknowledge='replicated': each shard has its backup on another one; take servers=2 or more, or "
-            "acknowledge='logged'"
+            f"servers={job.servers} with acknowledge='replicated': each shard has its backup on another one; take "
+            "servers=2 or more, or acknowledge='logged'"
         )
     return fewest if job.servers is None else job.servers
 

@@ -1,24 +1,28 @@
-"""Decides which dead nodes the launcher starts again: workers (`Restarts`), the coordinator (`Succession`). Pure."""
+"""Decides which dead nodes the launcher starts again: workers and shards (`Restarts`), the coordinator (`Succession`).
+
+Pure: no process is started or killed here.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
-__all__ = ["Restarts", "Succession"]
+__all__ = ["Evictions", "Restarts", "Succession"]
 
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 30.0
-"""Seconds before the second restart of a worker, and the most seconds before any; they double from one to the next."""
+"""Seconds before the second restart of a node, and the most seconds before any; they double from one to the next."""
 
 CALM_S = 60.0
-"""Seconds after which a worker that was started again counts as well: its next restart is at once again."""
+"""Seconds after which a node that was started again counts as well: its next restart is at once again."""
 
 VAIN_STARTS = 3
 """Processes of the coordinator, one after the other, that may die before they serve."""
 
 
 @dataclass(slots=True)
-class _Worker:
-    """The restarts of one worker."""
+class _Node:
+    """The restarts of one node."""
 
     count: int = 0
     wait_s: float = 0.0  # before its next restart
@@ -27,37 +31,57 @@ class _Worker:
 
 
 class Restarts:
-    """The restarts of all workers.
+    """The restarts of all workers and shards.
 
-    A worker that dies for the first time is started at once. One that dies soon after a restart waits, each time twice
+    A node that dies for the first time is started at once. One that dies soon after a restart waits, each time twice
     as long: where a machine has too little memory, say, its worker must not take all the time of the others.
 
     Args:
-        limit: the most restarts of each worker.
+        limit: the most restarts of each node.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._workers: dict[str, _Worker] = {}
+        self._nodes: dict[str, _Node] = {}
 
     def ended(self, name: str, at_s: float) -> bool:
-        """Notes that a worker was lost. Returns whether it will be started again."""
-        worker = self._workers.setdefault(name, _Worker())
-        if worker.count >= self._limit:
+        """Notes that a node was lost. Returns whether it will be started again."""
+        node = self._nodes.setdefault(name, _Node())
+        if node.count >= self._limit:
             return False
-        if not worker.count or at_s - worker.started_s > CALM_S:
-            worker.wait_s = 0.0
-        worker.due_s = at_s + worker.wait_s
-        worker.wait_s = min(MOST_WAIT_S, 2 * worker.wait_s or FIRST_WAIT_S)
+        if not node.count or at_s - node.started_s > CALM_S:
+            node.wait_s = 0.0
+        node.due_s = at_s + node.wait_s
+        node.wait_s = min(MOST_WAIT_S, 2 * node.wait_s or FIRST_WAIT_S)
         return True
 
     def take_due(self, at_s: float) -> list[str]:
-        """The workers to start now; they count as started."""
-        due = [name for name, one in self._workers.items() if one.due_s is not None and one.due_s <= at_s]
+        """The nodes to start now; they count as started."""
+        due = [name for name, one in self._nodes.items() if one.due_s is not None and one.due_s <= at_s]
         for name in due:
-            worker = self._workers[name]
-            worker.count, worker.started_s, worker.due_s = worker.count + 1, at_s, None
+            node = self._nodes[name]
+            node.count, node.started_s, node.due_s = node.count + 1, at_s, None
         return due
+
+
+class Evictions:
+    """The nodes that the run counts as lost, and whether the process of one is still there, because it stands still.
+
+    The run counts each process that ends as lost, before or after the launcher hears of its end. So while a node was lost
+    more often than processes of it have ended, one of them is still there.
+    """
+
+    def __init__(self) -> None:
+        self._left = Counter[str]()
+
+    def lost(self, name: str) -> bool:
+        """Notes that the run has lost a node. Returns whether its process is still there."""
+        self._left[name] += 1
+        return self._left[name] > 0
+
+    def ended(self, name: str) -> None:
+        """Notes that a process of a node has ended."""
+        self._left[name] -= 1
 
 
 class Succession:

@@ -18,7 +18,15 @@ from gradstream.transport.base import Endpoint
 __all__ = ["build_shard", "shard_config"]
 
 
-def build_shard(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, rank: int, model: Model) -> ShardNode:
+def build_shard(
+    plan: RunPlan,
+    runtime: Runtime,
+    endpoint: Endpoint,
+    rank: int,
+    model: Model,
+    *,
+    zero_ns: int | None = None,
+) -> ShardNode:
     """Builds one shard of the parameter server; its endpoint has started and knows the coordinator.
 
     Args:
@@ -26,11 +34,13 @@ def build_shard(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, rank: int, 
         runtime, endpoint: of this node.
         rank: rank of the shard.
         model: gives its reduction, and the names of its parameters where some have settings of their own.
+        zero_ns: `RunClock.zero_ns`, for a shard that takes the place of another one.
     """
     config = shard_config(plan, rank, model)
     if plan.job.record:
         config = replace(config, schedule=ShardRecorder(recording_of(plan, runtime)))
-    return ShardNode(runtime, endpoint, member_of(plan, runtime, endpoint, "shard", rank), config)
+    member = member_of(plan, runtime, endpoint, "shard", rank, zero_ns=zero_ns)
+    return ShardNode(runtime, endpoint, member, config)
 
 
 def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:

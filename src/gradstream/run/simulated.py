@@ -180,17 +180,20 @@ class SimulatedCluster:
         self._written.extend(lines.splitlines(keepends=True))
         self._on_events(lines)
 
+    @property
+    def _zero_ns(self) -> int | None:
+        return self.coordinator.clock.zero_ns if self.coordinator is not None else None
+
     async def _shard(self, rank: int, endpoint: MemoryEndpoint) -> None:
         from gradstream.run.shard import build_shard  # a run without servers does not import it
 
         runtime = self.virtual.runtime(endpoint.identity.name)
-        await build_shard(self.plan, runtime, endpoint, rank, self._model).run()
+        await build_shard(self.plan, runtime, endpoint, rank, self._model, zero_ns=self._zero_ns).run()
 
     async def _worker(self, rank: int, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)
         model = self._model if self.virtual.config.shape_only else copy.deepcopy(self._model)
-        zero_ns = self.coordinator.clock.zero_ns if self.coordinator is not None else None
-        worker = build_worker(self.plan, runtime, endpoint, rank, model, zero_ns=zero_ns)
+        worker = build_worker(self.plan, runtime, endpoint, rank, model, zero_ns=self._zero_ns)
         self._workers[runtime.node] = worker
         await worker.run()
 

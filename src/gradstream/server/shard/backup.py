@@ -123,7 +123,7 @@ class ShardBackup:
         """Goes on where an earlier process of this shard has ended. Chunks without a backup stay as they are.
 
         Args:
-            members: incarnation of each member of the run, by name. Clocks of processes that have left are not restored.
+            members: incarnation of each member of the run, by name. The clocks of others are not restored.
 
         Raises:
             DataError: the backup does not fit this shard.

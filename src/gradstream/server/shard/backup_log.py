@@ -4,9 +4,9 @@
             description (`v1.Backup`), elements of its vectors
 
 The newest record of a chunk counts. A record that was written in part, when the process was killed or the machine lost
-power, is the last one and fails its checksum; nobody has seen what it held. Backups that come while the disk is busy are
-written together, with one fsync. When the file is three times as long as the records that count, these are written
-into a new file, which takes its place.
+power, is the last one and fails its checksum; nobody has seen what it held. Backups that come while the disk is busy
+are written together, with one fsync. When the file is three times as long as the records that count, these are
+written into a new file, which takes its place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import struct
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
@@ -101,7 +103,10 @@ class BackupLog:
         elements = [span.tensor for span in spans]
         waiting = _Waiting(
             backup.chunk.index if backup.HasField("chunk") else CLOCKS,
-            [backup.SerializeToString(), *([] if self._runtime.memory.shape_only else map(_bytes_of, elements))],
+            [
+                backup.SerializeToString(),
+                *([] if self._runtime.memory.shape_only else map(_bytes_of, elements)),
+            ],
             sum(map(len, elements)),
             asyncio.get_running_loop().create_future(),
         )
@@ -218,4 +223,5 @@ def _record(pieces: Iterable[Buffer]) -> list[Buffer]:
 
 
 def _bytes_of(elements: torch.Tensor) -> Buffer:
-    return memoryview(elements.numpy()).cast("B")
+    view: np.ndarray[Any, Any] = elements.numpy()
+    return view.view(np.uint8).data

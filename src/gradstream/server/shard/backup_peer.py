@@ -1,8 +1,8 @@
-"""The backup of a shard in the memory of another one: shard k + 1 keeps that of shard k, and the first that of the last.
+"""The backup of a shard in the memory of another: shard k + 1 keeps that of shard k, and the first that of the last.
 
 `BackupOnPeer` is the side of the shard that is backed up, and `BackupHolder` that of the shard which keeps the backup.
-When the process of a shard dies, a new one reads the backup from its holder. When that of the holder dies, the shard goes on
-without a backup, and makes it anew in the new process (`ShardBackup.keep_all`).
+When the process of a shard dies, a new one reads the backup from its holder. When that of the holder dies, the shard
+goes on without a backup, and makes it anew in the new process (`ShardBackup.keep_all`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class BackupOnPeer:
         silence_s: the longest silence of the holder, in seconds.
 
     Attributes:
-        incarnation: of the holder's process, as the last notice says; None while there is none. Only a notice decides that a
-            backup is not made: a holder that cannot be reached is waited for.
+        incarnation: of the holder's process, as the last notice says; None while there is none. Only a notice decides
+            that no backup is made: a holder that cannot be reached is waited for.
     """
 
     def __init__(self, runtime: Runtime, endpoint: Endpoint, holder: str, silence_s: float) -> None:
@@ -180,11 +180,15 @@ class BackupHolder:
                 span.tensor.copy_(part)
 
         elems = sum(map(len, spans))
-        await self._runtime.compute(copy, work=Work("copy", elems=elems, brief=elems <= 1 << 16), writes=spans)
+        await self._runtime.compute(
+            copy, work=Work("copy", elems=elems, brief=elems <= 1 << 16), writes=spans
+        )
 
     def _span(self, name: str, chunk: int) -> Span:
         if name not in self._vectors:
-            self._vectors[name] = self._memory.allocate(self._elems, self._dtype, f"backup of {name or 'parameters'}")
+            self._vectors[name] = self._memory.allocate(
+                self._elems, self._dtype, f"backup of {name or 'parameters'}"
+            )
         start, stop = self._chunks.local_bounds(chunk)
         return self._vectors[name][start:stop]
 
@@ -196,7 +200,9 @@ class BackupHolder:
         self._check_caller(stream)
         if self._incarnation not in (None, stream.opened.incarnation):
             raise RefusedError(
-                self._runtime.node, "NOT_MEMBER", f"another process of {self._owner} has taken its backup over"
+                self._runtime.node,
+                "NOT_MEMBER",
+                f"another process of {self._owner} has taken its backup over",
             )
 
     def _bad(self, message: str) -> RefusedError:

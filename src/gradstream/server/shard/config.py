@@ -39,8 +39,8 @@ class ShardConfig:
         schedule: decides when the shard's events happen: as they come, or as they were recorded.
         correction: changes a push before the shard uses it; None for no change.
         workers: number of workers, whose clocks the shard keeps.
-        acknowledge: when the shard acknowledges a push: "applied", or once a backup has the result, "logged" in a file or
-            "replicated" on the next shard.
+        acknowledge: when the shard acknowledges a push: "applied", or once a backup has the result, "logged" in a
+            file or "replicated" on the next shard.
         retry_s: how long a disk that is full is waited for, in seconds.
         decayed: whether gradients contain their weight decay already; see `Strategy.decays_gradients`.
     """

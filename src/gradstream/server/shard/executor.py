@@ -174,7 +174,11 @@ class ShardExecutor:
 
     def _begin(self, update: UpdateDue) -> Iterable[Instruction]:
         due = update.due
-        if self.keep is None and self.updates.changes_nothing(due) and not self.leases.turn(due.chunk).locked():
+        if (
+            self.keep is None
+            and self.updates.changes_nothing(due)
+            and not self.leases.turn(due.chunk).locked()
+        ):
             return self._applied(update)
         self._runtime.spawn(self._apply(update), name=f"apply-{due.chunk}")
         return ()

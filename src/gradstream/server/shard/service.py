@@ -1,8 +1,8 @@
 """A shard on the network: it builds its parts once a model is registered, and then serves streams.
 
 It serves "push", "fetch" and "command" (see wire/v1.proto), by a `PushHandler`, a `FetchHandler` and
-`VectorCommands`; for another shard it keeps backups (`BackupHolder`). Updates run on the node's arithmetic thread. The shard sends a chunk only between two updates of
-it, so a fetch gets one version of each chunk.
+`VectorCommands`; for another shard it keeps backups (`BackupHolder`). Updates run on the node's arithmetic thread.
+The shard sends a chunk only between two updates of it, so a fetch gets one version of each chunk.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ class ShardService:
             )
         if self.backup is not None and request.kind not in _WITHOUT_VECTORS:
             raise ConfigError(
-                f"a command on vectors, which are in no backup: acknowledge={self._config.acknowledge!r} does not hold for "
-                "strategies that use them; leave it out"
+                f"a command on vectors, which are in no backup: acknowledge={self._config.acknowledge!r} does not "
+                "hold for strategies that use them; leave it out"
             )
         result = await self.commands.carry_out(stream.opened.sender, stream.opened.incarnation, request)
         if self.backup is not None and request.kind in (v1.Command.LEAVE, v1.Command.ENTER):
