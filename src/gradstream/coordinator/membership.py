@@ -415,7 +415,7 @@ class Membership:
         """Begins the training, and reports what is trained, and from where."""
         self.phases.phase = v1.Notice.TRAINING
         self.progress.begin(at_s)
-        self.nodes.epoch = 1
+        self.nodes.begin()
         started = self.admission.with_model(self._started)
         resumed = self.progress.resumed()
         return [Emit(started)] if resumed is None else [Emit(started), Emit(resumed)]

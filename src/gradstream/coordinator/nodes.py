@@ -53,10 +53,18 @@ class Nodes:
         """Names of the shards that are not in."""
         return [name for name in self._shards if name not in self._nodes]
 
+    def begin(self) -> None:
+        """Begins epoch 1: all are in, and no shard has anything yet that its backup lacks."""
+        self.epoch = 1
+        self.backed_up = {name: self._nodes[self._holder_of(name)].incarnation for name in self._shards}
+
     def is_backed_up(self, shard: str) -> bool:
         """Whether a living shard has a backup of this one."""
-        holder = self._nodes.get(self._shards[(self._shards.index(shard) + 1) % self.num_servers])
+        holder = self._nodes.get(self._holder_of(shard))
         return holder is not None and self.backed_up.get(shard) == holder.incarnation
+
+    def _holder_of(self, shard: str) -> str:
+        return self._shards[(self._shards.index(shard) + 1) % self.num_servers]
 
     @property
     def incarnations(self) -> dict[str, int]:

@@ -97,8 +97,9 @@ class SimulatedCluster:
 
     @property
     def over(self) -> bool:
-        """Whether the coordinator has ended."""
-        return self._tasks[COORDINATOR].done()
+        """Whether the coordinator has ended, and no new process of it can go on."""
+        killed = self.virtual.runtime(COORDINATOR).dead
+        return self._tasks[COORDINATOR].done() and not (killed and self.store is not None)
 
     def is_running(self, name: str) -> bool:
         """Whether a node has started and not ended."""
@@ -151,14 +152,16 @@ class SimulatedCluster:
         endpoint.know(COORDINATOR, self._address)
 
         async def live() -> None:
+            outcome: BaseException | None = None
             try:
                 await run(endpoint)
-                self.outcomes[name] = None
             except BaseException as error:
-                self.outcomes[name] = error
+                outcome = error
                 if isinstance(error, DeadlockError) or not isinstance(error, Exception):
                     raise  # Ctrl-C ends no node
             finally:
+                if self._tasks[name] is asyncio.current_task():  # no new process has taken its place
+                    self.outcomes[name] = outcome
                 if not runtime.dead:
                     await endpoint.close()
 

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+from gradstream.errors import PeerLostError
+from gradstream.run.plan import COORDINATOR
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Link, Partition, SimulationConfig
 from gradstream.transport.simulated.network import VirtualNetwork
@@ -31,6 +33,8 @@ from gradstream.transport.simulated.network import VirtualNetwork
 __all__ = ["Cut", "Drain", "Duplicate", "Fault", "FaultPlan", "Kill", "Stop"]
 
 LOOK_S = 0.01
+AGAIN_S, AGAIN_LOOKS = 0.1, 40
+"""Seconds before another process is started in the place of one that has found no coordinator, and looks at it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +209,28 @@ class FaultPlan:
         director = cluster.virtual.runtime("director")
         while cluster.is_running(fault.node):
             await director.sleep(1e-3)
-        await director.sleep(fault.back_s or 0.0)
-        if not cluster.over and not cluster.is_running(fault.node):
-            await cluster.restart(fault.node)
+        wait_s = fault.back_s or 0.0
+        while not cluster.over:
+            await director.sleep(wait_s)
+            if not cluster.is_running(fault.node) and not cluster.over:
+                await cluster.restart(fault.node)
+            if not await self._in_vain(cluster, fault.node):
+                return
+            wait_s = AGAIN_S
+
+    async def _in_vain(self, cluster: SimulatedCluster, node: str) -> bool:
+        """Whether a new process has ended at once because the coordinator had died: a launcher starts another one."""
+        director = cluster.virtual.runtime("director")
+        for _ in range(AGAIN_LOOKS):
+            await director.sleep(LOOK_S)
+            error = cluster.outcomes.get(node)
+            if (
+                not cluster.is_running(node)
+                and isinstance(error, PeerLostError)
+                and error.peer == COORDINATOR
+            ):
+                return not cluster.virtual.runtime(node).dead
+        return False
 
     # ---- on real processes --------------------------------------------------------------
 

@@ -490,12 +490,14 @@ class CommandResult(_message.Message):
     def __init__(self, scalar: _Optional[float] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., clock: _Optional[int] = ...) -> None: ...
 
 class Backup(_message.Message):
-    __slots__ = ("chunk", "workers")
+    __slots__ = ("chunk", "workers", "number")
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     chunk: ChunkBackup
     workers: _containers.RepeatedCompositeFieldContainer[WorkerClock]
-    def __init__(self, chunk: _Optional[_Union[ChunkBackup, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerClock, _Mapping]]] = ...) -> None: ...
+    number: int
+    def __init__(self, chunk: _Optional[_Union[ChunkBackup, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerClock, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class ChunkBackup(_message.Message):
     __slots__ = ("index", "version", "summed", "clock", "lr", "windows", "clocks", "vectors", "estates")

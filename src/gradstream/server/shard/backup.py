@@ -77,6 +77,7 @@ class ShardBackup:
         self._estates = estates
         self._place = place
         self.members: Mapping[str, int] = {}
+        self._number = 0  # of the last backup
         executor.keep = self.keep
 
     async def keep(self, chunk: int) -> None:
@@ -94,7 +95,12 @@ class ShardBackup:
             vectors=vectors,
             estates=self._estates.backup(),
         )
-        await self._place.put(v1.Backup(chunk=backup), [self._span(name, chunk) for name in vectors])
+        await self._put(v1.Backup(chunk=backup), [self._span(name, chunk) for name in vectors])
+
+    async def _put(self, backup: v1.Backup, spans: Sequence[Span] = ()) -> None:
+        self._number += 1
+        backup.number = self._number
+        await self._place.put(backup, spans)
 
     async def keep_all(self) -> None:
         """Backs up every chunk that has parameters: a place that had nothing has all of the shard then."""
@@ -117,7 +123,7 @@ class ShardBackup:
             for name, incarnation in self.members.items()
             if name.startswith("worker")
         ]
-        await self._place.put(v1.Backup(workers=workers))
+        await self._put(v1.Backup(workers=workers))
 
     async def restore(self, members: Mapping[str, int]) -> None:
         """Goes on where an earlier process of this shard has ended. Chunks without a backup stay as they are.
@@ -132,6 +138,7 @@ class ShardBackup:
         workers: list[v1.WorkerClock] = []
 
         def destination(backup: v1.Backup) -> list[torch.Tensor]:
+            self._number = max(self._number, backup.number)
             if not backup.HasField("chunk"):
                 workers[:] = backup.workers
                 return []

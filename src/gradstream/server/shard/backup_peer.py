@@ -12,7 +12,14 @@ from collections.abc import Sequence
 
 import torch
 
-from gradstream.errors import ClosedError, DataError, DeadlineError, PeerLostError, RefusedError
+from gradstream.errors import (
+    ClosedError,
+    DataError,
+    DeadlineError,
+    GradstreamError,
+    PeerLostError,
+    RefusedError,
+)
 from gradstream.memory import Memory, Span, Vector
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.shard.backup import SUMS, Destination
@@ -38,17 +45,21 @@ class BackupOnPeer:
         endpoint: endpoint of the shard's node.
         holder: name of the shard that keeps the backups.
         silence_s: the longest silence of the holder, in seconds.
+        retry_s: how long reading the backup is tried, in seconds.
 
     Attributes:
         incarnation: of the holder's process, as the last notice says; None while there is none. Only a notice decides
             that no backup is made: a holder that cannot be reached is waited for.
     """
 
-    def __init__(self, runtime: Runtime, endpoint: Endpoint, holder: str, silence_s: float) -> None:
+    def __init__(
+        self, runtime: Runtime, endpoint: Endpoint, holder: str, *, silence_s: float, retry_s: float
+    ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
         self._holder = holder
         self._silence_s = silence_s
+        self._retry_s = retry_s
         self.incarnation: int | None = None
 
     async def put(self, backup: v1.Backup, spans: Sequence[Span] = ()) -> None:
@@ -61,10 +72,8 @@ class BackupOnPeer:
             try:
                 await self._put(backup, spans)
                 return
-            except (PeerLostError, DeadlineError, ClosedError):
-                pass  # it may be lost, or the connection alone
-            except RefusedError as error:
-                if error.code not in ("STALE_EPOCH", "NOT_MEMBER"):
+            except GradstreamError as error:
+                if not _may_pass(error):
                     raise
             await self._runtime.sleep(RETRY_S)
 
@@ -87,8 +96,19 @@ class BackupOnPeer:
         """See `BackupPlace`.
 
         Raises:
-            PeerLostError: the holder is lost.
+            PeerLostError, DeadlineError: the holder could not be reached for `retry_s`.
         """
+        since_ns = self._runtime.now()
+        while True:
+            try:
+                await self._load(destination)
+                return
+            except GradstreamError as error:
+                if not _may_pass(error) or self._runtime.left_s(since_ns, self._retry_s) <= 0:
+                    raise
+            await self._runtime.sleep(RETRY_S)
+
+    async def _load(self, destination: Destination) -> None:
         stream = await self._endpoint.open(self._holder, "backups", v1.Body())
         try:
             while (received := await stream.recv(self._silence_s)) is not None:
@@ -100,6 +120,13 @@ class BackupOnPeer:
                     tensor.copy_(part.payload)
         finally:
             stream.cancel("done")
+
+
+def _may_pass(error: GradstreamError) -> bool:
+    """Whether the holder may take the next try: a connection is lost, or one side has not heard a notice yet."""
+    if isinstance(error, RefusedError):
+        return error.code in ("STALE_EPOCH", "NOT_MEMBER")
+    return isinstance(error, PeerLostError | DeadlineError | ClosedError)
 
 
 class BackupHolder:
@@ -153,7 +180,10 @@ class BackupHolder:
         async with self._turn:
             self._check_owner(stream)
             self._incarnation = stream.opened.incarnation
-            if spans:
+            before = self._kept.get(chunk.index) if spans else self._clocks
+            if before is not None and backup.number <= before.number:
+                pass  # a copy that comes late
+            elif spans:
                 await self._copy(spans, parts)
                 self._kept[chunk.index] = backup
             else:

@@ -142,6 +142,9 @@ class ShardExecutor:
                         self.stragglers.completed(instruction)
                     parts = [_push(one.token).parts[chunk] for one in update if not one.header.empty]
                     self.handle(UpdateDue(instruction, parts, self.store.parameters_of(chunk)))
+                case Acknowledge(chunk=chunk, outcome="dropped") if self.keep is not None:
+                    dropped = self._acknowledge_dropped(instruction, self.keep)
+                    self._runtime.spawn(dropped, name=f"dropped-{chunk}")
                 case Acknowledge():
                     self._acknowledge(instruction)
                 case Release(token, chunk):
@@ -158,6 +161,16 @@ class ShardExecutor:
         applied = done.outcome == "applied"
         waited = self.stragglers.waited(done.chunk, push.sender, push.opened_ns) if applied else None
         push.acknowledge(done, waited)
+
+    async def _acknowledge_dropped(self, done: Acknowledge, keep: Callable[[int], Awaitable[None]]) -> None:
+        """Has the number of the push backed up first: its sender may ask for parameters after it."""
+        async with self.leases.turn(done.chunk):
+            try:
+                await keep(done.chunk)
+            except Exception as error:
+                self._fail(error)
+                return
+        self._acknowledge(done)
 
     def contributions(self, round: int) -> dict[int, list[tuple[PushHeader, Part | None]]]:  # noqa: A002
         """By chunk, the pushes of a round that wait for it, with their elements; None for an empty one."""
@@ -194,8 +207,7 @@ class ShardExecutor:
                     self.state.commit(due.chunk)
                     await self.keep(due.chunk)
             except Exception as error:
-                if not self.failure.done():
-                    self.failure.set_exception(error)
+                self._fail(error)
                 return
             instructions = self._applied(update)
         following = [one for one in instructions if isinstance(one, Apply)]
@@ -203,6 +215,10 @@ class ShardExecutor:
         if following:
             await self._runtime.sleep(0)  # a fetch that was just released reads before the next update
             self._obey(following)
+
+    def _fail(self, error: Exception) -> None:
+        if not self.failure.done():
+            self.failure.set_exception(error)
 
     def _applied(self, update: UpdateDue) -> list[Instruction]:
         instructions = self.state.applied(update.due.chunk)

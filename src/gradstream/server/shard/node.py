@@ -146,8 +146,8 @@ class ShardNode:
     def _follow_backups(self, *, first: bool) -> None:
         """Makes the whole backup again when a new process of the shard that keeps it has joined.
 
-        The first notice finds it whole: a shard that begins has nothing that its holder lacks, and one that comes back
-        has read all that it has.
+        The first notice finds it whole, as the coordinator knows: a shard that begins has nothing that its holder lacks,
+        and one that comes back has read all that it has.
         """
         backup, peer = self._service.backup, self._service.peer
         if backup is None:
@@ -157,9 +157,7 @@ class ShardNode:
         if peer is None or holder == peer.incarnation:
             return
         peer.incarnation = holder
-        if holder is not None and first:
-            self._member.backed_up(holder)
-        elif holder is not None:
+        if holder is not None and not first:
             task = self._runtime.spawn(self._back_up(backup, holder), name=f"{self._runtime.node}-backup")
             awaited_later(task)
 

@@ -136,7 +136,13 @@ class ShardService:
             place = BackupLog(runtime, config.retry_s)
             self.backup = ShardBackup(self.executor, self.estates, place)
         elif config.acknowledge == "replicated":
-            self.peer = BackupOnPeer(runtime, self._endpoint, config.backup_holder, config.silence_s)
+            self.peer = BackupOnPeer(
+                runtime,
+                self._endpoint,
+                config.backup_holder,
+                silence_s=config.silence_s,
+                retry_s=config.retry_s,
+            )
             self.backup = ShardBackup(self.executor, self.estates, self.peer)
             self._holder = BackupHolder(
                 runtime, self.store.chunks, config.backed_up_here, self.store.dtype, optimizer.state_names
