@@ -36,6 +36,7 @@ from gradstream.data.ledger import Ledger
 from gradstream.errors import NonFiniteError, PeerLostError
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import (
+    BackedUpEvent,
     GradientRefusedEvent,
     JoinedEvent,
     LeftEvent,
@@ -242,7 +243,7 @@ class Membership:
             out += [] if round_ is None else [Emit(round_)]
         settled = self._settle(who, beat, at_s)
         out += settled
-        self._note(who, beat)
+        out += self._note(who, beat)
         for report in beat.snapshots:
             out += self.snapshots.report(who, report, at_s)
         if self.phases.training:
@@ -252,14 +253,16 @@ class Membership:
             out += self.phases.conclude()
         return out
 
-    def _note(self, who: str, beat: v1.Beat) -> None:
+    def _note(self, who: str, beat: v1.Beat) -> list[Instruction]:
         """Takes what a member says of itself."""
-        if beat.backed_up:
-            self.nodes.backed_up[who] = beat.backed_up
         if beat.leaves:
             self.nodes.leaving.add(who)
         if beat.finished:
             self.nodes.finish(who, relies=beat.relies)
+        if not beat.backed_up:
+            return []
+        self.nodes.backed_up[who] = beat.backed_up
+        return [Emit(BackedUpEvent(who=who))] if self.nodes.is_backed_up(who) else []
 
     def _settle(self, who: str, beat: v1.Beat, at_s: float) -> list[Instruction]:
         """Takes what is known of the pushes of lost workers; a snapshot waits for that."""

@@ -67,8 +67,8 @@ class Restarts:
 class Evictions:
     """The nodes that the run counts as lost, and whether the process of one is still there, because it stands still.
 
-    The run counts each process that ends as lost, before or after the launcher hears of its end. So while a node was lost
-    more often than processes of it have ended, one of them is still there.
+    The run counts each process that ends as lost, before or after the launcher hears of its end. So while a node was
+    lost more often than processes of it have ended, one of them is still there.
     """
 
     def __init__(self) -> None:

@@ -21,6 +21,7 @@ from gradstream.telemetry.member_events import (
     TransferEvent,
 )
 from gradstream.telemetry.run_events import (
+    BackedUpEvent,
     CheckpointEvent,
     CheckpointFailedEvent,
     CoordinatorEvent,
@@ -48,6 +49,7 @@ from gradstream.telemetry.run_events import (
 __all__ = [
     "GROUP",
     "AppliedEvent",
+    "BackedUpEvent",
     "CarriersEvent",
     "CheckpointEvent",
     "CheckpointFailedEvent",

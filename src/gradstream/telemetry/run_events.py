@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from gradstream.telemetry.event import Event
 
 __all__ = [
+    "BackedUpEvent",
     "CheckpointEvent",
     "CheckpointFailedEvent",
     "CoordinatorEvent",
@@ -104,6 +105,14 @@ class SettledEvent(Event):
     in_model: int  # minibatches that every chunk had taken
     torn: int  # minibatches that some chunks had taken: another worker computes them again for the others
     again: int  # minibatches that no chunk had taken: handed out again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackedUpEvent(Event):
+    """Another shard has a whole backup of this one again, after its process had died (coordinator)."""
+
+    name: ClassVar[str] = "backed_up"
+    who: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,8 +146,8 @@ class ShardNode:
     def _follow_backups(self, *, first: bool) -> None:
         """Makes the whole backup again when a new process of the shard that keeps it has joined.
 
-        The first notice finds it whole, as the coordinator knows: a shard that begins has nothing that its holder lacks,
-        and one that comes back has read all that it has.
+        The first notice finds it whole, as the coordinator knows: a shard that begins has nothing that its holder
+        lacks, and one that comes back has read all that it has.
         """
         backup, peer = self._service.backup, self._service.peer
         if backup is None:
