@@ -28,7 +28,7 @@ def test_the_schedule_of_kills_is_drawn_from_a_seed_and_spares_the_last_worker()
     workers = ["worker-0", "worker-1", "worker-2"]
     drawn = list(KillSchedule(7, workers).left)
     assert drawn == list(KillSchedule(7, workers).left) != list(KillSchedule(8, workers).left)
-    assert Counter(node for _, node in drawn) == {"coordinator": 1, **dict.fromkeys(workers, EACH)}
+    assert Counter(node for _, node in drawn) == {"coordinator": 1, "shard-1": 1, **dict.fromkeys(workers, EACH)}
     schedule = KillSchedule(7, workers)
     assert schedule.due(0.5, set(workers)) is None
     at_s, first = drawn[0]
@@ -54,11 +54,15 @@ def test_deaths_are_read_from_events() -> None:
         event("exited", 2.5, who="worker-1", status=-9),
         event("coordinator", 3.0),
         event("exited", 4.0, who="worker-0", status=75),
+        event("exited", 4.5, who="shard-1", status=-9),
+        event("joined", 4.75, who="shard-1"),
+        event("restored", 5.0, "shard-1"),
     ]
-    first, second, third = deaths_of(events)
+    first, second, third, fourth = deaths_of(events)
     assert (first.who, first.noticed_s, first.back_s) == ("worker-1", 0.25, 0.75)
     assert (second.who, second.noticed_s, second.back_s) == ("coordinator", None, 1.0)
     assert (third.who, third.noticed_s, third.back_s) == ("worker-1", None, None)
+    assert (fourth.who, fourth.back_s) == ("shard-1", 0.5)
     assert [line.split() for line in table_of([first])][1] == [
         "worker-1",
         "1.0",

@@ -29,6 +29,8 @@ __all__ = ["broken_promises", "faults_picture", "run_with_faults", "table_of"]
 
 JOB = "gradstream.cli.demo_job:counted"
 PICTURE = "faults.svg"
+STYLES = {"worker": "c1", "coordinator": "c3", "shard": "c4"}
+"""Colours of the marks, by role of the node that was killed."""
 ABOUT = "A CNN on Fashion-MNIST (5,000 images): 3 workers, 2 shards of a parameter server, strategy downpour"
 POINTS = 60
 """Points of each loss curve: means over so many parts of the run."""
@@ -127,15 +129,14 @@ def faults_picture(quiet: Run, struck: Run, deaths: Sequence[Death]) -> str:
         Curve(name, [(point.time_s, point.value) for point in training(run.events, max_points=POINTS)], style)
         for name, run, style in (("with kills", struck, "c0"), ("without", quiet, "c2"))
     ]
-    styles = {death.who: "c1" if death.who.startswith("worker") else "c3" for death in deaths}
+    styles = {death.who: STYLES[death.who.partition("-")[0]] for death in deaths}
     marks = [(death.at_s, styles[death.who], f"{death.who} is killed") for death in deaths]
     told = f"The training loss falls while {len(deaths)} processes are killed"
     chart = line_chart(curves, title=told, x_label="time", x_text=time_text, from_zero=True, marks=marks)
     keys = {
         "c0": "loss, with kills",
         "c2": "loss, without",
-        "c1": "a worker dies",
-        "c3": "the coordinator dies",
+        **{STYLES[role]: f"{'the' if role == 'coordinator' else 'a'} {role} dies" for role in STYLES},
     }
     return picture(chart, keys, told)
 

@@ -91,6 +91,7 @@ def counted() -> gs.Job:
         groups=[{"match": COUNTERS, "lr_scale": 1 / LR}],
         workers=3,
         servers=2,
+        acknowledge="replicated",
         batch_size=BATCH_SIZE,
         epochs=6,
         chunk_elems=1 << 14,

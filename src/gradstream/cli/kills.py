@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["KillSchedule", "Striker"]
 
-ONCE = ("coordinator",)
-"""Nodes that are killed once in a run: others take their place. Add a shard here where it has a backup."""
+ONCE = ("coordinator", "shard-1")
+"""Nodes that are killed once in a run: others take their place. The shard has a backup on the other one."""
 
 EACH = 3
 """Times that each worker is killed, at most."""

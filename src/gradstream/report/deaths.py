@@ -19,8 +19,8 @@ class Death:
         at_s: when it was killed, in seconds of the run; see `ExitedEvent`.
         noticed_s: so much later the others went on without it; None where they never knew it, or, of the coordinator,
             where nothing tells.
-        back_s: so much later a new process took part: it had made its first step, or, of the coordinator, served; None
-            where that did not happen.
+        back_s: so much later a new process took part: it had made its first step, or, of a shard or the coordinator,
+            served; None where that did not happen.
     """
 
     who: str
@@ -47,6 +47,13 @@ def _until_next(events: Iterable[EventDict], who: str) -> Iterator[EventDict]:
         yield event
 
 
+def _takes_part(event: EventDict, who: str, joined: float | None) -> bool:
+    """Whether an event tells that a new process of a worker or a shard does its work."""
+    return event["node"] == who and (
+        event["event"] == "restored" or (event["event"] == "step" and joined is not None)
+    )
+
+
 def _death(who: str, at_s: float, after: Iterable[EventDict]) -> Death:
     noticed = joined = back = None
     for event in after:
@@ -55,7 +62,7 @@ def _death(who: str, at_s: float, after: Iterable[EventDict]) -> Death:
             noticed = event["time_s"]
         elif kind == "joined" and event["who"] == who:
             joined = event["time_s"]
-        elif kind == who == "coordinator" or (kind == "step" and event["node"] == who and joined is not None):
+        elif kind == who == "coordinator" or _takes_part(event, who, joined):
             back = event["time_s"]
             break
     return Death(who, at_s, *(None if one is None else one - at_s for one in (noticed, back)))

@@ -17,6 +17,7 @@ from gradstream.telemetry.member_events import (
     LinkEvent,
     LogEvent,
     MemoryEvent,
+    RestoredEvent,
     StepEvent,
     TransferEvent,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "MemoryEvent",
     "ParticipationEvent",
     "RefusedEventsEvent",
+    "RestoredEvent",
     "ResumedEvent",
     "RoundEvent",
     "SettledEvent",

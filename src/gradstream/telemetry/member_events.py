@@ -22,6 +22,7 @@ __all__ = [
     "LinkEvent",
     "LogEvent",
     "MemoryEvent",
+    "RestoredEvent",
     "StepEvent",
     "TransferEvent",
 ]
@@ -148,6 +149,15 @@ class TransferEvent(MemberEvent):
     kind: Literal["push", "fetch"]
     seconds: float
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoredEvent(MemberEvent):
+    """A new process of a shard has read the backup of the one before, and serves (shard)."""
+
+    name: ClassVar[str] = "restored"
+    rank: int
+    chunks: int  # number of its chunks that were in the backup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,7 @@ class ShardBackup:
 
     Attributes:
         members: incarnation of each member of the run, by name.
+        num_restored: number of chunks that were in the backup.
     """
 
     def __init__(self, executor: ShardExecutor, estates: PushEstates, place: BackupPlace) -> None:
@@ -77,6 +78,7 @@ class ShardBackup:
         self._estates = estates
         self._place = place
         self.members: Mapping[str, int] = {}
+        self.num_restored = 0
         self._number = 0  # of the last backup
         executor.keep = self.keep
 
@@ -136,15 +138,18 @@ class ShardBackup:
         """
         self.members = members
         workers: list[v1.WorkerClock] = []
+        restored: set[int] = set()
 
         def destination(backup: v1.Backup) -> list[torch.Tensor]:
             self._number = max(self._number, backup.number)
             if not backup.HasField("chunk"):
                 workers[:] = backup.workers
                 return []
+            restored.add(backup.chunk.index)
             return self._restored(backup.chunk)
 
         await self._place.load(destination)
+        self.num_restored = len(restored)
         if self._store.changed is not None:
             self._store.changed.restored({one.index: one.version for one in self._state.chunks.values()})
         clocks = self._state.clocks

@@ -17,7 +17,7 @@ from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.recorder import ShardRecorder
 from gradstream.server.shard.service import ShardService
 from gradstream.server.shard.snapshot import ShardSnapshot
-from gradstream.telemetry.events import AppliedEvent, Event
+from gradstream.telemetry.events import AppliedEvent, Event, RestoredEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
@@ -98,12 +98,16 @@ class ShardNode:
             self._service.register(notice.model, opens=False)
             source = ShardSnapshot(self._service)
             await self._restore(source)
-            if self._member.since and self._service.backup is not None:
-                await self._service.backup.restore(_incarnations(self._member.notice))
+            backup = self._service.backup if self._member.since else None
+            if backup is not None:
+                await backup.restore(_incarnations(self._member.notice))
             self._service.estates.on_report = self._member.estate
             self._keep_members(self._member.notice)
             self._member.listen(self._keep_members)
             self._service.open()
+            if backup is not None:
+                restored = RestoredEvent(rank=self._config.rank, chunks=backup.num_restored)
+                self._member.emit(restored)
             tasks = self._agree()
             snapshots = NodeSnapshots(self._runtime, self._member, source).run()
             tasks.append(
