@@ -25,8 +25,9 @@ from gradstream.job.files import load_job
 from gradstream.run.remote.address import Address, new_token
 from gradstream.run.remote.certificate_authority import CertificateAuthority
 from gradstream.run.remote.facts import difference, facts_of
+from gradstream.run.remote.invitation import Invitation
 from gradstream.run.remote.join import Joining, join
-from gradstream.run.remote.join_service import Invitation, JoinService
+from gradstream.run.remote.join_service import JoinService
 from gradstream.run.remote.listening import Listening, workers_each
 from gradstream.run.remote.members import MachineMembers, Seat
 from gradstream.run.remote.reach import reach
@@ -137,7 +138,7 @@ def test_ports_behind_the_one_of_listen() -> None:
     assert [free.port_of(name) for name in names] == [0, 0, 0, 0]
 
 
-def test_the_place_of_a_machine_that_left_is_free_until_training_begins() -> None:
+def test_the_place_of_a_machine_that_left_before_training_is_free() -> None:
     state = members(machines=3)
     first, second = state.enrol(ask("a")), state.enrol(ask("b"))
     assert isinstance(first, Seat)
@@ -147,9 +148,44 @@ def test_the_place_of_a_machine_that_left_is_free_until_training_begins() -> Non
     third = state.enrol(ask("c"))
     assert isinstance(third, Seat)
     assert third.nodes == first.nodes
+
+
+def seated(machines: int = 3, **options: Any) -> tuple[MachineMembers, list[Seat]]:
+    """A run that trains, and the machines that have joined it: b, c, ..."""
+    state = members(machines, **options)
+    seats = [state.enrol(ask(chr(ord("a") + index))) for index in range(1, machines)]
     state.begun = True
-    state.left(second)
+    return state, [seat for seat in seats if isinstance(seat, Seat)]
+
+
+def test_a_machine_takes_the_place_of_one_that_was_lost_while_others_train() -> None:
+    """Its own, where it had one; so its name and its workers are what they were."""
+    state, (b, c) = seated()
     assert isinstance(state.enrol(ask("d")), v1.Refuse)
+    for seat in (b, c):
+        assert state.is_there(seat.nodes[0])
+        state.left(seat)
+        assert not state.is_there(seat.nodes[0])
+    assert state.state == "training on 3 machines (here: here)"
+    assert state.seat_of("worker-1") == b  # it was there, as messages say
+    assert state.enrol(ask("c")) == c
+    assert state.is_there("worker-2") and not state.is_there("worker-1")
+    assert state.enrol(ask("d")) == replace(b, machine="d")
+    assert state.seat_of("worker-1") == replace(b, machine="d")
+    assert isinstance(state.enrol(ask("b")), v1.Refuse)
+
+
+def test_nobody_takes_the_place_of_a_shard_or_where_the_run_forbids_it() -> None:
+    state, (b, c) = seated(shards=2)  # shard-1 is on b
+    state.left(b)
+    assert isinstance(state.enrol(ask("b")), v1.Refuse)
+    state.left(c)
+    assert state.enrol(ask("b")) == replace(c, machine="b")
+    state, (b,) = seated(2, obstacle="the training loop is the user's own")
+    state.left(b)
+    refused = state.enrol(ask("b"))
+    assert isinstance(refused, v1.Refuse) and refused.code == v1.NOT_MEMBER
+    assert refused.message.endswith("cannot be replaced: the training loop is the user's own")
 
 
 @pytest.mark.parametrize(

@@ -1028,10 +1028,14 @@ class Certified(_message.Message):
     def __init__(self, name: _Optional[str] = ..., certificate: _Optional[bytes] = ..., port: _Optional[int] = ...) -> None: ...
 
 class Go(_message.Message):
-    __slots__ = ("port",)
+    __slots__ = ("port", "age_ns", "again")
     PORT_FIELD_NUMBER: _ClassVar[int]
+    AGE_NS_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     port: int
-    def __init__(self, port: _Optional[int] = ...) -> None: ...
+    age_ns: int
+    again: Certified
+    def __init__(self, port: _Optional[int] = ..., age_ns: _Optional[int] = ..., again: _Optional[_Union[Certified, _Mapping]] = ...) -> None: ...
 
 class Over(_message.Message):
     __slots__ = ("status", "message")

@@ -1,6 +1,7 @@
 """`gradstream join`: this machine joins a run that another one has started.
 
-It is admitted by way of `Entrance`, starts the nodes assigned to it, and follows them.
+It is admitted by way of `Entrance`, starts the nodes assigned to it, follows them, and starts a worker again when the
+launcher says so.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import datetime
 import json
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,11 +120,12 @@ class _Machine:
             order = await self._entrance.order()
             if order.HasField("go"):
                 self._note(f"everybody is there: starting {', '.join(names)}; logs in {run_dir / 'logs'}")
-                self._start(cluster, grant, run_dir, self._entrance.coordinator(order.go))
+                start = partial(self._start, cluster, run_dir)
+                start(grant.nodes, order.go)
                 if not shards:
                     ask = partial(self._leave, cluster, names)
                     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ask)
-                await self._entrance.runtime.gather(self._await_end(), self._follow(cluster))
+                await self._entrance.runtime.gather(self._obey(cluster, start), self._follow(cluster))
             else:
                 self._over = order.over
             assert self._over is not None
@@ -135,10 +137,13 @@ class _Machine:
             self._note(f"the final parameters are in {final}")
         return self._over.status
 
-    def _start(self, cluster: LocalCluster, grant: v1.Grant, run_dir: Path, coordinator: str) -> None:
-        for node in grant.nodes:
-            arguments = ["--spec", str(run_dir / "nodes.json"), "--name", node.name]
-            arguments += ["--coordinator", coordinator, *self._entrance.network(node)]
+    def _start(self, cluster: LocalCluster, run_dir: Path, nodes: Iterable[v1.Certified], go: v1.Go) -> None:
+        # The clocks of two machines differ by more than the order takes from one to the other.
+        zero_ns = self._entrance.runtime.now() - go.age_ns
+        clock = ["--clock", str(zero_ns)] if go.age_ns else []
+        for node in nodes:
+            arguments = ["--spec", str(run_dir / "nodes.json"), "--name", node.name, *clock]
+            arguments += ["--coordinator", self._entrance.coordinator(go), *self._entrance.network(node)]
             is_loop = is_script(self._job) and node.name.startswith("worker")
             cluster.start(node.name, arguments, main=SCRIPT if is_loop else NODE)
 
@@ -153,14 +158,24 @@ class _Machine:
 
     # ---- following ----------------------------------------------------------------------
 
-    async def _await_end(self) -> None:
-        """Returns when the launcher reports the end of the run; raises when the launcher is gone."""
-        order = self._entrance.runtime.spawn(self._entrance.order(), name="order")
-        while not order.done() and self._over is None:
-            await asyncio.wait([order], timeout=POLL_S)
-        if self._over is None:
-            self._over = order.result().over
-        order.cancel()
+    async def _obey(
+        self, cluster: LocalCluster, start: Callable[[Iterable[v1.Certified], v1.Go], None]
+    ) -> None:
+        """Starts workers again as the launcher orders, until the run is over; raises when the launcher is gone."""
+        while True:
+            waiting = self._entrance.runtime.spawn(self._entrance.order(), name="order")
+            while not waiting.done():
+                if self._over is not None:
+                    waiting.cancel()
+                    return
+                await asyncio.wait([waiting], timeout=POLL_S)
+            order = waiting.result()
+            if order.HasField("over"):
+                self._over = order.over
+                return
+            if (name := order.go.again.name) not in cluster.running and not self._leaving:
+                self._note(f"starting {name} again")
+                start([order.go.again], order.go)
 
     def _leave(self, cluster: LocalCluster, workers: Sequence[str]) -> None:
         """Asks the workers of this machine to hand in what they have computed, and to leave."""
@@ -193,7 +208,7 @@ class _Machine:
                 waited_s += POLL_S
 
     async def _report(self, cluster: LocalCluster, who: str, status: int) -> None:
-        said = self._errors.get(who)
+        said = self._errors.pop(who, None)
         if said is not None:
             report = v1.Report(
                 error=said["error"],
