@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import gradstream as gs
@@ -37,10 +39,22 @@ def job():
 """
 
 
+class Here:
+    """This machine, beside whatever else runs on it."""
+
+    def start(
+        self, argv: Sequence[str], *, cwd: Path, env: dict[str, str], **out: int
+    ) -> subprocess.Popen[str]:
+        """See `Machine.start`."""
+        return subprocess.Popen(
+            argv, cwd=cwd, env={**os.environ, **env}, stdin=subprocess.DEVNULL, text=True, **out
+        )
+
+
 class Command:
     """A command line of gradstream on one of the machines."""
 
-    def __init__(self, machine: Machine, folder: Path, *arguments: str, job: str = JOB) -> None:
+    def __init__(self, machine: Machine | Here, folder: Path, *arguments: str, job: str = JOB) -> None:
         folder.mkdir()
         (folder / "job.py").write_text(job)
         self.process = machine.start(

@@ -1,0 +1,126 @@
+"""Workers of machines that have joined are lost, and come back: over TLS, with real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradstream as gs
+from gradstream.testing import TokenAudit
+from gradstream.testing.machines import Machines, unavailable
+from machine_command import Command, Here
+
+SAMPLES, EPOCHS = 256, 24
+JOB = f"""
+import sys
+import time
+from pathlib import Path
+import gradstream as gs
+from gradstream.testing import Tokens, numbered
+
+ROUNDS = sys.argv[1] != "downpour"  # a round is the mean over its samples
+
+class Slow(Tokens):
+    reduction = "sum" if ROUNDS else "mean"
+
+    def gradient(self, *given, **options):
+        if not Path(__file__).with_name("hurry").exists():
+            time.sleep(0.05)  # so that the run goes on until all that is to happen has happened
+        return super().gradient(*given, **options)
+
+def job():
+    rate = 4.0 if ROUNDS else 1.0
+    return gs.Job(
+        Slow(4, {SAMPLES}), numbered({SAMPLES}), strategy=sys.argv[1], optimizer=gs.optim.SGD(lr=rate), batch_size=2,
+        epochs={EPOCHS}, chunk_elems={SAMPLES}, deadlines=gs.Deadlines(lease_s=2.0),
+    )
+"""
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts commands, each in a folder of its own; leaves none behind."""
+    made: list[Command] = []
+
+    def one(machine: Any, name: str, *arguments: str) -> Command:
+        made.append(Command(machine, tmp_path / name, *arguments, job=JOB))
+        return made[-1]
+
+    yield one
+    for command in made:
+        command.process.kill()
+        command.end()
+
+
+def launched(start: Start, machine: Any, address: str, strategy: str) -> tuple[Command, list[str]]:
+    """A launcher that waits for another machine, and the words that join it."""
+    options = ("--listen", address, "--wait", "2", "--servers-on", "launcher", "--run-dir", "run")
+    launcher = start(machine, "a", "train", "job.py", *options, "--", strategy)
+    words = shlex.split(launcher.line(r"gradstream (join .*)")[1])
+    assert "--fingerprint" in words  # TLS
+    return launcher, [*words[:1], "--name", "b", "--run-dir", "run", *words[1:]]
+
+
+def finished(folder: Path, *commands: Command, times: int) -> None:
+    """Lets the run go on to its end, and checks that every sample is in the model exactly once an epoch."""
+    for path in folder.iterdir():
+        (path / "hurry").touch()
+    for command in commands:
+        status, said = command.end()
+        assert status == 0, said
+    run = gs.Run.load(folder / "a" / "run")
+    assert TokenAudit.of(run, SAMPLES, EPOCHS).exact, TokenAudit.of(run, SAMPLES, EPOCHS)
+    assert run.summary["samples_accounted"] == EPOCHS * SAMPLES
+    assert run.summary["workers_lost"] == times * ["worker-1"]
+    # What the newcomer has done is told in the time of the run, although its clock may be another one.
+    mine = [e for e in run.events if e.get("node", e.get("who")) == "worker-1" or e.get("who") == "worker-1"]
+    back = [i for i, e in enumerate(mine) if e["event"] == "joined" and e["epoch"] > 1]
+    made_s = [e["time_s"] for e in mine[back[-1] :] if e["event"] == "step"]
+    end_s = next(e["time_s"] for e in run.events if e["event"] == "finished")
+    assert len(back) == times and made_s
+    assert mine[back[-1]]["time_s"] < made_s[0] <= made_s[-1] < end_s + 0.1
+
+
+@pytest.mark.limit_s(240)
+@pytest.mark.parametrize("strategy", ["downpour", "synchronous", "allreduce"])
+def test_kill_9_of_a_worker_and_then_of_its_machine(start: Start, tmp_path: Path, strategy: str) -> None:
+    """The worker is started again by its machine; the machine comes back by the line that had joined it."""
+    launcher, words = launched(start, Here(), "127.0.0.1", strategy)
+    joined = start(Here(), "b", *words)
+    launcher.line(r"^step \d+")
+    pids = re.findall(r"worker-1: pid (\d+)", (tmp_path / "b" / "run" / "logs" / "worker-1.log").read_text())
+    os.kill(int(pids[-1]), signal.SIGKILL)
+    launcher.line("lost worker-1 on b")
+    joined.line("starting worker-1 again")
+    launcher.line("worker-1 is back")
+    joined.process.kill()
+    launcher.line(r"machine b \(127.0.0.1\) has left")
+    again = start(Here(), "again", *words)
+    launcher.line(r"machine b \(127.0.0.1\) has joined with worker-1")
+    launcher.line("worker-1 is back")
+    finished(tmp_path, again, launcher, times=2)
+
+
+@pytest.mark.limit_s(240)
+@pytest.mark.parametrize("direction", ["from", "to"])
+def test_a_machine_that_was_cut_off_takes_part_again(start: Start, tmp_path: Path, direction: Any) -> None:
+    """Packets of one direction are dropped until its worker counts as lost; nobody types anything."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    with Machines(2) as machines:
+        launcher, words = launched(start, machines[0], machines[0].address, "downpour")
+        joined = start(machines[1], "b", *words)
+        launcher.line(r"^step \d+")
+        with machines.cut(1, direction):
+            launcher.line("lost worker-1 on b")
+        joined.line("worker-1 has ended: EvictedError")
+        launcher.line("worker-1 is back")
+        finished(tmp_path, joined, launcher, times=1)
