@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gradstream as gs
 from gradstream.testing.machines import Machine
@@ -42,13 +43,10 @@ def job():
 class Here:
     """This machine, beside whatever else runs on it."""
 
-    def start(
-        self, argv: Sequence[str], *, cwd: Path, env: dict[str, str], **out: int
-    ) -> subprocess.Popen[str]:
+    def start(self, argv: Sequence[str], *, cwd: Path, **options: Any) -> subprocess.Popen[str]:
         """See `Machine.start`."""
-        return subprocess.Popen(
-            argv, cwd=cwd, env={**os.environ, **env}, stdin=subprocess.DEVNULL, text=True, **out
-        )
+        options["env"] = {**os.environ, **options["env"]}
+        return subprocess.Popen(argv, cwd=cwd, stdin=subprocess.DEVNULL, text=True, **options)
 
 
 class Command:

@@ -228,7 +228,7 @@ class JoinService:
         try:
             grant = self._invitation.grant(seat, request.request, self._authority, self._members.state)
             self._report(seat, "joined")
-            await stream.send(_body(v1.Order(grant=grant)))
+            await self._send(stream, v1.Order(grant=grant))
             await self._runtime.gather(self._listen(stream, seat), self._tell(stream, machine))
         except GradstreamError as error:
             reason = str(error).removeprefix(f"{stream.peer}: ")
@@ -240,27 +240,26 @@ class JoinService:
                 self._report(seat, "left", reason or "it closed the connection")
 
     async def _tell(self, stream: Stream, machine: _Machine) -> None:
-        """Sends orders as they come, and every BEAT_S a sign of life with the state of the run."""
+        """Sends orders as they come, and every BEAT_S at most a sign of life with the state of the run."""
         gone = False
         while True:
             if self._go is not None and not gone:
                 gone = True
-                await self._send_go(stream, v1.Go())
+                await self._send(stream, v1.Order(go=self._go))
             while machine.again and self._over is None:
+                assert self._go is not None
                 name = machine.again.pop(0)
                 again = self._invitation.certified(name, machine.request, self._authority)
-                await self._send_go(stream, v1.Go(again=again))
+                await self._send(stream, v1.Order(go=v1.Go(port=self._go.port, again=again)))
             if self._over is not None:
-                await stream.send(_body(v1.Order(over=self._over)))
+                await self._send(stream, v1.Order(over=self._over))
                 return
             await stream.waiting([self._members.state])
-            await machine.bell.rung(self._runtime, BEAT_S)
+            await machine.bell.rung(self._runtime, min(BEAT_S, self._invitation.deadlines.notice_s))
 
-    async def _send_go(self, stream: Stream, go: v1.Go) -> None:
-        assert self._go is not None
-        go.MergeFrom(self._go)
-        go.age_ns = self._invitation.age_ns(self._runtime.now())
-        await stream.send(_body(v1.Order(go=go)))
+    async def _send(self, stream: Stream, order: v1.Order) -> None:
+        order.age_ns = self._invitation.age_ns(self._runtime.now())
+        await stream.send(_body(order))
 
     async def _listen(self, stream: Stream, seat: Seat) -> None:
         """Passes on the machine's reports on its nodes, until it closes the stream."""
