@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 
 import gradstream as gs
 from gradstream.data.checksum import checksum_of
@@ -24,6 +28,7 @@ from gradstream.errors import GradstreamError, Interrupted, exit_code
 from gradstream.job.files import load_job
 from gradstream.run.remote.address import Address, new_token
 from gradstream.run.remote.certificate_authority import CertificateAuthority
+from gradstream.run.remote.entrance import Entrance
 from gradstream.run.remote.facts import difference, facts_of
 from gradstream.run.remote.invitation import Invitation
 from gradstream.run.remote.join import Joining, join
@@ -396,6 +401,36 @@ def test_other_data_are_refused(launcher: Launcher, linear: Path, tmp_path: Path
     with made.join_service, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SEED", "1")
         assert "refused (BAD_DATA): data checksum differs" in refusal(made.joining(linear))
+
+
+def test_a_lost_worker_is_started_again_under_a_new_certificate_and_in_the_time_of_the_run(
+    linear: Path,
+) -> None:
+    """Its machine is told so by the stream by which it has joined; nobody is told where there is none."""
+
+    async def take_part(reached: bytes | None) -> None:
+        job = load_job(str(linear))
+        async with Entrance(service.address, job, "there", TOKEN, reached) as entrance:
+            (granted,) = (await entrance.enrol()).nodes
+            service.go(4001)
+            assert (await entrance.order()).go == v1.Go(port=4001)
+            before_ns = entrance.zero_ns
+            assert before_ns is None
+            zero_ns.append(time.monotonic_ns())
+            service.start_again("worker-7")
+            service.start_again("worker-1")
+            go = (await entrance.order()).go
+            assert (go.port, go.again.name) == (4001, "worker-1")
+            old, new = (x509.load_pem_x509_certificate(one.certificate) for one in (granted, go.again))
+            assert old.subject == new.subject and old.public_key() == new.public_key()
+            assert old.fingerprint(hashes.SHA256()) != new.fingerprint(hashes.SHA256())
+            assert entrance.zero_ns is not None and zero_ns[0] <= entrance.zero_ns <= time.monotonic_ns()
+
+    made, zero_ns = Launcher(linear), list[int]()
+    service = made.join_service
+    service._invitation = replace(service._invitation, zero_ns=lambda: next(iter(zero_ns), None))
+    with service:
+        asyncio.run(take_part(made.authority.certificate if made.authority else None))
 
 
 def test_tls_where_plain_text_is_spoken(linear: Path) -> None:
