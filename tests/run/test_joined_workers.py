@@ -17,7 +17,7 @@ from gradstream.testing import TokenAudit
 from gradstream.testing.machines import Machines, unavailable
 from machine_command import Command, Here
 
-SAMPLES, EPOCHS = 256, 24
+SAMPLES, EPOCHS = 256, 16
 JOB = f"""
 import sys
 import time
@@ -25,6 +25,7 @@ from pathlib import Path
 import gradstream as gs
 from gradstream.testing import Tokens, numbered
 
+LEASE_S = float(sys.argv[2])
 ROUNDS = sys.argv[1] != "downpour"  # a round is the mean over its samples
 
 class Slow(Tokens):
@@ -39,7 +40,7 @@ def job():
     rate = 4.0 if ROUNDS else 1.0
     return gs.Job(
         Slow(4, {SAMPLES}), numbered({SAMPLES}), strategy=sys.argv[1], optimizer=gs.optim.SGD(lr=rate), batch_size=2,
-        epochs={EPOCHS}, chunk_elems={SAMPLES}, deadlines=gs.Deadlines(lease_s=2.0, coordinator_s=float(sys.argv[2])),
+        epochs={EPOCHS}, chunk_elems={SAMPLES}, deadlines=gs.Deadlines(lease_s=LEASE_S, coordinator_s=2 * LEASE_S),
     )
 """
 Start = Callable[..., Command]
@@ -61,11 +62,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def launched(
-    start: Start, machine: Any, address: str, strategy: str, coordinator_s: float = 120.0
+    start: Start, machine: Any, address: str, strategy: str, lease_s: float = 10.0
 ) -> tuple[Command, list[str]]:
     """A launcher that waits for another machine, and the words that join it."""
     options = ("--listen", address, "--wait", "2", "--servers-on", "launcher", "--run-dir", "run")
-    launcher = start(machine, "a", "train", "job.py", *options, "--", strategy, str(coordinator_s))
+    launcher = start(machine, "a", "train", "job.py", *options, "--", strategy, str(lease_s))
     words = shlex.split(launcher.line(r"gradstream (join .*)")[1])
     assert "--fingerprint" in words  # TLS
     return launcher, [*words[:1], "--name", "b", "--run-dir", "run", *words[1:]]
@@ -81,13 +82,14 @@ def finished(folder: Path, *commands: Command, times: int) -> None:
     run = gs.Run.load(folder / "a" / "run")
     assert TokenAudit.of(run, SAMPLES, EPOCHS).exact, TokenAudit.of(run, SAMPLES, EPOCHS)
     assert run.summary["samples_accounted"] == EPOCHS * SAMPLES
-    assert run.summary["workers_lost"] == times * ["worker-1"]
+    assert run.summary["workers_lost"].count("worker-1") >= times  # more where the machine is very busy
     # What the newcomer has done is told in the time of the run, although its clock may be another one.
-    back = [i for i, e in enumerate(run.events) if e["event"] == "joined" and e["epoch"] > 1]
-    lost_s = [e["time_s"] for e in run.events[: back[-1]] if e["event"] == "left"]
+    mine = [i for i, e in enumerate(run.events) if e.get("who") == "worker-1"]
+    back = [i for i in mine if run.events[i]["event"] == "joined" and run.events[i]["epoch"] > 1]
+    lost_s = [run.events[i]["time_s"] for i in mine if i < back[-1] and run.events[i]["event"] == "left"]
     made_s = [e["time_s"] for e in run.events[back[-1] :] if e["event"] == "step" and e["node"] == "worker-1"]
     (end_s,) = [e["time_s"] for e in run.events if e["event"] == "finished"]
-    assert len(back) == times
+    assert len(back) >= times
     assert lost_s[-1] < made_s[0] <= made_s[-1] <= end_s
 
 
@@ -112,30 +114,30 @@ def test_kill_9_of_a_worker_and_then_of_its_machine(start: Start, tmp_path: Path
 
 
 @pytest.mark.limit_s(240)
-@pytest.mark.parametrize("what", ["cut", "cut for long", "stop"])
-def test_a_machine_that_was_silent_takes_part_again(start: Start, tmp_path: Path, what: str) -> None:
-    """Until its worker counts as lost it cannot send, or hears nothing, or all its processes stand still."""
+def test_a_machine_that_was_silent_takes_part_again_each_time(start: Start, tmp_path: Path) -> None:
+    """It cannot send until its worker counts as lost; all its processes stand still; it hears nothing for long."""
     if reason := unavailable():
         pytest.skip(reason)
     with Machines(2) as machines:
         a, b = machines.machines
-        launcher, words = launched(start, a, a.address, "downpour", 4.0 if what == "cut for long" else 120.0)
+        launcher, words = launched(start, a, a.address, "downpour", lease_s=3.0)
         joined = start(b, "b", *words)
         launcher.line(r"^step \d+")
-        if what == "cut":
-            with machines.cut(1, "from"):
-                launcher.line("lost worker-1 on b")
-            joined.line("worker-1 has ended: EvictedError")
-            joined.line("starting worker-1 again")
-        elif what == "stop":
-            assert b.signal(signal.SIGSTOP) >= 3  # join, its forkserver, its worker
+        with machines.cut(1, "from"):
             launcher.line("lost worker-1 on b")
-            b.signal(signal.SIGCONT)
-            joined.line("starting worker-1 again")
-        else:
-            with machines.cut(1, "to"):
-                launcher.line("lost worker-1 on b")
-                joined.line("the nodes here have ended. Trying to come back")
-            joined.line("in as b, with worker-1")
+        joined.line("worker-1 has ended: EvictedError")
+        joined.line("starting worker-1 again")
         launcher.line("worker-1 is back")
-        finished(tmp_path, joined, launcher, times=1)
+
+        assert b.signal(signal.SIGSTOP) >= 3  # join, its forkserver, its worker
+        launcher.line("lost worker-1 on b")
+        b.signal(signal.SIGCONT)
+        joined.line("starting worker-1 again")
+        launcher.line("worker-1 is back")
+
+        with machines.cut(1, "to"):
+            launcher.line("lost worker-1 on b")
+            joined.line("the nodes here have ended. Trying to come back")
+        joined.line("in as b, with worker-1")
+        launcher.line("worker-1 is back")
+        finished(tmp_path, joined, launcher, times=3)
