@@ -6,13 +6,17 @@ import os
 import re
 import shlex
 import signal
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gradstream as gs
+from gradstream.errors import DeadlineError, GradstreamError, JoinRefusedError, PeerLostError
+from gradstream.run.remote.address import Address
+from gradstream.run.remote.join import Joining, _come_back, _CutOffError
 from gradstream.testing import TokenAudit
 from gradstream.testing.machines import Machines, unavailable
 from machine_command import Command, Here
@@ -91,6 +95,42 @@ def finished(folder: Path, *commands: Command, times: int) -> None:
     (end_s,) = [e["time_s"] for e in run.events if e["event"] == "finished"]
     assert len(back) >= times
     assert lost_s[-1] < made_s[0] <= made_s[-1] <= end_s
+
+
+SAID = PeerLostError("launcher", "is gone")
+
+
+def come_back(address: Address, outcomes: Sequence[int | GradstreamError], notes: list[str]) -> int:
+    """A machine that was cut off, and what its attempts to join again end with, one after the other."""
+    left = iter(outcomes)
+
+    async def once(again: bool) -> int:
+        assert again
+        outcome = next(left)
+        if isinstance(outcome, GradstreamError):
+            raise outcome
+        return outcome
+
+    cut_off = _CutOffError()
+    cut_off.__cause__ = SAID
+    joining = Joining(address=address, job="job.py", token="", insecure=True)
+    return _come_back(once, joining, cut_off, 60.0, notes.append)
+
+
+def test_a_machine_tries_to_come_back_until_there_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits while nothing answers, or while the launcher has not noticed yet that it was gone."""
+    notes: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = Address("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(PeerLostError) as caught:
+        come_back(nobody, [], notes)
+    assert caught.value is SAID and "Trying to come back for 60 s" in notes[0]
+    monkeypatch.setattr("gradstream.run.remote.join.AGAIN_S", 0.0)
+    monkeypatch.setattr("gradstream.run.remote.join.reach", lambda *_, **__: None)
+    early, silent = JoinRefusedError("launcher", "NOT_MEMBER", "not yet"), DeadlineError("launcher", "silent")
+    assert come_back(nobody, [early, silent, PeerLostError("launcher", "no route"), early, 75], notes) == 75
+    with pytest.raises(JoinRefusedError, match="BAD_SECRET"):
+        come_back(nobody, [early, JoinRefusedError("launcher", "BAD_SECRET", "no")], notes)
 
 
 @pytest.mark.limit_s(240)

@@ -111,12 +111,11 @@ class MachineMembers:
         asked, address = escaped(request.machine, NAME_BYTES), escaped(request.address, NAME_BYTES)
         free = self._may_take(request.machine, self._free(asked))
         if not free:
-            why = f". A machine that has left cannot be replaced: {self._obstacle}" * bool(
-                self._gone and self._obstacle
-            )
-            return v1.Refuse(
-                code=v1.NOT_MEMBER, message=f"no machine can join now: the launcher is {self.state}{why}"
-            )
+            why = ". If one of these was lost, try again when the launcher has said that it has left"
+            if self._gone and self._obstacle:
+                why = f". A machine that has left cannot be replaced: {self._obstacle}"
+            message = f"no machine can join now: the launcher is {self.state}{why if self.begun else ''}"
+            return v1.Refuse(code=v1.NOT_MEMBER, message=message)
         seat = Seat(self._name(asked), address, self.nodes_of(free[0]))
         self._seats[free[0]] = seat
         self._gone.discard(free[0])
