@@ -164,9 +164,11 @@ def cut(direction: str, seconds: float, times: int) -> dict[str, Any]:
                         noticed_s.append(round(time.monotonic() - begun, 2))
             cuts.append(one.num_dropped)
         ends = [launcher.communicate()[0], other.communicate()[0]]
-        left = [json.loads(line) for line in events.read_text().splitlines()]
-        left = [event for event in left if event["event"] == "left" and event["lost"]]
+        told = [json.loads(line) for line in events.read_text().splitlines()]
+        left = [event for event in told if event["event"] == "left" and event["lost"]]
+        back = [event for event in told if event["event"] == "joined" and event["epoch"] > 1]
     return {
+        "away_s": [round(one["time_s"] - gone["time_s"], 2) for gone, one in zip(left, back, strict=False)],
         "dropped_packets": cuts,
         "lost": [event["who"] for event in left],
         "noticed_after_s": noticed_s,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gradstream as gs
 from gradstream.testing.machines import Machine
@@ -37,10 +40,19 @@ def job():
 """
 
 
+class Here:
+    """This machine, beside whatever else runs on it."""
+
+    def start(self, argv: Sequence[str], *, cwd: Path, **options: Any) -> subprocess.Popen[str]:
+        """See `Machine.start`."""
+        options["env"] = {**os.environ, **options["env"]}
+        return subprocess.Popen(argv, cwd=cwd, stdin=subprocess.DEVNULL, text=True, **options)
+
+
 class Command:
     """A command line of gradstream on one of the machines."""
 
-    def __init__(self, machine: Machine, folder: Path, *arguments: str, job: str = JOB) -> None:
+    def __init__(self, machine: Machine | Here, folder: Path, *arguments: str, job: str = JOB) -> None:
         folder.mkdir()
         (folder / "job.py").write_text(job)
         self.process = machine.start(

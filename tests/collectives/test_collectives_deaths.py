@@ -60,6 +60,22 @@ def test_killed_at_each_chunk(how: str, piece_elems: int) -> None:
     assert failed > messages * (SIZE if short else 1)
 
 
+def test_killed_in_an_operation_inside_of_another_one() -> None:
+    """As in a group of several hosts. The loss ends both, and whoever waits for it to be told."""
+
+    async def nested(group: Group) -> None:
+        vector = Vector("v", torch.zeros(ELEMS))
+        await group._communicator.guarded(group.allreduce(vector.all))  # type: ignore[attr-defined]
+
+    for number in range(1, 13):
+        ranks = VirtualRanks(SIZE, seed=number, config=SimulationConfig(network=NETWORK))
+        ranks.kill_at_chunk(1, number)
+        outcomes = ranks.run(nested, silence_s=SILENCE_S)
+        for rank in (0, 2, 3):
+            assert isinstance(outcomes[rank], PeerLostError), (number, rank, outcomes[rank])
+            assert outcomes[rank].peer == "worker-1"
+
+
 @pytest.mark.parametrize("how", ALGORITHMS)
 def test_silent_from_any_moment(how: str) -> None:
     """A cable is pulled: no rank gets a report, and all notice the silence."""

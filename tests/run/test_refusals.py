@@ -13,7 +13,8 @@ import pytest
 
 from gradstream.cli.display import Display
 from gradstream.run.remote.address import Address
-from gradstream.run.remote.join_service import JOB, Invitation, JoinService
+from gradstream.run.remote.invitation import Invitation
+from gradstream.run.remote.join_service import JOB, JoinService
 from gradstream.run.remote.machine_rendezvous import MachineRendezvous
 from gradstream.run.remote.members import MachineMembers
 from gradstream.runtime.deadlines import Deadlines

@@ -21,7 +21,8 @@ from gradstream.run.remote.doctor import (
     look_there,
     version_findings,
 )
-from gradstream.run.remote.join_service import Invitation, JoinService
+from gradstream.run.remote.invitation import Invitation
+from gradstream.run.remote.join_service import JoinService
 from gradstream.run.remote.members import MachineMembers
 
 TOKEN = "a token of sixteen characters or more"

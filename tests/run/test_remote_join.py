@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 
 import gradstream as gs
 from gradstream.data.checksum import checksum_of
@@ -24,9 +28,11 @@ from gradstream.errors import GradstreamError, Interrupted, exit_code
 from gradstream.job.files import load_job
 from gradstream.run.remote.address import Address, new_token
 from gradstream.run.remote.certificate_authority import CertificateAuthority
+from gradstream.run.remote.entrance import Entrance
 from gradstream.run.remote.facts import difference, facts_of
+from gradstream.run.remote.invitation import Invitation
 from gradstream.run.remote.join import Joining, join
-from gradstream.run.remote.join_service import Invitation, JoinService
+from gradstream.run.remote.join_service import JoinService
 from gradstream.run.remote.listening import Listening, workers_each
 from gradstream.run.remote.members import MachineMembers, Seat
 from gradstream.run.remote.reach import reach
@@ -137,7 +143,7 @@ def test_ports_behind_the_one_of_listen() -> None:
     assert [free.port_of(name) for name in names] == [0, 0, 0, 0]
 
 
-def test_the_place_of_a_machine_that_left_is_free_until_training_begins() -> None:
+def test_the_place_of_a_machine_that_left_before_training_is_free() -> None:
     state = members(machines=3)
     first, second = state.enrol(ask("a")), state.enrol(ask("b"))
     assert isinstance(first, Seat)
@@ -147,9 +153,44 @@ def test_the_place_of_a_machine_that_left_is_free_until_training_begins() -> Non
     third = state.enrol(ask("c"))
     assert isinstance(third, Seat)
     assert third.nodes == first.nodes
+
+
+def seated(machines: int = 3, **options: Any) -> tuple[MachineMembers, list[Seat]]:
+    """A run that trains, and the machines that have joined it: b, c, ..."""
+    state = members(machines, **options)
+    seats = [state.enrol(ask(chr(ord("a") + index))) for index in range(1, machines)]
     state.begun = True
-    state.left(second)
+    return state, [seat for seat in seats if isinstance(seat, Seat)]
+
+
+def test_a_machine_takes_the_place_of_one_that_was_lost_while_others_train() -> None:
+    """Its own, where it had one; so its name and its workers are what they were."""
+    state, (b, c) = seated()
     assert isinstance(state.enrol(ask("d")), v1.Refuse)
+    for seat in (b, c):
+        assert state.is_there(seat.nodes[0])
+        state.left(seat)
+        assert not state.is_there(seat.nodes[0])
+    assert state.state == "training on 3 machines (here: here)"
+    assert state.seat_of("worker-1") == b  # it was there, as messages say
+    assert state.enrol(ask("c")) == c
+    assert state.is_there("worker-2") and not state.is_there("worker-1")
+    assert state.enrol(ask("d")) == replace(b, machine="d")
+    assert state.seat_of("worker-1") == replace(b, machine="d")
+    assert isinstance(state.enrol(ask("b")), v1.Refuse)
+
+
+def test_nobody_takes_the_place_of_a_shard_or_where_the_run_forbids_it() -> None:
+    state, (b, c) = seated(shards=2)  # shard-1 is on b
+    state.left(b)
+    assert isinstance(state.enrol(ask("b")), v1.Refuse)
+    state.left(c)
+    assert state.enrol(ask("b")) == replace(c, machine="b")
+    state, (b,) = seated(2, obstacle="the training loop is the user's own")
+    state.left(b)
+    refused = state.enrol(ask("b"))
+    assert isinstance(refused, v1.Refuse) and refused.code == v1.NOT_MEMBER
+    assert refused.message.endswith("cannot be replaced: the training loop is the user's own")
 
 
 @pytest.mark.parametrize(
@@ -360,6 +401,36 @@ def test_other_data_are_refused(launcher: Launcher, linear: Path, tmp_path: Path
     with made.join_service, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SEED", "1")
         assert "refused (BAD_DATA): data checksum differs" in refusal(made.joining(linear))
+
+
+def test_a_lost_worker_is_started_again_under_a_new_certificate_and_in_the_time_of_the_run(
+    linear: Path,
+) -> None:
+    """Its machine is told so by the stream by which it has joined; nobody is told where there is none."""
+
+    async def take_part(reached: bytes | None) -> None:
+        job = load_job(str(linear))
+        async with Entrance(service.address, job, "there", TOKEN, reached) as entrance:
+            (granted,) = (await entrance.enrol()).nodes
+            service.go(4001)
+            assert (await entrance.order()).go == v1.Go(port=4001)
+            before_ns = entrance.zero_ns
+            assert before_ns is None
+            zero_ns.append(time.monotonic_ns())
+            service.start_again("worker-7")
+            service.start_again("worker-1")
+            go = (await entrance.order()).go
+            assert (go.port, go.again.name) == (4001, "worker-1")
+            old, new = (x509.load_pem_x509_certificate(one.certificate) for one in (granted, go.again))
+            assert old.subject == new.subject and old.public_key() == new.public_key()
+            assert old.fingerprint(hashes.SHA256()) != new.fingerprint(hashes.SHA256())
+            assert entrance.zero_ns is not None and zero_ns[0] <= entrance.zero_ns <= time.monotonic_ns()
+
+    made, zero_ns = Launcher(linear), list[int]()
+    service = made.join_service
+    service._invitation = replace(service._invitation, zero_ns=lambda: next(iter(zero_ns), None))
+    with service:
+        asyncio.run(take_part(made.authority.certificate if made.authority else None))
 
 
 def test_tls_where_plain_text_is_spoken(linear: Path) -> None:

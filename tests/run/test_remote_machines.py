@@ -80,26 +80,6 @@ def test_four_machines_and_everybody_who_is_refused(machines: Machines, tmp_path
 
 
 @pytest.mark.limit_s(300)
-def test_kill_9_of_a_joined_machine_does_not_stop_downpour(machines: Machines, tmp_path: Path) -> None:
-    a, b = machines[0], machines[1]
-    arguments = ("train", "job.py", "--listen", a.address, "--wait", "2", "--run-dir", "run")
-    launcher = Command(a, tmp_path / "a", *arguments, "--servers-on", "launcher")
-    words = shlex.split(launcher.line(r"gradstream (join .*)")[1])
-    joined = Command(b, tmp_path / "b", *words, "--name", "b")
-    launcher.line(r"^step \d+/")
-    assert b.kill() >= 3  # join, its forkserver, its worker
-    assert joined.end()[0] == -signal.SIGKILL
-    status, said = launcher.end()
-    assert status == 0, said
-    assert "lost worker-1 on b" in said
-    assert "machine b (10.77.0.2) has left" in said
-    summary = gs.Run.load(tmp_path / "a" / "run").summary
-    assert summary["samples_accounted"] == 3 * 800
-    assert summary["samples_reassigned"] > 0
-    assert summary["workers_lost"] == ["worker-1"]
-
-
-@pytest.mark.limit_s(300)
 def test_kill_9_of_a_joined_machine_with_a_shard_ends_the_run_and_names_it(
     machines: Machines, tmp_path: Path
 ) -> None:

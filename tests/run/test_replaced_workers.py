@@ -245,6 +245,16 @@ def test_a_worker_whose_coordinator_dies_while_it_joins_is_started_again() -> No
     assert not ended.was_lost("worker-1")
 
 
+def test_a_worker_that_was_killed_on_a_machine_that_has_joined_was_lost() -> None:
+    """Its machine reports the end of its log with it; one that has ended by itself with such an error was not."""
+    ended = EndedNodes()
+    ended.report("worker-1", {"error": "PeerLostError", "message": "its process on b was killed by signal 9"})
+    ended.statuses["worker-1"] = -signal.SIGKILL
+    assert ended.was_lost("worker-1")
+    ended.statuses["worker-1"] = 1
+    assert not ended.was_lost("worker-1")
+
+
 # ---- the launcher -----------------------------------------------------------------------
 
 

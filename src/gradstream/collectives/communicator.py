@@ -300,7 +300,7 @@ class Communicator:
 
     async def _announced(self) -> None:
         if self._announcing is not None:
-            await self._announcing
+            await asyncio.shield(self._announcing)  # which cancels operations that wait for it here
 
     def _cancel_links(self) -> None:
         """After this nothing writes the memory that streams and data sockets were to receive into."""

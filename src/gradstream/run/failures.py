@@ -111,7 +111,10 @@ class EndedNodes:
             return self.statuses[name] < 0
         error, message = str(said["error"]), str(said["message"])
         return error == EvictedError.__name__ or (
-            error == PeerLostError.__name__ and message.startswith(COORDINATOR)
+            error == PeerLostError.__name__
+            and (
+                message.startswith(COORDINATOR) or self.statuses[name] < 0
+            )  # killed on a machine that has joined
         )
 
     def forget(self, name: str) -> None:

@@ -266,11 +266,10 @@ class Launcher:
         spec = dataclasses.asdict(self._spec(()))
         with MachineRendezvous(
             self._options.listening,
-            self._job,
+            self._plan,
             spec,
-            self._plan.servers,
             self._cluster.post,
-            self._events.emit,
+            self._events,
         ) as machines:
             self._machines = machines
             machines.wait(self._handle_and_read)
@@ -365,7 +364,7 @@ class Launcher:
             self._ended.report(message["from"], message)
         elif self._machines is not None and ("machine" in message or "insecure" in message):
             for node, error in self._machines.note(message).items():
-                self._ended.lose(node, error)
+                self._ended.lose(node, error) if error else self._ended.forget(node)
         elif "zero_ns" in message or "struck" in message:
             self._events.note_time(message)
         elif "begins_again" in message:
@@ -418,8 +417,13 @@ class Launcher:
 
     def _restart_nodes(self) -> None:
         for name in self._restarts.take_due(time.monotonic()):
-            if not self._has_ended:
-                self._ended.forget(name)
+            here = self._machines is None or self._machines.is_here(name)
+            if self._has_ended or not self._comes_back(name):
+                continue
+            if not (here or (self._machines and self._machines.start_again(name))):
+                continue
+            self._ended.forget(name)
+            if here:
                 zero_ns = self._events.zero_ns
                 clock = [] if zero_ns is None else ["--clock", str(zero_ns)]
                 self._start_node(name, "--coordinator", self._address, *clock)

@@ -111,10 +111,14 @@ class Machine:
 
     def kill(self) -> int:
         """Kills every process of this machine with SIGKILL; returns their number."""
+        return self.signal(signal.SIGKILL)
+
+    def signal(self, number: int) -> int:
+        """Sends a signal to every process of this machine; returns their number."""
         pids = _ip("netns", "pids", self._namespace).split()
         for pid in pids:
             try:
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(int(pid), number)
             except ProcessLookupError:
                 continue
         return len(pids)

@@ -1052,14 +1052,16 @@ class Enrol(_message.Message):
     def __init__(self, machine: _Optional[str] = ..., facts: _Optional[_Mapping[str, str]] = ..., request: _Optional[bytes] = ..., cores: _Optional[int] = ..., address: _Optional[str] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("grant", "go", "over")
+    __slots__ = ("grant", "go", "over", "age_ns")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     GO_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
+    AGE_NS_FIELD_NUMBER: _ClassVar[int]
     grant: Grant
     go: Go
     over: Over
-    def __init__(self, grant: _Optional[_Union[Grant, _Mapping]] = ..., go: _Optional[_Union[Go, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ...) -> None: ...
+    age_ns: int
+    def __init__(self, grant: _Optional[_Union[Grant, _Mapping]] = ..., go: _Optional[_Union[Go, _Mapping]] = ..., over: _Optional[_Union[Over, _Mapping]] = ..., age_ns: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("spec", "nodes", "files", "waiting", "machine")
@@ -1093,10 +1095,12 @@ class Certified(_message.Message):
     def __init__(self, name: _Optional[str] = ..., certificate: _Optional[bytes] = ..., port: _Optional[int] = ...) -> None: ...
 
 class Go(_message.Message):
-    __slots__ = ("port",)
+    __slots__ = ("port", "again")
     PORT_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     port: int
-    def __init__(self, port: _Optional[int] = ...) -> None: ...
+    again: Certified
+    def __init__(self, port: _Optional[int] = ..., again: _Optional[_Union[Certified, _Mapping]] = ...) -> None: ...
 
 class Over(_message.Message):
     __slots__ = ("status", "message")

@@ -40,6 +40,10 @@ class Entrance:
         name: name of this machine, or of this process.
         token: token of the run.
         authority: the launcher's certificate, which `reach` has verified; None for plain text.
+
+    Attributes:
+        zero_ns: see `RunClock`, on this machine's clock; None before training. It is too late by what the quickest
+            order took to come here.
     """
 
     def __init__(self, address: Address, job: Job, name: str, token: str, authority: bytes | None) -> None:
@@ -52,6 +56,7 @@ class Entrance:
         self._key = Key()
         self._stream: Stream | None = None
         self.runtime = RealRuntime(name)
+        self.zero_ns: int | None = None
 
     async def __aenter__(self) -> Self:
         security = Tls(authority=self._authority, mutual=False) if self._authority else None
@@ -103,7 +108,11 @@ class Entrance:
             raise PeerLostError(LAUNCHER, f"is gone, and the run with it ({error})") from error
         if received is None:
             raise PeerLostError(LAUNCHER, "closed the connection before the run was over")
-        return v1.Order.FromString(received.frame.body.data)
+        order = v1.Order.FromString(received.frame.body.data)
+        if order.age_ns:
+            zero_ns = self.runtime.now() - order.age_ns
+            self.zero_ns = zero_ns if self.zero_ns is None else min(self.zero_ns, zero_ns)
+        return order
 
     async def report(self, report: v1.Report) -> None:
         """Reports to the launcher how a node has ended."""

@@ -1,6 +1,7 @@
 """`gradstream join`: this machine joins a run that another one has started.
 
-It is admitted by way of `Entrance`, starts the nodes assigned to it, and follows them.
+It is admitted by way of `Entrance`, starts the nodes assigned to it, follows them, and starts a worker again when the
+launcher says so.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import datetime
 import json
 import signal
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gradstream.errors import RESUMABLE, ConfigError
+from gradstream.errors import RESUMABLE, ConfigError, DeadlineError, JoinRefusedError, PeerLostError
 from gradstream.job.files import load_job
 from gradstream.job.job import Job, is_script
 from gradstream.run.local import NODE, SCRIPT, LocalCluster, node_environment
@@ -34,8 +36,14 @@ EXPECTED = (0, 3, RESUMABLE)
 """Exit statuses of a node that has finished, has ended because of another node, or was stopped."""
 
 LEAVE_S = 10.0
+AGAIN_S = 1.0
+"""Seconds between two attempts to come back."""
 
 OnNote = Callable[[str], None]
+
+
+class _CutOffError(Exception):
+    """The launcher was not heard any more after the nodes of this machine had begun; its cause says how."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,18 +85,58 @@ def join(joining: Joining, on_note: OnNote) -> int:
 
         After any of these, and after Ctrl-C, no process of the run is left on this machine.
 
+    A machine that was cut off for so long that its nodes were ended joins again, if the launcher is heard again within
+    twice `coordinator_s`.
+
     At SIGTERM the workers of this machine hand in what they have computed and leave; the others go on. A machine that
     holds a part of the parameters (a shard) cannot leave that way: SIGTERM ends it, as Ctrl-C does.
     """
     name = check_name(joining.machine or socket.gethostname(), "this machine's name (--name)")
     reached = reach(joining.address, fingerprint=joining.fingerprint, insecure=joining.insecure)
     job = load_job(joining.job, argv=[joining.job, *joining.arguments])
-    return asyncio.run(_run(joining, job, name, reached.certificate, on_note))
+    once = partial(_run, joining, job, name, reached.certificate, on_note)
+    try:
+        return asyncio.run(once(False))
+    except _CutOffError as error:
+        return _come_back(once, joining, error, 2 * job.deadlines.patience_s, on_note)
 
 
-async def _run(joining: Joining, job: Job, name: str, authority: bytes | None, on_note: OnNote) -> int:
+async def _run(
+    joining: Joining, job: Job, name: str, authority: bytes | None, on_note: OnNote, again: bool
+) -> int:
     async with Entrance(joining.address, job, name, joining.token, authority) as entrance:
-        return await _Machine(joining, job, name, entrance, on_note).run()
+        return await _Machine(joining, job, name, entrance, on_note).run(again)
+
+
+def _come_back(
+    once: Callable[[bool], Coroutine[Any, Any, int]],
+    joining: Joining,
+    cut_off: _CutOffError,
+    wait_s: float,
+    on_note: OnNote,
+) -> int:
+    """Joins again when the launcher is heard again; raises the cause of `cut_off` if it is not for `wait_s`."""
+    give_up_s = None
+    while give_up_s is None or time.monotonic() < give_up_s:
+        if give_up_s is None:
+            on_note(f"{cut_off.__cause__}; the nodes here have ended. Trying to come back for {wait_s:g} s")
+            give_up_s = time.monotonic() + wait_s
+        try:
+            reach(joining.address, fingerprint=joining.fingerprint, insecure=joining.insecure)
+            return asyncio.run(once(True))
+        except _CutOffError as error:
+            cut_off, give_up_s = error, None
+        except DeadlineError:
+            continue  # it has waited
+        except PeerLostError as error:
+            if isinstance(error.__context__, ConnectionRefusedError):
+                break  # the launcher has ended
+        except JoinRefusedError as error:
+            if error.code != "NOT_MEMBER":  # the launcher may not have noticed yet that the machine was gone
+                raise
+        time.sleep(AGAIN_S)
+    assert cut_off.__cause__ is not None
+    raise cut_off.__cause__
 
 
 class _Machine:
@@ -104,12 +152,16 @@ class _Machine:
         self._leaving = False
         self._errors: dict[str, dict[str, Any]] = {}
 
-    async def run(self) -> int:
-        """Joins, waits for the order to start, starts nodes and follows them."""
+    async def run(self, again: bool) -> int:
+        """Joins, waits for the order to start, starts nodes and follows them.
+
+        Args:
+            again: whether this machine has been a member before.
+        """
         grant = await self._entrance.enrol()
         names = [node.name for node in grant.nodes]
         self._note(f"in as {grant.machine}, with {', '.join(names)}; {grant.waiting}")
-        run_dir = self._make_run_dir(grant.machine)
+        run_dir = self._make_run_dir(grant.machine, again)
         spec = self._entrance.spec(grant, run_dir)
         (run_dir / "nodes.json").write_text(json.dumps(spec, indent=2) + "\n")
         num_workers = sum(name.startswith("worker") for name in names)
@@ -119,11 +171,17 @@ class _Machine:
             order = await self._entrance.order()
             if order.HasField("go"):
                 self._note(f"everybody is there: starting {', '.join(names)}; logs in {run_dir / 'logs'}")
-                self._start(cluster, grant, run_dir, self._entrance.coordinator(order.go))
+                start = partial(self._start, cluster, run_dir)
+                start(grant.nodes, order.go)
                 if not shards:
                     ask = partial(self._leave, cluster, names)
                     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ask)
-                await self._entrance.runtime.gather(self._await_end(), self._follow(cluster))
+                try:
+                    await self._entrance.runtime.gather(self._obey(cluster, start), self._follow(cluster))
+                except (PeerLostError, DeadlineError) as error:
+                    if shards:  # the run has ended
+                        raise
+                    raise _CutOffError from error
             else:
                 self._over = order.over
             assert self._over is not None
@@ -135,32 +193,44 @@ class _Machine:
             self._note(f"the final parameters are in {final}")
         return self._over.status
 
-    def _start(self, cluster: LocalCluster, grant: v1.Grant, run_dir: Path, coordinator: str) -> None:
-        for node in grant.nodes:
-            arguments = ["--spec", str(run_dir / "nodes.json"), "--name", node.name]
-            arguments += ["--coordinator", coordinator, *self._entrance.network(node)]
+    def _start(self, cluster: LocalCluster, run_dir: Path, nodes: Iterable[v1.Certified], go: v1.Go) -> None:
+        zero_ns = self._entrance.zero_ns
+        clock = [] if zero_ns is None else ["--clock", str(zero_ns)]
+        for node in nodes:
+            arguments = ["--spec", str(run_dir / "nodes.json"), "--name", node.name, *clock]
+            arguments += ["--coordinator", self._entrance.coordinator(go), *self._entrance.network(node)]
             is_loop = is_script(self._job) and node.name.startswith("worker")
             cluster.start(node.name, arguments, main=SCRIPT if is_loop else NODE)
 
-    def _make_run_dir(self, machine: str) -> Path:
+    def _make_run_dir(self, machine: str, again: bool) -> Path:
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
         called = check_name(machine, "the name that the launcher gives this machine")
         path = (self._joining.run_dir or Path("runs") / f"{stamp}-{called}").resolve()
-        if path.exists() and any(path.iterdir()):
+        if not again and path.exists() and any(path.iterdir()):
             raise ConfigError(f"run directory {path} exists and is not empty: name another one")
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     # ---- following ----------------------------------------------------------------------
 
-    async def _await_end(self) -> None:
-        """Returns when the launcher reports the end of the run; raises when the launcher is gone."""
-        order = self._entrance.runtime.spawn(self._entrance.order(), name="order")
-        while not order.done() and self._over is None:
-            await asyncio.wait([order], timeout=POLL_S)
-        if self._over is None:
-            self._over = order.result().over
-        order.cancel()
+    async def _obey(
+        self, cluster: LocalCluster, start: Callable[[Iterable[v1.Certified], v1.Go], None]
+    ) -> None:
+        """Starts workers again as the launcher orders, until the run is over; raises when the launcher is gone."""
+        while True:
+            waiting = self._entrance.runtime.spawn(self._entrance.order(), name="order")
+            while not waiting.done():
+                if self._over is not None:
+                    waiting.cancel()
+                    return
+                await asyncio.wait([waiting], timeout=POLL_S)
+            order = waiting.result()
+            if order.HasField("over"):
+                self._over = order.over
+                return
+            if (name := order.go.again.name) not in cluster.running and not self._leaving:
+                self._note(f"starting {name} again")
+                start([order.go.again], order.go)
 
     def _leave(self, cluster: LocalCluster, workers: Sequence[str]) -> None:
         """Asks the workers of this machine to hand in what they have computed, and to leave."""
@@ -193,7 +263,7 @@ class _Machine:
                 waited_s += POLL_S
 
     async def _report(self, cluster: LocalCluster, who: str, status: int) -> None:
-        said = self._errors.get(who)
+        said = self._errors.pop(who, None)
         if said is not None:
             report = v1.Report(
                 error=said["error"],

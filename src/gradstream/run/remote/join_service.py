@@ -9,7 +9,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -19,9 +19,9 @@ from gradstream._version import __version__
 from gradstream.errors import DeadlineError, GradstreamError, RefusedError
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.certificate_authority import LAUNCHER, CertificateAuthority
+from gradstream.run.remote.invitation import Invitation
 from gradstream.run.remote.measure import serve_measure
 from gradstream.run.remote.members import MachineMembers, Seat
-from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.real import RealRuntime
 from gradstream.runtime.throttle import Throttle
 from gradstream.runtime.wakeup import Wakeup
@@ -31,7 +31,7 @@ from gradstream.untrusted import LINE_BYTES, counted, escaped
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_HEADER_BYTES
 
-__all__ = ["JOB", "Invitation", "JoinService"]
+__all__ = ["JOB", "JoinService"]
 
 JOB = "enrolment"
 """The job id under which machines call this service: they do not know the run's yet."""
@@ -48,21 +48,21 @@ REFUSED_BYTES, HEAD_BYTES = 16, 120
 OnMessage = Callable[[dict[str, Any]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Invitation:
-    """The description of a run for the machines that join it.
+@dataclass(slots=True, eq=False)
+class _Machine:
+    """A machine on the line.
 
     Args:
-        spec: description of the plan for the nodes, JSON.
-        files: SHA-256 of the user's other files that nodes read, by name.
-        deadlines: deadlines of the run.
-        port_of: the port at which a node listens, by the node's name; 0 takes a free one.
+        seat: its place in the run.
+        request: its certificate signing request.
+        bell: rings when there may be an order for it.
+        again: lost workers that it is to start again.
     """
 
-    spec: str
-    files: Mapping[str, str]
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    port_of: Callable[[str], int] = lambda _: 0
+    seat: Seat
+    request: bytes
+    bell: Wakeup = field(default_factory=Wakeup)
+    again: list[str] = field(default_factory=list)
 
 
 class JoinService:
@@ -97,7 +97,7 @@ class JoinService:
         self._on_message = on_message
         self._go: v1.Go | None = None
         self._over: v1.Over | None = None
-        self._bells: dict[Wakeup, None] = {}
+        self._there: dict[_Machine, None] = {}
         self._loop = asyncio.new_event_loop()
         self._ready: Future[None] = Future()
         self._closing = asyncio.Event()
@@ -122,8 +122,17 @@ class JoinService:
             self._thread.join(LEAVE_S)
 
     def go(self, port: int) -> None:
-        """Orders every machine to start its nodes; `port` is the coordinator's. No machine can join any more."""
+        """Orders every machine to start its nodes, also one that comes later; `port` is the coordinator's."""
         self._order(lambda: setattr(self, "_go", v1.Go(port=port)))
+
+    def start_again(self, name: str) -> None:
+        """Orders the machine of a worker to start it again; nobody where that machine has left."""
+
+        def note() -> None:
+            for machine in self._there:
+                machine.again += [name] * (name in machine.seat.nodes)
+
+        self._order(note)
 
     def over(self, status: int, message: str) -> None:
         """Reports to every machine that the run is over, and how it ended."""
@@ -132,8 +141,8 @@ class JoinService:
     def _order(self, change: Callable[[], None]) -> None:
         def carry_out() -> None:
             change()
-            for bell in self._bells:
-                bell.ring()
+            for machine in self._there:
+                machine.bell.ring()
 
         self._loop.call_soon_threadsafe(carry_out)
 
@@ -187,7 +196,7 @@ class JoinService:
     async def _let_leave(self) -> None:
         """Waits up to BEAT_S for the machines to close their streams, once the run is over."""
         waited_s = 0.0
-        while self._over is not None and self._bells and waited_s < BEAT_S:
+        while self._over is not None and self._there and waited_s < BEAT_S:
             await self._runtime.sleep(0.02)
             waited_s += 0.02
 
@@ -213,52 +222,44 @@ class JoinService:
             self._refusals.tell((Seat(request.machine, request.address, ()), seat.message))
             stream.refuse(seat.code, seat.message)
             return
-        bell = Wakeup()
-        self._bells[bell] = None
+        machine = _Machine(seat, request.request)
+        self._there[machine] = None
         reason = ""
         try:
-            grant = self._grant(seat, request)
+            grant = self._invitation.grant(seat, request.request, self._authority, self._members.state)
             self._report(seat, "joined")
-            await stream.send(_body(v1.Order(grant=grant)))
-            await self._runtime.gather(self._listen(stream, seat), self._tell(stream, bell))
+            await self._send(stream, v1.Order(grant=grant))
+            await self._runtime.gather(self._listen(stream, seat), self._tell(stream, machine))
         except GradstreamError as error:
             reason = str(error).removeprefix(f"{stream.peer}: ")
             raise
         finally:
-            del self._bells[bell]
+            del self._there[machine]
             if self._over is None:
                 self._members.left(seat)
                 self._report(seat, "left", reason or "it closed the connection")
 
-    def _grant(self, seat: Seat, request: v1.Enrol) -> v1.Grant:
-        authority = self._authority
-        return v1.Grant(
-            spec=self._invitation.spec,
-            files=self._invitation.files,
-            machine=seat.machine,
-            waiting=self._members.state,
-            nodes=[
-                v1.Certified(
-                    name=name,
-                    certificate=authority.sign(name, request.request) if authority else b"",
-                    port=self._invitation.port_of(name),
-                )
-                for name in seat.nodes
-            ],
-        )
-
-    async def _tell(self, stream: Stream, bell: Wakeup) -> None:
-        """Sends orders as they come, and every BEAT_S a sign of life with the state of the run."""
+    async def _tell(self, stream: Stream, machine: _Machine) -> None:
+        """Sends orders as they come, and every BEAT_S at most a sign of life with the state of the run."""
         gone = False
         while True:
             if self._go is not None and not gone:
                 gone = True
-                await stream.send(_body(v1.Order(go=self._go)))
+                await self._send(stream, v1.Order(go=self._go))
+            while machine.again and self._over is None:
+                assert self._go is not None
+                name = machine.again.pop(0)
+                again = self._invitation.certified(name, machine.request, self._authority)
+                await self._send(stream, v1.Order(go=v1.Go(port=self._go.port, again=again)))
             if self._over is not None:
-                await stream.send(_body(v1.Order(over=self._over)))
+                await self._send(stream, v1.Order(over=self._over))
                 return
             await stream.waiting([self._members.state])
-            await bell.rung(self._runtime, BEAT_S)
+            await machine.bell.rung(self._runtime, min(BEAT_S, self._invitation.deadlines.notice_s))
+
+    async def _send(self, stream: Stream, order: v1.Order) -> None:
+        order.age_ns = self._invitation.age_ns(self._runtime.now())
+        await stream.send(_body(order))
 
     async def _listen(self, stream: Stream, seat: Seat) -> None:
         """Passes on the machine's reports on its nodes, until it closes the stream."""

@@ -13,12 +13,13 @@ from types import TracebackType
 from typing import Any
 
 from gradstream.errors import DeadlineError, exit_code
-from gradstream.job.job import Job
-from gradstream.run.plan import COORDINATOR
+from gradstream.run.followed_events import FollowedEvents
+from gradstream.run.plan import COORDINATOR, RunPlan
 from gradstream.run.remote.address import new_token
 from gradstream.run.remote.certificate_authority import LAUNCHER, CertificateAuthority
 from gradstream.run.remote.facts import facts_of, file_hash
-from gradstream.run.remote.join_service import Invitation, JoinService
+from gradstream.run.remote.invitation import Invitation
+from gradstream.run.remote.join_service import JoinService
 from gradstream.run.remote.listening import Listening
 from gradstream.run.remote.members import MachineMembers, RankMembers, name_of_rank
 from gradstream.telemetry.events import Event, InsecureEvent, MachineEvent, WaitingEvent
@@ -41,25 +42,23 @@ class MachineRendezvous:
 
     Args:
         listening: the address, and the number of machines.
-        job: the job of the run; its spec is filled in.
+        plan: of the run; the spec of its job is filled in.
         spec: description of the plan for the nodes, as JSON holds it.
-        shards: number of shards of the parameter server.
         on_message: see `JoinService`; the caller passes messages on machines to `note`.
-        emit: adds a record to the run's events.
+        events: the run's events, to which records are added, and its clock.
     """
 
     def __init__(
         self,
         listening: Listening,
-        job: Job,
+        plan: RunPlan,
         spec: Mapping[str, Any],
-        shards: int,
         on_message: Callable[[dict[str, Any]], None],
-        emit: Callable[[Event], None],
+        events: FollowedEvents,
     ) -> None:
         self._listening = listening
-        self._emit = emit
-        self._job = job
+        self._emit: Callable[[Event], None] = events.emit
+        self._job = job = plan.job
         self._authority = None if listening.insecure else CertificateAuthority()
         self._token = new_token(listening.token)
         by_rank = listening.on_open is not None
@@ -69,12 +68,15 @@ class MachineRendezvous:
             machines=listening.machines,
             workers_per_machine=listening.workers_per_machine,
             facts=facts_of(job),
-            shards=shards,
+            shards=plan.servers,
             servers_on=listening.servers_on,
+            obstacle=plan.losses.obstacle,
         )
         files = [*_files_of(spec["strategy"]), *_files_of(spec["optimizer"])]
         hashes = {path.name: file_hash(path) for path in files}
-        invitation = Invitation(json.dumps(spec), hashes, job.deadlines, listening.port_of)
+        invitation = Invitation(
+            json.dumps(spec), hashes, job.deadlines, listening.port_of, lambda: events.zero_ns
+        )
         self.join_service = JoinService(
             listening.address, self._authority, self.members, invitation, on_message, self._token.encode()
         )
@@ -143,7 +145,8 @@ class MachineRendezvous:
         """Records a message of the join service on a machine.
 
         Returns:
-            The nodes that are lost with the machine, once training has begun, and the error of each.
+            The nodes that are lost with the machine, once training has begun, and the error of each; those that
+            come with it, and nothing.
         """
         if "insecure" in message:
             self._emit(InsecureEvent(address=message["insecure"]))
@@ -151,11 +154,20 @@ class MachineRendezvous:
         fields = {name: message[name] for name in ("state", "address", "nodes", "reason")}
         fields["reason"] = escaped(fields["reason"], REASON_BYTES)
         self._emit(MachineEvent(who=message["machine"], **fields))
+        if message["state"] == "joined":
+            return {str(node): {} for node in message["nodes"]}
         if message["state"] != "left" or not self.members.begun:
             return {}
         text = f"machine {message['machine']} ({message['address']}) has left: {message['reason']}"
         lost = {"error": "PeerLostError", "message": text, "traceback": ""}
         return {str(node): lost for node in message["nodes"]}
+
+    def start_again(self, name: str) -> bool:
+        """Has the machine of a lost worker start it again, under a new certificate. False where the machine is gone."""
+        there = self.members.is_there(name)
+        if there:
+            self.join_service.start_again(name)
+        return there
 
     def is_here(self, name: str) -> bool:
         """Whether a node runs on this machine."""

@@ -46,6 +46,7 @@ class MachineMembers:
         facts: values that must be the same on every machine.
         shards: number of shards of the parameter server.
         servers_on: "all" places shard i on machine i mod `machines`, "launcher" places all on the launcher's.
+        obstacle: why nobody can take the place of a lost worker once training has begun; "" if one can.
     """
 
     kind = "machines"
@@ -59,6 +60,7 @@ class MachineMembers:
         facts: Mapping[str, str],
         shards: int = 0,
         servers_on: ServersOn = "all",
+        obstacle: str = "",
     ) -> None:
         self.own = own
         self.begun = False
@@ -67,6 +69,8 @@ class MachineMembers:
         self._shards = shards
         self._hosts = machines if servers_on == "all" else 1  # of shards
         self._facts = facts
+        self._obstacle = obstacle
+        self._gone: set[int] = set()  # seats whose machines have left since training began
         self._seats: dict[int, Seat] = {0: Seat(own, "", self.nodes_of(0))}
 
     @property
@@ -77,7 +81,7 @@ class MachineMembers:
     @property
     def state(self) -> str:
         """The state of the run, in words."""
-        here = ", ".join(seat.machine for _, seat in sorted(self._seats.items()))
+        here = ", ".join(seat.machine for seat in self._taken)
         if self.begun:
             return f"training on {self._machines} {self.kind} (here: {here})"
         if not self.missing:
@@ -104,21 +108,48 @@ class MachineMembers:
         differs = difference(self._facts, dict(request.facts), request.machine)
         if differs is not None:
             return v1.Refuse(code=differs.code, message=differs.message)
-        free = [index for index in range(self._machines) if index not in self._seats]
-        free = self._may_take(request.machine, free)
-        if self.begun or not free:
-            return v1.Refuse(
-                code=v1.NOT_MEMBER, message=f"no machine can join now: the launcher is {self.state}"
-            )
         asked, address = escaped(request.machine, NAME_BYTES), escaped(request.address, NAME_BYTES)
+        free = self._may_take(request.machine, self._free(asked))
+        if not free:
+            why = ". If one of these was lost, try again when the launcher has said that it has left"
+            if self._gone and self._obstacle:
+                why = f". A machine that has left cannot be replaced: {self._obstacle}"
+            message = f"no machine can join now: the launcher is {self.state}{why if self.begun else ''}"
+            return v1.Refuse(code=v1.NOT_MEMBER, message=message)
         seat = Seat(self._name(asked), address, self.nodes_of(free[0]))
         self._seats[free[0]] = seat
+        self._gone.discard(free[0])
         return seat
 
     def left(self, seat: Seat) -> None:
-        """Removes a machine that has left. Before training has begun, another one may take its seat."""
+        """Notes that a machine has left. Another one may take its seat, see `_free`."""
+        index = next(index for index, entry in self._seats.items() if entry is seat)
+        if self.begun:
+            self._gone.add(index)
+        else:
+            del self._seats[index]
+
+    def is_there(self, node: str) -> bool:
+        """Whether the machine that runs a node is a member at present."""
+        return any(node in seat.nodes for seat in self._taken)
+
+    @property
+    def _taken(self) -> list[Seat]:
+        """The machines that are members at present, in order."""
+        return [seat for index, seat in sorted(self._seats.items()) if index not in self._gone]
+
+    def _free(self, asked: str) -> list[int]:
+        """The seats that are free for a machine of this name.
+
+        Once training has begun, these are the seats of workers alone whose machines have left, beginning with the one
+        that had this name: a shard takes its ranges of the parameters with it.
+        """
         if not self.begun:
-            self._seats = {index: entry for index, entry in self._seats.items() if entry is not seat}
+            return [index for index in range(self._machines) if index not in self._seats]
+        if self._obstacle:
+            return []
+        alone = [i for i in sorted(self._gone) if all(name.startswith("worker") for name in self.nodes_of(i))]
+        return sorted(alone, key=lambda index: self._seats[index].machine != asked)
 
     def _may_take(self, machine: str, free: list[int]) -> list[int]:
         """The free seats that a machine may take."""
@@ -127,7 +158,7 @@ class MachineMembers:
 
     def _name(self, asked: str) -> str:
         """The name asked for; with a number appended where another machine has it."""
-        taken = {seat.machine for seat in self._seats.values()}
+        taken = {seat.machine for seat in self._taken}
         name, count = asked or "machine", 1
         while name in taken:
             count += 1
