@@ -34,6 +34,7 @@ from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
 from gradstream.run.local import NODE, SCRIPT, Cluster, LocalCluster, ThreadCluster, node_environment
 from gradstream.run.local.ranks import hold_port
 from gradstream.run.local.signals import StopSignals
+from gradstream.run.losses import losses_of
 from gradstream.run.node import run_node
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.plan import COORDINATOR, RunPlan, worker_name
@@ -125,7 +126,7 @@ class Launcher:
         self._credentials_file: Path | None = None  # for workers that another program starts
         self._meeting = ""  # host:port at which a script's own process group meets
         self._stopping = False  # the coordinator was asked to stop
-        self._restarts = Restarts(plan.job.max_restarts if plan.losses.replaces else 0)
+        self._restarts = Restarts(plan.job.max_restarts if losses_of(plan).replaces else 0)
         self._succession = Succession(not (options.as_threads or options.stop))
         self._address = ""  # of the coordinator, once it can be asked to stop
         self._begins_again = False  # a resumed script would begin from its start
