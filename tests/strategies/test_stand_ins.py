@@ -240,12 +240,19 @@ def job():
 """
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The parameters of a run of these processes in which nobody is killed, whatever the carrier."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "job.py").write_text(PROCESSES.format(carrier="shm"))
+    return gs.train(load_job(f"{folder / 'job.py'}:job"), run_dir=folder / "run").parameters["w"]
+
+
 @pytest.mark.parametrize("carrier", ["shm", "tcp", "grpc"])
-def test_killed_processes_change_no_bit(carrier: str, tmp_path: Path) -> None:
+def test_killed_processes_change_no_bit(carrier: str, tmp_path: Path, expected: Any) -> None:
     """Two kills of worker 1: the launcher starts it again."""
     (tmp_path / "job.py").write_text(PROCESSES.format(carrier=carrier))
     job = load_job(f"{tmp_path / 'job.py'}:job")
-    expected = gs.train(job, run_dir=tmp_path / "whole").parameters["w"]
     log = tmp_path / "run" / "logs" / "worker-1.log"
     killed: list[int] = []
 

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 import faults as bench  # type: ignore[import-not-found]  # a script, not typed
 
-SEEDS = 70
-"""On each strategy of the bench, ten plans. The record of the bench has many more."""
+SEEDS = 35
+"""On each strategy of the bench, five plans. The record of the bench has many more."""
 
 
 @pytest.mark.parametrize("block", range(7))
