@@ -280,10 +280,10 @@ def test_restarts_have_a_limit() -> None:
 JOB = """
 import gradstream as gs
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.testing.runs import busy
+from gradstream.testing.runs import slow
 
 def job():
-    model, data = busy(4000, passes=100)
+    model, data = slow(4000, pause_s=0.005)
     return gs.Job(
         model, data, strategy="downpour", optimizer=gs.optim.SGD(lr=1e-7), workers=3, batch_size=10, epochs=100,
         until=gs.until(seconds=60), deadlines=gs.Deadlines(lease_s=1.0),

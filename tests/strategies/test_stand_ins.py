@@ -229,10 +229,10 @@ def test_a_receipt_tells_of_the_parts_of_lost_workers_too() -> None:
 
 PROCESSES = """
 import gradstream as gs
-from gradstream.testing.runs import busy
+from gradstream.testing.runs import slow
 
 def job():
-    model, data = busy(2000, passes=60)
+    model, data = slow(900)
     return gs.Job(
         model, data, strategy="synchronous", optimizer=gs.optim.SGD(lr=1e-6), workers=3, batch_size=5, epochs=3,
         checkpoint_every=None, carrier="{carrier}",
@@ -267,4 +267,4 @@ def test_killed_processes_change_no_bit(carrier: str, tmp_path: Path, expected: 
     np.testing.assert_array_equal(run.parameters["w"], expected)
     assert len(killed) == 2
     assert run.summary["workers_lost"] == ["worker-1", "worker-1"]
-    assert run.summary["samples_accounted"] == 3 * 2000
+    assert run.summary["samples_accounted"] == 3 * 900
