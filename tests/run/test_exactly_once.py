@@ -37,7 +37,7 @@ from gradstream.transport.endpoint import EndpointCore
 from gradstream.wire import v1
 
 SAMPLES, EPOCHS = 32, 3
-SEEDS = int(os.environ.get("ONCE_SEEDS", "60"))
+SEEDS = int(os.environ.get("ONCE_SEEDS", "40"))
 
 STRATEGIES: tuple[gs.strategies.ServerStrategy, ...] = (
     gs.Downpour(overlap=False),
