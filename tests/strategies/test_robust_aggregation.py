@@ -324,7 +324,7 @@ def attacked(conspiracy: Conspiracy, **options: Any) -> Run:
         workers=NODES,
         servers=2,
         batch_size=SIZE,
-        epochs=4,
+        epochs=2,
         chunk_elems=64,
         optimizer=gs.optim.SGD(lr=1.0),
         quarantine_after=1000,
