@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import resource
@@ -47,7 +47,7 @@ FORKSERVER = "gradstream.run.local.forkserver"
 COMMON = (
     "gradstream.run.script", "gradstream.run.remote.machine_rendezvous", "gradstream.cli.machines",
     "gradstream.cli.running", "gradstream.session.joining", "gradstream.session.loaders",
-    "gradstream.strategies.allreduce", "gradstream.strategies.staged", "gradstream.strategies.synchronous",
+    "gradstream.strategies.allreduce", "gradstream.strategies.downpour", "gradstream.strategies.synchronous",
     "gradstream.trackers.tensorboard", "torch.utils.data",
     "torch._dynamo",  # the first optimizer of a process imports it, which takes a second
 )  # fmt: skip
@@ -191,7 +191,8 @@ def warm() -> Iterator[Starter]:
 def main(fd: int) -> None:
     """Loads modules, then forks for each order; returns in the processes that have run a command."""
     forkserver, link = map(importlib.import_module, (FORKSERVER, "gradstream.run.local.link"))
-    for name in (*forkserver.WARM, *link.OF_SERVERS, *COMMON):
+    compiled = ["gradstream.sparse.sweep"] if importlib.util.find_spec("numba") else []
+    for name in (*forkserver.WARM, *link.OF_SERVERS, *COMMON, *compiled):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
     gc.collect()
