@@ -1,6 +1,6 @@
 # The first command on a fresh clone may be any of these; python3 and pip are all it takes.
 PYTHON ?= python3
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -14,7 +14,7 @@ PUBLIC_MODULES := $(addprefix gradstream.,data errors model optim optim.schedule
 demo: $(INSTALLED)  ## train a small CNN with 2 workers and 1 parameter server
 	$(BIN)/gradstream demo
 
-test: $(READY)  ## the files of tests in two processes: most of them wait for others for half of their time
+test: $(READY)  ## the files of tests in three processes, for two cores: many wait for others for half of their time
 	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(READY)  ## unit tests and quick simulations, in a minute; tests/slow.txt names what is left out

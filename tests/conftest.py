@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Started in the background of a shell, which has Ctrl-C ignored, by programs started from here too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Two processes of tests share two cores. The processes that they start have the same number of threads.
+# Processes of tests share the cores. Those that they start have the same number of threads.
 for variable in THREADS:
     os.environ.setdefault(variable, "1")
 

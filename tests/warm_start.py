@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import resource
@@ -44,6 +44,14 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 CLONE_NEWNET = 0x40000000
 MOST_BYTES = 1 << 17
 FORKSERVER = "gradstream.run.local.forkserver"
+COMMON = (
+    "gradstream.run.script", "gradstream.run.remote.machine_rendezvous", "gradstream.cli.machines",
+    "gradstream.cli.running", "gradstream.session.joining", "gradstream.session.loaders",
+    "gradstream.strategies.allreduce", "gradstream.strategies.downpour", "gradstream.strategies.synchronous",
+    "gradstream.trackers.tensorboard", "torch.utils.data",
+    "torch._dynamo",  # the first optimizer of a process imports it, which takes a second
+)  # fmt: skip
+"""What many programs of the tests import, besides what a forkserver does."""
 
 Order = dict[str, Any]
 
@@ -182,10 +190,9 @@ def warm() -> Iterator[Starter]:
 
 def main(fd: int) -> None:
     """Loads modules, then forks for each order; returns in the processes that have run a command."""
-    forkserver, local = map(importlib.import_module, (FORKSERVER, "gradstream.run.local"))
-    script, _, _ = local.SCRIPT.partition(":")
-    # The first optimizer of a process imports torch._dynamo, which takes a second.
-    for name in (*forkserver.WARM, script, "gradstream.cli", "torch.utils.data", "torch._dynamo"):
+    forkserver, link = map(importlib.import_module, (FORKSERVER, "gradstream.run.local.link"))
+    compiled = ["gradstream.sparse.sweep"] if importlib.util.find_spec("numba") else []
+    for name in (*forkserver.WARM, *link.OF_SERVERS, *COMMON, *compiled):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
     gc.collect()

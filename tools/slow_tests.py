@@ -41,7 +41,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("junit", type=Path, nargs="+", help="junit XML of runs; the longest time counts")
-    parser.add_argument("--budget", type=float, default=100.0, help="seconds, of one core (default: 100)")
+    parser.add_argument("--budget", type=float, default=80.0, help="seconds, of one core (default: 80)")
     arguments = parser.parse_args()
     seconds: dict[str, float] = {}
     for junit in arguments.junit:

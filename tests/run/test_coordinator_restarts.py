@@ -99,7 +99,7 @@ def check_events(run: gs.Run, events: list[Any]) -> None:
 
 @pytest.mark.parametrize("block", range(5))
 def test_it_dies_at_any_instant_of_a_run_without_rounds(block: int) -> None:
-    for seed in range(20 * block, 20 * block + 20):
+    for seed in range(10 * block, 10 * block + 10):
         rng = random.Random(seed)
         kills = [(rng.uniform(0.01, 0.25), rng.uniform(0.01, 0.5)) for _ in range(rng.choice((1, 1, 2)))]
         run, events = run_tokens(Dies(*kills), seed)
@@ -109,9 +109,8 @@ def test_it_dies_at_any_instant_of_a_run_without_rounds(block: int) -> None:
         assert rulings and rulings == sorted(set(rulings)), (seed, rulings)
 
 
-@pytest.mark.parametrize("block", range(2))
 @pytest.mark.parametrize("strategy", ["synchronous", "allreduce"])
-def test_it_dies_at_any_instant_of_a_run_in_rounds(block: int, strategy: str) -> None:
+def test_it_dies_at_any_instant_of_a_run_in_rounds(strategy: str) -> None:
     options = {} if strategy == "allreduce" else {"servers": 2}
 
     def train(seed: int, script: Any) -> gs.Run:
@@ -130,17 +129,17 @@ def test_it_dies_at_any_instant_of_a_run_in_rounds(block: int, strategy: str) ->
             **options,  # type: ignore[arg-type]
         )
 
-    for seed in range(20 * block, 20 * block + 20):
-        rng = random.Random(seed)
-        quiet = train(seed, None)
-        disturbed = train(seed, Dies((rng.uniform(0.01, 0.9), rng.uniform(0.01, 0.5))))
+    undisturbed = [train(seed, None) for seed in range(4)]
+    for seed in range(30):
+        rng, quiet = random.Random(seed), undisturbed[seed % 4]
+        disturbed = train(seed % 4, Dies((rng.uniform(0.01, 0.9), rng.uniform(0.01, 0.5))))
         assert np.array_equal(quiet.parameters["w"], disturbed.parameters["w"]), seed
         assert disturbed.summary["samples_accounted"] == 5 * 48
 
 
 @pytest.mark.parametrize("block", range(2))
 def test_a_worker_dies_with_it(block: int) -> None:
-    for seed in range(20 * block, 20 * block + 20):
+    for seed in range(10 * block, 10 * block + 10):
         rng = random.Random(seed)
         script = Dies((rng.uniform(0.02, 0.25), rng.uniform(0.01, 0.5)), also=f"worker-{rng.randrange(3)}")
         _, events = run_tokens(script, seed)
@@ -150,7 +149,7 @@ def test_a_worker_dies_with_it(block: int) -> None:
 
 def test_a_store_that_forgets_its_last_transaction_is_found_out() -> None:
     caught = 0
-    for seed in range(20):
+    for seed in range(10):
         rng = random.Random(seed)
         try:
             run, events = run_tokens(Dies((rng.uniform(0.02, 0.25), 0.1), make=Forgetful), seed)
@@ -158,7 +157,7 @@ def test_a_store_that_forgets_its_last_transaction_is_found_out() -> None:
             check_events(run, events)
         except (AssertionError, gs.errors.GradstreamError):
             caught += 1
-    assert caught > 10
+    assert caught > 5
 
 
 def test_steps_are_made_while_nobody_coordinates() -> None:

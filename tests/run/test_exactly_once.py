@@ -37,7 +37,7 @@ from gradstream.transport.endpoint import EndpointCore
 from gradstream.wire import v1
 
 SAMPLES, EPOCHS = 32, 3
-SEEDS = int(os.environ.get("ONCE_SEEDS", "60"))
+SEEDS = int(os.environ.get("ONCE_SEEDS", "40"))
 
 STRATEGIES: tuple[gs.strategies.ServerStrategy, ...] = (
     gs.Downpour(overlap=False),
@@ -225,7 +225,7 @@ def misrouted(patch: pytest.MonkeyPatch) -> None:
 def without_estates(patch: pytest.MonkeyPatch) -> None:
     """What a lost worker had without a receipt is handed out again, without a question: as it was before."""
     inner = losses_of
-    patch.setattr("gradstream.run.plan.losses_of", lambda plan: replace(inner(plan), redoes=False))
+    patch.setattr("gradstream.run.nodes.losses_of", lambda plan: replace(inner(plan), redoes=False))
 
 
 def torn_as_whole(patch: pytest.MonkeyPatch) -> None:

@@ -70,13 +70,13 @@ def newcomers_steps(events: list[Any], name: str) -> int:
 def test_a_worker_is_replaced_at_any_instant(strategy: gs.Strategy) -> None:
     """Nothing is lost, also where the new process is there before anybody has heard of the death."""
     rng, made = random.Random(str(strategy)), 0
-    for seed in range(8):
+    for seed in range(5):
         name, after_s = rng.choice(["worker-0", "worker-1"]), rng.choice([0.0, 1e-3, 0.02, 0.1])
         run, events, steps = replaced(strategy, seed, name, rng.uniform(0.05, 0.5), after_s)
         check_exactly_once(run, NUM_SAMPLES, EPOCHS)
         assert [e["epoch"] for e in events if e["event"] in ("left", "joined") and e["epoch"] > 1][:2] != []
         made += steps
-    assert made > 20
+    assert made > 12
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_the_run_ends_with_its_result(strategy: gs.Strategy) -> None:
         return float(((x @ torch.as_tensor(run.parameters["w"]) - y) ** 2).mean())
 
     alone = loss(gs.simulate(model, data, **options))
-    for seed in range(4):
+    for seed in (0, 3):
         events: list[Any] = []
         script = replace_at(f"worker-{seed % 2}", 0.2 + 0.1 * seed, 0.05)
         run = simulate(model, data, **options, seed=seed, script=script, on_event=events.append)
@@ -151,7 +151,7 @@ def test_two_workers_of_three_are_replaced_again_and_again() -> None:
             await director.sleep(0.02)
             await cluster.restart(name)
 
-    for seed in range(6):
+    for seed in range(4):
         run = count_tokens(strategy="downpour", servers=1, epochs=EPOCHS, seed=seed, script=script)
         check_exactly_once(run, NUM_SAMPLES, EPOCHS)
         assert len(run.summary["workers_lost"]) == 4
@@ -161,7 +161,7 @@ def test_two_workers_of_three_are_replaced_again_and_again() -> None:
 def test_at_the_beginning_it_waits_for_the_first_parameters(at_s: float) -> None:
     """Worker 0 hands them out; where it dies before that, the next one does, and the newcomer does not."""
     slow = SimulationConfig(costs={**UNSTEADY.costs, "init": Cost(base_s=0.05)}, network=UNSTEADY.network)
-    for seed in range(4):
+    for seed in range(2):
         script = replace_at("worker-0", 0.03 + at_s, 1e-3)
         run = count_tokens(strategy="downpour", epochs=EPOCHS, seed=seed, config=slow, script=script)
         check_exactly_once(run, NUM_SAMPLES, EPOCHS)
@@ -290,10 +290,10 @@ def test_restarts_have_a_limit() -> None:
 JOB = """
 import gradstream as gs
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.testing.runs import busy
+from gradstream.testing.runs import slow
 
 def job():
-    model, data = busy(4000, passes=100)
+    model, data = slow(4000, pause_s=0.005)
     return gs.Job(
         model, data, strategy="downpour", optimizer=gs.optim.SGD(lr=1e-7), workers=3, batch_size=10, epochs=100,
         until=gs.until(seconds=60), deadlines=gs.Deadlines(lease_s=1.0),

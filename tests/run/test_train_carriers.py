@@ -43,7 +43,7 @@ def job(carrier, strategy="synchronous"):
         gradients=gradients,
     )
     return gs.Job(
-        model, gs.from_arrays(X, Y), strategy=strategy, workers=2, servers=2, batch_size=8, steps=80,
+        model, gs.from_arrays(X, Y), strategy=strategy, workers=2, servers=2, batch_size=8, steps=48,
         chunk_elems=8192, optimizer=gs.optim.Adam(lr=0.01), checkpoint_every=4, carrier=carrier,
         connections=3 if carrier == "tcp" else 1,
         deadlines=gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5),

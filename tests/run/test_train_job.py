@@ -232,7 +232,7 @@ def test_a_run_leaves_a_directory_that_says_what_it_was(write: Callable[..., str
     assert run.info["node_environment"]["OMP_WAIT_POLICY"]  # there are shards beside the workers
     assert run.info.keys() >= {"argv", "git_commit", "machine", "versions"}
     assert set(os.listdir("kept")) == {
-        ".lock", "checkpoints", "config.toml", "events.jsonl", "logs", "nodes.json", "run.json"
+        ".launcher", ".lock", "checkpoints", "config.toml", "events.jsonl", "logs", "nodes.json", "run.json"
     }  # fmt: skip
     with pytest.raises(gs.errors.ConfigError, match="not an empty directory"):
         gs.train(load_job("linear.py"), run_dir=Path("kept"))
@@ -375,10 +375,10 @@ def killer(victim: str, at_step: int = 3) -> Callable[[Mapping[str, Any]], None]
 
 @pytest.mark.parametrize(
     ("victim", "strategy"),
-    [("worker-1", "allreduce"), ("shard-0", "downpour")],
+    [("worker-1", gs.AllReduce(sharded=True)), ("shard-0", "downpour")],
 )
 def test_a_node_that_cannot_be_spared_ends_the_run_naming_it(
-    write: Callable[..., str], victim: str, strategy: str
+    write: Callable[..., str], victim: str, strategy: Any
 ) -> None:
     job = load_job(write())
     with pytest.raises(gs.errors.PeerLostError) as caught:

@@ -157,13 +157,13 @@ def job(update="atomic", workers=2, epochs=3):
     )
 
 def lock():
-    return job("lock", epochs=50)
+    return job("lock", epochs=20)
 
 def short_lock():
-    return job("short_lock", epochs=50)
+    return job("short_lock", epochs=20)
 
 def round_robin():
-    return job("round_robin", epochs=50)
+    return job("round_robin", epochs=20)
 
 def alone():
     return job("component_locks", workers=1)
@@ -252,7 +252,7 @@ def test_a_killed_worker_stops_nobody_and_leaves_no_memory_behind(
     run = train(f"{job_file}:{update}", tmp_path / "run", warm, on_event=killer)
     killer.bury()
     assert run.summary["workers_lost"] == ["worker-1"]
-    assert run.summary["samples_accounted"] == 50 * 3000
+    assert run.summary["samples_accounted"] == 20 * 3000
     start, end = objectives(run)
     assert end < 0.1 * start
     check_nothing_is_left(warm, before)

@@ -324,7 +324,7 @@ def attacked(conspiracy: Conspiracy, **options: Any) -> Run:
         workers=NODES,
         servers=2,
         batch_size=SIZE,
-        epochs=4,
+        epochs=2,
         chunk_elems=64,
         optimizer=gs.optim.SGD(lr=1.0),
         quarantine_after=1000,
@@ -354,7 +354,7 @@ def clean() -> float:
     return accuracy
 
 
-@pytest.mark.parametrize("faulty", [1, 2, 3])
+@pytest.mark.parametrize("faulty", [2, 3])  # the most that Krum, and that the others, promise to stand
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_minority_cannot_spoil_a_robust_run(attack: str, faulty: int, clean: float) -> None:
     """Within 2 points of the run without attack, for each rule that promises it for so many; the mean is spoilt."""
@@ -363,12 +363,12 @@ def test_a_minority_cannot_spoil_a_robust_run(attack: str, faulty: int, clean: f
         conspiracy = Conspiracy(attack, faulty)
         found[name] = PROBLEM[2](attacked(conspiracy, aggregate=name, **options))
         assert conspiracy.attacks > 0
-    try:
-        mean = PROBLEM[2](attacked(Conspiracy(attack, faulty)))
-    except GradstreamError:
-        mean = 0.0  # the parameters have grown beyond all numbers
     assert all(accuracy > clean - 0.02 for accuracy in found.values()), found
     if attack in ("sign-flip", "gaussian"):
+        try:
+            mean = PROBLEM[2](attacked(Conspiracy(attack, faulty)))
+        except GradstreamError:
+            mean = 0.0  # the parameters have grown beyond all numbers
         assert mean < clean - 0.02
 
 

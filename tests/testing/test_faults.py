@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 import faults as bench  # type: ignore[import-not-found]  # a script, not typed
 
-SEEDS = 70
-"""On each strategy of the bench, ten plans. The record of the bench has many more."""
+SEEDS = 35
+"""On each strategy of the bench, five plans. The record of the bench has many more."""
 
 
 @pytest.mark.parametrize("block", range(7))
@@ -88,10 +88,10 @@ def test_the_same_seed_draws_the_same_plan_and_all_kinds_are_drawn() -> None:
 
 JOB = """
 import gradstream as gs
-from gradstream.testing.runs import busy
+from gradstream.testing.runs import slow
 
 def job():
-    model, data = busy(4000, passes=60)
+    model, data = slow(1500)
     return gs.Job(
         model, data, strategy="{strategy}", optimizer=gs.optim.SGD(lr=1e-7), workers=3, batch_size=10, epochs=3,
         checkpoint_every=None,
@@ -105,7 +105,7 @@ def test_a_plan_strikes_processes(strategy: str, tmp_path: Path) -> None:
     plan = FaultPlan([Kill("worker-1", 0.3), Stop("worker-2", 0.2, 0.5), Drain("worker-0", 0.6)])
     with plan.on_processes(tmp_path / "run") as on_event:
         run = gs.train(load_job(f"{tmp_path / 'job.py'}:job"), run_dir=tmp_path / "run", on_event=on_event)
-    assert run.summary["samples_accounted"] == 3 * 4000
+    assert run.summary["samples_accounted"] == 3 * 1500
     assert plan.kinds == {"kill": 1, "stop": 1, "drain": 1}
     assert run.summary["workers_lost"] == ["worker-1"]
     assert Kill.number == signal.SIGKILL

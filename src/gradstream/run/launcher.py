@@ -34,6 +34,7 @@ from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
 from gradstream.run.local import NODE, SCRIPT, Cluster, LocalCluster, ThreadCluster, node_environment
 from gradstream.run.local.ranks import hold_port
 from gradstream.run.local.signals import StopSignals
+from gradstream.run.losses import losses_of
 from gradstream.run.node import run_node
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.plan import COORDINATOR, RunPlan, worker_name
@@ -403,7 +404,7 @@ class Launcher:
 
     def _comes_back(self, name: str) -> bool:
         """Whether a new process takes the place of a lost one: of a shard also while the run is being stopped."""
-        losses = self._plan.losses
+        losses = losses_of(self._plan)
         if name.startswith("shard"):
             return losses.acknowledge != "applied"
         return name.startswith("worker") and losses.replaces and not self._stopping

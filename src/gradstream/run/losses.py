@@ -11,13 +11,10 @@ The reasons are ends of a sentence, for messages. docs/assumptions.md says the s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from gradstream.coordinator.phases import LossTolerance
+from gradstream.run.plan import RunPlan
 from gradstream.strategies.base import GroupStrategy, SharedMemoryStrategy
-
-if TYPE_CHECKING:
-    from gradstream.run.plan import RunPlan
 
 __all__ = ["losses_of"]
 

@@ -34,6 +34,7 @@ from gradstream.job.registry import optimizer_of_text
 from gradstream.model.base import Model
 from gradstream.optim.merge import Replace
 from gradstream.recording import FOLDER, Log, origin_of
+from gradstream.run.losses import losses_of
 from gradstream.run.plan import RunPlan
 from gradstream.runtime.base import Runtime
 from gradstream.strategies.base import GroupStrategy
@@ -103,7 +104,7 @@ def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEven
     return Membership(
         started,
         BatchDistribution(ledger=ledger, balance=balance, assignment=assignment, participation=participation),
-        plan.losses,
+        losses_of(plan),
         software=__version__,
         policy=plan.policy,
         deadlines=deadlines,
@@ -206,11 +207,11 @@ def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
         gradients_only=plan.gradients_only,
         skips_non_finite=job.non_finite == "skip",
         balanced=plan.balanced,
-        redoes=plan.losses.redoes,
+        redoes=losses_of(plan).redoes,
         form_group=partial(form_group, how=how),
         update_rule=_update_rule(plan, model, own),
         workers_optimize=plan.workers_optimize,
-        stands_in=plan.losses.stands_in,
+        stands_in=losses_of(plan).stands_in,
     )
 
 

@@ -12,7 +12,6 @@ from typing import cast
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.coordinator.nodes import COORDINATOR
-from gradstream.coordinator.phases import LossTolerance
 from gradstream.data.base import BatchPlan, Partitioning, PartitionSpec
 from gradstream.data.feed import plan_of
 from gradstream.data.joined import JoinedPlan
@@ -30,7 +29,6 @@ from gradstream.model.base import Layout, Model
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule, ParameterGroup, groups_of
 from gradstream.optim.merge import Outer, Replace
-from gradstream.run.losses import losses_of
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.transport.base import Identity
 from gradstream.transport.offers import shares_memory
@@ -111,11 +109,6 @@ class RunPlan:
     def balanced(self) -> bool:
         """Whether the sizes of minibatches follow the measured speed of the workers."""
         return self.job.shares == MEASURED
-
-    @property
-    def losses(self) -> LossTolerance:
-        """What becomes of the run when a worker dies."""
-        return losses_of(self)
 
     def ledger(self) -> Ledger | OpenLedger:
         """A new account of every minibatch of the run."""

@@ -13,6 +13,7 @@ Three models with results that can be computed on paper:
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -148,6 +149,19 @@ def busy(num_samples: int, *, passes: int = 150) -> tuple[Model, ArrayDataset]:
         return inner(parameters, batch, into, **options)
 
     model.gradient = gradient  # type: ignore[method-assign, assignment]
+    return model, data
+
+
+def slow(num_samples: int, *, pause_s: float = 0.01) -> tuple[Model, ArrayDataset]:
+    """`least_squares` of 2000 features whose gradient sleeps for `pause_s`: a long run that leaves the cores idle."""
+    model, data = least_squares(num_samples, 2000)
+    inner: Any = model.gradient
+
+    def gradient(*given: Any, **options: Any) -> Any:
+        time.sleep(pause_s)  # noqa: TID251  # as the user's own code may
+        return inner(*given, **options)
+
+    model.gradient = gradient  # type: ignore[method-assign]
     return model, data
 
 

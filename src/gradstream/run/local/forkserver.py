@@ -1,8 +1,8 @@
 """A warm process that nodes are forked from: `python -m gradstream.run.local.forkserver [--door PATH] [module ...]`.
 
 Importing torch takes seconds, and nine processes that do it at once take nine times as long;
-forked from one that has done it, they start in 0.05 s. The modules imported here start no threads;
-gRPC does, so only the children import it.
+forked from one that has done it, they start in 0.05 s. The modules imported here start no threads. gRPC
+starts its threads with its first connection, so the children alone make one.
 
 One JSON object per line. In:  {"start": name, "main": "module:function", "argv": [...], "log": path}
                           and  {"signal": name, "number": 9}
@@ -51,6 +51,7 @@ WARM = (
     "gradstream.data",
     "gradstream.run.node",
     "gradstream.run.launcher",
+    "gradstream.transport.carriers",
 )
 
 PR_SET_PDEATHSIG = 1
@@ -352,6 +353,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page of these modules
     server.serve()
+    sys.stderr.flush()
+    os._exit(0)  # the launcher waits, and to take down what torch has loaded would take 0.2 s
 
 
 if __name__ == "__main__":

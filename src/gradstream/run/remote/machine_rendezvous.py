@@ -14,6 +14,7 @@ from typing import Any
 
 from gradstream.errors import DeadlineError, exit_code
 from gradstream.run.followed_events import FollowedEvents
+from gradstream.run.losses import losses_of
 from gradstream.run.plan import COORDINATOR, RunPlan
 from gradstream.run.remote.address import new_token
 from gradstream.run.remote.certificate_authority import LAUNCHER, CertificateAuthority
@@ -70,7 +71,7 @@ class MachineRendezvous:
             facts=facts_of(job),
             shards=plan.servers,
             servers_on=listening.servers_on,
-            obstacle=plan.losses.obstacle,
+            obstacle=losses_of(plan).obstacle,
         )
         files = [*_files_of(spec["strategy"]), *_files_of(spec["optimizer"])]
         hashes = {path.name: file_hash(path) for path in files}
