@@ -10,7 +10,21 @@ import pytest
 
 import gradstream as gs
 from gradstream.job.files import load_job
-from gradstream.testing.faults import Cut, Drain, Duplicate, Fault, FaultPlan, Kill, Stop
+from gradstream.testing.faults import (
+    Corrupt,
+    Cut,
+    DiskFull,
+    Drain,
+    Duplicate,
+    Fault,
+    FaultPlan,
+    Freeze,
+    Kill,
+    Lose,
+    Reorder,
+    Slow,
+    Stop,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
@@ -29,12 +43,14 @@ def test_drawn_faults_violate_nothing(block: int) -> None:
     assert sum(fired.total() for *_, fired in found) > 0.7 * planned
 
 
-FOUND: dict[str, tuple[int, FaultPlan]] = {
+FOUND: dict[str, tuple[gs.Strategy, int, FaultPlan]] = {
     "a push whose last frame was lost was waited for, and its sender told to wait": (
+        gs.AsySG(gradients=2),
         12,
         FaultPlan([Cut("worker-2", "*", 0.3053915644658538, 1.8, both=False)]),
     ),
     "a newcomer began with a round of which some chunks had the dead worker's part already": (
+        gs.Synchronous(overlap=False),
         461,
         FaultPlan(
             [
@@ -44,21 +60,23 @@ FOUND: dict[str, tuple[int, FaultPlan]] = {
         ),
     ),
     "a worker that was cut off when the first one had written the model was waited for in its place": (
+        gs.Synchronous(),
         512,
         FaultPlan([Cut("worker-1", "coordinator", 0.13489337511038355, 3.0)]),
     ),
     "a newcomer that never heard the coordinator waited for its verdict for ever": (
+        gs.Synchronous(),
         71,
         FaultPlan([Cut("*", "worker-1", 0.6323924509624521, 1.8, both=False), Kill("worker-1", 0.76, 0.01)]),
     ),
 }
-"""Bugs that drawn plans have found: what happened, the seed of the run, and what is left of the plan."""
+"""Bugs that drawn plans have found: what happened, strategy and seed of the run, and what is left of the plan."""
 
 
 @pytest.mark.parametrize("what", FOUND)
 def test_bugs_that_were_found_stay_mended(what: str) -> None:
-    seed, plan = FOUND[what]
-    assert bench.violation(seed, plan) == ""
+    strategy, seed, plan = FOUND[what]
+    assert bench.violation(strategy, seed, plan) == ""
 
 
 def test_what_comes_after_the_end_of_a_run_has_not_fired() -> None:
@@ -76,14 +94,17 @@ def test_what_comes_after_the_end_of_a_run_has_not_fired() -> None:
     ]
     plan = FaultPlan([*early, *late])
     assert plan.fired == []
-    assert bench.violation(0, plan) == ""
+    assert bench.violation(gs.Downpour(), 0, plan) == ""
     assert plan.fired == early
 
 
 def test_the_same_seed_draws_the_same_plan_and_all_kinds_are_drawn() -> None:
     assert bench.plan_of(5).faults == bench.plan_of(5).faults
     drawn = {type(one) for seed in range(100) for one in bench.plan_of(seed).faults}
-    assert drawn == {Kill, Drain, Cut, Duplicate}
+    assert drawn == {
+        *(Kill, Drain, Stop, Freeze, Slow, DiskFull),
+        *(Cut, Duplicate, Reorder, Lose, Corrupt),
+    }
 
 
 JOB = """

@@ -97,8 +97,8 @@ class SimulatedCluster:
 
     @property
     def over(self) -> bool:
-        """Whether the coordinator has ended."""
-        return self._tasks[COORDINATOR].done()
+        """Whether the coordinator has come to its end, and was not killed."""
+        return self._tasks[COORDINATOR].done() and not self.virtual.runtime(COORDINATOR).dead
 
     def is_running(self, name: str) -> bool:
         """Whether a node has started and not ended."""
