@@ -103,7 +103,7 @@ def _cut(worker: str, rng: random.Random, scene: Scene) -> Cut:
     at_s, part = rng.uniform(0.02, scene.until_s), rng.choice([0.1, 0.5, 0.9, 1.5])
     if not scene.shards:  # a group does not dial again: it waits for the coordinator's verdict
         if "*" in (source, target):
-            source, target, part = worker, "*", 1.5
+            source, target, part = worker, "*", 3.0
         elif source == COORDINATOR:
             part = min(part, 0.9)
     return Cut(source, target, at_s, part * scene.lease_s, both=rng.random() < 0.5)

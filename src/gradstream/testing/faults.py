@@ -132,7 +132,9 @@ class FaultPlan:
     @property
     def store(self) -> Callable[[str], StateStore] | None:
         """Makes the coordinator's store, where a fault needs one; see `SimulatedCluster.run`."""
-        ends = [(one.source, one.target) if isinstance(one, Cut | Flaw) else (one.node,) for one in self.faults]
+        ends = [
+            (one.source, one.target) if isinstance(one, Cut | Flaw) else (one.node,) for one in self.faults
+        ]
         return self._store if any(COORDINATOR in names for names in ends) else None
 
     def _store(self, job: str) -> StateStore:
