@@ -19,6 +19,7 @@ import asyncio
 import datetime
 import gc
 import json
+import re
 import signal
 import statistics
 import sys
@@ -126,7 +127,8 @@ def growth(values: list[int]) -> float:
     """By which part the last quarter is more than the second quarter."""
     quarter = max(1, len(values) // 4)
     return round(
-        statistics.median(values[-quarter:]) / statistics.median(values[quarter : 2 * quarter] or values) - 1, 4
+        statistics.median(values[-quarter:]) / statistics.median(values[quarter : 2 * quarter] or values) - 1,
+        4,
     )
 
 
@@ -176,6 +178,14 @@ def job() -> gs.Job:
     )
 
 
+def _anonymous_bytes(folder: Path, node: str) -> list[int]:
+    """Resident memory of a node without file pages: the coordinator reports its own at the end alone."""
+    log = (folder / "logs" / f"{node}.log").read_text()
+    pid = re.findall(rf"^{node}: pid (\d+)", log, re.MULTILINE)[-1]
+    found = re.search(r"^RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return [int(found[1]) << 10] if found else []
+
+
 def processes(seconds: float) -> dict[str, Any]:
     """Rejoins of real processes, as many as there are in so many seconds of training."""
     restarts.FIRST_WAIT_S = restarts.MOST_WAIT_S = 0.0
@@ -191,10 +201,11 @@ def processes(seconds: float) -> dict[str, Any]:
 
         def on_event(event: Mapping[str, Any]) -> None:
             node = event["node"]
-            if event["event"] == "memory" and node in own and event["own_bytes"]:
+            if event["event"] == "memory" and node in ("shard-0", "worker-0") and event["own_bytes"]:
                 own[node].append(event["own_bytes"])
             elif event["event"] == "joined" and event["who"] == VICTIM:
                 rejoined.append(event["time_s"])
+                own["coordinator"] += _anonymous_bytes(Path(folder), "coordinator")
             elif event["event"] == "step" and node == VICTIM and rejoined[-1] not in struck:
                 struck.add(rejoined[-1])  # each process once, when it has taken part
                 cluster.signal(VICTIM, signal.SIGKILL)
