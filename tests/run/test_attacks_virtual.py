@@ -156,7 +156,7 @@ def test_nobody_is_served_who_may_not_call(
     assert not wrong
     nodes = {node for node, _, _ in attack.outcomes}
     assert nodes >= {"coordinator", "worker-0", "worker-2"} and len(attack.outcomes) > 350
-    served = {code for code in attack.outcomes.values()}
+    served = set(attack.outcomes.values())
     assert {"NOT_MEMBER", "FORBIDDEN", "UNKNOWN_METHOD"} <= served
     # What a member proves itself by in plain text is told to nobody.
     assert not [said for said in attack.told if f"{FIRST + 1:x}" in said]
