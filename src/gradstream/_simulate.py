@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 from gradstream.checkpoint import Resume, to_resume
 from gradstream.checkpoint.model_file import load
+from gradstream.coordinator.client.member import RunAbortedError
 from gradstream.errors import (
     ClosedError,
     ConfigError,
@@ -36,7 +37,7 @@ __all__ = ["simulate"]
 
 OnEvent = Callable[[Mapping[str, Any]], None]
 
-_OF_OTHERS = (PeerLostError, DeadlineError, RefusedError, ClosedError)
+_OF_OTHERS = (PeerLostError, DeadlineError, RefusedError, ClosedError, RunAbortedError)
 """Errors that a node raises because another node has failed."""
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradstream.coordinator.progress import SampleProgress
 from gradstream.data import BatchRef, EpochPlan, Ledger, PartitionPlan, QueuePlan, RoundPlan
 from gradstream.data.ledger import Unassigned
 from gradstream.data.stream import StreamPlan
@@ -157,6 +158,23 @@ def test_steps_of_a_queue_are_those_of_each_worker() -> None:
 
 def test_batches_without_samples_need_receipts() -> None:
     assert Ledger(RoundPlan(10, (5, 0), 2), epochs=1).missing(0) == 4
+
+
+def test_data_epochs_that_were_reported_take_no_memory_but_for_what_was_dropped() -> None:
+    """The coordinator's store has a row of these counts, which each transaction writes again."""
+    ledger = Ledger(PartitionPlan(4, 2, 1), epochs=1000)
+    progress = SampleProgress(ledger, 4, None)
+    for epoch in range(1000):
+        if epoch == 7:
+            ledger.refuse(BatchRef(epoch, 0, 1), 2)
+        for batch in range(2):
+            ledger.receipt(BatchRef(epoch, 0, batch), 0)
+        (event,) = progress.completed()
+        assert (event.epoch, event.batches, event.dropped) == (epoch, 2, 2 * (epoch == 7))
+    assert list(ledger._counts) == [7]
+    assert ledger.finished and ledger.dropped == {7: 2}
+    assert not ledger.receipt(BatchRef(3, 0, 0), 0)  # it came late, once more
+    assert ledger.num_samples == 4 * 1000 - 2 and ledger.progress().epochs == 1000
 
 
 def test_a_long_run_is_as_small_as_a_short_one() -> None:

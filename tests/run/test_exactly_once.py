@@ -266,7 +266,7 @@ def cut_off(seed: int) -> TokenAudit:
         batch_size=1,
         epochs=1,
         seed=seed,
-        script=plan.script,
+        script=plan,
         config=plan.config(slow, ["coordinator", "worker-1"]),
     )
     assert run.summary["workers_lost"] == ["worker-1"]

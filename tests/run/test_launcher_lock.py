@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from gradstream.coordinator.durable.store import STORE, StateStore
 from gradstream.errors import ConfigError, DataError
 from gradstream.run.launcher_lock import FILE, LauncherRecord, holder_of, launcher_lock, signal_launcher
 from gradstream.run.local.door import DOOR, has_reader, make_pipe, open_reader, open_writer
@@ -112,6 +114,44 @@ def test_the_door_says_whether_somebody_is_behind_it(tmp_path: Path) -> None:
     assert os.read(reader, 9) == b""
     os.close(reader)
     assert not has_reader(door)
+
+
+STRANGER = """
+import fcntl, os, sys
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+got = []
+for name in sys.argv[2:]:
+    path = os.path.join(sys.argv[1], name)
+    assert os.stat(path)  # it is there, and its folder can be looked at
+    for way in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
+        try:
+            file = os.open(path, way | os.O_NONBLOCK)
+        except PermissionError:
+            continue
+        got.append((name, way))
+print(got)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_other_users_reach_nothing_by_which_a_run_is_led() -> None:
+    """Who could open them might hold their locks, give orders, or read what members prove themselves by."""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are closed to others anyhow
+        os.chmod(folder, 0o755)
+        run_dir = Path(folder)
+        store = StateStore(run_dir / STORE, "job")
+        store.rule()
+        make_pipe(run_dir / DOOR)
+        make_pipe(run_dir / ".replies-7")
+        with launcher_lock(run_dir, LauncherRecord.here(events_from=0)):
+            led_by = [FILE, DOOR, ".replies-7", STORE, f"{STORE}-wal", f"{STORE}-shm"]
+            asked = [sys.executable, "-c", STRANGER, folder, *led_by]
+            done = subprocess.run(asked, capture_output=True, text=True, check=True)
+            assert done.stdout == "[]\n"
+            os.chmod(run_dir / STORE, 0o644)  # planted
+            done = subprocess.run(asked, capture_output=True, text=True, check=True)
+            assert done.stdout == f"[('{STORE}', 0)]\n"
+        store.close()
 
 
 def test_what_is_no_pipe_is_not_written_to(tmp_path: Path) -> None:

@@ -21,13 +21,11 @@ import pytest
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream._train import launch
-from gradstream.coordinator.durable.store import StateStore
 from gradstream.errors import ConfigError, PeerLostError
 from gradstream.job.files import load_job
 from gradstream.memory import Span, Vector
 from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.plan import plan_run
-from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Link
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.shard import backup as backups
@@ -92,19 +90,6 @@ class Scenario:
         )
 
 
-class Deaths:
-    """The script of a scenario; it keeps the coordinator's state."""
-
-    def __init__(self, plan: FaultPlan) -> None:
-        self._plan = plan
-
-    def store(self, job: str) -> StateStore:
-        return StateStore(":memory:", job)
-
-    async def __call__(self, cluster: SimulatedCluster) -> None:
-        await self._plan.script(cluster)
-
-
 def run_of(scenario: Scenario) -> tuple[gs.Run, FaultPlan]:
     config, plan = UNSTEADY, FaultPlan(scenario.deaths)
     if scenario.bad:
@@ -129,7 +114,7 @@ def run_of(scenario: Scenario) -> tuple[gs.Run, FaultPlan]:
         storage=MemoryStorage(),
         acknowledge=scenario.acknowledge,
         checkpoint_every=scenario.checkpoints,
-        script=Deaths(plan),
+        script=plan,
     )
     return run, plan
 
@@ -182,7 +167,7 @@ def test_in_rounds_a_death_changes_no_bit(strategy: Any, optimizer: Any, acknowl
     expected = run(None)
     for at_s in (0.05, 0.23):
         plan = FaultPlan([Kill("shard-0", at_s, 0.02), Kill("shard-1", at_s + 0.4, 0.0)])
-        got = run(plan.script)
+        got = run(plan)
         assert plan.fired
         # Under SSP a round of 0 sums in the order of arrival.
         assert np.array_equal(got, expected) or (
@@ -196,7 +181,7 @@ def test_in_rounds_a_death_changes_no_bit(strategy: Any, optimizer: Any, acknowl
 def test_a_shard_and_the_one_with_its_backup_die_together() -> None:
     plan = FaultPlan([Kill("shard-0", 0.2, 0.5), Kill("shard-1", 0.21, 0.5)])
     with pytest.raises(PeerLostError, match="no other shard has a whole backup of shard-0, shard-1"):
-        count_tokens(strategy="downpour", epochs=4, acknowledge="replicated", script=plan.script)
+        count_tokens(strategy="downpour", epochs=4, acknowledge="replicated", script=plan)
 
 
 def test_a_shard_that_nobody_starts_again_is_waited_for_in_vain() -> None:

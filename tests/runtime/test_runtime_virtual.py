@@ -458,3 +458,26 @@ def test_ctrl_c_in_a_task_is_raised_and_not_logged_as_well(
         simulate(model, data, strategy="downpour", workers=2, batch_size=4, epochs=8)
     gc.collect()
     assert caplog.records == []
+
+
+@pytest.mark.parametrize(("with_clock", "fires_s", "own_s"), [(False, 1.5, 1.5), (True, 2.0, 1.0)])
+def test_a_node_that_stands_still_does_nothing_until_it_goes_on(
+    with_clock: bool, fires_s: float, own_s: float
+) -> None:
+    """Its timers are late; where its clock stood still too, they are due later. Frames keep their order."""
+    cluster = VirtualCluster()
+    node, clock, read = cluster.runtime("node"), cluster.clock, list[int]()
+
+    async def main() -> None:
+        clock.call_at(500_000_000, node.suspension.begin)
+        for number, at_ns in enumerate((600_000_000, 700_000_000, 1_500_500_000)):
+            clock.call_at(at_ns, lambda number=number: cluster.hand("node", lambda: read.append(number)))  # type: ignore[misc]
+        clock.call_at(1_500_000_000, lambda: node.suspension.end(with_clock=with_clock))
+        await node.sleep(1.0)
+        assert (clock.now_ns / 1e9, node.now() / 1e9) == (fires_s, own_s)
+        await node.sleep(0.1)
+        assert read == [0, 1, 2]
+        assert node.stalls.total_ns == (0 if with_clock else 1_000_000_000)
+        assert node.suspension.num_held >= 2
+
+    cluster.run(main())

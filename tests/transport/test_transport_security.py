@@ -306,6 +306,41 @@ def test_a_revoked_certificate_opens_no_stream_though_its_connection_lives(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("why", ["revoked", "expired", "another process's"])
+def test_by_no_method_does_a_member_that_is_out_get_in(
+    why: str, authority: CertificateAuthority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every method against every role, with a certificate that was good when its connection was made."""
+    monkeypatch.setattr(security, "datetime", SimpleNamespace(datetime=Later, UTC=datetime.UTC))
+    monkeypatch.setattr(Later, "ahead", datetime.timedelta())
+    monkeypatch.setattr(endpoint_module, "LIMITS", replace(LIMITS, turned_away_s=0.01))
+    code = "NOT_MEMBER" if why == "another process's" else "BAD_CERTIFICATE"
+
+    async def main(role: str) -> None:
+        caller, server = (endpoint(name, authority.issue(name)) for name in (f"{role}-0", "shard-1"))
+        members = {f"{role}-0": 1, "shard-1": 1}
+        server.identity.members = members
+        mine = [name for name, one in METHODS.items() if role in one.callers]
+        async with two(caller, server, tuple(mine)):
+            await caller.call("shard-1", mine[0], v1.Body(), v1.Body, silence_s=10)
+            if why == "revoked":
+                server.members_changed(members, [digest(caller._security)])
+            elif why == "expired":
+                Later.ahead = LIFE + datetime.timedelta(hours=1)
+            else:
+                server.members_changed({f"{role}-0": 2, "shard-1": 1})
+            for method in mine:
+                if why == "another process's" and not METHODS[method].members:
+                    continue  # such a method makes members
+                with pytest.raises(RefusedError) as refused:
+                    await caller.call("shard-1", method, v1.Body(), v1.Body, silence_s=10)
+                assert refused.value.code == code, (role, method)
+        Later.ahead = datetime.timedelta()
+
+    for role in ("worker", "shard"):
+        asyncio.run(main(role))
+
+
 class Later(datetime.datetime):
     """A clock that is ahead."""
 

@@ -112,8 +112,8 @@ class Admission:
         if there is not None:
             return Refuse(
                 v1.NOT_MEMBER,
-                f"{node.name} is in already, from {there.address} (incarnation {there.incarnation:x}; "
-                f"this one is {node.incarnation:x}): give each node its own rank",
+                # Not its incarnation: who knows that could speak in its name.
+                f"{node.name} is in already, from {there.address}: give each node its own rank",
             )
         return Refuse(
             v1.BAD_REQUEST,

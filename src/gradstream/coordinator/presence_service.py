@@ -25,6 +25,10 @@ WHY_BYTES = 100
 ENTER_S = 0.05
 """Seconds between two looks whether a worker that came after training had begun can enter."""
 
+RETURN_S = 1.0
+"""Seconds in which a member that lives finds a new process of the coordinator. Another process that asks to take its
+place waits for so long: else it could push a living member out."""
+
 REASON_BYTES = 512
 """The most bytes of the reason why a stream has ended."""
 
@@ -58,9 +62,10 @@ class PresenceService:
 
     Attributes:
         heard: by member, the number of its latest beat.
+        certificates: by member, the SHA-256 of its certificate; b"" without TLS.
     """
 
-    KEPT = ("heard",)
+    KEPT = ("heard", "certificates")
     """See `durable.state`."""
 
     def __init__(
@@ -78,6 +83,7 @@ class PresenceService:
         self._on_beat = on_beat
         self._on_lost = on_lost
         self.heard: dict[str, int] = {}
+        self.certificates: dict[str, bytes] = {}
         self._attending: dict[str, _Attendance] = {}
         self._reasons: dict[str, str] = {}  # why nodes were lost
         context.endpoint.serve("join", self._serve_join, model=False)
@@ -106,6 +112,8 @@ class PresenceService:
             and awaited.stream is None
             and awaited.incarnation != stream.opened.incarnation
         ):
+            await stream.waiting([who])
+            await context.runtime.sleep(min(RETURN_S, context.deadlines.lease_s / 2))
             self._give_up(awaited, who, "another process has taken its place")
         await self._left(stream, who)
         while not (instructions := self._membership.join(request, context.age_s())):
@@ -117,6 +125,7 @@ class PresenceService:
                 return
         context.endpoint.know(who, request.node.address)
         self.heard[who] = 0
+        self.certificates[who] = stream.certificate
         attendance = self._expect(request.node, stream)
         context.carry_out(instructions)
         await self._attend(attendance, stream, who)
@@ -163,7 +172,7 @@ class PresenceService:
     def _give_up(self, attendance: _Attendance, who: str, why: str) -> None:
         """Removes a member that has not come back."""
         if attendance.stream is None and self._attending.get(who) is attendance:
-            self._remove(attendance, who, why, b"")
+            self._remove(attendance, who, why, self.certificates.get(who, b""))
 
     def _remove(self, attendance: _Attendance, who: str, reason: str, certificate: bytes) -> None:
         del self._attending[who]
@@ -189,7 +198,7 @@ class PresenceService:
         if resumed or self._attending.get(who) is not attendance or self._context.keeper.superseded:
             return
         # Not in a `finally`: a coordinator that is itself being stopped has lost no member.
-        self._remove(attendance, who, reason, stream.certificate)
+        self._remove(attendance, who, reason, self.certificates.get(who, b""))
 
     async def _listen(self, attendance: _Attendance, stream: Stream, who: str) -> None:
         """Takes beats until the member leaves. Raises if it leaves too early, or is gone."""

@@ -164,6 +164,8 @@ class SampleProgress:
         out = []
         while self._num_complete < self.ledger.num_epochs and self.ledger.complete(self._num_complete):
             out.append(self._epoch(self._num_complete))
+            if isinstance(self.ledger, Ledger):
+                self.ledger.reported(self._num_complete)
             self._num_complete += 1
         return out
 

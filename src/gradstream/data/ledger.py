@@ -460,6 +460,12 @@ class Ledger:
         """The number of minibatches of a data epoch that were assigned again, for example after a loss."""
         return self._counts[epoch].reassigned
 
+    def reported(self, epoch: int) -> None:
+        """Frees the counts of a complete data epoch, but for what was dropped: nobody asks for them again."""
+        counts = self._counts.pop(epoch, None)
+        if counts is not None and counts.dropped:
+            self._counts[epoch] = EpochCounts(dropped=counts.dropped)
+
     def _span(self, partition: int, epoch: int) -> int:
         first = self.plan.batches_before(partition, epoch)
         return max(0, min(self.plan.batches_in(partition, epoch), self._sequences[partition].total - first))

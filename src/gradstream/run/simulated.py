@@ -97,9 +97,8 @@ class SimulatedCluster:
 
     @property
     def over(self) -> bool:
-        """Whether the coordinator has ended, and no new process of it can go on."""
-        killed = self.virtual.runtime(COORDINATOR).dead
-        return self._tasks[COORDINATOR].done() and not (killed and self.store is not None)
+        """Whether the coordinator has come to its end, and was not killed."""
+        return self._tasks[COORDINATOR].done() and not self.virtual.runtime(COORDINATOR).dead
 
     def is_running(self, name: str) -> bool:
         """Whether a node has started and not ended."""

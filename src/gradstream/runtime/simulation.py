@@ -149,6 +149,8 @@ class Link:
             connection that no system reports.
         duplicate: probability that a stream is delivered a second time, later, as if the client had retried;
             answers to the duplicate are dropped.
+        corrupt: probability that a frame arrives damaged. The receiver hangs up on the stream, and the sender hears
+            that its connection is lost, as with carriers that find a frame which they cannot read.
 
     Example:
         >>> network = gs.sim.Network(link=gs.sim.Link(latency_s=0.02, jitter_s=0.005))
@@ -160,9 +162,10 @@ class Link:
     jitter_s: float = 0.0
     loss: float = 0.0
     duplicate: float = 0.0
+    corrupt: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least_0(self, "latency_s", "jitter_s", "loss", "duplicate")
+        _at_least_0(self, "latency_s", "jitter_s", "loss", "duplicate", "corrupt")
 
 
 _NEAR = Link(latency_s=0.0)

@@ -16,6 +16,7 @@ import selectors
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from gradstream.errors import InternalError
@@ -24,6 +25,7 @@ from gradstream.runtime.base import Lane, Report, Storage, Timer, Work
 from gradstream.runtime.nesting import standing_still
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
+from gradstream.runtime.suspension import Suspension
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
 from gradstream.telemetry.events import CpuEvent, Event, MemoryEvent
 
@@ -47,6 +49,10 @@ class _ClockTimer:
     def cancel(self) -> None:
         self.callback = None
 
+    @property
+    def cancelled(self) -> bool:
+        return self.callback is None
+
 
 class Clock:
     """Virtual nanoseconds and the timers on them.
@@ -62,7 +68,7 @@ class Clock:
         self._count = 0
         self._heap: list[tuple[int, float, int, _ClockTimer]] = []
 
-    def call_at(self, when_ns: int, callback: Callable[[], None]) -> Timer:
+    def call_at(self, when_ns: int, callback: Callable[[], None]) -> _ClockTimer:
         """Calls back when the clock reaches `when_ns`; for a past time, at the next jump of the clock."""
         timer = _ClockTimer(callback)
         self._count += 1
@@ -137,6 +143,14 @@ class VirtualCluster:
         self.storage: Storage = MemoryStorage() if storage is None else storage
         self._runtimes: dict[str, VirtualRuntime] = {}
 
+    def hand(self, node: str, deliver: Callable[[], None]) -> None:
+        """Delivers something to a node, at once or when it reads again."""
+        runtime = self._runtimes.get(node)
+        if runtime is None:
+            deliver()
+        else:
+            runtime.suspension.read(deliver)
+
     def random(self, purpose: str) -> random.Random:
         """A generator that depends on the seed and `purpose` alone."""
         return random.Random(f"{self.seed}/{purpose}")
@@ -195,7 +209,13 @@ class VirtualCluster:
 
 
 class VirtualRuntime(Tasks):
-    """The `Runtime` of one simulated node: one core for each lane, random streams of the node, the common clock."""
+    """The `Runtime` of one simulated node: one core for each lane, random streams of the node, the common clock.
+
+    Attributes:
+        suspension: whether the node stands still.
+        slowness: factor on the duration of its computations from now on.
+        dead: whether it was killed.
+    """
 
     def __init__(self, node: str, cluster: VirtualCluster) -> None:
         super().__init__()
@@ -207,20 +227,28 @@ class VirtualRuntime(Tasks):
         self._cores: dict[Lane, asyncio.Lock] = {"main": asyncio.Lock(), "exchange": asyncio.Lock()}
         self._disk = asyncio.Lock()
         self._counts: Counter[str] = Counter()
+        self.suspension = Suspension(cluster.clock, self.stalls)
+        self.slowness = 1.0
         self.dead = False
 
     def now(self) -> int:
-        """Virtual nanoseconds."""
-        return self.cluster.clock.now_ns
+        """Virtual nanoseconds, without those in which the node's clock stood still."""
+        return self.cluster.clock.now_ns - self.suspension.missed_ns
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Timer:
         """See `Runtime.call_later`. A killed node's calls do not happen."""
+        clock, due_ns = self.cluster.clock, self.now() + max(0, round(seconds * 1e9))
 
         def call() -> None:
-            if not self.dead:
+            if self.suspension.active:
+                self.suspension.act(call)
+            elif (left_ns := due_ns - self.now()) > 0:  # its clock has stood still
+                clock.call_at(clock.now_ns + left_ns, call)
+            elif not self.dead and not timer.cancelled:
                 callback()
 
-        return self.cluster.clock.call_at(self.now() + max(0, round(seconds * 1e9)), call)
+        timer = clock.call_at(clock.now_ns + due_ns - self.now(), call)
+        return timer
 
     async def sleep(self, seconds: float) -> None:
         """Lets virtual time pass."""
@@ -257,6 +285,7 @@ class VirtualRuntime(Tasks):
         Break its connections first (`MemoryNetwork.kill`), or its clean-up code would send messages.
         """
         self.dead = True
+        self.suspension.kill()
         self.cancel_all()
 
     async def compute(
@@ -299,27 +328,28 @@ class VirtualRuntime(Tasks):
         count = self._counts[work.kind]
         self._counts[work.kind] += 1
         rng = self.random(f"{work.kind}/{count}")
-        seconds = self.cluster.config.seconds(self.node, work, rng, count)
+        seconds = self.cluster.config.seconds(self.node, work, rng, count) * self.slowness
         self.compute_s[work.kind] += seconds
         return seconds
 
     def _after(self, seconds: float) -> asyncio.Future[None]:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        clock = self.cluster.clock
-        clock.call_at(
-            clock.now_ns + round(seconds * 1e9), lambda: None if done.done() else done.set_result(None)
-        )
+        self._later(round(seconds * 1e9), lambda: None if done.done() else done.set_result(None))
         return done
+
+    def _later(self, after_ns: int, call: Callable[[], None]) -> None:
+        """Calls, also where the node is dead by then, since arithmetic cannot be interrupted."""
+        clock = self.cluster.clock
+        clock.call_at(clock.now_ns + after_ns, partial(self.suspension.act, call))
 
     def _schedule_progress(
         self, reported: Sequence[int], milestones: Sequence[int], seconds: float, on_progress: Report
     ) -> None:
-        clock, config = self.cluster.clock, self.cluster.config
+        config = self.cluster.config
         total = reported[-1] if reported else 0
         for elems in reported[:-1]:
             bucket = bisect.bisect_left(milestones, elems)
-            when_ns = clock.now_ns + round(seconds * config.offset(bucket, elems / total) * 1e9)
-            clock.call_at(when_ns, lambda elems=elems: on_progress(elems))  # type: ignore[misc]
+            after_ns = round(seconds * config.offset(bucket, elems / total) * 1e9)
+            self._later(after_ns, partial(on_progress, elems))
         if reported:  # at the very end, and never after the result
-            when_ns = clock.now_ns + round(seconds * 1e9) - (1 if seconds > 0 else 0)
-            clock.call_at(when_ns, lambda: on_progress(total))
+            self._later(round(seconds * 1e9) - (1 if seconds > 0 else 0), partial(on_progress, total))

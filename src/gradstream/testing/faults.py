@@ -1,7 +1,7 @@
 """`FaultPlan`: what goes wrong in a run, and when, as data. One plan serves simulations and real processes.
 
-    plan = FaultPlan.drawn(seed=7, workers=3, shards=2, until_s=2.0)
-    run = gs.simulate(job, config=plan.config(config), script=plan.script)          # on virtual time
+    plan = FaultPlan.drawn(7, Scene(workers=3, shards=2, until_s=2.0, lease_s=10.0))
+    run = gs.simulate(job, config=plan.config(config, names), script=plan)                 # on virtual time
     with plan.on_processes(run_dir) as on_event:                                    # with signals, on this machine
         run = gs.train(job, run_dir=run_dir, on_event=on_event)
     assert plan.fired                                                               # it did happen
@@ -11,6 +11,7 @@ Links fail in simulations only; between network namespaces `testing.machines` cu
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -22,95 +23,54 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any
 
+from gradstream.coordinator.durable.store import StateStore
 from gradstream.errors import PeerLostError
 from gradstream.run.plan import COORDINATOR
 from gradstream.run.simulated import SimulatedCluster
-from gradstream.runtime.simulation import Link, Partition, SimulationConfig
+from gradstream.runtime.simulation import Partition, SimulationConfig
+from gradstream.testing.drawn_faults import Scene, drawn_faults
+from gradstream.testing.fault_kinds import (
+    Corrupt,
+    Cut,
+    Departure,
+    DiskFull,
+    Drain,
+    Duplicate,
+    Fault,
+    Flaw,
+    Freeze,
+    Kill,
+    Lose,
+    Reorder,
+    Slow,
+    Spell,
+    Stop,
+)
+from gradstream.testing.storage import FailingStorage
 from gradstream.transport.simulated.network import VirtualNetwork
 
-__all__ = ["Cut", "Drain", "Duplicate", "Fault", "FaultPlan", "Kill", "Stop"]
+__all__ = [
+    "Corrupt",
+    "Cut",
+    "DiskFull",
+    "Drain",
+    "Duplicate",
+    "Fault",
+    "FaultPlan",
+    "Freeze",
+    "Kill",
+    "Lose",
+    "Reorder",
+    "Scene",
+    "Slow",
+    "Stop",
+]
 
 LOOK_S = 0.01
 AGAIN_S, AGAIN_LOOKS = 0.1, 40
 """Seconds before another process is started in the place of one that has found no coordinator, and looks at it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """A node's process ends before the run does.
-
-    Args:
-        node: its name.
-        at_s: when, in seconds since the run began.
-        back_s: a new process takes its place so many seconds after it has gone, in a simulation; None for none. On
-            real processes the launcher starts it again.
-    """
-
-    node: str
-    at_s: float
-    back_s: float | None = None
-
-    number: ClassVar[int]
-
-
-class Kill(Departure):
-    """A node is killed, as by SIGKILL."""
-
-    number = signal.SIGKILL
-
-
-class Drain(Departure):
-    """A worker is asked to go, as by SIGTERM."""
-
-    number = signal.SIGTERM
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """A process stands still for a while (SIGSTOP, SIGCONT). Real processes only.
-
-    Args:
-        node, at_s: see `Departure`.
-        for_s: how long, in seconds.
-    """
-
-    node: str
-    at_s: float
-    for_s: float
-
-    number: ClassVar[int] = signal.SIGSTOP
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Nothing passes from one node to another for a while; nobody is told. Simulations only.
-
-    Args:
-        source, target: names of the nodes; "*" for all others.
-        at_s: when it begins, in seconds since the run began.
-        for_s: how long, in seconds.
-        both: also in the other direction.
-    """
-
-    source: str
-    target: str
-    at_s: float
-    for_s: float
-    both: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Duplicate:
-    """Streams from one node to another are delivered a second time, later, with this probability. Simulations only."""
-
-    source: str
-    target: str
-    probability: float
-
-
-Fault: TypeAlias = Kill | Drain | Stop | Cut | Duplicate
 
 
 @dataclass(slots=True)
@@ -123,49 +83,30 @@ class FaultPlan:
 
     faults: Sequence[Fault] = ()
     _struck: set[Fault] = field(default_factory=set)  # a process was there to be hit
-    _parts: dict[Fault, set[Partition | tuple[str, str]]] = field(default_factory=dict)  # of a network
+    _parts: dict[Fault, set[Partition | tuple[str, str, str]]] = field(default_factory=dict)  # of a network
     _network: VirtualNetwork | None = None
+    _disk: _Disk | None = None
 
     @classmethod
-    def drawn(cls, seed: int, *, workers: int, shards: int, until_s: float, lease_s: float) -> FaultPlan:
-        """Draws one to five faults of workers and links.
+    def drawn(cls, seed: int, scene: Scene) -> FaultPlan:
+        """Draws one to five faults. A run survives any mixture of them while a worker is left.
 
         Args:
             seed: the same seed draws the same plan.
-            workers: number of workers.
-            shards: number of shards.
-            until_s: all faults begin before, in seconds.
-            lease_s: the run's `Deadlines.lease_s`: cuts are shorter than it, or half as long again.
+            scene: the run.
         """
-        rng = random.Random(f"faults/{seed}")
-        servers = ["coordinator", *(f"shard-{rank}" for rank in range(shards))]
-        faults: list[Fault] = []
-        for _ in range(rng.randint(1, 5)):
-            worker, at_s = f"worker-{rng.randrange(workers)}", rng.uniform(0.02, until_s)
-            back_s = rng.choice([None, 0.0, 0.01, 0.1])
-            match rng.choice(["kill", "kill", "drain", "cut", "duplicate"]):
-                case "kill":
-                    faults.append(Kill(worker, at_s, back_s))
-                case "drain":
-                    faults.append(Drain(worker, at_s, back_s))
-                case "cut":
-                    source, target = rng.sample([worker, rng.choice([*servers, "*"])], 2)
-                    for_s = lease_s * rng.choice([0.1, 0.5, 0.9, 1.5])
-                    faults.append(Cut(source, target, at_s, for_s, both=rng.random() < 0.5))
-                case _:
-                    faults.append(Duplicate(worker, rng.choice(servers[1:] or servers), 0.5))
-        return cls(faults)
+        return cls(drawn_faults(random.Random(f"faults/{seed}"), scene))
 
     @property
     def fired(self) -> list[Fault]:
-        """The faults that did happen: a process was hit, a cut has lost something, a stream was delivered twice."""
+        """The faults that did happen: a process was hit or held up, a link has lost, damaged or doubled something."""
         network = set() if self._network is None else self._network.struck
         return [one for one in self.faults if one in self._struck or self._parts.get(one, set()) & network]
 
     @property
     def kinds(self) -> Counter[str]:
-        """Number of faults that did happen, by kind."""
-        return Counter(type(one).__name__.lower() for one in self.fired)
+        """Number of faults that did happen, by kind; a kill of the coordinator counts as "succession"."""
+        return Counter(map(_kind, self.fired))
 
     # ---- on virtual time ----------------------------------------------------------------
 
@@ -179,26 +120,42 @@ class FaultPlan:
         partitions, links = list(config.network.partitions), dict(config.network.links)
         for one in self.faults:
             if isinstance(one, Cut):
-                ends = _ends(one.source, one.target, names)
-                ways = [ends, ends[::-1]] if one.both else [ends]
+                sides = _ends(one.source, one.target, names)
+                ways = [sides, sides[::-1]] if one.both else [sides]
                 cuts = [Partition(one.at_s, one.at_s + one.for_s, *way) for way in ways]
                 partitions += cuts
                 self._parts[one] = {*cuts}
-            elif isinstance(one, Duplicate):
-                link: Link = config.network.link_between(one.source, one.target)
-                links[one.source, one.target] = replace(link, duplicate=one.probability)
-                self._parts[one] = {(one.source, one.target)}
+            elif isinstance(one, Flaw):
+                ends = one.source, one.target
+                link = links.get(ends, config.network.link_between(*ends))
+                links[ends] = replace(link, **{one.on_link: one.amount})
+                self._parts[one] = {(one.on_link, *ends)}
         return replace(config, network=replace(config.network, partitions=partitions, links=links))
 
-    async def script(self, cluster: SimulatedCluster) -> None:
-        """The faults of nodes; the argument `script` of `simulate`, also where a plan has faults of links alone."""
+    @property
+    def store(self) -> Callable[[str], StateStore] | None:
+        """Makes the coordinator's store, where a fault needs one; see `SimulatedCluster.run`."""
+        ends = [
+            (one.source, one.target) if isinstance(one, Cut | Flaw) else (one.node,) for one in self.faults
+        ]
+        return self._store if any(COORDINATOR in names for names in ends) else None
+
+    def _store(self, job: str) -> StateStore:
+        self._disk = _Disk(":memory:", job)
+        return self._disk
+
+    async def __call__(self, cluster: SimulatedCluster) -> None:
+        """The faults of nodes: a plan is the `script` of `simulate`, also where it has faults of links alone."""
         self._network = cluster.network
         director = cluster.virtual.runtime("director")
         begun_ns = director.now()
-        timed = [one for one in self.faults if isinstance(one, Departure)]
+        timed = [one for one in self.faults if isinstance(one, Departure | Spell)]
         for number, one in enumerate(sorted(timed, key=lambda one: one.at_s)):
             await director.sleep(max(0.0, one.at_s - (director.now() - begun_ns) / 1e9))
             if not cluster.is_running(one.node):
+                continue
+            if isinstance(one, Spell):
+                director.spawn(self._endure(cluster, one), name=f"spell-{number}")
                 continue
             self._struck.add(one)
             (cluster.kill if isinstance(one, Kill) else cluster.drain)(one.node)
@@ -231,6 +188,41 @@ class FaultPlan:
             ):
                 return not cluster.virtual.runtime(node).dead
         return False
+
+    async def _endure(self, cluster: SimulatedCluster, spell: Spell) -> None:
+        """Begins a spell, waits, and ends it. It has happened if something came later, longer or not at all."""
+        director, node = cluster.virtual.runtime("director"), cluster.virtual.runtime(spell.node)
+        storage = cluster.virtual.storage
+
+        def effects() -> float:
+            if isinstance(spell, Slow):
+                return sum(node.compute_s.values())
+            if isinstance(spell, DiskFull):
+                failed = storage.num_failed if isinstance(storage, FailingStorage) else 0
+                return failed + (self._disk.num_failed if self._disk is not None else 0)
+            return node.suspension.num_held
+
+        def turn(*, bad: bool) -> None:
+            if isinstance(spell, Slow):
+                node.slowness = spell.factor if bad else 1.0
+            elif isinstance(spell, DiskFull):
+                if isinstance(storage, FailingStorage):
+                    storage.error = errno.ENOSPC if bad else 0
+                if self._disk is not None:
+                    self._disk.full = bad
+            elif bad:
+                node.suspension.begin()
+            else:
+                node.suspension.end(with_clock=isinstance(spell, Freeze))
+
+        if node.suspension.active:
+            return
+        before = effects()
+        turn(bad=True)
+        await director.sleep(spell.for_s)
+        turn(bad=False)
+        if effects() > before:
+            self._struck.add(spell)
 
     # ---- on real processes --------------------------------------------------------------
 
@@ -278,6 +270,20 @@ class FaultPlan:
             time.sleep(LOOK_S)
 
 
+class _Disk(StateStore):
+    """A store whose disk can be full."""
+
+    full = False
+    num_failed = 0
+
+    def write(self, rows: Mapping[str, str], lines: bytes) -> None:
+        """See `StateStore.write`."""
+        if self.full:
+            self.num_failed += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "coordinator.db")
+        super().write(rows, lines)
+
+
 def _wake(at_s: float, pid: int) -> bool:
     """Lets a stopped process go on if its time has come. Returns whether it has."""
     if time.monotonic() < at_s:
@@ -299,6 +305,12 @@ def _signal(pid: int, number: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _kind(fault: Fault) -> str:
+    if isinstance(fault, Kill) and fault.node == COORDINATOR:
+        return "succession"
+    return type(fault).__name__.lower()
 
 
 def _ends(source: str, target: str, names: Sequence[str]) -> tuple[frozenset[str], frozenset[str]]:

@@ -131,6 +131,8 @@ class _End:
     def take(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
         """Takes a frame that has arrived at this side."""
         assert self.pipe is not None and self.far is not None
+        if self.pipe.damages(self):
+            return
         if self.far.copy is not None:
             self.far.copy.again(frame, payload)
         if frame.HasField("open"):
@@ -207,6 +209,17 @@ class _Pipe:
         other = self.called if node == self.caller else self.caller
         self._notice(left, node, other, f"the connection to {node} was lost")
 
+    def damages(self, end: _End) -> bool:
+        """Draws whether a frame has arrived damaged. If so, this side hangs up: it cannot read on."""
+        mine, other = (self.caller, self.called) if end is self.near else (self.called, self.caller)
+        assert end.far is not None
+        if end.is_over or not self._network.drawn("corrupt", end.far.out.link, other, mine):
+            return False
+        end.is_over = True
+        end.broken(f"{other} has sent what is no frame")
+        self._notice(end.far, mine, other, f"{mine} has hung up")
+        return True
+
     def _notice(self, end: _End, source: str, target: str, message: str) -> None:
         network = self._network
         if network.cut(source, target):
@@ -219,7 +232,8 @@ class _Pipe:
             end.broken(message)
             network.disconnect(self)
 
-        network.clock.call_at(network.clock.now_ns + network.delay_ns(link), notice)
+        ready = partial(network.hand, target, notice)
+        network.clock.call_at(network.clock.now_ns + network.delay_ns(link), ready)
 
     def settle(self) -> None:
         """Removes the pipe once both sides are over."""
@@ -248,7 +262,7 @@ class _Copy:
         extra_s = self._link.latency_s + self._rng.uniform(0, self._link.jitter_s)
         self._due_ns = max(self._due_ns, clock.now_ns + self._lag_ns + round(extra_s * 1e9))
         self._frames.append((frame, payload))
-        clock.call_at(self._due_ns, self._deliver)
+        clock.call_at(self._due_ns, partial(self._network.hand, self._ends[1], self._deliver))
 
     def lose(self) -> None:
         """Breaks the copy after its last frame: the caller is gone."""
@@ -264,7 +278,6 @@ class _Copy:
         if endpoint is None:
             return
         if frame.HasField("open"):
-            self._network.struck.add(self._ends)
             self._stream = endpoint.take_in(frame.open, NullCarrier(), window=1 << 30)
         elif self._stream is not None:
             feed(self._stream, frame, payload)

@@ -22,12 +22,17 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from gradstream.runtime.simulation import Link, Network, Partition
 from gradstream.runtime.virtual import Clock, VirtualCluster
 from gradstream.transport.base import Priority
 
 __all__ = ["Packet", "StreamQueue", "VirtualNetwork"]
+
+
+_FLAWS = {"loss": "loss", "corrupt": "corrupt", "duplicate": "duplicates"}
+"""The flaws of a `Link` that have a probability, with the streams of random numbers that draw them."""
 
 
 @dataclass(slots=True)
@@ -130,7 +135,7 @@ class StreamQueue:
         self.priority = priority
         self.header_bytes = network.config.header_bytes
         self._network = network
-        self._link = network.config.link_between(source, target)
+        self.link = network.config.link_between(source, target)
         self._flying: deque[Packet] = deque()
         self._landed_ns = 0  # when the last of them gets to the receiving card
         self._silent = False
@@ -161,8 +166,9 @@ class StreamQueue:
         """Sends a frame over the link, or loses it. Its first byte leaves now, its last one at `end_ns`."""
         if self._silent or self._shut:
             return
-        network, clock, link = self._network, self._network.clock, self._link
-        if network.cut(self.source, self.target) or network.lost(link):
+        network, clock, link = self._network, self._network.clock, self.link
+        ends = self.source, self.target
+        if network.cut(*ends) or network.drawn("loss", link, *ends):
             self._silent = True
             self._sending.drop(self, everything=True)
             return
@@ -171,6 +177,8 @@ class StreamQueue:
         # The receiving card can work on it at full speed from here on.
         full_ns = packet.tail_ns - self._receiving.service_ns(packet.size_bytes)
         self._landed_ns = max(self._landed_ns, clock.now_ns + delay_ns, full_ns)
+        if link.jitter_s:
+            network.note_order(*ends, self._landed_ns)
         self._flying.append(packet)
         clock.call_at(self._landed_ns, self._land)
 
@@ -180,7 +188,10 @@ class StreamQueue:
             self._receiving.put(self, self._flying.popleft())
 
     def arrive(self, packet: Packet) -> None:
-        """Delivers a frame that the receiving card has received whole."""
+        """Delivers a frame that the receiving card has received whole, to a node that reads."""
+        self._network.hand(self.target, partial(self._deliver, packet))
+
+    def _deliver(self, packet: Packet) -> None:
         if not self._shut:
             packet.deliver()
 
@@ -192,18 +203,20 @@ class VirtualNetwork:
         cluster: supplies clock, network configuration, and random numbers ("network/...").
 
     Attributes:
-        struck: what has gone wrong: partitions that have lost something, and links, as (source, target), that have
-            delivered a stream twice.
+        struck: what has gone wrong: partitions that have lost something; and for each flaw of a link that has shown
+            (its name, source, target). The flaw "jitter_s" has shown when a frame has overtaken another one.
+        hand: delivers something to a node when it reads.
     """
 
     def __init__(self, cluster: VirtualCluster) -> None:
         self.clock = cluster.clock
         self.config: Network = cluster.config.network
         self.sent_bytes: dict[str, int] = {}  # by node: bytes that have left its card
-        self.struck: set[Partition | tuple[str, str]] = set()
-        self._loss = cluster.random("network/loss")
+        self.struck: set[Partition | tuple[str, str, str]] = set()
+        self.hand = cluster.hand
+        self._draws = {flaw: cluster.random(f"network/{name}") for flaw, name in _FLAWS.items()}
         self._jitter = cluster.random("network/jitter")
-        self._duplicates = cluster.random("network/duplicates")
+        self._newest_ns: dict[tuple[str, str], int] = {}  # by link: the latest landing of any frame
         self._cards: dict[str, tuple[_Card, _Card]] = {}
 
     def cards(self, source: str, target: str) -> tuple[_Card, _Card]:
@@ -232,9 +245,20 @@ class VirtualNetwork:
         self.struck.update(cuts)
         return bool(cuts)
 
-    def lost(self, link: Link) -> bool:
-        """Draws whether a frame is lost."""
-        return link.loss > 0 and self._loss.random() < link.loss
+    def drawn(self, flaw: str, link: Link, source: str, target: str) -> bool:
+        """Draws whether a frame or a stream is hit by a flaw of its link: "loss", "corrupt" or "duplicate"."""
+        probability: float = getattr(link, flaw)
+        hit = probability > 0 and self._draws[flaw].random() < probability
+        if hit:
+            self.struck.add((flaw, source, target))
+        return hit
+
+    def note_order(self, source: str, target: str, landed_ns: int) -> None:
+        """Notes when a frame will land: where that is before an earlier one, it has overtaken it."""
+        newest_ns = self._newest_ns.get((source, target), 0)
+        self._newest_ns[source, target] = max(newest_ns, landed_ns)
+        if landed_ns < newest_ns:
+            self.struck.add(("jitter_s", source, target))
 
     def delay_ns(self, link: Link) -> int:
         """Draws the time of a frame on the link."""
@@ -243,7 +267,6 @@ class VirtualNetwork:
 
     def duplicate(self, source: str, target: str) -> random.Random | None:
         """Draws whether a stream is delivered twice; if so, returns the generator of the duplicate's delays."""
-        link = self.config.link_between(source, target)
-        if link.duplicate > 0 and self._duplicates.random() < link.duplicate:
-            return random.Random(self._duplicates.random())
-        return None
+        if not self.drawn("duplicate", self.config.link_between(source, target), source, target):
+            return None
+        return random.Random(self._draws["duplicate"].random())

@@ -1,0 +1,155 @@
+"""The kinds of faults of a `FaultPlan`, as data."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from typing import ClassVar, TypeAlias
+
+__all__ = [
+    "Corrupt",
+    "Cut",
+    "Departure",
+    "DiskFull",
+    "Drain",
+    "Duplicate",
+    "Fault",
+    "Flaw",
+    "Freeze",
+    "Kill",
+    "Lose",
+    "Reorder",
+    "Slow",
+    "Spell",
+    "Stop",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """A node's process ends before the run does.
+
+    Args:
+        node: its name.
+        at_s: when, in seconds since the run began.
+        back_s: a new process takes its place so many seconds after it has gone, in a simulation; None for none. On
+            real processes the launcher starts it again.
+    """
+
+    node: str
+    at_s: float
+    back_s: float | None = None
+
+    number: ClassVar[int]
+
+
+class Kill(Departure):
+    """A node is killed, as by SIGKILL."""
+
+    number = signal.SIGKILL
+
+
+class Drain(Departure):
+    """A worker is asked to go, as by SIGTERM."""
+
+    number = signal.SIGTERM
+
+
+@dataclass(frozen=True, slots=True)
+class Spell:
+    """Something is wrong with a node for a while.
+
+    Args:
+        node, at_s: see `Departure`.
+        for_s: how long, in seconds.
+    """
+
+    node: str
+    at_s: float
+    for_s: float
+
+
+class Stop(Spell):
+    """A process stands still (SIGSTOP, SIGCONT)."""
+
+    number: ClassVar[int] = signal.SIGSTOP
+
+
+class Freeze(Spell):
+    """The machine of a node stands still, and its clock with it, as when a laptop sleeps. Simulations only."""
+
+
+class DiskFull(Spell):
+    """The disk takes nothing. The coordinator's: its state and the run's files. Simulations only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slow(Spell):
+    """A node computes more slowly. Simulations only.
+
+    Args:
+        factor: by so much longer each computation takes that begins meanwhile.
+    """
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Nothing passes from one node to another for a while; nobody is told. Simulations only.
+
+    Args:
+        source, target: names of the nodes; "*" for all others.
+        at_s: when it begins, in seconds since the run began.
+        for_s: how long, in seconds.
+        both: also in the other direction.
+    """
+
+    source: str
+    target: str
+    at_s: float
+    for_s: float
+    both: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """A link from one node to another that is never good. Simulations only.
+
+    Args:
+        source, target: names of the nodes.
+        amount: value of the attribute `on_link` of `Link`.
+    """
+
+    source: str
+    target: str
+    amount: float
+
+    on_link: ClassVar[str]
+
+
+class Duplicate(Flaw):
+    """Streams are delivered a second time, later, with this probability."""
+
+    on_link = "duplicate"
+
+
+class Lose(Flaw):
+    """Frames are lost with this probability: requests, or answers on the way back."""
+
+    on_link = "loss"
+
+
+class Corrupt(Flaw):
+    """Frames arrive damaged with this probability: the receiver hangs up."""
+
+    on_link = "corrupt"
+
+
+class Reorder(Flaw):
+    """Frames take up to so many seconds longer, so that streams overtake one another."""
+
+    on_link = "jitter_s"
+
+
+Fault: TypeAlias = Departure | Spell | Cut | Flaw
