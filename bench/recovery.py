@@ -38,6 +38,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import recovery_peer
 import torch
 from torch import nn
 
@@ -53,7 +54,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "bench" / "results" / "recovery.json"
 STEP_S, LEASE_S = 0.02, 2.0
 GAP_S = (0.2, 0.6)
-PATIENCE_S = 15.0
+PATIENCE_S = 60.0
 Events = Sequence[Mapping[str, Any]]
 
 
@@ -205,14 +206,20 @@ def recovery(events: Events, who: str, at_s: float, together: Sequence[str] = ()
             begun[event["node"]].append(begun_s(event))
             first.setdefault(event["node"], event["time_s"])
         elif (
-            event["event"] == "coordinator"
-            or (event["event"] in ("left", "joined") and event["who"] == who)
+            event["event"] == "coordinator" or (event["event"] in ("left", "joined") and event["who"] == who)
         ) and event["time_s"] >= at_s:
             first.setdefault(event["event"], event["time_s"])
     others = [times[1] for name, times in begun.items() if name not in (who, *together) and len(times) > 1]
     committed = max(others, default=None)
-    back = {"coordinator": first.get("coordinator"), "shard": committed}.get(who.partition("-")[0], first.get(who))
-    found = {"noticed_s": first.get("left"), "committed_s": committed, "joined_s": first.get("joined"), "back_s": back}
+    back = {"coordinator": first.get("coordinator"), "shard": committed}.get(
+        who.partition("-")[0], first.get(who)
+    )
+    found = {
+        "noticed_s": first.get("left"),
+        "committed_s": committed,
+        "joined_s": first.get("joined"),
+        "back_s": back,
+    }
     answer = {name: None if time_s is None else round(time_s - at_s, 4) for name, time_s in found.items()}
     if who == "coordinator" and back is not None:
         meanwhile = (event["time_s"] for event in events if event["event"] == "step")
@@ -276,7 +283,9 @@ def beside_hogs(seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pieces", default="; ".join(PIECES), help="separated by semicolons")
     parser.add_argument("--strikes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -284,21 +293,24 @@ def main() -> None:
     parser.add_argument("--peer", choices=["torchft"])
     parser.add_argument("--python", help="interpreter of the environment that the peer is installed in")
     given = parser.parse_args()
-    names = [name.strip() for name in given.pieces.split(";")] if not given.peer else [given.peer]
+    names = [name.strip() for name in given.pieces.split(";")]
+    if given.peer:
+        names = [f"{given.peer}, {setting}" for setting in recovery_peer.SETTINGS]
+    commit = git_commit(ROOT)
     record: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.is_file() else {"pieces": {}}
     for name in names:
         begun_s, load = time.monotonic(), os.getloadavg()[0]
         if given.peer:
-            from recovery_peer import measured_peer
-
-            found = measured_peer(given.python or sys.executable, given.strikes, given.seed)
+            timeout_ms = recovery_peer.SETTINGS[name.partition(", ")[2]]
+            python = given.python or sys.executable
+            found = recovery_peer.measured_peer(python, given.strikes, given.seed, timeout_ms)
         elif name == "hog":
             found = beside_hogs(given.hog_s)
         else:
             found = measured(PIECES[name], given.strikes, given.seed)
         found["figures"] = figures(found.get("each", ()))
         found |= {"took_s": round(time.monotonic() - begun_s, 1), "load_before": round(load, 1)}
-        found |= {"load_after": round(os.getloadavg()[0], 1), "commit": git_commit(ROOT)}
+        found |= {"load_after": round(os.getloadavg()[0], 1), "commit": commit}
         found["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         print(name, json.dumps({key: value for key, value in found.items() if key != "each"}), flush=True)
         record["pieces"][name] = found
