@@ -38,11 +38,11 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import recovery_peer
 import torch
 from torch import nn
 
 import gradstream as gs
+import recovery_peer
 from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster, node_environment
