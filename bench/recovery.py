@@ -301,9 +301,9 @@ def main() -> None:
     for name in names:
         begun_s, load = time.monotonic(), os.getloadavg()[0]
         if given.peer:
-            timeout_ms = recovery_peer.SETTINGS[name.partition(", ")[2]]
+            settings = recovery_peer.SETTINGS[name.partition(", ")[2]]
             python = given.python or sys.executable
-            found = recovery_peer.measured_peer(python, given.strikes, given.seed, timeout_ms)
+            found = recovery_peer.measured_peer(python, given.strikes, given.seed, settings)
         elif name == "hog":
             found = beside_hogs(given.hog_s)
         else:

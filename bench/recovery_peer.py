@@ -5,13 +5,15 @@
 
 torchft's lighthouse and its replicas are processes of that environment; a killed one is started again at once, and
 loads Python and torch anew (`started_s` is when it has; torchft has no warm process to fork it from). Each says when
-it began and committed a step. Measured twice: as torchft comes (a replica is lost after 5 s without a heartbeat), and
-with a bound of 1 s.
+it began and committed a step. Measured with each of `SETTINGS` of the lighthouse: as torchft's README starts it, where a
+replica is lost after 5 s without a heartbeat; with a bound of 1 s; and with a lighthouse that waits 0.1 s for a replica
+which is missing, as one made in Python does by default.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -19,13 +21,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 REPLICAS, STEP_S, GAP_S, PATIENCE_S = 3, 0.02, (0.2, 0.6), 120.0
-SETTINGS = {"heartbeat 5 s": 5000, "heartbeat 1 s": 1000}
+README = {"min_replicas": 2, "quorum_tick_ms": 100, "join_timeout_ms": 10_000, "heartbeat_timeout_ms": 5000}
+SETTINGS = {
+    "as in its README": README,
+    "heartbeat 1 s": README | {"heartbeat_timeout_ms": 1000},
+    "joining 0.1 s": README | {"join_timeout_ms": 100},
+}
 
 
 class Replica:
@@ -54,14 +61,14 @@ class Replica:
                 self.commits.append((float(numbers[0]), float(numbers[1])))
 
 
-def measured_peer(python: str, strikes: int, seed: int, timeout_ms: int) -> dict[str, Any]:
+def measured_peer(python: str, strikes: int, seed: int, settings: Mapping[str, int]) -> dict[str, Any]:
     """So many kills, and what followed each.
 
     Args:
         python: interpreter of the environment that has torchft.
         strikes: number of kills.
         seed: draws whom and when.
-        timeout_ms: torchft's `heartbeat_timeout_ms`.
+        settings: of torchft's lighthouse.
     """
     rng, each = random.Random(seed), []
     version = subprocess.run(
@@ -71,7 +78,7 @@ def measured_peer(python: str, strikes: int, seed: int, timeout_ms: int) -> dict
     with ExitStack() as stack:
         own = [python, __file__]
         lighthouse = subprocess.Popen(
-            [*own, "--lighthouse", str(timeout_ms)],
+            [*own, "--lighthouse", json.dumps(settings)],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -102,7 +109,7 @@ def measured_peer(python: str, strikes: int, seed: int, timeout_ms: int) -> dict
             }
             found["back_s"] = new.commits[0][1]
             each.append({"who": f"replica-{rank}", **{key: round(s - at_s, 4) for key, s in found.items()}})
-    return {"ended": "", "strikes": len(each), "version": version, "timeout_ms": timeout_ms, "each": each}
+    return {"ended": "", "strikes": len(each), "version": version, "settings": settings, "each": each}
 
 
 def first_commit_s(replica: Replica, at_s: float) -> float:
@@ -166,7 +173,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--lighthouse", type=int, metavar="TIMEOUT_MS")
+    parser.add_argument("--lighthouse", metavar="JSON")
     parser.add_argument("--replica", metavar="NAME")
     parser.add_argument("--at", metavar="ADDRESS")
     given = parser.parse_args()
@@ -175,7 +182,7 @@ def main() -> None:
     elif given.lighthouse:
         from torchft.coordination import LighthouseServer
 
-        server = LighthouseServer(bind="[::]:0", min_replicas=1, heartbeat_timeout_ms=given.lighthouse)
+        server = LighthouseServer(bind="[::]:0", **json.loads(given.lighthouse))
         print(server.address().replace(os.uname().nodename, "localhost"), flush=True)
         threading.Event().wait()
     else:
