@@ -56,7 +56,7 @@ class Replica:
             kind, *numbers = line.split()
             if kind == "started":
                 self.started_s = float(numbers[0])
-            elif kind == "commit":
+            elif kind == "commit" and len(numbers) == 3:  # not cut short by the kill
                 self.ready = int(numbers[2]) == REPLICAS
                 self.commits.append((float(numbers[0]), float(numbers[1])))
 
