@@ -10,8 +10,8 @@ as it is   nothing changed
 without    each node has the functions of `PROTECTIONS` replaced, where the run can go without them
 timed      each node times these functions: CPU seconds of the calling thread, and the number of calls
 
-"share" is the CPU time inside a protection over that of all nodes, from the timed runs; the timing itself, about 1 µs
-a call, is in it. "ratio" is a run as it is over the run without beside it, the geometric mean over the rounds, with
+"share" is the CPU time inside a protection over that of workers and shards, from the timed runs; the timing itself,
+about 1 µs a call, is in it. "ratio" is a run as it is over the run without beside it, the geometric mean over the rounds, with
 the interval that holds 95 % of resampled means. Keeps both in bench/results/tax.json. Neither a checksum nor
 replicas nor TLS are in it: no carrier makes a checksum of its own, and a run on one machine speaks no TLS.
 """
@@ -27,7 +27,6 @@ import random
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -175,12 +174,12 @@ class Way:
 
 
 def cpu_s(run: Run) -> float:
-    """CPU seconds of all nodes of a run, from the first to the last report of each."""
-    spent: dict[str, list[float]] = defaultdict(list)
+    """CPU seconds of all nodes of a run that tell, from the begin of their processes."""
+    spent: dict[str, float] = {}
     for event in run.events:
         if event["event"] == "cpu":
-            spent[event["node"]].append(event["user_s"] + event["system_s"])
-    return sum(max(each) - min(each) for each in spent.values())
+            spent[event["node"]] = event["user_s"] + event["system_s"]
+    return sum(spent.values())
 
 
 def ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
@@ -220,9 +219,11 @@ def main() -> None:
     for case in given.carriers.split(","):
         with ExitStack() as stack:
             plain, without, timed_way = (Way(case, how, stack) for how in ("", "without", "timed"))
-            for number in range(given.rounds):
+            for number in range(given.rounds + 1):
                 for way in [plain, without, timed_way][:: 1 if number % 2 else -1]:
                     way.measure()
+            for way in (plain, without, timed_way):
+                way.runs.pop(0)  # the first one warms up
         row: dict[str, Any] = {"protections": shares(timed_way.runs), "rounds": given.rounds}
         for figure in ("cpu_s", "step_s"):
             pairs = [
