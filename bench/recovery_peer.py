@@ -5,9 +5,9 @@
 
 torchft's lighthouse and its replicas are processes of that environment; a killed one is started again at once, and
 loads Python and torch anew (`started_s` is when it has; torchft has no warm process to fork it from). Each says when
-it began and committed a step. Measured with each of `SETTINGS` of the lighthouse: as torchft's README starts it, where a
-replica is lost after 5 s without a heartbeat; with a bound of 1 s; and with a lighthouse that waits 0.1 s for a replica
-which is missing, as one made in Python does by default.
+it began and committed a step. `SETTINGS` are those of the lighthouse: as torchft's README starts it, where a replica is
+lost after 5 s without a heartbeat; with a bound of 1 s; and with the defaults of a lighthouse that is made in Python,
+one replica being enough, where the others do not wait for a missing one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ README = {"min_replicas": 2, "quorum_tick_ms": 100, "join_timeout_ms": 10_000, "
 SETTINGS = {
     "as in its README": README,
     "heartbeat 1 s": README | {"heartbeat_timeout_ms": 1000},
-    "joining 0.1 s": README | {"join_timeout_ms": 100},
+    "from Python": {"min_replicas": 1, "heartbeat_timeout_ms": 5000},
 }
 
 

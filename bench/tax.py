@@ -10,10 +10,10 @@ as it is   nothing changed
 without    each node has the functions of `PROTECTIONS` replaced, where the run can go without them
 timed      each node times these functions: CPU seconds of the calling thread, and the number of calls
 
-"share" is the CPU time inside a protection over that of workers and shards, from the timed runs; the timing itself,
-about 1 µs a call, is in it. "ratio" is a run as it is over the run without beside it, the geometric mean over the rounds, with
-the interval that holds 95 % of resampled means. Keeps both in bench/results/tax.json. Neither a checksum nor
-replicas nor TLS are in it: no carrier makes a checksum of its own, and a run on one machine speaks no TLS.
+"share" is the CPU time inside a protection over that of all nodes, from the timed runs; the timing itself, about 1 µs
+a call, is in it. "ratio" is a run as it is over the run without beside it: the geometric mean over the rounds, and the
+interval that holds 95 % of resampled means. Keeps both in bench/results/tax.json. Neither checksums nor replicas nor
+TLS are in it: no carrier makes a checksum of its own, and a run on one machine speaks no TLS.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Way:
 
 
 def cpu_s(run: Run) -> float:
-    """CPU seconds of all nodes of a run that tell, from the begin of their processes."""
+    """CPU seconds of all nodes of a run, from the begin of their processes."""
     spent: dict[str, float] = {}
     for event in run.events:
         if event["event"] == "cpu":
