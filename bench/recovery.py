@@ -2,7 +2,7 @@
 
     python bench/recovery.py                                  # every piece: about 12 minutes
     python bench/recovery.py --pieces "worker, allreduce"     # one of them; the others keep their figures
-    python bench/recovery.py --pieces hog                     # ten minutes beside a process that takes every core
+    python bench/recovery.py --pieces "hog; hog, default lease"     # 20 minutes beside processes that take every core
     python bench/recovery.py --peer torchft --python VENV/bin/python     # see bench/recovery_peer.py
 
 In a run of real processes one is killed (SIGKILL), or stopped (SIGSTOP), again and again, each time at a random
@@ -87,6 +87,7 @@ PIECES = {
     "shard, synchronous": Piece("synchronous", "shard"),
     "silent worker, downpour": Piece("downpour", "worker", 5, 4, signal.SIGSTOP),
 }
+HOGS = {"hog": LEASE_S, "hog, default lease": gs.Deadlines().lease_s}
 
 
 def build() -> nn.Module:
@@ -270,16 +271,22 @@ def figures(each: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     return answer
 
 
-def beside_hogs(seconds: float) -> dict[str, Any]:
-    """A run without a fault beside one busy process for each core: how many nodes are taken for lost?"""
+def beside_hogs(seconds: float, lease_s: float) -> dict[str, Any]:
+    """A run without a fault beside one busy process for each core: which nodes are taken for lost?"""
     given = load_job(f"{Path(__file__).resolve()}:job")
+    given = replace(given, deadlines=gs.Deadlines(lease_s=lease_s))
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         for _ in range(len(os.sched_getaffinity(0))):
             hog = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
             stack.callback(hog.kill)
         run = launch(plan_run(replace(given, until=gs.until(seconds=seconds)), "hog"), Path(name))
     lost = [event["who"] for event in run.events if event["event"] == "left" and event["lost"]]
-    return {"seconds": seconds, "hogs": len(os.sched_getaffinity(0)), "false_evictions": lost}
+    return {
+        "seconds": seconds,
+        "lease_s": lease_s,
+        "hogs": len(os.sched_getaffinity(0)),
+        "false_evictions": lost,
+    }
 
 
 def main() -> None:
@@ -304,8 +311,8 @@ def main() -> None:
             settings = recovery_peer.SETTINGS[name.partition(", ")[2]]
             python = given.python or sys.executable
             found = recovery_peer.measured_peer(python, given.strikes, given.seed, settings)
-        elif name == "hog":
-            found = beside_hogs(given.hog_s)
+        elif name in HOGS:
+            found = beside_hogs(given.hog_s, HOGS[name])
         else:
             found = measured(PIECES[name], given.strikes, given.seed)
         found["figures"] = figures(found.get("each", ()))

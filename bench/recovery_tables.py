@@ -42,15 +42,14 @@ def recovery_table(record: Mapping[str, Any]) -> str:
     load = [pieces[piece][when] for piece in pieces for when in ("load_before", "load_after")]
     state = (
         f"Seconds, {record['date'][:10]}, on {record['machine']['cores']} cores of an {record['machine']['processor']} "
-        f"that others used as well: {min(load):.0f} to {max(load):.0f} threads wanted one. A lease is "
+        f"that others used as well: {min(load):.0f} to {max(load):.0f} threads wanted one. The lease is "
         f"{record['lease_s']:g} s."
     )
-    if "hog" in pieces:
-        hog = pieces["hog"]
-        lost = len(hog["false_evictions"])
+    for hog in (found for piece, found in pieces.items() if piece.startswith("hog")):
         state += (
-            f" Beside {hog['hogs']} processes that compute without end, {lost} nodes of a run were taken for lost in "
-            f"{hog['seconds']:.0f} s."
+            f" Beside {hog['hogs']} processes that compute without end, at loads of {hog['load_before']:.0f} to "
+            f"{hog['load_after']:.0f} and a lease of {hog['lease_s']:g} s, a run of {hog['seconds']:.0f} s lost "
+            f"{len(hog['false_evictions'])} of its nodes."
         )
     return f"{table(['after a kill', '', 'p50', 'p90', 'p99', 'largest', 'n'], rows)}\n\n{state}"
 
