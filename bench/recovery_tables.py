@@ -67,8 +67,10 @@ def tax_table(record: Mapping[str, Any]) -> str:
     kinds = list(next(iter(record["carriers"].values()))["protections"])
     names = {"finite": "finite checks", "ledger": "receipts"}
     head = ["", *(names.get(kind, kind) for kind in kinds), "all", "CPU time, with over without", "step time"]
+    rounds = min(row["rounds"] for row in record["carriers"].values())
     state = (
-        f"Shares of all CPU time, {record['date'][:10]}, on {record['machine']['cores']} cores of an "
-        f"{record['machine']['processor']} that others used as well."
+        f"Shares of all CPU time, and {rounds} rounds with and without, {record['date'][:10]}, on "
+        f"{record['machine']['cores']} cores of an {record['machine']['processor']} that others used as well: "
+        f"{min(record['load']):.0f} to {max(record['load']):.0f} threads wanted one."
     )
     return f"{table(head, rows)}\n\n{state}"

@@ -198,3 +198,16 @@ def test_a_member_that_gives_up_an_attempt_to_come_back_is_not_lost(seed: int) -
     assert [event["who"] for event in events if event["event"] == "left" and event["lost"]] == []
     check_exactly_once(run, NUM_SAMPLES, EPOCHS)
     check_events(run, events)
+
+
+def test_a_new_process_in_the_place_of_an_awaited_member_is_let_in_at_once() -> None:
+    class DiesWithAWorker(Dies):
+        async def __call__(self, cluster: SimulatedCluster) -> None:
+            await super().__call__(cluster)
+            await cluster.restart("worker-1")
+
+    run, events = run_tokens(DiesWithAWorker((0.1, 0.05), also="worker-1"), 0)
+    left = next(event for event in events if event["event"] == "left")
+    assert (left["who"], left["reason"]) == ("worker-1", "another process has taken its place")
+    assert left["time_s"] < 0.15 + QUICK.lease_s / 2
+    check_exactly_once(run, NUM_SAMPLES, EPOCHS)

@@ -107,7 +107,7 @@ class PresenceService:
             and awaited.stream is None
             and awaited.incarnation != stream.opened.incarnation
         ):
-            self._give_up(awaited, who, "another process has taken its place")
+            self._remove(awaited, who, "another process has taken its place", b"")
         while not (instructions := self._membership.join(request, context.age_s())):
             await stream.waiting(self._membership.nodes.worker_names)
             await context.runtime.sleep(ENTER_S)
