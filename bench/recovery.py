@@ -304,7 +304,6 @@ def main() -> None:
     if given.peer:
         names = [f"{given.peer}, {setting}" for setting in recovery_peer.SETTINGS]
     commit = git_commit(ROOT)
-    record: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.is_file() else {"pieces": {}}
     for name in names:
         begun_s, load = time.monotonic(), os.getloadavg()[0]
         if given.peer:
@@ -320,6 +319,7 @@ def main() -> None:
         found |= {"load_after": round(os.getloadavg()[0], 1), "commit": commit}
         found["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         print(name, json.dumps({key: value for key, value in found.items() if key != "each"}), flush=True)
+        record: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.is_file() else {"pieces": {}}
         record["pieces"][name] = found
         record |= {key: found[key] for key in ("date", "commit")}
         record |= {"step_s": STEP_S, "lease_s": LEASE_S, "machine": describe_machine({})["machine"]}
