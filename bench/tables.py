@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from marks import put, table
+from recovery_tables import recovery_table, tax_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -71,6 +72,12 @@ def carriers() -> Places:
         rows.append([title, *(f"{time:.{2 if time < 10 else 0}f}" for time in times_ms)])
     state = f"Medians of {record['repeats']}, {where(record)}."
     return {"carriers": f"{table(['a round trip, ms', *MESSAGES], rows)}\n\n{state}"}
+
+
+def benchmarks() -> Places:
+    """Carriers, recovery, and what protections cost."""
+    places = {"recovery": recovery_table(recorded("recovery")), "tax": tax_table(recorded("tax"))}
+    return {**places, **carriers()}
 
 
 # ---- collectives ---------------------------------------------------------------------------------
@@ -278,7 +285,7 @@ def ssp() -> Places:
 
 
 PAGES: dict[str, Callable[[], Places]] = {
-    "docs/benchmarks.md": carriers,
+    "docs/benchmarks.md": benchmarks,
     "docs/collectives.md": collectives,
     "docs/scaling.md": scaling,
     "docs/strategies/hogwild.md": hogwild,

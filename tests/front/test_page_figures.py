@@ -69,7 +69,7 @@ def test_a_new_record_is_noticed(
 def test_a_mark_that_is_lost_is_noticed(tables: Any, marks: Any, repository: Path) -> None:
     text = (repository / "docs/benchmarks.md").read_text().replace("<!-- end: carriers -->", "")
     with pytest.raises(LookupError, match="0 places 'carriers'"):
-        marks.filled(text, tables.carriers())
+        marks.filled(text, tables.benchmarks())
 
 
 # ---- README and docs/benchmarks.md ---------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -69,7 +70,7 @@ class Forgetful(StateStore):
 
 def run_tokens(script: Any, seed: int, **options: Any) -> tuple[gs.Run, list[Any]]:
     events: list[Any] = []
-    options = {"strategy": "downpour", "workers": 3, "servers": 2, **options}
+    options = {"strategy": "downpour", "workers": 3, "servers": 2, "config": WORLD, **options}
     run = simulate(
         Tokens(num_chunks=3),
         numbered(NUM_SAMPLES),
@@ -79,7 +80,6 @@ def run_tokens(script: Any, seed: int, **options: Any) -> tuple[gs.Run, list[Any
         chunk_elems=64,
         seed=seed,
         deadlines=QUICK,
-        config=WORLD,
         script=script,
         on_event=events.append,
         **options,
@@ -177,3 +177,36 @@ def test_without_a_store_its_death_ends_the_run() -> None:
 
     with pytest.raises(gs.errors.PeerLostError, match="coordinator"):
         run_tokens(DiesForGood(), 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_member_that_gives_up_an_attempt_to_come_back_is_not_lost(seed: int) -> None:
+    """The new process has to store something before it answers, and takes longer for it than members wait."""
+    costs = dict(WORLD.costs)
+
+    class DiesAndIsSlow(Dies):
+        async def __call__(self, cluster: SimulatedCluster) -> None:
+            costs["write"] = Cost(base_s=0.0)
+            await super().__call__(cluster)
+            costs["write"] = Cost(base_s=0.6 * QUICK.lease_s)
+            await cluster.virtual.runtime("director").sleep(0.1)
+            costs["write"] = WORLD.costs["write"]
+
+    world = dataclasses.replace(WORLD, costs=costs)
+    run, events = run_tokens(DiesAndIsSlow((0.1, 0.1)), seed, config=world)
+    assert [event["who"] for event in events if event["event"] == "left" and event["lost"]] == []
+    check_exactly_once(run, NUM_SAMPLES, EPOCHS)
+    check_events(run, events)
+
+
+def test_a_new_process_in_the_place_of_an_awaited_member_is_let_in_at_once() -> None:
+    class DiesWithAWorker(Dies):
+        async def __call__(self, cluster: SimulatedCluster) -> None:
+            await super().__call__(cluster)
+            await cluster.restart("worker-1")
+
+    run, events = run_tokens(DiesWithAWorker((0.1, 0.05), also="worker-1"), 0)
+    left = next(event for event in events if event["event"] == "left")
+    assert (left["who"], left["reason"]) == ("worker-1", "another process has taken its place")
+    assert left["time_s"] < 0.15 + QUICK.lease_s / 2
+    check_exactly_once(run, NUM_SAMPLES, EPOCHS)

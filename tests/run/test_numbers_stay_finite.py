@@ -19,7 +19,7 @@ from gradstream.data.feed import plan_of
 from gradstream.data.ledger import Ledger
 from gradstream.errors import ConfigError, GradientError, NonFiniteError, RefusedError
 from gradstream.model.base import Batch
-from gradstream.model.check import usable
+from gradstream.model.check import finite, usable
 from gradstream.replay import replay
 from gradstream.run.result import Run
 from gradstream.runtime.base import Report
@@ -321,6 +321,24 @@ def test_a_gradient_whose_squares_overflow_is_none() -> None:
     assert usable(torch.full((4,), 9e18)) and not usable(torch.full((4,), 1e19))
     assert usable(torch.full((4,), 1e19, dtype=torch.float64))
     assert not usable(torch.tensor([[0.0, math.nan]])) and usable(torch.empty(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("planted", [(math.nan,), (math.inf,), (-math.inf,), (math.inf, -math.inf)], ids=str)
+def test_what_is_not_finite_is_found_wherever_it_is(planted: tuple[float, ...], dtype: torch.dtype) -> None:
+    """The checks look at sums, of which only opposite infinities could seem to cancel."""
+    size = 1031  # no multiple of what processors add up at a time
+    for place in range(size):
+        vector = torch.linspace(-1.0, 1.0, size, dtype=dtype)
+        assert usable(vector) and finite(vector)
+        for shift, value in enumerate(planted):
+            vector[(place + shift * 7) % size] = value
+        assert not usable(vector) and not finite(vector), place
+        assert not usable(vector[::2]) or not usable(vector[1::2])  # of rows that do not lie side by side
+
+
+def test_a_finite_vector_whose_sum_overflows_is_finite() -> None:
+    assert finite(torch.full((8,), 3e38)) and not usable(torch.full((8,), 3e38))
 
 
 @pytest.mark.parametrize("strategy", [gs.Synchronous(), gs.Downpour(), gs.AllReduce()], ids=str)

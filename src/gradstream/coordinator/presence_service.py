@@ -37,12 +37,13 @@ REASON_BYTES = 512
 class _Attendance:
     """The presence of one node."""
 
-    stream: Stream | None  # of "join", or of the latest "resume"; None: awaited after a new process has begun
+    stream: Stream | None  # of "join", or of the latest "resume"; None: awaited
     gate: EventGate
     refusals: Throttle[str]  # reports refused events
     incarnation: int
     wakeup: Wakeup = field(default_factory=Wakeup)  # rings when there is a new notice
     attempt: int = 0  # number of the latest "resume"
+    settled: Stream | None = None  # the one on which the member goes on: it has sent a beat there
 
     def hear(self) -> None:
         """Notes a sign of life."""
@@ -114,7 +115,8 @@ class PresenceService:
         ):
             await stream.waiting([who])
             await context.runtime.sleep(min(RETURN_S, context.deadlines.lease_s / 2))
-            self._give_up(awaited, who, "another process has taken its place")
+            why = "another process has taken its place"
+            self._give_up(awaited, who, awaited.attempt, why, self.certificates.get(who, b""))
         await self._left(stream, who)
         while not (instructions := self._membership.join(request, context.age_s())):
             await stream.waiting(self._membership.nodes.worker_names)
@@ -153,9 +155,8 @@ class PresenceService:
         """Waits for the members of an earlier process of the coordinator; after a lease they count as lost."""
         lease_s = self._context.deadlines.lease_s
         for node in self._membership.nodes.as_notice():
-            attendance = self._expect(node, None)
             why = f"did not come back within {lease_s:g} s after the coordinator was started again"
-            self._context.runtime.expire_after(lease_s, partial(self._give_up, attendance, node.name, why))
+            self._await(self._expect(node, None), node.name, why, self.certificates.get(node.name, b""))
         for shard in self._membership.nodes.missing_shards:
             self._await_shard(shard)
 
@@ -169,10 +170,16 @@ class PresenceService:
 
         context.runtime.expire_after(wait_s, overdue)
 
-    def _give_up(self, attendance: _Attendance, who: str, why: str) -> None:
-        """Removes a member that has not come back."""
-        if attendance.stream is None and self._attending.get(who) is attendance:
-            self._remove(attendance, who, why, self.certificates.get(who, b""))
+    def _await(self, attendance: _Attendance, who: str, why: str, certificate: bytes) -> None:
+        """Waits a lease for a member to come back."""
+        give_up = partial(self._give_up, attendance, who, attendance.attempt, why, certificate)
+        self._context.runtime.expire_after(self._context.deadlines.lease_s, give_up)
+
+    def _give_up(self, attendance: _Attendance, who: str, attempt: int, why: str, certificate: bytes) -> None:
+        """Removes a member that has not come back since an attempt."""
+        comes_back = attendance.stream is not None or attendance.attempt > attempt
+        if not comes_back and self._attending.get(who) is attendance:
+            self._remove(attendance, who, why, certificate)
 
     def _remove(self, attendance: _Attendance, who: str, reason: str, certificate: bytes) -> None:
         del self._attending[who]
@@ -197,6 +204,10 @@ class PresenceService:
         resumed = reason and attendance.stream is not stream
         if resumed or self._attending.get(who) is not attendance or self._context.keeper.superseded:
             return
+        if reason and attendance.attempt and attendance.settled is not stream:
+            attendance.stream = None  # the member may have given up this attempt alone
+            self._await(attendance, who, reason, self.certificates.get(who, b""))
+            return
         # Not in a `finally`: a coordinator that is itself being stopped has lost no member.
         self._remove(attendance, who, reason, self.certificates.get(who, b""))
 
@@ -210,6 +221,8 @@ class PresenceService:
                     raise PeerLostError(who, "left before the run was over")
                 return
             attendance.hear()
+            attendance.settled = stream
+            attendance.stream = attendance.stream or stream  # it goes on over an older one
             beat = v1.Beat.FromString(received.frame.body.data)
             heard = self.heard.get(who, 0)
             if beat.number <= heard:

@@ -6,11 +6,13 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 
+from gradstream.coordinator.client.lifeline import EvictedError
 from gradstream.coordinator.client.member import Member, names_of
+from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.data.base import BatchRef
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
-from gradstream.errors import UserCodeError
+from gradstream.errors import RefusedError, UserCodeError
 from gradstream.runtime.base import Runtime
 from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import StepEvent
@@ -104,6 +106,7 @@ class WorkerNode:
             RunAbortedError: another node ended the run.
             PeerLostError, DeadlineError: a shard, another worker of a group, or the coordinator was lost.
             DrainedError: see `drain`.
+            EvictedError: the coordinator has counted this worker as lost.
         """
         config = self._config
         try:
@@ -113,6 +116,8 @@ class WorkerNode:
             await self._runtime.gather(self._train(), self._member.over())
         except Exception as error:
             await self._failed(error)
+            if _has_left(error):  # a shard has said so before the coordinator could
+                raise EvictedError(self._runtime.node, str(error)) from error
             raise
         finally:
             if self._exchange is not None:
@@ -254,6 +259,11 @@ class WorkerNode:
 
 async def _nothing(replica: Replica, refs: Sequence[BatchRef]) -> None:
     """A loop of the user's evaluates by itself between two minibatches."""
+
+
+def _has_left(error: Exception) -> bool:
+    """Whether another node says that this one is no member any more."""
+    return isinstance(error, RefusedError) and error.code == "NOT_MEMBER" and error.peer != COORDINATOR
 
 
 def _traceback_of(error: BaseException) -> str:

@@ -1,0 +1,76 @@
+"""What `bench/recovery.py` and `bench/tax.py` make of events and times, on planted ones."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def bench(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A script of bench/, by name."""
+    monkeypatch.syspath_prepend(str(repository / "bench"))
+    return importlib.import_module
+
+
+def step(node: str, begun_s: float, took_s: float = 0.1) -> dict[str, Any]:
+    return {"event": "step", "node": node, "time_s": begun_s + took_s, "compute_s": took_s}
+
+
+def of_coordinator(kind: str, time_s: float, **more: Any) -> dict[str, Any]:
+    return {"event": kind, "node": "coordinator", "time_s": time_s, **more}
+
+
+def test_the_death_of_a_worker_is_timed_from_events(bench: Any) -> None:
+    events = [
+        step("worker-0", 0.95),  # was under way: says nothing
+        step("worker-2", 0.95),
+        of_coordinator("left", 1.2, who="worker-2"),
+        step("worker-0", 1.1),
+        step("worker-0", 1.9),  # it has the update of the one before
+        step("worker-1", 1.0),
+        step("worker-1", 1.7),
+        of_coordinator("joined", 2.5, who="worker-2"),
+        step("worker-2", 2.9),
+    ]
+    found = bench("recovery").recovery(events, "worker-2", 1.0)
+    assert found == {"noticed_s": 0.2, "committed_s": 0.9, "joined_s": 1.5, "back_s": 2.0}
+    without = bench("recovery").recovery(events[:4], "worker-2", 1.0)
+    assert without == {"noticed_s": 0.2, "committed_s": None, "joined_s": None, "back_s": None}
+
+
+def test_the_death_of_the_coordinator_counts_steps_meanwhile(bench: Any) -> None:
+    events = [step("worker-0", 1.0 + 0.2 * number) for number in range(10)]
+    events.append(of_coordinator("coordinator", 1.85, ruling=2))
+    found = bench("recovery").recovery(events, "coordinator", 1.0)
+    assert (found["back_s"], found["steps_meanwhile"], found["committed_s"]) == (0.85, 4.0, 0.2)
+
+
+def test_percentiles_are_values_that_were_measured(bench: Any) -> None:
+    each = [{"who": "worker-0", "back_s": float(value)} for value in range(1, 102)]
+    found = bench("recovery").figures([*each, {"who": "worker-1", "back_s": None}])
+    assert found == {"back_s": {"p50": 51.0, "p90": 91.0, "p99": 100.0, "largest": 101.0, "n": 101}}
+
+
+def test_a_tax_that_is_planted_shows(bench: Any) -> None:
+    tax = bench("tax")
+    found = tax.ratio([(1.1, 1.0), (2.2, 2.0), (3.3, 3.0)])
+    assert found["ratio"] == pytest.approx(1.1)
+    assert found["interval"] == pytest.approx([1.1, 1.1])
+    count = sum(map(len, tax.PROTECTIONS.values()))
+    runs = [{"cpu_s": 10.0, "functions": [[0.1, 5.0]] + [[0.0, 0.0]] * (count - 1)}] * 2
+    assert tax.shares(runs)["finite"]["share"] == pytest.approx(0.01)
+    assert tax.shares(runs)["ledger"]["share"] == 0.0
+
+
+def test_every_protection_that_the_tax_names_is_there(bench: Any) -> None:
+    for functions in bench("tax").PROTECTIONS.values():
+        for path in functions:
+            module, _, name = path.partition(":")
+            owner: Any = importlib.import_module(module)
+            for part in name.split("."):
+                owner = getattr(owner, part)
+            assert callable(owner), path
