@@ -1,11 +1,13 @@
-"""Real SIGKILLs of workers, and what the model has of every sample afterwards: lost, doubled, torn.
+"""Real SIGKILLs of workers or shards, and what the model has of every sample afterwards: lost, doubled, torn.
 
     python bench/exactly_once.py                         # every carrier and strategy, one run of each
     python bench/exactly_once.py --rounds 8              # 8 runs of each: 7 kills a run
     python bench/exactly_once.py --strategies allreduce  # without servers: in shared memory, whatever the carrier
+    python bench/exactly_once.py --shards replicated     # shards in place of workers; or "logged"
 
-Of eight workers seven are killed, one after the other, at random times; the last one ends the run. Each sample adds
-1 to its own element of every chunk (`gradstream.testing.tokens`), so the final parameters are the count.
+Of eight workers seven are killed, one after the other, at random times; the last one ends the run. Of two shards one is
+killed again and again, whenever the backups are whole. Each sample adds 1 to its own element of every chunk
+(`gradstream.testing.tokens`), so the final parameters are the count.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import gradstream as gs
 from gradstream._train import launch
@@ -87,16 +90,52 @@ class Killer:
             self.kills += 1
 
 
-def run_once(carrier: str, strategy: str, seed: int, folder: Path) -> tuple[int, TokenAudit, Counter[str]]:
+class ShardKiller:
+    """Kills one of the shards, at random, every `EVERY` minibatches, or when the backups are whole again if that is later.
+
+    Args:
+        cluster: the nodes.
+        seed: of the shards.
+        whole: event of a run in which all backups are whole again.
+    """
+
+    EVERY = 300
+
+    def __init__(self, cluster: LocalCluster, seed: int, whole: str) -> None:
+        self._rng = random.Random(seed)
+        self._cluster = cluster
+        self._whole = whole
+        self._waits = False
+        self._steps = 0
+        self.kills = 0
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Counts minibatches, and kills when it is time."""
+        self._steps += event["event"] == "step"
+        self._waits = self._waits and event["event"] != self._whole
+        if self._steps >= self.EVERY and not self._waits:
+            self._cluster.signal(f"shard-{self._rng.randrange(2)}", signal.SIGKILL)
+            self._steps, self._waits = 0, True
+            self.kills += 1
+
+
+def run_once(
+    carrier: str, strategy: str, seed: int, folder: Path, shards: Any = "applied"
+) -> tuple[int, TokenAudit, Counter[str]]:
     """One run: number of kills, audit, and what became of the minibatches without a receipt."""
     chosen = STRATEGIES[strategy]
     which = "job_of_rounds" if isinstance(chosen, gs.AllReduce) else "job"
     given = load_job(f"{Path(__file__).resolve()}:{which}")
-    changed = replace(given, strategy=chosen, carrier=carrier, seed=seed)
+    changed = replace(given, strategy=chosen, carrier=carrier, seed=seed, acknowledge=shards)
+    if shards != "applied":
+        changed = replace(changed, workers=3, max_restarts=100)
     spec = plan_run(changed, f"{carrier}-{strategy}-{seed}")
     with LocalCluster(folder / "logs", node_environment(WORKERS)) as cluster:
-        killer = Killer(cluster, seed)
-        run = launch(spec, folder, cluster=cluster, on_event=killer)
+        killer: Killer | ShardKiller = Killer(cluster, seed)
+        if shards != "applied":
+            killer = ShardKiller(cluster, seed, "backed_up" if shards == "replicated" else "restored")
+        with patch("gradstream.run.restarts.CALM_S", 0.0):  # each restart counts as the first one
+            run = launch(spec, folder, cluster=cluster, on_event=killer)
     settled: Counter[str] = Counter()
     for event in run.events:
         if event["event"] == "settled":
@@ -113,6 +152,9 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--carriers", default="shm,tcp,grpc")
     parser.add_argument("--strategies", default="downpour,ssp")
+    parser.add_argument(
+        "--shards", default="applied", help="acknowledgement: kills shards in place of workers"
+    )
     given = parser.parse_args()
     total: Counter[str] = Counter()
     for seed in range(given.first_seed, given.first_seed + given.rounds):
@@ -120,7 +162,7 @@ def main() -> None:
             for strategy in given.strategies.split(","):
                 with tempfile.TemporaryDirectory() as folder:
                     begun_s = time.perf_counter()
-                    kills, audit, settled = run_once(carrier, strategy, seed, Path(folder))
+                    kills, audit, settled = run_once(carrier, strategy, seed, Path(folder), given.shards)
                 total.update(kills=kills, lost=audit.lost, doubled=audit.doubled, torn=audit.torn, **settled)
                 took_s = time.perf_counter() - begun_s
                 print(

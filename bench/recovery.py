@@ -11,7 +11,7 @@ times are those of events: of the kill on the run's clock, and of what the nodes
 
 noticed    the coordinator counts it as lost
 committed  every other worker has the update of a round (or push) that it began after the kill
-back       the new process has made its first step; of the coordinator, it serves; of a shard, as "committed"
+back       the new process has made its first step; of the coordinator and of a shard, it serves
 
 The launcher waits longer with each restart of a worker that dies soon after the one before; the bench switches that
 off, so that each death counts as the first one. Keeps what it finds in bench/results/recovery.json.
@@ -68,6 +68,7 @@ class Piece:
         workers: number of workers.
         at_once: how many are struck at a time.
         number: the signal.
+        acknowledge: see `Job`: what a shard that is killed comes back from.
     """
 
     strategy: str
@@ -75,6 +76,7 @@ class Piece:
     workers: int = 3
     at_once: int = 1
     number: int = signal.SIGKILL
+    acknowledge: Any = "applied"
 
 
 PIECES = {
@@ -83,8 +85,9 @@ PIECES = {
     "worker, allreduce": Piece("allreduce", "worker"),
     "coordinator, downpour": Piece("downpour", "coordinator"),
     "coordinator, synchronous": Piece("synchronous", "coordinator"),
-    "shard, downpour": Piece("downpour", "shard"),
-    "shard, synchronous": Piece("synchronous", "shard"),
+    "shard, downpour": Piece("downpour", "shard", acknowledge="replicated"),
+    "shard, synchronous": Piece("synchronous", "shard", acknowledge="replicated"),
+    "shard, downpour, logged": Piece("downpour", "shard", acknowledge="logged"),
     "silent worker, downpour": Piece("downpour", "worker", 5, 4, signal.SIGSTOP),
 }
 HOGS = {"hog": LEASE_S, "hog, default lease": gs.Deadlines().lease_s}
@@ -142,7 +145,7 @@ class Striker:
         self._workers = {f"worker-{rank}" for rank in range(piece.workers)}
         self._steps: dict[str, int] = defaultdict(int)  # by worker, steps begun since the latest strike
         self._stopped: dict[str, int] = {}  # processes that stand still
-        self._waits = False  # for a new coordinator
+        self._waits = False  # for a new coordinator, or for the backup that a shard keeps
         self._last_s, self._next_s = 0.0, 0.0
 
     def __call__(self, event: Mapping[str, Any]) -> None:
@@ -152,6 +155,8 @@ class Striker:
         if event["event"] == "coordinator":
             self._waits, self._last_s = False, event["time_s"]
             self._steps.clear()  # steps go on without it: those count that a worker makes later, and tells it
+        if event["event"] == ("backed_up" if self._piece.acknowledge == "replicated" else "restored"):
+            self._waits = False
         if event["event"] == "step" and begun_s(event) >= self._last_s:
             self._steps[event["node"]] += 1
         if self._cluster.zero_ns is None or len(self.struck) > self._strikes:
@@ -173,7 +178,7 @@ class Striker:
         names = sorted(name for name in self._cluster.running if name.startswith(self._piece.victims))
         chosen = self._rng.sample(names, self._piece.at_once)
         self._steps.clear()
-        self._waits = self._piece.victims == "coordinator"
+        self._waits = self._piece.victims in ("coordinator", "shard")
         for name in chosen:
             self._last_s = self._now_s()
             self.struck.append((name, self._last_s))
@@ -207,14 +212,15 @@ def recovery(events: Events, who: str, at_s: float, together: Sequence[str] = ()
             begun[event["node"]].append(begun_s(event))
             first.setdefault(event["node"], event["time_s"])
         elif (
-            event["event"] == "coordinator" or (event["event"] in ("left", "joined") and event["who"] == who)
+            event["event"] == "coordinator"
+            or (event["event"] in ("left", "joined") and event["who"] == who)
+            or (event["event"] == "restored" and event["node"] == who)
         ) and event["time_s"] >= at_s:
             first.setdefault(event["event"], event["time_s"])
     others = [times[1] for name, times in begun.items() if name not in (who, *together) and len(times) > 1]
     committed = max(others, default=None)
-    back = {"coordinator": first.get("coordinator"), "shard": committed}.get(
-        who.partition("-")[0], first.get(who)
-    )
+    served = {"coordinator": first.get("coordinator"), "shard": first.get("restored")}
+    back = served.get(who.partition("-")[0], first.get(who))
     found = {
         "noticed_s": first.get("left"),
         "committed_s": committed,
@@ -231,7 +237,9 @@ def recovery(events: Events, who: str, at_s: float, together: Sequence[str] = ()
 def measured(piece: Piece, strikes: int, seed: int) -> dict[str, Any]:
     """One run with so many strikes, and what followed each; where the run ends of itself, why."""
     given = load_job(f"{Path(__file__).resolve()}:job")
-    changed = replace(given, strategy=piece.strategy, workers=piece.workers, seed=seed)
+    changed = replace(
+        given, strategy=piece.strategy, workers=piece.workers, seed=seed, acknowledge=piece.acknowledge
+    )
     if piece.strategy == "allreduce":
         changed = replace(changed, servers=None)
     ended = ""

@@ -11,6 +11,7 @@ __all__ = ["recovery_table", "tax_table"]
 
 STRATEGIES = ("downpour", "synchronous", "allreduce")
 TORCHFT = ("torchft, as in its README", "torchft, heartbeat 1 s", "torchft, from Python")
+SHARDS = ("shard, downpour", "shard, synchronous", "shard, downpour, logged")
 
 ROWS = [  # what, its figure, and pieces of the record
     ("a killed worker is noticed", "noticed_s", [f"worker, {name}" for name in STRATEGIES]),
@@ -18,7 +19,8 @@ ROWS = [  # what, its figure, and pieces of the record
     ("a new worker takes part", "back_s", [*(f"worker, {name}" for name in STRATEGIES), *TORCHFT]),
     ("a new coordinator serves", "back_s", ["coordinator, downpour", "coordinator, synchronous"]),
     ("steps meanwhile", "steps_meanwhile", ["coordinator, downpour", "coordinator, synchronous"]),
-    ("a shard serves again", "back_s", ["shard, downpour", "shard, synchronous"]),
+    ("a shard serves again", "back_s", SHARDS),
+    ("all workers train on", "committed_s", SHARDS),
     ("a stopped worker is noticed", "noticed_s", ["silent worker, downpour"]),
     ("the others train on", "committed_s", ["silent worker, downpour"]),
     ("a new worker takes part", "back_s", ["silent worker, downpour"]),
