@@ -91,7 +91,7 @@ class Killer:
 
 
 class ShardKiller:
-    """Kills one of the shards, at random, every `EVERY` minibatches, or when the backups are whole again if that is later.
+    """Kills one of the shards every `EVERY` minibatches, or when the backups are whole again if that is later.
 
     Args:
         cluster: the nodes.

@@ -66,10 +66,17 @@ def shards_of(strategy: gs.Strategy) -> int:
     return 0 if isinstance(strategy, gs.AllReduce) else SHARDS
 
 
+def acknowledge_of(seed: int) -> str:
+    """When the shards of a seed's run acknowledge pushes: every other time round the strategies they have backups."""
+    if not shards_of(strategy_of(seed)):
+        return "applied"
+    return ("applied", "replicated", "applied", "logged")[seed // len(STRATEGIES) % 4]
+
+
 def plan_of(seed: int) -> FaultPlan:
     """The faults of a seed."""
-    shards = shards_of(strategy_of(seed))
-    return FaultPlan.drawn(seed, Scene(WORKERS, shards, UNTIL_S, QUICK.lease_s))
+    shards, backups = shards_of(strategy_of(seed)), acknowledge_of(seed) != "applied"
+    return FaultPlan.drawn(seed, Scene(WORKERS, shards, UNTIL_S, QUICK.lease_s, backups))
 
 
 def run(strategy: gs.Strategy, seed: int, plan: FaultPlan | None, **options: Any) -> gs.Run:
@@ -85,11 +92,11 @@ def run(strategy: gs.Strategy, seed: int, plan: FaultPlan | None, **options: Any
     return count_tokens(strategy=strategy, servers=shards, epochs=EPOCHS, seed=seed, **options)
 
 
-def violation(strategy: gs.Strategy, seed: int, plan: FaultPlan) -> str:
+def violation(strategy: gs.Strategy, seed: int, plan: FaultPlan, acknowledge: Any = "applied") -> str:
     """What a run with these faults has violated; "" for nothing."""
     events: list[Any] = []
     try:
-        found = run(strategy, seed, plan, on_event=events.append)
+        found = run(strategy, seed, plan, on_event=events.append, acknowledge=acknowledge)
     except Exception as error:
         early = not any(
             event["event"] == "started" for event in events
@@ -113,7 +120,7 @@ def tried(seed: int) -> tuple[int, str, Counter[str]]:
     """One seed: what was violated, and the faults that did happen by kind."""
     faulthandler.dump_traceback_later(HANGS_S, exit=True)  # a run that never ends
     plan = plan_of(seed)
-    found = violation(strategy_of(seed), seed, plan)
+    found = violation(strategy_of(seed), seed, plan, acknowledge_of(seed))
     faulthandler.cancel_dump_traceback_later()
     return seed, found, plan.kinds
 

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 from gradstream.checkpoint import Resume, to_resume
 from gradstream.checkpoint.model_file import load
+from gradstream.coordinator.client.lifeline import EvictedError
 from gradstream.coordinator.client.member import RunAbortedError
 from gradstream.errors import (
     ClosedError,
@@ -37,7 +38,7 @@ __all__ = ["simulate"]
 
 OnEvent = Callable[[Mapping[str, Any]], None]
 
-_OF_OTHERS = (PeerLostError, DeadlineError, RefusedError, ClosedError, RunAbortedError)
+_OF_OTHERS = (PeerLostError, DeadlineError, RefusedError, ClosedError, RunAbortedError, EvictedError)
 """Errors that a node raises because another node has failed."""
 
 

@@ -37,12 +37,14 @@ class Scene:
         until_s: all faults begin before, in seconds.
         lease_s: the run's `Deadlines.lease_s`: spells of workers and cuts are shorter than it, or half as long
             again; those of shards and of the coordinator are shorter.
+        backups: whether shards have backups, so that one may be killed.
     """
 
     workers: int
     shards: int
     until_s: float
     lease_s: float
+    backups: bool = False
 
     @property
     def servers(self) -> list[str]:
@@ -51,10 +53,13 @@ class Scene:
 
 
 def drawn_faults(rng: random.Random, scene: Scene) -> list[Fault]:
-    """Draws one to five faults of any kinds."""
+    """Draws one to five faults of any kinds, and the death of a shard where that has a backup."""
     faults = [_drawn(rng, scene) for _ in range(rng.randint(1, 5))]
     if any(isinstance(one, DiskFull) for one in faults):  # nobody promises that it comes back then
         faults = [one for one in faults if not (isinstance(one, Kill) and one.node == COORDINATOR)]
+    if scene.backups:
+        shard = shard_name(rng.randrange(scene.shards))
+        faults.append(Kill(shard, rng.uniform(0.02, scene.until_s), rng.uniform(0.0, 0.3)))
     return faults
 
 
