@@ -285,6 +285,7 @@ def test_without_memory_for_a_copy_workers_stand_until_all_is_written(
 
 def test_a_worker_that_is_lost_when_the_run_has_done_enough_is_no_reason_to_keep_anything() -> None:
     nodes = Nodes(2, 1)
+    nodes.add(v1.Node(name="shard-0", role="shard"))
     for rank in range(2):
         nodes.add(v1.Node(name=f"worker-{rank}", role="worker", rank=rank))
     ledger = Ledger(PartitionPlan(4, 2, 2), epochs=1)

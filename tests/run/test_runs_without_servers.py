@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.cold  # the tests' warm process has modules of servers
+
 NOTING = """
 import os
 import sys

@@ -78,6 +78,8 @@ class Scenario:
             worker = f"worker-{rng.randrange(WORKERS)}"
             deaths.append(Kill(worker, rng.uniform(0.02, 0.5), rng.choice((None, 0.0, 0.1))))
         if rng.random() < 0.3:
+            if acknowledge == "replicated":  # it takes longer then until a backup is whole again
+                deaths = [deaths[0], *(one for one in deaths if one.node.startswith("worker"))]
             deaths.append(Kill("coordinator", rng.uniform(0.02, 0.5), rng.choice((0.01, 0.2))))
         return cls(
             seed,

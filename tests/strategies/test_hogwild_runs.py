@@ -108,6 +108,8 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 def two_workers(shards: int) -> tuple[SnapshotRounds, Nodes]:
     nodes = Nodes(2, shards)
+    for rank in range(shards):
+        nodes.add(v1.Node(name=f"shard-{rank}", role="shard", rank=rank))
     for rank in range(2):
         nodes.add(v1.Node(name=f"worker-{rank}", role="worker", rank=rank))
     ledger = Ledger(PartitionPlan(8, 2, 2, seed=0), epochs=1)
