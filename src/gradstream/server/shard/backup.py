@@ -49,6 +49,10 @@ class BackupPlace(Protocol):
         """
         ...
 
+    async def clear(self) -> None:
+        """Removes what an earlier part of the run has left: a resumed run begins with its checkpoint."""
+        ...
+
     async def load(self, destination: Destination) -> None:
         """Reads the newest backup of every chunk into memory.
 
@@ -126,6 +130,10 @@ class ShardBackup:
             if name.startswith("worker")
         ]
         await self._put(v1.Backup(workers=workers))
+
+    async def begin(self) -> None:
+        """Begins without a backup, where this process does not take the place of another one."""
+        await self._place.clear()
 
     async def restore(self, members: Mapping[str, int]) -> None:
         """Goes on where an earlier process of this shard has ended. Chunks without a backup stay as they are.

@@ -166,6 +166,10 @@ class BackupLog:
         storage.sync(FOLDER)
         self._index = index
 
+    async def clear(self) -> None:
+        """See `BackupPlace`."""
+        await self._runtime.beside(lambda: self._runtime.storage.remove(self._path), work=Work("write"))
+
     async def load(self, destination: Destination) -> None:
         """See `BackupPlace`."""
         await self._runtime.beside(lambda: self._load(destination), work=Work("restore"))
@@ -190,8 +194,10 @@ class BackupLog:
             index.add(chunk, record_bytes)
             newest[chunk] = backup
         self._index = index
+        if index.end_bytes < size_bytes:  # nothing of a torn end may be taken for a record later
+            self._compact()
         for chunk, backup in newest.items():
-            offset, record_bytes = index.records[chunk]
+            offset, record_bytes = self._index.records[chunk]
             at = offset + HEADER.size + backup.ByteSize()
             self._fill(destination(backup), at, offset + record_bytes)
 

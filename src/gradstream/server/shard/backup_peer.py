@@ -92,6 +92,9 @@ class BackupOnPeer:
             for one in lent:
                 await one.back(RELEASE_S)
 
+    async def clear(self) -> None:
+        """See `BackupPlace`. The holder's process has begun with this one, and has nothing."""
+
     async def load(self, destination: Destination) -> None:
         """See `BackupPlace`.
 

@@ -101,6 +101,8 @@ class ShardNode:
             backup = self._service.backup if self._member.since else None
             if backup is not None:
                 await backup.restore(_incarnations(self._member.notice))
+            elif self._service.backup is not None:
+                await self._service.backup.begin()
             self._service.estates.on_report = self._member.estate
             self._keep_members(self._member.notice)
             self._member.listen(self._keep_members)
