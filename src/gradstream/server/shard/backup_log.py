@@ -124,19 +124,28 @@ class BackupLog:
             try:
                 await self._runtime.beside(lambda batch=batch: self._append(batch), work=work)  # type: ignore[misc]
             except OSError as error:
-                if self._runtime.left_s(since_ns, self._patience_s) <= 0:
-                    full = DiskError(f"{self._path} cannot be written: {error.strerror or error}")
-                    for one in batch:
-                        one.done.set_exception(full)
-                    break
                 self._waiting = batch + self._waiting
+                if self._runtime.left_s(since_ns, self._patience_s) <= 0:
+                    self._fail(DiskError(f"{self._path} cannot be written: {error.strerror or error}"))
+                    break
                 await self._runtime.sleep(RETRY_S)
                 continue
+            except Exception as error:
+                self._waiting = batch + self._waiting
+                self._fail(error)
+                break
             since_ns = self._runtime.now()
             for one in batch:
                 if not one.done.done():
                     one.done.set_result(None)
         self._writing = None
+
+    def _fail(self, error: Exception) -> None:
+        """Raises an error in all that wait."""
+        waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            if not one.done.done():
+                one.done.set_exception(error)
 
     def _append(self, batch: Sequence[_Waiting]) -> None:
         """Adds records at the end of the file. Where that fails, the next try overwrites what there is of them."""
@@ -159,9 +168,13 @@ class BackupLog:
         """Writes the records that count into a new file, which takes the place of the old one."""
         storage, new, index = self._runtime.storage, f"{self._path}.new", _Index()
         storage.remove(new)
-        for chunk, (offset, size_bytes) in self._index.records.items():
-            record = storage.read_at(self._path, offset, size_bytes)
-            storage.patch(new, [(index.add(chunk, size_bytes), record)])
+        storage.patch(
+            new,
+            (
+                (index.add(chunk, size_bytes), storage.read_at(self._path, offset, size_bytes))
+                for chunk, (offset, size_bytes) in self._index.records.items()
+            ),
+        )
         storage.rename(new, self._path)
         storage.sync(FOLDER)
         self._index = index
