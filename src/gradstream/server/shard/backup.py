@@ -87,8 +87,10 @@ class ShardBackup:
         executor.keep = self.keep
 
     async def keep(self, chunk: int) -> None:
-        """Backs up a chunk, which nobody updates meanwhile."""
+        """Backs up a chunk, which nobody updates meanwhile; one without parameters has nothing to keep."""
         state = self._state.chunks[chunk]
+        if state.version < 0:
+            return
         vectors = ["", *self._store.state, *([SUMS] if state.summed else [])]
         backup = v1.ChunkBackup(
             index=chunk,
@@ -110,10 +112,9 @@ class ShardBackup:
 
     async def keep_all(self) -> None:
         """Backs up every chunk that has parameters: a place that had nothing has all of the shard then."""
-        for chunk, state in self._state.chunks.items():
+        for chunk in self._state.chunks:
             async with self._leases.turn(chunk):
-                if state.version >= 0:
-                    await self.keep(chunk)
+                await self.keep(chunk)
         await self.keep_clocks()
 
     async def keep_clocks(self) -> None:

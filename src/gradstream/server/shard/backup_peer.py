@@ -160,6 +160,7 @@ class BackupHolder:
         self._kept: dict[int, v1.Backup] = {}  # by chunk
         self._clocks = v1.Backup()
         self._incarnation: int | None = None  # of the process that may change it
+        self._past: set[int] = set()  # of those that may no more
         self._turn = asyncio.Lock()
 
     async def serve_backup(self, stream: Stream) -> None:
@@ -198,6 +199,8 @@ class BackupHolder:
         """Sends all backups to a new process of their shard. Nothing that an earlier one still sends is taken."""
         async with self._turn:
             self._check_caller(stream)
+            if self._incarnation is not None and self._incarnation != stream.opened.incarnation:
+                self._past.add(self._incarnation)
             self._incarnation = stream.opened.incarnation
         for backup in (*self._kept.values(), self._clocks):
             body = v1.Body(data=backup.SerializeToString())
@@ -228,15 +231,17 @@ class BackupHolder:
     def _check_caller(self, stream: Stream) -> None:
         if stream.opened.sender != self._owner:
             raise self._bad(f"{stream.opened.sender} is not {self._owner}, whose backup is here")
+        if stream.opened.incarnation in self._past:
+            raise self._taken_over()
 
     def _check_owner(self, stream: Stream) -> None:
         self._check_caller(stream)
         if self._incarnation not in (None, stream.opened.incarnation):
-            raise RefusedError(
-                self._runtime.node,
-                "NOT_MEMBER",
-                f"another process of {self._owner} has taken its backup over",
-            )
+            raise self._taken_over()
+
+    def _taken_over(self) -> RefusedError:
+        text = f"another process of {self._owner} has taken its backup over"
+        return RefusedError(self._runtime.node, "NOT_MEMBER", text)
 
     def _bad(self, message: str) -> RefusedError:
         return RefusedError(self._runtime.node, "BAD_REQUEST", f"a backup: {message}")
