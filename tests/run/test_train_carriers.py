@@ -43,7 +43,7 @@ def job(carrier, strategy="synchronous"):
         gradients=gradients,
     )
     return gs.Job(
-        model, gs.from_arrays(X, Y), strategy=strategy, workers=2, servers=2, batch_size=8, steps=48,
+        model, gs.from_arrays(X, Y), strategy=strategy, workers=2, servers=2, batch_size=8, steps=96,
         chunk_elems=8192, optimizer=gs.optim.Adam(lr=0.01), checkpoint_every=4, carrier=carrier,
         connections=3 if carrier == "tcp" else 1,
         deadlines=gs.Deadlines(join_s=60, silence_s=10, lease_s=3, retry_s=5),
@@ -109,7 +109,7 @@ def test_killed_and_resumed_a_run_has_the_bytes_of_one_over_grpc(
     go: Any = partial(train, f"{job_file}:{carrier}", path, warm)
     for victims in deaths:
         killer = Killer(warm, "checkpoint", 1, *victims)
-        with pytest.raises(gs.errors.PeerLostError, match="|".join(victims)):
+        with pytest.raises(gs.errors.PeerLostError, match="|".join(victims) or None):
             go(on_event=killer)
         killer.bury()
         go = partial(gs.resume, path, servers=rng.choice([1, 2]))
