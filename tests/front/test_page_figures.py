@@ -269,11 +269,13 @@ def test_sentences_of_strategies_have_the_recorded_figures(repository: Path) -> 
 def test_sentences_of_collectives_have_the_recorded_figures(repository: Path) -> None:
     rows = result(repository, "allreduce-shared")["by_ranks"]
     small_us = [1e6 * rows["2"]["rows"][0]["median_s"][how] for how in ("as called", "core")]
-    bounds = [row["of_bound"] for found in rows.values() for row in found["rows"][-2:]]
+    large = [row for found in rows.values() for row in found["rows"][-2:]]
+    reading, moving = ([row[bound] for row in large] for bound in ("of_reading", "of_moving"))
     waiting = max(found["waiting"] for found in rows.values())
     text = " ".join((repository / "docs/collectives.md").read_text().split())
     assert f"takes {small_us[0]:.0f} µs, of which the core takes {small_us[1]:.0f}" in text
-    assert f"at {min(bounds):.2f} to {max(bounds):.2f} of the bound" in text
-    large = rows["4"]["rows"][2]["median_s"]
-    assert f"{1e3 * large['as called']:.1f} ms, the core {1e3 * large['core']:.1f}" in text
+    assert f"at {min(moving):.2f} to {max(moving):.2f} of moving" in text
+    assert f"Of reading it is at {min(reading):.2f} to {max(reading):.2f}" in text
+    crowded = rows["4"]["rows"][2]["median_s"]
+    assert f"{1e3 * crowded['as called']:.1f} ms, the core {1e3 * crowded['core']:.1f}" in text
     assert f"takes {max(waiting, 1e-4):.2%} of a core" in text
