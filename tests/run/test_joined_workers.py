@@ -44,7 +44,8 @@ def job():
     rate = 4.0 if ROUNDS else 1.0
     return gs.Job(
         Slow(4, {SAMPLES}), numbered({SAMPLES}), strategy=sys.argv[1], optimizer=gs.optim.SGD(lr=rate), batch_size=2,
-        epochs={EPOCHS}, chunk_elems={SAMPLES}, deadlines=gs.Deadlines(lease_s=LEASE_S, coordinator_s=2 * LEASE_S),
+        epochs=int(sys.argv[4]), chunk_elems={SAMPLES}, acknowledge=sys.argv[3],
+        deadlines=gs.Deadlines(lease_s=LEASE_S, coordinator_s=2 * LEASE_S),
     )
 """
 Start = Callable[..., Command]
@@ -66,17 +67,27 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def launched(
-    start: Start, machine: Any, address: str, strategy: str, lease_s: float = 10.0
+    start: Start,
+    machine: Any,
+    address: str,
+    strategy: str,
+    lease_s: float = 10.0,
+    *,
+    acknowledge: str = "applied",
+    epochs: int = EPOCHS,
 ) -> tuple[Command, list[str]]:
     """A launcher that waits for another machine, and the words that join it."""
-    options = ("--listen", address, "--wait", "2", "--servers-on", "launcher", "--run-dir", "run")
-    launcher = start(machine, "a", "train", "job.py", *options, "--", strategy, str(lease_s))
+    servers_on = "launcher" if acknowledge == "applied" else "all"
+    options = ("--listen", address, "--wait", "2", "--servers-on", servers_on, "--run-dir", "run")
+    launcher = start(
+        machine, "a", "train", "job.py", *options, "--", strategy, str(lease_s), acknowledge, str(epochs)
+    )
     words = shlex.split(launcher.line(r"gradstream (join .*)")[1])
     assert "--fingerprint" in words  # TLS
     return launcher, [*words[:1], "--name", "b", "--run-dir", "run", *words[1:]]
 
 
-def finished(folder: Path, *commands: Command, times: int) -> None:
+def finished(folder: Path, *commands: Command, times: int, epochs: int = EPOCHS) -> None:
     """Lets the run go on to its end, and checks that every sample is in the model exactly once an epoch."""
     for path in folder.iterdir():
         (path / "hurry").touch()
@@ -84,8 +95,8 @@ def finished(folder: Path, *commands: Command, times: int) -> None:
         status, said = command.end()
         assert status == 0, said
     run = gs.Run.load(folder / "a" / "run")
-    assert TokenAudit.of(run, SAMPLES, EPOCHS).exact, TokenAudit.of(run, SAMPLES, EPOCHS)
-    assert run.summary["samples_accounted"] == EPOCHS * SAMPLES
+    assert TokenAudit.of(run, SAMPLES, epochs).exact, TokenAudit.of(run, SAMPLES, epochs)
+    assert run.summary["samples_accounted"] == epochs * SAMPLES
     assert run.summary["workers_lost"].count("worker-1") >= times  # more where the machine is very busy
     # What the newcomer has done is told in the time of the run, although its clock may be another one.
     mine = [i for i, e in enumerate(run.events) if e.get("who") == "worker-1"]
@@ -151,6 +162,40 @@ def test_kill_9_of_a_worker_and_then_of_its_machine(start: Start, tmp_path: Path
     launcher.line(r"machine b \(127.0.0.1\) has joined with worker-1")
     launcher.line("worker-1 is back")
     finished(tmp_path, again, launcher, times=2)
+
+
+@pytest.mark.limit_s(240)
+def test_kill_9_of_a_machine_that_has_a_shard(start: Start, tmp_path: Path) -> None:
+    """The launcher's machine starts the shard from its backup; the machine comes back with its worker alone."""
+    launcher, words = launched(start, Here(), "127.0.0.1", "downpour", acknowledge="replicated", epochs=8)
+    joined = start(Here(), "b", *words)
+    launcher.line(r"machine b \(127.0.0.1\) has joined with shard-1, worker-1")
+    launcher.line(r"^step \d+")
+    joined.process.kill()
+    launcher.line(r"machine b \(127.0.0.1\) has left")
+    launcher.line("shard-1 is back")
+    again = start(Here(), "again", *words)
+    launcher.line(r"machine b \(127.0.0.1\) has joined with worker-1")
+    launcher.line("worker-1 is back")
+    finished(tmp_path, again, launcher, times=1, epochs=8)
+
+
+@pytest.mark.limit_s(240)
+def test_a_machine_that_has_a_shard_is_cut_off(start: Start, tmp_path: Path) -> None:
+    """A new shard takes the place of its own, which is there still and changes nothing any more."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    with Machines(2) as machines:
+        a, b = machines.machines
+        launcher, words = launched(start, a, a.address, "downpour", 3.0, acknowledge="replicated", epochs=8)
+        joined = start(b, "b", *words)
+        launcher.line(r"^step \d+")
+        with machines.cut(1, "to"), machines.cut(1, "from"):
+            launcher.line("shard-1 is back")
+            joined.line("the nodes here have ended. Trying to come back")
+        joined.line("in as b, with worker-1")
+        launcher.line("worker-1 is back")
+        finished(tmp_path, joined, launcher, times=1, epochs=8)
 
 
 @pytest.mark.limit_s(240)

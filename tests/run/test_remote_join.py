@@ -155,6 +155,28 @@ def test_the_place_of_a_machine_that_left_before_training_is_free() -> None:
     assert third.nodes == first.nodes
 
 
+@pytest.mark.parametrize("rescues", [False, True])
+def test_shards_of_a_lost_machine_go_to_the_launchers(rescues: bool) -> None:
+    state = members(machines=2, shards=4, rescues=rescues)
+    seat = state.enrol(ask("b"))
+    assert isinstance(seat, Seat)
+    state.begun = True
+    state.left(seat)
+    shards = ("shard-1", "shard-3")
+    assert [state.rescue(name) for name in (*shards, *shards)] == [rescues, rescues, False, False]
+    assert not state.rescue("worker-1")
+    assert not state.rescue("shard-0")
+    again = state.enrol(ask("b"))
+    if not rescues:
+        assert isinstance(again, v1.Refuse)
+        assert state.seat_of("shard-1") == seat
+        return
+    assert state.nodes_of(0) == ("shard-0", "shard-2", *shards, "worker-0")
+    assert again == replace(seat, nodes=("worker-1",))
+    for rank in range(4):
+        assert state.seat_of(f"shard-{rank}") == Seat("here", "", state.nodes_of(0))
+
+
 def seated(machines: int = 3, **options: Any) -> tuple[MachineMembers, list[Seat]]:
     """A run that trains, and the machines that have joined it: b, c, ..."""
     state = members(machines, **options)

@@ -365,7 +365,7 @@ class Launcher:
             self._ended.report(message["from"], message)
         elif self._machines is not None and ("machine" in message or "insecure" in message):
             for node, error in self._machines.note(message).items():
-                self._ended.lose(node, error) if error else self._ended.forget(node)
+                self._note_machine(node, error)
         elif "zero_ns" in message or "struck" in message:
             self._events.note_time(message)
         elif "begins_again" in message:
@@ -397,9 +397,28 @@ class Launcher:
         if training and self._comes_back(name) and self._ended.was_lost(name):
             self._restarts.ended(name, time.monotonic())
 
+    def _note_machine(self, name: str, error: dict[str, str]) -> None:
+        """Notes a node that has come with its machine, or, with an error, is lost with it."""
+        if not error:
+            self._ended.forget(name)
+            return
+        if name not in self._ended.statuses:
+            self._evictions.ended(name)
+            self._ended.lose(name, error)
+        self._rescue(name)
+
+    def _rescue(self, name: str) -> None:
+        """Has a shard that was lost with its machine, or stands still there, started on this machine."""
+        if self._machines is not None and self._comes_back(name) and self._machines.rescue(name):
+            self._restarts.ended(name, time.monotonic())
+
     def _note_lost(self, name: str) -> None:
         """Ends a shard that stands still and was evicted, since everybody waits for a new process of it."""
-        if self._evictions.lost(name) and name.startswith("shard") and self._comes_back(name):
+        if (
+            self._evictions.lost(name, time.monotonic())
+            and name.startswith("shard")
+            and self._comes_back(name)
+        ):
             self._cluster.signal(name, signal.SIGKILL)
 
     def _comes_back(self, name: str) -> bool:
@@ -417,6 +436,10 @@ class Launcher:
             self._cluster.signal(COORDINATOR, signal.SIGTERM)
 
     def _restart_nodes(self) -> None:
+        for name in self._evictions.unheard(time.monotonic()):
+            if self._machines is not None and name.startswith("shard") and not self._machines.is_here(name):
+                self._evictions.ended(name)
+                self._rescue(name)
         for name in self._restarts.take_due(time.monotonic()):
             here = self._machines is None or self._machines.is_here(name)
             if self._has_ended or not self._comes_back(name):

@@ -13,6 +13,9 @@ __all__ = ["Evictions", "Restarts", "Succession"]
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 30.0
 """Seconds before the second restart of a node, and the most seconds before any; they double from one to the next."""
 
+RESCUE_S = 2.0
+"""Seconds that another machine has to say that the process of a shard has ended, once the run has lost the shard."""
+
 CALM_S = 60.0
 """Seconds after which a node that was started again counts as well: its next restart is at once again."""
 
@@ -73,15 +76,25 @@ class Evictions:
 
     def __init__(self) -> None:
         self._left = Counter[str]()
+        self._since_s: dict[str, float] = {}
 
-    def lost(self, name: str) -> bool:
+    def lost(self, name: str, at_s: float) -> bool:
         """Notes that the run has lost a node. Returns whether its process is still there."""
         self._left[name] += 1
+        self._since_s[name] = at_s
         return self._left[name] > 0
 
     def ended(self, name: str) -> None:
-        """Notes that a process of a node has ended."""
+        """Notes that a process of a node has ended, or is left to itself."""
         self._left[name] -= 1
+
+    def unheard(self, at_s: float) -> list[str]:
+        """The nodes that the run has lost for `RESCUE_S`, of whose processes nobody has said that they have ended."""
+        return [
+            name
+            for name, since_s in self._since_s.items()
+            if self._left[name] > 0 and at_s - since_s > RESCUE_S
+        ]
 
 
 class Succession:

@@ -86,7 +86,7 @@ def join(joining: Joining, on_note: OnNote) -> int:
         After any of these, and after Ctrl-C, no process of the run is left on this machine.
 
     A machine that was cut off for so long that its nodes were ended joins again, if the launcher is heard again within
-    twice `coordinator_s`.
+    twice `coordinator_s`, and trains on. Its shards were rescued by the launcher's machine, or the run ends.
 
     At SIGTERM the workers of this machine hand in what they have computed and leave; the others go on. A machine that
     holds a part of the parameters (a shard) cannot leave that way: SIGTERM ends it, as Ctrl-C does.
@@ -179,8 +179,6 @@ class _Machine:
                 try:
                     await self._entrance.runtime.gather(self._obey(cluster, start), self._follow(cluster))
                 except (PeerLostError, DeadlineError) as error:
-                    if shards:  # the run has ended
-                        raise
                     raise _CutOffError from error
             else:
                 self._over = order.over

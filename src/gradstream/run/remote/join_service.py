@@ -271,6 +271,8 @@ class JoinService:
                     "BAD_REQUEST",
                     f"{seat.machine} reported the end of {report.who[:80]!r}, which runs on another machine",
                 )
+            if self._members.seat_of(report.who) is not seat:
+                continue  # a shard that was rescued: the process here is an earlier one
             if report.error:
                 self._on_message(
                     {

@@ -62,7 +62,7 @@ class MachineRendezvous:
         self._job = job = plan.job
         self._authority = None if listening.insecure else CertificateAuthority()
         self._token = new_token(listening.token)
-        by_rank = listening.on_open is not None
+        by_rank, losses = listening.on_open is not None, losses_of(plan)
         self.machine = name_of_rank(0, socket.gethostname()) if by_rank else socket.gethostname()
         self.members = (RankMembers if by_rank else MachineMembers)(
             self.machine,
@@ -71,7 +71,8 @@ class MachineRendezvous:
             facts=facts_of(job),
             shards=plan.servers,
             servers_on=listening.servers_on,
-            obstacle=losses_of(plan).obstacle,
+            obstacle=losses.obstacle,
+            rescues=losses.acknowledge == "replicated",
         )
         files = [*_files_of(spec["strategy"]), *_files_of(spec["optimizer"])]
         hashes = {path.name: file_hash(path) for path in files}
@@ -161,7 +162,11 @@ class MachineRendezvous:
             return {}
         text = f"machine {message['machine']} ({message['address']}) has left: {message['reason']}"
         lost = {"error": "PeerLostError", "message": text, "traceback": ""}
-        return {str(node): lost for node in message["nodes"]}
+        return {str(node): lost for node in message["nodes"] if not self.is_here(node)}
+
+    def rescue(self, name: str) -> bool:
+        """See `MachineMembers.rescue`."""
+        return self.members.rescue(name)
 
     def start_again(self, name: str) -> bool:
         """Has the machine of a lost worker start it again, under a new certificate. False where the machine is gone."""

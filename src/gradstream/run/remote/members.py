@@ -47,6 +47,7 @@ class MachineMembers:
         shards: number of shards of the parameter server.
         servers_on: "all" places shard i on machine i mod `machines`, "launcher" places all on the launcher's.
         obstacle: why nobody can take the place of a lost worker once training has begun; "" if one can.
+        rescues: whether another machine's shard has what a lost shard has held, so that it can be rescued.
     """
 
     kind = "machines"
@@ -61,6 +62,7 @@ class MachineMembers:
         shards: int = 0,
         servers_on: ServersOn = "all",
         obstacle: str = "",
+        rescues: bool = False,
     ) -> None:
         self.own = own
         self.begun = False
@@ -70,6 +72,8 @@ class MachineMembers:
         self._hosts = machines if servers_on == "all" else 1  # of shards
         self._facts = facts
         self._obstacle = obstacle
+        self._rescues = rescues
+        self._rescued: list[str] = []  # shards of other machines, which the launcher's machine has now
         self._gone: set[int] = set()  # seats whose machines have left since training began
         self._seats: dict[int, Seat] = {0: Seat(own, "", self.nodes_of(0))}
 
@@ -90,14 +94,16 @@ class MachineMembers:
 
     def nodes_of(self, index: int) -> tuple[str, ...]:
         """Names of the shards and workers of machine `index`; the launcher's machine is 0."""
-        shards = range(index, self._shards, self._hosts) if index < self._hosts else ()
+        ranks = range(index, self._shards, self._hosts) if index < self._hosts else ()
+        shards = [name for rank in ranks if (name := f"shard-{rank}") not in self._rescued]
         first = index * self._per_machine
         workers = range(first, first + self._per_machine)
-        return (*(f"shard-{rank}" for rank in shards), *(f"worker-{rank}" for rank in workers))
+        rescued = () if index else self._rescued
+        return (*shards, *rescued, *(f"worker-{rank}" for rank in workers))
 
     def seat_of(self, node: str) -> Seat | None:
         """The machine that runs a node; None where none does."""
-        return next((seat for seat in self._seats.values() if node in seat.nodes), None)
+        return next((seat for _, seat in sorted(self._seats.items()) if node in seat.nodes), None)
 
     def enrol(self, request: v1.Enrol) -> Seat | v1.Refuse:
         """Admits a machine that knows the token, or refuses it."""
@@ -129,6 +135,14 @@ class MachineMembers:
         else:
             del self._seats[index]
 
+    def rescue(self, node: str) -> bool:
+        """Gives a shard that was lost to the launcher's machine, for good. False where that cannot be, or has been."""
+        if not self._rescues or not node.startswith("shard") or node in self.nodes_of(0):
+            return False
+        self._rescued.append(node)
+        self._seats[0] = Seat(self.own, "", self.nodes_of(0))
+        return True
+
     def is_there(self, node: str) -> bool:
         """Whether the machine that runs a node is a member at present."""
         return any(node in seat.nodes for seat in self._taken)
@@ -142,7 +156,7 @@ class MachineMembers:
         """The seats that are free for a machine of this name.
 
         Once training has begun, these are the seats of workers alone whose machines have left, beginning with the one
-        that had this name: a shard takes its ranges of the parameters with it.
+        that had this name: a shard takes its ranges of the parameters with it, unless it was rescued.
         """
         if not self.begun:
             return [index for index in range(self._machines) if index not in self._seats]
