@@ -51,6 +51,19 @@ FOUND: dict[str, tuple[gs.Strategy, int, FaultPlan]] = {
         12,
         FaultPlan([Cut("worker-2", "*", 0.3053915644658538, 1.8, both=False)]),
     ),
+    "a run ended without a reason, since nobody was left when the coordinator was away": (
+        gs.AllReduce(algorithm="ring"),
+        427,
+        FaultPlan(
+            [
+                Kill("worker-0", 0.2741277889457881, None),
+                Kill("coordinator", 0.4199294676719316, 0.2552732302922245),
+                Corrupt("coordinator", "worker-2", 0.05),
+                Lose("coordinator", "worker-1", 0.05),
+                Corrupt("worker-2", "coordinator", 0.05),
+            ]
+        ),
+    ),
     "a newcomer began with a round of which some chunks had the dead worker's part already": (
         gs.Synchronous(overlap=False),
         461,

@@ -42,6 +42,7 @@ class SimulatedCluster:
     Attributes:
         coordinator: the coordinator, once it has started.
         store: the coordinator's durable state, with which `restart` lets it go on; None keeps none.
+        successor_due: whether the script will start the coordinator again; the run goes on without any node until then.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class SimulatedCluster:
         self._incarnations: defaultdict[str, int] = defaultdict(lambda: 1)
         self._workers: dict[str, WorkerNode] = {}
         self._outcome: RunOutcome | None = None
+        self.successor_due = False
 
     def run(self, script: Script | None = None) -> RunOutcome | None:
         """Runs until every node has ended.
@@ -139,8 +141,10 @@ class SimulatedCluster:
         director = self.virtual.runtime("director")
         if script is not None:
             director.spawn(script(self), name="script")
-        while running := [task for task in self._tasks.values() if not task.done()]:
+        while (running := [task for task in self._tasks.values() if not task.done()]) or self.successor_due:
             await asyncio.gather(*running, return_exceptions=True)
+            if not running:
+                await director.sleep(1e-3)
 
     async def _start(self, name: str, run: Callable[[MemoryEndpoint], Coroutine[Any, Any, None]]) -> None:
         runtime = self.virtual.runtime(name)

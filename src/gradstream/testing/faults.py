@@ -160,6 +160,7 @@ class FaultPlan:
             self._struck.add(one)
             (cluster.kill if isinstance(one, Kill) else cluster.drain)(one.node)
             if one.back_s is not None:
+                cluster.successor_due |= one.node == COORDINATOR
                 director.spawn(self._bring_back(cluster, one), name=f"back-{number}")
 
     async def _bring_back(self, cluster: SimulatedCluster, fault: Departure) -> None:
@@ -171,9 +172,11 @@ class FaultPlan:
             await director.sleep(wait_s)
             if not cluster.is_running(fault.node) and not cluster.over:
                 await cluster.restart(fault.node)
+            cluster.successor_due &= fault.node != COORDINATOR
             if not await self._in_vain(cluster, fault.node):
                 return
             wait_s = AGAIN_S
+        cluster.successor_due &= fault.node != COORDINATOR
 
     async def _in_vain(self, cluster: SimulatedCluster, node: str) -> bool:
         """Whether a new process has ended at once because the coordinator had died: a launcher starts another one."""
