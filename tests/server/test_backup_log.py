@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import asyncio
+import errno
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import pytest
 import torch
 
-from gradstream.errors import DataError
+from gradstream.errors import DataError, DiskError
 from gradstream.memory import Vector
+from gradstream.runtime.base import Buffer
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.server.shard.backup_log import BackupLog
+from gradstream.testing.storage import FailingStorage
 from gradstream.wire import v1
 
 PATH = "backups/shard-0.log"
@@ -106,6 +110,47 @@ def test_the_file_stays_short() -> None:
     on(storage, put(*((step % 2, float(step)) for step in range(1, 60))))
     assert len(storage.files[PATH]) <= 3.5 * two
     assert on(storage, read) == {0: (58, 58.0), 1: (59, 59.0)}
+
+
+def test_a_full_disk_is_waited_for_where_the_log_has_a_torn_end() -> None:
+    """Without its end the log is written anew, for which there is no room at first."""
+    storage = FailingStorage()
+    on(storage, put((0, 1.0), (1, 1.0), (0, 2.0)))
+    storage.files[PATH] = storage.files[PATH][:-1]
+    storage.error = errno.ENOSPC
+
+    async def read_meanwhile(log: BackupLog) -> Any:
+        reading = asyncio.ensure_future(read(log))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert storage.num_failed > 0
+        storage.error = 0
+        return await reading
+
+    assert on(storage, read_meanwhile) == {0: (1, 1.0), 1: (1, 1.0)}
+    storage.files[PATH] = storage.files[PATH][:-1]
+    storage.error = errno.ENOSPC
+    with pytest.raises(DiskError, match="No space left"):
+        on(storage, read)
+
+
+def test_a_disk_without_room_for_a_second_file_keeps_what_it_is_given() -> None:
+    storage = NoSecondFile()
+    on(storage, put(*((step % 2, float(step)) for step in range(1, 60))))
+    assert storage.num_refused > 0
+    assert on(storage, read) == {0: (58, 58.0), 1: (59, 59.0)}
+
+
+class NoSecondFile(MemoryStorage):
+    """A disk with room for the log alone."""
+
+    num_refused = 0
+
+    def patch(self, path: str, pieces: Iterable[tuple[int, Buffer]]) -> None:
+        if path != PATH:
+            self.num_refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        super().patch(path, pieces)
 
 
 def test_a_record_of_another_model_is_refused() -> None:

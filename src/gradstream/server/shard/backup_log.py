@@ -15,6 +15,7 @@ import asyncio
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,8 +126,10 @@ class BackupLog:
                 await self._runtime.beside(lambda batch=batch: self._append(batch), work=work)  # type: ignore[misc]
             except OSError as error:
                 self._waiting = batch + self._waiting
-                if self._runtime.left_s(since_ns, self._patience_s) <= 0:
-                    self._fail(DiskError(f"{self._path} cannot be written: {error.strerror or error}"))
+                try:
+                    self._give_up_after(since_ns, error)
+                except DiskError as gave_up:
+                    self._fail(gave_up)
                     break
                 await self._runtime.sleep(RETRY_S)
                 continue
@@ -162,7 +165,8 @@ class BackupLog:
         storage.patch(self._path, pieces)
         self._index = index
         if index.wasteful:
-            self._compact()
+            with suppress(OSError):  # the disk has no room for a second file; later, perhaps
+                self._compact()
 
     def _compact(self) -> None:
         """Writes the records that count into a new file, which takes the place of the old one."""
@@ -184,8 +188,24 @@ class BackupLog:
         await self._runtime.beside(lambda: self._runtime.storage.remove(self._path), work=Work("write"))
 
     async def load(self, destination: Destination) -> None:
-        """See `BackupPlace`."""
-        await self._runtime.beside(lambda: self._load(destination), work=Work("restore"))
+        """See `BackupPlace`.
+
+        Raises:
+            DiskError: the file has a torn end, and the disk takes no new file for longer than `patience_s`.
+        """
+        since_ns = self._runtime.now()
+        while True:
+            try:
+                await self._runtime.beside(lambda: self._load(destination), work=Work("restore"))
+                return
+            except OSError as error:
+                self._give_up_after(since_ns, error)
+            await self._runtime.sleep(RETRY_S)
+
+    def _give_up_after(self, since_ns: int, error: OSError) -> None:
+        """Raises DiskError where the disk has failed for `patience_s`."""
+        if self._runtime.left_s(since_ns, self._patience_s) <= 0:
+            raise DiskError(f"{self._path} cannot be written: {error.strerror or error}") from error
 
     def _load(self, destination: Destination) -> None:
         storage, newest, index = self._runtime.storage, dict[int, v1.Backup](), _Index()
