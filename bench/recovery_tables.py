@@ -73,6 +73,6 @@ def tax_table(record: Mapping[str, Any]) -> str:
     state = (
         f"Shares of all CPU time, and {rounds} rounds with and without, {record['date'][:10]}, on "
         f"{record['machine']['cores']} cores of an {record['machine']['processor']} that others used as well: "
-        f"{min(record['load']):.0f} to {max(record['load']):.0f} threads wanted one."
+        f"{min(record['load']):.1f} to {max(record['load']):.1f} threads wanted one."
     )
     return f"{table(head, rows)}\n\n{state}"
