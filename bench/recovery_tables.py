@@ -1,4 +1,4 @@
-"""The tables of recovery and of the tax on docs/benchmarks.md, from what `recovery.py` and `tax.py` have kept."""
+"""The tables of recovery, of a storm and of the tax on docs/benchmarks.md, from the records of their benches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from marks import table
 
-__all__ = ["recovery_table", "tax_table"]
+__all__ = ["recovery_table", "storm_table", "tax_table"]
 
 STRATEGIES = ("downpour", "synchronous", "allreduce")
 TORCHFT = ("torchft, as in its README", "torchft, heartbeat 1 s", "torchft, from Python")
@@ -54,6 +54,28 @@ def recovery_table(record: Mapping[str, Any]) -> str:
             f"{len(hog['false_evictions'])} of its nodes."
         )
     return f"{table(['after a kill', '', 'p50', 'p90', 'p99', 'largest', 'n'], rows)}\n\n{state}"
+
+
+def storm_table(record: Mapping[str, Any]) -> str:
+    """By run: its length, its faults, the audit, and what they have cost."""
+    rows = []
+    for name, found in {**record["strategies"], "`downpour`, four machines": record["apart"]}.items():
+        audit, title = found["audit"], name if " " in name else f"`{name}`"
+        counted = (
+            ("the same bits" if audit["same_bits"] else "**other bits**")
+            if "same_bits" in audit
+            else " · ".join(str(audit[what]) for what in ("lost", "doubled", "torn"))
+        )
+        cost = [
+            f"{100 * found[what]:.1f} %" if what in found else "" for what in ("participation", "throughput")
+        ]
+        faults = sum(found["faults"].values())
+        rows.append(
+            [title, f"{found['minutes']:.0f}", f"{faults}", f"{found['faults_h']:.0f}", counted, *cost]
+        )
+    head = ["", "minutes", "faults", "an hour", "lost · doubled · torn", "participation", "throughput"]
+    state = f"{record['date'][:10]}, on {record['machine']['cores']} cores of an {record['machine']['processor']}."
+    return f"{table(head, rows)}\n\n{state}"
 
 
 def tax_table(record: Mapping[str, Any]) -> str:

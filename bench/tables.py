@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from marks import put, table
-from recovery_tables import recovery_table, tax_table
+from recovery_tables import recovery_table, storm_table, tax_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -75,8 +75,9 @@ def carriers() -> Places:
 
 
 def benchmarks() -> Places:
-    """Carriers, recovery, and what protections cost."""
-    places = {"recovery": recovery_table(recorded("recovery")), "tax": tax_table(recorded("tax"))}
+    """Carriers, recovery, a storm of faults, and what protections cost."""
+    places = {"recovery": recovery_table(recorded("recovery")), "storm": storm_table(recorded("storm"))}
+    places["tax"] = tax_table(recorded("tax"))
     return {**places, **carriers()}
 
 

@@ -55,6 +55,23 @@ def test_percentiles_are_values_that_were_measured(bench: Any) -> None:
     assert found == {"back_s": {"p50": 51.0, "p90": 91.0, "p99": 100.0, "largest": 101.0, "n": 101}}
 
 
+def test_a_worker_takes_part_from_its_first_step_to_its_death_unless_it_stands_still(bench: Any) -> None:
+    storm = bench("storm")
+    events: list[dict[str, Any]] = [{"event": "finished", "time_s": 100.0}]
+    for rank in range(storm.WORKERS):
+        name = f"worker-{rank}"
+        events += [{"event": "joined", "who": name, "time_s": 0.0}]
+        events += [{"event": "step", "node": name, "time_s": at_s} for at_s in (10.0, 20.0, 90.0)]
+    whole_s = storm.WORKERS * 90.0
+    assert storm.present_s(events, []) == whole_s
+    assert storm.present_s(events, [("worker-1", 5.0, 15.0)]) == whole_s - 5.0
+    events += [
+        {"event": "left", "who": "worker-2", "lost": True, "time_s": 30.0},
+        {"event": "joined", "who": "worker-2", "time_s": 40.0},
+    ]
+    assert storm.present_s(events, [("worker-2", 25.0, 35.0)]) == whole_s - 60.0 - 5.0
+
+
 def test_a_tax_that_is_planted_shows(bench: Any) -> None:
     tax = bench("tax")
     found = tax.ratio([(1.1, 1.0), (2.2, 2.0), (3.3, 3.0)])
