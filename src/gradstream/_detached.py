@@ -147,7 +147,7 @@ def _launch(run_dir: Path, record: LauncherRecord, begin: bool, signals: StopSig
             from gradstream.run.failures import failed_event
             from gradstream.run.final_evaluation import evaluate
             from gradstream.run.followed_events import FollowedEvents
-            from gradstream.run.launcher import Detached, LaunchOptions
+            from gradstream.run.preparation import Detached, LaunchOptions
 
             try:
                 plan, cluster, credentials = _nodes(run_dir, record, begin)

@@ -17,7 +17,7 @@ from gradstream.job.job import Deadlines, Job, is_script, spread_out
 from gradstream.job.registry import find_strategy
 from gradstream.job.validation import check_script
 from gradstream.run.files import read_record
-from gradstream.run.launcher import OnEvent
+from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import holder_of
 from gradstream.run.local.door import DOOR, has_reader
 from gradstream.run.node import LOCK, LOCK_S

@@ -20,9 +20,11 @@ from gradstream.job.files import Asked, intercept, job_of, load_job, script_of_c
 from gradstream.job.job import Data, Job, JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.job.registry import check_places
 from gradstream.job.validation import check_script
-from gradstream.run.launcher import Launcher, LaunchOptions, OnAddress, OnEvent
+from gradstream.run.followed_events import OnEvent
+from gradstream.run.launcher import Launcher
 from gradstream.run.local import LocalCluster
 from gradstream.run.plan import RunPlan, plan_run
+from gradstream.run.preparation import LaunchOptions, OnAddress, Preparation
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
@@ -151,7 +153,7 @@ def launch(
         earlier=earlier,
     )
     if detach:
-        Launcher(plan, run_dir, options).write_files()
+        Preparation(plan, run_dir, options).write_files()
         start_launcher(run_dir, begin=True)
         run = Run.load(run_dir)
     else:

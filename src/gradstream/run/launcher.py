@@ -10,17 +10,14 @@ import dataclasses
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradstream.errors import (
     ConfigError,
     DeadlineError,
-    DiskError,
     GradstreamError,
     Interrupted,
     PeerLostError,
@@ -29,19 +26,14 @@ from gradstream.errors import (
 from gradstream.job.job import Job, is_script
 from gradstream.run.ending import Ending
 from gradstream.run.failures import EndedNodes, failed_event
-from gradstream.run.followed_events import FollowedEvents, OnEvent
-from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
-from gradstream.run.local import NODE, SCRIPT, Cluster, LocalCluster, ThreadCluster, node_environment
-from gradstream.run.local.ranks import hold_port
+from gradstream.run.followed_events import FollowedEvents
+from gradstream.run.local import NODE, SCRIPT, Cluster
 from gradstream.run.local.signals import StopSignals
 from gradstream.run.losses import losses_of
-from gradstream.run.node import run_node
-from gradstream.run.node_spec import NodeSpec
 from gradstream.run.plan import COORDINATOR, RunPlan, worker_name
-from gradstream.run.records import add_to_run_json, write_records, write_spec
-from gradstream.run.remote.address import Address
-from gradstream.run.remote.listening import Listening
-from gradstream.run.restarts import Evictions, Restarts, Succession
+from gradstream.run.preparation import LaunchOptions, Preparation
+from gradstream.run.records import add_to_run_json
+from gradstream.run.restarts import Comebacks, Succession
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.event_log import disk_error
 from gradstream.transport.credentials import Credentials
@@ -51,56 +43,12 @@ from gradstream.untrusted import say
 if TYPE_CHECKING:
     from gradstream.run.remote.machine_rendezvous import MachineRendezvous
 
-__all__ = ["Detached", "LaunchOptions", "Launcher", "OnAddress", "OnEvent"]
-
-OnAddress = Callable[[Path, str, Sequence[str]], None]
+__all__ = ["Launcher"]
 
 POLL_S = 0.2
 """Seconds between two reads of the events file. Messages of nodes are handled at once."""
 BOOT_S = 60.0
 """Seconds for a process to load torch and the job file, before its deadline to join begins."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Detached:
-    """What the launcher of a detached run is given: it holds the lock of the run, and others may have begun its work.
-
-    Args:
-        signals: the signals of this process, which are handled already.
-        credentials: of the nodes.
-        events_from: where this part of the run begins in its events, in bytes.
-        adopts: whether another launcher has started the nodes, and died.
-    """
-
-    signals: StopSignals
-    credentials: Credentials
-    events_from: int
-    adopts: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchOptions:
-    """How the launcher starts and follows the nodes of a run.
-
-    Args:
-        on_event: called with each event of the run.
-        as_threads: whether nodes are threads of this process.
-        listening: how other machines join; None where there are none.
-        on_address: see `_train.host`; None where the launcher starts the workers.
-        cluster: where to start processes; None makes one for this run.
-        stop: see `_train.launch`; None for a run that is kept.
-        earlier: run directories of the runs that the job's script made before this one.
-        detached: see `Detached`; None where the nodes end with this process.
-    """
-
-    on_event: OnEvent | None = None
-    as_threads: bool = False
-    listening: Listening | None = None
-    on_address: OnAddress | None = None
-    cluster: LocalCluster | None = None
-    stop: Callable[[], bool] | None = None
-    earlier: tuple[Path, ...] = ()
-    detached: Detached | None = None
 
 
 class Launcher:
@@ -116,6 +64,7 @@ class Launcher:
         self._plan = plan
         self._run_dir = run_dir
         self._options = options
+        self._preparation = Preparation(plan, run_dir, options)
         detached = options.detached
         self._signals = detached.signals if detached else StopSignals()
         self._credentials = detached.credentials if detached else Credentials(new_secret())
@@ -124,10 +73,7 @@ class Launcher:
         self._ended = EndedNodes()
         self._machines: MachineRendezvous | None = None  # the other machines, where there are any
         self._credentials_file: Path | None = None  # for workers that another program starts
-        self._meeting = ""  # host:port at which a script's own process group meets
-        self._stopping = False  # the coordinator was asked to stop
-        self._restarts = Restarts(plan.job.max_restarts)
-        self._evictions = Evictions()
+        self._comebacks = Comebacks(losses_of(plan), plan.job.max_restarts)
         self._succession = Succession(not (options.as_threads or options.stop))
         self._address = ""  # of the coordinator, once it can be asked to stop
         self._begins_again = False  # a resumed script would begin from its start
@@ -136,8 +82,9 @@ class Launcher:
 
     def run(self) -> None:
         """Runs the nodes until the run has finished; raises the error that it failed with."""
-        with self._lock(), self._held_port():
-            self._run(self._prepared())
+        made = self._preparation
+        with made.lock(self._events.read_bytes), made.held_port():
+            self._run(made.cluster())
 
     def _run(self, made: AbstractContextManager[Cluster]) -> None:
         try:
@@ -154,7 +101,7 @@ class Launcher:
             raise
         except KeyboardInterrupt as error:  # the second Ctrl-C
             self._events.read()
-            if not self._is_trial:
+            if not self._options.is_trial:
                 error.args = error.args or ("\n".join(["interrupted", *self._ending.where]),)
             raise
         finally:
@@ -165,93 +112,6 @@ class Launcher:
     @property
     def _job(self) -> Job:
         return self._plan.job
-
-    @property
-    def _is_trial(self) -> bool:
-        """Whether this is a dry run, of which nothing is kept."""
-        return self._options.stop is not None
-
-    # ---- before nodes are started -------------------------------------------------------
-
-    @contextmanager
-    def _lock(self) -> Iterator[None]:
-        """Holds the launcher's lock of the run, unless there is nothing to follow, or this process holds it."""
-        if self._is_trial or self._options.detached is not None:
-            yield
-            return
-        record = LauncherRecord.here(events_from=self._events.read_bytes)
-        with ExitStack() as stack:
-            with self._writing():
-                stack.enter_context(launcher_lock(self._run_dir, record))
-            yield
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Raises DiskError where there is no room for files before the nodes are started."""
-        try:
-            yield
-        except OSError as error:
-            raise DiskError(
-                f"the run directory {self._run_dir} cannot be written: {disk_error(error)}; nothing was "
-                "started: make room, or name another with run_dir=, or --run-dir"
-            ) from error
-
-    def write_files(self) -> None:
-        """Writes the files that nodes, and a detached launcher, read. Raises DiskError where there is no room."""
-        with self._writing():
-            spec, as_threads = self._spec(self._options.earlier), self._options.as_threads
-            write_records(self._plan, spec, self._environment, as_threads=as_threads)
-
-    def _prepared(self) -> AbstractContextManager[Cluster]:
-        """Writes the files, unless they are there, and makes the cluster. Raises DiskError where there is no room."""
-        options, logs = self._options, self._run_dir / "logs"
-        if options.detached is None:
-            self.write_files()
-        with self._writing():
-            if self._meeting and options.detached is not None:
-                write_spec(self._spec(options.earlier))  # with the port
-            if options.cluster is not None:
-                return nullcontext(options.cluster)
-            if options.as_threads:
-                return ThreadCluster(logs, partial(run_node, self._plan))
-            return LocalCluster(logs, self._environment, shards=self._plan.servers > 0)
-
-    @property
-    def _environment(self) -> dict[str, str]:
-        if self._options.as_threads:
-            return {}
-        return node_environment(self._per_machine, shards=self._plan.servers > 0)
-
-    def _spec(self, earlier: tuple[Path, ...]) -> NodeSpec:
-        return NodeSpec.of(
-            self._plan,
-            run_dir=self._run_dir,
-            earlier=earlier,
-            trial=self._is_trial,
-            per_machine=self._per_machine,
-            meeting=self._meeting,
-        )
-
-    @property
-    def _per_machine(self) -> int:
-        """Number of workers on this machine, and on each of the others."""
-        listening = self._options.listening
-        if listening is None or self._options.on_address is not None:
-            return self._plan.workers
-        return listening.workers_per_machine
-
-    @contextmanager
-    def _held_port(self) -> Iterator[None]:
-        """Reserves a port for scripts that make a process group of torch.distributed."""
-        if not is_script(self._job) or self._options.on_address is not None or self._adopts:
-            yield
-            return
-        at, listening = Address("127.0.0.1"), self._options.listening
-        if listening is not None:
-            at = listening.address.at(listening.meeting_port(self._plan.servers))
-        with hold_port(at.host, at.port) as held:
-            self._meeting = str(at.at(held.getsockname()[1]))
-            yield
 
     # ---- other machines -----------------------------------------------------------------
 
@@ -264,7 +124,7 @@ class Launcher:
         # gRPC starts threads when it is imported. By now the forkserver is a separate process.
         from gradstream.run.remote.machine_rendezvous import MachineRendezvous
 
-        spec = dataclasses.asdict(self._spec(()))
+        spec = dataclasses.asdict(self._preparation.spec(()))
         with MachineRendezvous(
             self._options.listening,
             self._plan,
@@ -284,7 +144,7 @@ class Launcher:
 
     def _start_nodes(self) -> None:
         """Starts the nodes, or, of a run whose launcher has died, those that it has not started."""
-        there = self._adopted() if self._adopts else set()
+        there = self._adopted() if self._options.adopts else set()
         if COORDINATOR not in there:
             self._start_node(COORDINATOR)
         address = self._address_of_coordinator()
@@ -297,10 +157,6 @@ class Launcher:
         for name in self._others:
             if name not in there and (self._machines is None or self._machines.is_here(name)):
                 self._start_node(name, "--coordinator", address)
-
-    @property
-    def _adopts(self) -> bool:
-        return self._options.detached is not None and self._options.detached.adopts
 
     def _adopted(self) -> set[str]:
         """Hears what the nodes have said to a launcher that has died, and how some have ended; returns their names."""
@@ -386,7 +242,7 @@ class Launcher:
         self._events.read()
         if "started" in self._events.last and not self._is_ending:
             self._events.exited(name, status, at_ns)
-        self._evictions.ended(name)
+        self._comebacks.ended(name)
         if name == COORDINATOR:
             training = "started" in self._events.last and bool(self._cluster.running or self._machines)
             if self._succession.may_follow(status, training):
@@ -394,8 +250,8 @@ class Launcher:
                 return
         self._ended.statuses[name] = status
         training = "started" in self._events.last and not self._has_ended
-        if training and self._comes_back(name) and self._ended.was_lost(name):
-            self._restarts.ended(name, time.monotonic())
+        if training and self._ended.was_lost(name):
+            self._comebacks.start_soon(name, time.monotonic())
 
     def _note_machine(self, name: str, error: dict[str, str]) -> None:
         """Notes a node that has come with its machine, or, with an error, is lost with it."""
@@ -403,48 +259,35 @@ class Launcher:
             self._ended.forget(name)
             return
         if name not in self._ended.statuses:
-            self._evictions.ended(name)
+            self._comebacks.ended(name)
             self._ended.lose(name, error)
         self._rescue(name)
 
     def _rescue(self, name: str) -> None:
         """Has a shard that was lost with its machine, or stands still there, started on this machine."""
-        if self._machines is not None and self._comes_back(name) and self._machines.rescue(name):
-            self._restarts.ended(name, time.monotonic())
+        if self._machines is not None and self._machines.rescue(name):
+            self._comebacks.start_soon(name, time.monotonic())
 
     def _note_lost(self, name: str) -> None:
         """Ends a shard that stands still and was evicted, since everybody waits for a new process of it."""
-        if (
-            self._evictions.lost(name, time.monotonic())
-            and name.startswith("shard")
-            and self._comes_back(name)
-        ):
+        if self._comebacks.lost(name, time.monotonic()):
             self._cluster.signal(name, signal.SIGKILL)
-
-    def _comes_back(self, name: str) -> bool:
-        """Whether a new process takes the place of a lost one: of a shard also while the run is being stopped."""
-        losses = losses_of(self._plan)
-        if name.startswith("shard"):
-            return losses.acknowledge != "applied"
-        return name.startswith("worker") and losses.replaces and not self._stopping
 
     def _note_coordinator(self, address: str) -> None:
         """Notes that a process of the coordinator serves; a later one may not know that the run is to stop."""
         self._address = self._address or address
         self._succession.serves()
-        if self._stopping:
+        if self._comebacks.stopping:
             self._cluster.signal(COORDINATOR, signal.SIGTERM)
 
     def _restart_nodes(self) -> None:
-        for name in self._evictions.unheard(time.monotonic()):
-            if self._machines is not None and name.startswith("shard") and not self._machines.is_here(name):
-                self._evictions.ended(name)
+        for name in self._comebacks.unheard(time.monotonic()):
+            if self._machines is not None and not self._machines.is_here(name):
+                self._comebacks.ended(name)
                 self._rescue(name)
-        for name in self._restarts.take_due(time.monotonic()):
+        for name in self._comebacks.due(time.monotonic()):
             here = self._machines is None or self._machines.is_here(name)
-            if self._has_ended or not self._comes_back(name):
-                continue
-            if not (here or (self._machines and self._machines.start_again(name))):
+            if self._has_ended or not (here or (self._machines and self._machines.start_again(name))):
                 continue
             self._ended.forget(name)
             if here:
@@ -455,7 +298,7 @@ class Launcher:
     @property
     def _is_ending(self) -> bool:
         """Whether the run has ended, or was asked to stop."""
-        return self._has_ended or self._stopping
+        return self._has_ended or self._comebacks.stopping
 
     @property
     def _has_ended(self) -> bool:
@@ -469,12 +312,12 @@ class Launcher:
         """
         stop = self._options.stop
         asked = self._signals.asked or (stop is not None and stop())
-        if self._stopping or self._has_finished or not asked:
+        if self._comebacks.stopping or self._has_finished or not asked:
             return
-        self._stopping = True
+        self._comebacks.stopping = True
         if not self._address:
             raise self._interrupted()
-        if self._signals.asked and not self._is_trial:
+        if self._signals.asked and not self._options.is_trial:
             say("stopping: a checkpoint is made first; once more to stop at once")
         self._cluster.signal(COORDINATOR, signal.SIGTERM)
 
@@ -550,7 +393,7 @@ class Launcher:
 
     def _interrupted(self) -> Interrupted:
         error = self._ending.interrupted
-        if self._signals.asked and not self._is_trial:
+        if self._signals.asked and not self._options.is_trial:
             say(str(error))
         return error
 

@@ -1,4 +1,4 @@
-"""Decides which dead nodes the launcher starts again: workers and shards (`Restarts`), the coordinator (`Succession`).
+"""Decides which lost nodes the launcher starts again, when, and which stand still: `Comebacks`; and `Succession`.
 
 Pure: no process is started or killed here.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-__all__ = ["Evictions", "Restarts", "Succession"]
+from gradstream.coordinator.phases import LossTolerance
+
+__all__ = ["Comebacks", "Evictions", "Restarts", "Succession"]
 
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 30.0
 """Seconds before the second restart of a node, and the most seconds before any; they double from one to the next."""
@@ -90,11 +92,8 @@ class Evictions:
 
     def unheard(self, at_s: float) -> list[str]:
         """The nodes that the run has lost for `RESCUE_S`, of whose processes nobody has said that they have ended."""
-        return [
-            name
-            for name, since_s in self._since_s.items()
-            if self._left[name] > 0 and at_s - since_s > RESCUE_S
-        ]
+        since = self._since_s.items()
+        return [name for name, from_s in since if self._left[name] > 0 and at_s - from_s > RESCUE_S]
 
 
 class Succession:
@@ -124,3 +123,49 @@ class Succession:
         """
         self._vain += 1
         return status < 0 and training and self.stored and self._vain <= VAIN_STARTS
+
+
+class Comebacks:
+    """Which lost workers and shards a new process takes the place of, and when.
+
+    Args:
+        losses: what becomes of the run when a node is lost.
+        limit: the most restarts of each node.
+
+    Attributes:
+        stopping: whether the run was asked to stop.
+    """
+
+    def __init__(self, losses: LossTolerance, limit: int) -> None:
+        self.stopping = False
+        self._losses = losses
+        self._restarts = Restarts(limit)
+        self._shards = Evictions()
+
+    def replaces(self, name: str) -> bool:
+        """Whether a new process takes the place of a lost one: of a shard also while the run is being stopped."""
+        if name.startswith("shard"):
+            return self._losses.acknowledge != "applied"
+        return name.startswith("worker") and self._losses.replaces and not self.stopping
+
+    def lost(self, name: str, at_s: float) -> bool:
+        """Notes that the run has lost a node. Returns whether it is a shard that stands still, and has to end first."""
+        return name.startswith("shard") and self._shards.lost(name, at_s) and self.replaces(name)
+
+    def ended(self, name: str) -> None:
+        """Notes that a process of a node has ended, or is gone with its machine."""
+        if name.startswith("shard"):
+            self._shards.ended(name)
+
+    def start_soon(self, name: str, at_s: float) -> None:
+        """Has a node started again, when its turn comes."""
+        if self.replaces(name):
+            self._restarts.ended(name, at_s)
+
+    def unheard(self, at_s: float) -> list[str]:
+        """See `Evictions.unheard`."""
+        return self._shards.unheard(at_s)
+
+    def due(self, at_s: float) -> list[str]:
+        """The nodes to start now."""
+        return [name for name in self._restarts.take_due(at_s) if self.replaces(name)]

@@ -1,0 +1,183 @@
+"""What is made before the nodes of a run are started: options, lock, files, cluster, the port of a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from gradstream.errors import DiskError
+from gradstream.job.job import is_script
+from gradstream.run.followed_events import OnEvent
+from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
+from gradstream.run.local import Cluster, LocalCluster, ThreadCluster, node_environment
+from gradstream.run.local.ranks import hold_port
+from gradstream.run.local.signals import StopSignals
+from gradstream.run.node import run_node
+from gradstream.run.node_spec import NodeSpec
+from gradstream.run.plan import RunPlan
+from gradstream.run.records import write_records, write_spec
+from gradstream.run.remote.address import Address
+from gradstream.run.remote.listening import Listening
+from gradstream.runtime.event_log import disk_error
+from gradstream.transport.credentials import Credentials
+
+__all__ = ["Detached", "LaunchOptions", "OnAddress", "Preparation"]
+
+OnAddress = Callable[[Path, str, Sequence[str]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detached:
+    """What the launcher of a detached run is given: it holds the lock of the run, and others may have begun its work.
+
+    Args:
+        signals: the signals of this process, which are handled already.
+        credentials: of the nodes.
+        events_from: where this part of the run begins in its events, in bytes.
+        adopts: whether another launcher has started the nodes, and died.
+    """
+
+    signals: StopSignals
+    credentials: Credentials
+    events_from: int
+    adopts: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """How the launcher starts and follows the nodes of a run.
+
+    Args:
+        on_event: called with each event of the run.
+        as_threads: whether nodes are threads of this process.
+        listening: how other machines join; None where there are none.
+        on_address: see `_train.host`; None where the launcher starts the workers.
+        cluster: where to start processes; None makes one for this run.
+        stop: see `_train.launch`; None for a run that is kept.
+        earlier: run directories of the runs that the job's script made before this one.
+        detached: see `Detached`; None where the nodes end with this process.
+    """
+
+    on_event: OnEvent | None = None
+    as_threads: bool = False
+    listening: Listening | None = None
+    on_address: OnAddress | None = None
+    cluster: LocalCluster | None = None
+    stop: Callable[[], bool] | None = None
+    earlier: tuple[Path, ...] = ()
+    detached: Detached | None = None
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether this is a dry run, of which nothing is kept."""
+        return self.stop is not None
+
+    @property
+    def adopts(self) -> bool:
+        """Whether the nodes of a launcher that has died are there."""
+        return self.detached is not None and self.detached.adopts
+
+
+class Preparation:
+    """Prepares a run.
+
+    Args:
+        plan: of the run.
+        run_dir: an existing directory.
+        options: how its nodes are started and followed.
+    """
+
+    def __init__(self, plan: RunPlan, run_dir: Path, options: LaunchOptions) -> None:
+        self._plan = plan
+        self._run_dir = run_dir
+        self._options = options
+        self._meeting = ""  # host:port at which a script's own process group meets
+
+    @contextmanager
+    def lock(self, events_from: int) -> Iterator[None]:
+        """Holds the launcher's lock of the run, unless there is nothing to follow, or this process holds it.
+
+        Args:
+            events_from: where this part of the run begins in its events, in bytes.
+        """
+        if self._options.is_trial or self._options.detached is not None:
+            yield
+            return
+        record = LauncherRecord.here(events_from=events_from)
+        with ExitStack() as stack:
+            with self._writing():
+                stack.enter_context(launcher_lock(self._run_dir, record))
+            yield
+
+    @contextmanager
+    def held_port(self) -> Iterator[None]:
+        """Reserves a port for scripts that make a process group of torch.distributed."""
+        options = self._options
+        if not is_script(self._plan.job) or options.on_address is not None or options.adopts:
+            yield
+            return
+        at, listening = Address("127.0.0.1"), options.listening
+        if listening is not None:
+            at = listening.address.at(listening.meeting_port(self._plan.servers))
+        with hold_port(at.host, at.port) as held:
+            self._meeting = str(at.at(held.getsockname()[1]))
+            yield
+
+    def write_files(self) -> None:
+        """Writes the files that nodes, and a detached launcher, read. Raises DiskError where there is no room."""
+        with self._writing():
+            spec, as_threads = self.spec(self._options.earlier), self._options.as_threads
+            write_records(self._plan, spec, self._environment, as_threads=as_threads)
+
+    def cluster(self) -> AbstractContextManager[Cluster]:
+        """Writes the files, unless they are there, and makes the cluster. Raises DiskError where there is no room."""
+        options, logs = self._options, self._run_dir / "logs"
+        if options.detached is None:
+            self.write_files()
+        with self._writing():
+            if self._meeting and options.detached is not None:
+                write_spec(self.spec(options.earlier))  # with the port
+            if options.cluster is not None:
+                return nullcontext(options.cluster)
+            if options.as_threads:
+                return ThreadCluster(logs, partial(run_node, self._plan))
+            return LocalCluster(logs, self._environment, shards=self._plan.servers > 0)
+
+    def spec(self, earlier: tuple[Path, ...]) -> NodeSpec:
+        """The description of the plan for the nodes; `earlier` as in `LaunchOptions`."""
+        return NodeSpec.of(
+            self._plan,
+            run_dir=self._run_dir,
+            earlier=earlier,
+            trial=self._options.is_trial,
+            per_machine=self._per_machine,
+            meeting=self._meeting,
+        )
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raises DiskError where there is no room for files before the nodes are started."""
+        try:
+            yield
+        except OSError as error:
+            raise DiskError(
+                f"the run directory {self._run_dir} cannot be written: {disk_error(error)}; nothing was "
+                "started: make room, or name another with run_dir=, or --run-dir"
+            ) from error
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        if self._options.as_threads:
+            return {}
+        return node_environment(self._per_machine, shards=self._plan.servers > 0)
+
+    @property
+    def _per_machine(self) -> int:
+        """Number of workers on this machine, and on each of the others."""
+        listening = self._options.listening
+        if listening is None or self._options.on_address is not None:
+            return self._plan.workers
+        return listening.workers_per_machine
