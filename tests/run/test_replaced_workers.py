@@ -17,10 +17,11 @@ from torch import nn
 
 import gradstream as gs
 from gradstream._simulate import simulate
+from gradstream.coordinator.phases import LossTolerance
 from gradstream.job.files import load_job
 from gradstream.model.buffers import buffers_of
 from gradstream.run.failures import EndedNodes
-from gradstream.run.restarts import FIRST_WAIT_S, MOST_WAIT_S, Restarts
+from gradstream.run.restarts import FIRST_WAIT_S, MOST_WAIT_S, RESCUE_S, Comebacks, Restarts
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import (
@@ -285,6 +286,32 @@ def test_restarts_have_a_limit() -> None:
     assert not restarts.ended("worker-1", 100.0)
     assert restarts.ended("worker-2", 100.0)
     assert not Restarts(0).ended("worker-1", 0.0)
+
+
+def test_a_shard_that_stands_still_has_to_end_first_and_one_of_whom_nobody_hears_is_told() -> None:
+    comebacks = Comebacks(LossTolerance(survives_worker_loss=True, obstacle="", acknowledge="replicated"), 9)
+    for died_first in (False, True):  # the launcher hears of the end after the run has counted it, or before
+        if died_first:
+            comebacks.ended("shard-0")
+        assert comebacks.lost("shard-0", 1.0) is not died_first
+        if not died_first:
+            comebacks.ended("shard-0")
+        assert comebacks.unheard(1.0 + 2 * RESCUE_S) == []
+    assert comebacks.lost("shard-1", 10.0)
+    assert comebacks.unheard(10.0 + RESCUE_S / 2) == []
+    assert comebacks.unheard(10.0 + 2 * RESCUE_S) == ["shard-1"]
+    comebacks.start_soon("shard-1", 20.0)
+    comebacks.start_soon("worker-1", 20.0)
+    comebacks.stopping = True  # then the others still need the shard
+    assert comebacks.due(20.0) == ["shard-1"]
+
+
+def test_without_backups_no_shard_comes_back() -> None:
+    comebacks = Comebacks(LossTolerance(survives_worker_loss=True, obstacle=""), 9)
+    assert not comebacks.lost("shard-0", 0.0)
+    comebacks.start_soon("shard-0", 0.0)
+    comebacks.start_soon("worker-0", 0.0)
+    assert comebacks.due(0.0) == ["worker-0"]
 
 
 JOB = """
