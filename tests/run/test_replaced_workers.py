@@ -21,7 +21,7 @@ from gradstream.coordinator.phases import LossTolerance
 from gradstream.job.files import load_job
 from gradstream.model.buffers import buffers_of
 from gradstream.run.failures import EndedNodes
-from gradstream.run.restarts import FIRST_WAIT_S, MOST_WAIT_S, RESCUE_S, Comebacks, Restarts
+from gradstream.run.restarts import FIRST_WAIT_S, MOST_WAIT_S, RESCUE_S, Comebacks, Restarts, Succession
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import (
@@ -289,7 +289,9 @@ def test_restarts_have_a_limit() -> None:
 
 
 def test_a_shard_that_stands_still_has_to_end_first_and_one_of_whom_nobody_hears_is_told() -> None:
-    comebacks = Comebacks(LossTolerance(survives_worker_loss=True, obstacle="", acknowledge="replicated"), 9)
+    comebacks = Comebacks(
+        LossTolerance(survives_worker_loss=True, obstacle="", acknowledge="replicated"), 9, Succession(True)
+    )
     for died_first in (False, True):  # the launcher hears of the end after the run has counted it, or before
         if died_first:
             comebacks.ended("shard-0")
@@ -307,7 +309,7 @@ def test_a_shard_that_stands_still_has_to_end_first_and_one_of_whom_nobody_hears
 
 
 def test_without_backups_no_shard_comes_back() -> None:
-    comebacks = Comebacks(LossTolerance(survives_worker_loss=True, obstacle=""), 9)
+    comebacks = Comebacks(LossTolerance(survives_worker_loss=True, obstacle=""), 9, Succession(True))
     assert not comebacks.lost("shard-0", 0.0)
     comebacks.start_soon("shard-0", 0.0)
     comebacks.start_soon("worker-0", 0.0)

@@ -73,8 +73,8 @@ class Launcher:
         self._ended = EndedNodes()
         self._machines: MachineRendezvous | None = None  # the other machines, where there are any
         self._credentials_file: Path | None = None  # for workers that another program starts
-        self._comebacks = Comebacks(losses_of(plan), plan.job.max_restarts)
-        self._succession = Succession(not (options.as_threads or options.stop))
+        kept = not (options.as_threads or options.is_trial)
+        self._comebacks = Comebacks(losses_of(plan), plan.job.max_restarts, Succession(kept))
         self._address = ""  # of the coordinator, once it can be asked to stop
         self._begins_again = False  # a resumed script would begin from its start
         elsewhere = [worker_name(rank) for rank in range(plan.workers)] if options.on_address else []
@@ -231,7 +231,7 @@ class Launcher:
         elif message.get("from") == COORDINATOR and "address" in message:
             self._note_coordinator(str(message["address"]))
         elif "disk" in message:
-            self._succession.stored = message.get("stored", self._succession.stored)
+            self._comebacks.coordinator.stored = message.get("stored", self._comebacks.coordinator.stored)
             about = f"state, stored: {message['stored']}" if "stored" in message else ""
             self._events.say_of_disk(message["disk"], about)
         elif "unwritten" in message:
@@ -245,7 +245,7 @@ class Launcher:
         self._comebacks.ended(name)
         if name == COORDINATOR:
             training = "started" in self._events.last and bool(self._cluster.running or self._machines)
-            if self._succession.may_follow(status, training):
+            if self._comebacks.coordinator.may_follow(status, training):
                 self._start_node(COORDINATOR, again=["--listen", self._address.split()[0], "--again"])
                 return
         self._ended.statuses[name] = status
@@ -276,7 +276,7 @@ class Launcher:
     def _note_coordinator(self, address: str) -> None:
         """Notes that a process of the coordinator serves; a later one may not know that the run is to stop."""
         self._address = self._address or address
-        self._succession.serves()
+        self._comebacks.coordinator.serves()
         if self._comebacks.stopping:
             self._cluster.signal(COORDINATOR, signal.SIGTERM)
 

@@ -126,17 +126,19 @@ class Succession:
 
 
 class Comebacks:
-    """Which lost workers and shards a new process takes the place of, and when.
+    """Which lost nodes a new process takes the place of, and when.
 
     Args:
         losses: what becomes of the run when a node is lost.
-        limit: the most restarts of each node.
+        limit: the most restarts of each worker and shard.
+        coordinator: decides for the coordinator.
 
     Attributes:
         stopping: whether the run was asked to stop.
     """
 
-    def __init__(self, losses: LossTolerance, limit: int) -> None:
+    def __init__(self, losses: LossTolerance, limit: int, coordinator: Succession) -> None:
+        self.coordinator = coordinator
         self.stopping = False
         self._losses = losses
         self._restarts = Restarts(limit)
