@@ -60,7 +60,7 @@ STEP_S, LEASE_S = 0.02, 2.0
 GAP_S = (12.0, 20.0)
 CALM_S = 120.0
 """Length of the run without faults, in seconds."""
-STEPS_S = 90.0
+STEPS_S = 115.0
 """About so many minibatches a second four workers make: what a number of minutes is in epochs."""
 Fault = Callable[[], None]
 
