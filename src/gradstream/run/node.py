@@ -273,6 +273,7 @@ class _Kept:
 
     def __init__(self, root: Path, job: str, again: bool) -> None:
         self._root = root
+        self.again = again
         if not again:
             self.remove()
         self.store = StateStore(root / STORE, job)
@@ -317,7 +318,7 @@ async def _coordinate(
     if coordinator.clock.zero_ns is not None:  # it goes on after another process, which has said so
         say(zero_ns=coordinator.clock.zero_ns)  # a launcher that comes later hears of the last process alone
     when_asked(coordinator.stop)
-    await endpoint.start()
+    await _listen(endpoint, runtime, 0.0 if kept is None or not kept.again else plan.job.deadlines.lease_s)
     say(address=endpoint.address)
     outcome = await coordinator.run()
     for event in runtime.process_metrics(COORDINATOR):
@@ -329,6 +330,19 @@ async def _coordinate(
     if outcome.notice.phase == v1.Notice.STOPPED:
         return RESUMABLE
     return OK if outcome.failed is None else ABORTED
+
+
+async def _listen(endpoint: Endpoint, runtime: Runtime, wait_s: float) -> None:
+    """Begins to listen; waits for the address of an earlier process, whose port another connection may have taken."""
+    begun_ns = runtime.now()
+    while True:
+        try:
+            await endpoint.start()
+            return
+        except ConfigError:
+            if runtime.left_s(begun_ns, wait_s) <= 0:
+                raise
+        await runtime.sleep(RETRY_S)
 
 
 async def write_rest(log: EventLog, runtime: Runtime, wait_s: float, say: Say) -> None:

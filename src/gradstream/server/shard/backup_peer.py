@@ -45,7 +45,7 @@ class BackupOnPeer:
         endpoint: endpoint of the shard's node.
         holder: name of the shard that keeps the backups.
         silence_s: the longest silence of the holder, in seconds.
-        retry_s: how long reading the backup is tried, in seconds.
+        retry_s: how long writing or reading a backup is tried, in seconds.
 
     Attributes:
         incarnation: of the holder's process, as the last notice says; None while there is none. Only a notice decides
@@ -66,14 +66,16 @@ class BackupOnPeer:
         """See `BackupPlace`. Returns also where there is no holder: then there is no backup.
 
         Raises:
-            RefusedError: the holder cannot keep it.
+            RefusedError: the holder cannot keep it, or has not taken it for `retry_s`.
+            PeerLostError, DeadlineError: the holder could not be reached for `retry_s`, and does not count as lost.
         """
+        since_ns = self._runtime.now()
         while self.incarnation is not None:
             try:
                 await self._put(backup, spans)
                 return
             except GradstreamError as error:
-                if not _may_pass(error):
+                if not _may_pass(error) or self._runtime.left_s(since_ns, self._retry_s) <= 0:
                     raise
             await self._runtime.sleep(RETRY_S)
 
