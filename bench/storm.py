@@ -7,8 +7,8 @@
 Real processes on this machine: 4 workers, 2 shards with backups (`acknowledge="replicated"`), the coordinator. A step
 is idle for `STEP_S`, as if a device computed, so that the cores are not the limit. Every `GAP_S` a fault is drawn: a
 node is killed (SIGKILL) or stands still for half or one and a half times `lease_s` (SIGSTOP), a worker gets a tenth of
-a core for a while, or the disk of the run directory is full for a while (a tmpfs; the last two take root). Each is
-counted only if it was seen to happen.
+a core for a while, or the disk of the run directory is full for a while (a tmpfs; the last two take root). A fault
+counts once its signal was sent, its quota set, or the disk full; nobody looks what came of it.
 
 audit          under Downpour each sample of each epoch adds 1 to its own element of every chunk: what is lost,
                doubled, torn. In rounds: whether the final parameters have the bits of a run without faults
