@@ -38,6 +38,7 @@ def planted(kind: str) -> Any:
         if kind == "error":
             raise KeyError("a")
         if kind == "memory":
+            hoard.clear()
             hoard.append(b"\1" * (300 << 20))
         while kind == "hang":
             time.process_time()
@@ -53,6 +54,8 @@ def test_a_planted_fault_is_found_and_its_input_saved(
     kind: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harness, "MAX_FINDINGS", 1)
+    before = bytearray(b"\1") * (400 << 20) if kind == "memory" else b""  # a peak that is higher than what is found
+    del before
     decoder = planted(kind)
     outcome = harness.fuzz(decoder, seed=1, inputs=3000 if kind == "error" else 200)
     assert what in outcome.findings[0].what
