@@ -54,7 +54,9 @@ def test_a_planted_fault_is_found_and_its_input_saved(
     kind: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harness, "MAX_FINDINGS", 1)
-    before = bytearray(b"\1") * (400 << 20) if kind == "memory" else b""  # a peak that is higher than what is found
+    before = (
+        bytearray(b"\1") * (400 << 20) if kind == "memory" else b""
+    )  # a peak that is higher than what is found
     del before
     decoder = planted(kind)
     outcome = harness.fuzz(decoder, seed=1, inputs=3000 if kind == "error" else 200)
