@@ -1,0 +1,1 @@
+"""Schedules of pipelines, and their executor."""

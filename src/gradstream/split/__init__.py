@@ -1,0 +1,1 @@
+"""Divides a model over the processes of one replica."""
