@@ -15,7 +15,7 @@ from gradstream.memory import Loans
 from gradstream.runtime.base import Report, Timer
 from gradstream.runtime.stalls import Stalls
 
-__all__ = ["Tasks", "finish_despite_cancel", "release_then"]
+__all__ = ["Tasks", "finish_despite_cancel", "gather", "release_then"]
 
 T = TypeVar("T")
 
@@ -76,14 +76,7 @@ class Tasks(ABC):
 
     async def gather(self, *works: Awaitable[T]) -> list[T]:
         """See `Runtime.gather`."""
-        futures = [asyncio.ensure_future(work) for work in works]
-        try:
-            return list(await asyncio.gather(*futures))
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            await asyncio.gather(*futures, return_exceptions=True)
-            raise
+        return await gather(*works)
 
     async def within(self, seconds: float, work: Awaitable[T]) -> T:
         """See `Runtime.within`."""
@@ -128,6 +121,18 @@ class _Expiry:
             self._timer = self._tasks.call_later(left_s, self._due)
         else:
             self._callback()
+
+
+async def gather(*works: Awaitable[T]) -> list[T]:
+    """See `Runtime.gather`."""
+    futures = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*futures))
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+        raise
 
 
 async def finish_despite_cancel(future: asyncio.Future[T]) -> T:
