@@ -60,36 +60,43 @@ def compute(number: int, weights: Tensor, values: Mapping[str, Tensor], last: bo
     return total if flat else torch.tanh(total + number)
 
 
-class TorchStages(Stages):
-    """Stages in torch: sums of losses, divided by `samples`. Notes the passes in `log`."""
+class TorchStages:
+    """Stages in torch, with their own weights or with given ones. The loss is a sum, divided by `samples`."""
 
     def __init__(self, plan: SplitPlan, parameters: Tensor, *, samples: int = 1, flat: bool = False) -> None:
         self.plan, self.parameters, self.samples, self.flat = plan, parameters, samples, flat
         self.gradient = torch.zeros_like(parameters)
-        self.saved: dict[tuple[int, int], tuple[Mapping[str, Tensor], Tensor]] = {}
+        self.saved: dict[tuple[int, int], tuple[dict[str, Tensor], Tensor]] = {}
         self.late: dict[tuple[int, int], Tensor] = {}
         self.defers = False
         self.most_saved = 0
-        self.pause: Callable[[str, int, int], Awaitable[None]] | None = None
+        self.lr = 0.05
+        self.pause: Callable[[], Awaitable[None]] | None = None
 
     def own(self, stage: int) -> slice:
         return slice(*self.plan.stages[stage].ranges[0])
 
     async def forward(
-        self, stage: int, micro_batch: int, values: Mapping[str, Tensor]
+        self, stage: int, micro_batch: int, values: Mapping[str, Tensor], weights: Tensor | None = None
     ) -> Mapping[str, Tensor]:
-        await self._pause("forward", stage, micro_batch)
-        leaves = {name: value.detach().requires_grad_(self._value(name)) for name, value in values.items()}
-        weights = self.parameters[self.own(stage)].detach().requires_grad_()
-        out = compute(stage, weights, leaves, stage == len(self.plan.stages) - 1, self.flat)
-        self.saved[stage, micro_batch] = {**leaves, "weights": weights}, out
+        if self.pause:
+            await self.pause()
+        leaves = {
+            name: value.detach().requires_grad_(self.plan.value(name).has_gradient)
+            for name, value in values.items()
+        }
+        # .data: an update in place of weights that nobody stashes is meant to reach the backward.
+        leaf = (self.parameters[self.own(stage)] if weights is None else weights).data.requires_grad_()
+        out = compute(stage, leaf, leaves, stage == len(self.plan.stages) - 1, self.flat)
+        self.saved[stage, micro_batch] = {**leaves, "weights": leaf}, out
         self.most_saved = max(self.most_saved, len(self.saved))
         return {name: out.detach() for name in self.plan.stages[stage].outputs}
 
     async def backward(
-        self, stage: int, micro_batch: int, gradients: Mapping[str, Tensor]
+        self, stage: int, micro_batch: int, gradients: Mapping[str, Tensor], weights: Tensor | None = None
     ) -> Mapping[str, Tensor]:
-        await self._pause("backward", stage, micro_batch)
+        if self.pause:
+            await self.pause()
         leaves, out = self.saved.pop((stage, micro_batch))
         (gradient,) = gradients.values() or (torch.tensor(1 / self.samples, dtype=out.dtype),)
         used = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
@@ -103,12 +110,9 @@ class TorchStages(Stages):
     async def weights(self, stage: int, micro_batch: int) -> None:
         self.gradient[self.own(stage)] += self.late.pop((stage, micro_batch))
 
-    def _value(self, name: str) -> bool:
-        return self.plan.value(name).has_gradient
-
-    async def _pause(self, kind: str, stage: int, micro_batch: int) -> None:
-        if self.pause:
-            await self.pause(kind, stage, micro_batch)
+    async def update(self, stage: int, minibatch: int, weights: Tensor) -> None:
+        weights -= self.lr * self.gradient[self.own(stage)]
+        self.gradient[self.own(stage)] = 0
 
 
 class VirtualChannel:
@@ -140,24 +144,27 @@ class VirtualChannel:
 def run_parts(
     plan: SplitPlan,
     schedules: Sequence[Schedule],
-    stages: Sequence[TorchStages],
+    stages: Sequence[Stages],
     data: Callable[[str, int], Tensor],
     *,
     seed: int = 0,
     make_channel: Callable[..., VirtualChannel] = VirtualChannel,
+    pausing: Sequence[TorchStages] = (),
 ) -> VirtualChannel:
-    """Runs all parts on virtual time; stages and transfers take random times."""
+    """Runs all parts on virtual time. Transfers take random times, and so do passes of `pausing`."""
     cluster, rng = VirtualCluster(seed), random.Random(seed)
     runtime = cluster.runtime("parts")
     channel = make_channel(plan, runtime, rng)
 
-    async def pause(kind: str, stage: int, micro_batch: int) -> None:
+    async def pause() -> None:
         await runtime.sleep(rng.random())
+
+    for each in pausing:
+        each.pause = pause
 
     async def all_parts() -> None:
         works = []
         for part, schedule in enumerate(schedules):
-            stages[part].pause = pause
             works.append(run_schedule(plan, part, schedule, stages[part], channel, data))
         await runtime.gather(*works)
 

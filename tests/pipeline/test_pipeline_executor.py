@@ -60,6 +60,7 @@ def split_gradient(
         stages,
         lambda value, number: data[value][edges[number] : edges[number + 1]],
         seed=seed,
+        pausing=stages,
     )
     assert channel.left() == []
     assert all(not each.saved and not each.late for each in stages)

@@ -1,16 +1,23 @@
 """Pipelines: the order in which the parts of a split model compute, as data, and its executor."""
 
 from gradstream.pipeline.executor import Stages, TensorChannel, TensorTransfer, run_schedule
-from gradstream.pipeline.schedule import FLUSHING, SCHEDULES, Schedule, StagePass, make_schedule
+from gradstream.pipeline.schedule import FLUSHING, SCHEDULES, STREAMING, Schedule, StagePass, make_schedule
+from gradstream.pipeline.stash import StashedStages, WeightedStages, WeightStash
+from gradstream.pipeline.versions import weight_versions
 
 __all__ = [
     "FLUSHING",
     "SCHEDULES",
+    "STREAMING",
     "Schedule",
     "StagePass",
     "Stages",
+    "StashedStages",
     "TensorChannel",
     "TensorTransfer",
+    "WeightStash",
+    "WeightedStages",
     "make_schedule",
     "run_schedule",
+    "weight_versions",
 ]

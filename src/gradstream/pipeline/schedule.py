@@ -41,6 +41,7 @@ __all__ = [
     "FLUSHING",
     "KINDS",
     "SCHEDULES",
+    "STREAMING",
     "Kind",
     "Schedule",
     "StagePass",
@@ -57,7 +58,10 @@ KINDS: tuple[Kind, ...] = ("forward", "backward", "weights")
 FLUSHING = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 """Schedules of one minibatch: their gradient is that of the whole model at one version of the weights."""
 
-SCHEDULES = (*FLUSHING, "pipedream", "2bw", "delayed")
+STREAMING = ("pipedream", "2bw", "delayed")
+"""Schedules of successive minibatches, which are in the pipeline at once: `pipeline.versions`."""
+
+SCHEDULES = (*FLUSHING, *STREAMING)
 """All names."""
 
 

@@ -1,0 +1,137 @@
+"""Weights of several versions: what a part keeps of them, and stages that read the version of their pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+
+from gradstream.errors import InternalError
+from gradstream.pipeline.schedule import Kind, Schedule, StagePass
+from gradstream.split.plan import DATA
+
+__all__ = ["StashedStages", "WeightStash", "WeightedStages"]
+
+
+class WeightedStages(Protocol):
+    """What a part computes, with given weights."""
+
+    async def forward(
+        self, stage: int, micro_batch: int, values: Mapping[str, torch.Tensor], weights: torch.Tensor
+    ) -> Mapping[str, torch.Tensor]:
+        """As `Stages.forward`."""
+        ...
+
+    async def backward(
+        self, stage: int, micro_batch: int, gradients: Mapping[str, torch.Tensor], weights: torch.Tensor
+    ) -> Mapping[str, torch.Tensor]:
+        """As `Stages.backward`. Where nothing is stashed, `weights` are newer than those of the forward."""
+        ...
+
+    async def update(self, stage: int, minibatch: int, weights: torch.Tensor) -> None:
+        """Updates the weights in place by the sum of the minibatch's gradients. There is one optimizer state."""
+        ...
+
+
+class WeightStash:
+    """The versions of one stage's weights that passes still read, and the newest.
+
+    A version stays in the memory where forwards have read it, since a graph of autograd refers to that.
+
+    Args:
+        weights: (elems,) version 0. Written while it is the newest and nobody reads it any more.
+        reads: the version of each read to come, in any order.
+
+    Attributes:
+        newest: (elems,) the newest version.
+        most: the most versions that have been held at once.
+    """
+
+    def __init__(self, weights: torch.Tensor, reads: Iterable[int]) -> None:
+        self.newest, self.most = weights, 1
+        self._number, self._left = 0, Counter(reads)
+        self._older: dict[int, torch.Tensor] = {}
+        self._free: list[torch.Tensor] = []
+
+    def read(self, version: int) -> torch.Tensor:
+        """(elems,) that version, which stays as it is until `advance` after its last read."""
+        self._left[version] -= 1
+        if version == self._number:
+            return self.newest
+        if version not in self._older:
+            raise InternalError(f"version {version} of the weights is not held: the newest is {self._number}")
+        if self._left[version] == 0:
+            self._free.append(self._older[version])
+            return self._older.pop(version)
+        return self._older[version]
+
+    def advance(self) -> torch.Tensor:
+        """(elems,) memory of the next version, which has the values of the newest until the caller updates it."""
+        if self._left[self._number]:
+            self._older[self._number] = self.newest
+            memory = self._free.pop() if self._free else torch.empty_like(self.newest)
+            self.newest = memory.copy_(self.newest)
+        self._number += 1
+        self.most = max(self.most, 1 + len(self._older))
+        return self.newest
+
+
+class StashedStages:
+    """Implements `Stages` for the stages of one part in a stream: each pass reads the weights of its version.
+
+    Args:
+        stages: computes with the weights that it is given.
+        weights: weights of each stage of the part, by its number.
+        schedule: schedule of the part for the whole stream.
+        versions: the version that each pass reads: see `weight_versions`.
+        micro_batches: micro-batches of a minibatch.
+
+    Attributes:
+        stashes: the versions of each stage.
+        trace: each pass that was computed, and the version that it read.
+    """
+
+    def __init__(
+        self,
+        stages: WeightedStages,
+        weights: Mapping[int, torch.Tensor],
+        schedule: Schedule,
+        versions: Mapping[StagePass, int],
+        micro_batches: int = 1,
+    ) -> None:
+        self._stages, self._versions, self._micro_batches = stages, versions, micro_batches
+        reads: dict[int, list[int]] = {number: [] for number in weights}
+        for step in schedule:
+            if step.stage != DATA:
+                reads[step.stage].append(versions[step])
+        self.stashes = {number: WeightStash(weights[number], reads[number]) for number in weights}
+        self.trace: list[tuple[StagePass, int]] = []
+
+    async def forward(
+        self, stage: int, micro_batch: int, values: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """See `Stages.forward`."""
+        weights = self._read("forward", stage, micro_batch)
+        return await self._stages.forward(stage, micro_batch, values, weights)
+
+    async def backward(
+        self, stage: int, micro_batch: int, gradients: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """See `Stages.backward`. The last one of a minibatch updates the weights."""
+        weights = self._read("backward", stage, micro_batch)
+        results = await self._stages.backward(stage, micro_batch, gradients, weights)
+        minibatch, number = divmod(micro_batch, self._micro_batches)
+        if number == self._micro_batches - 1:
+            await self._stages.update(stage, minibatch, self.stashes[stage].advance())
+        return results
+
+    async def weights(self, stage: int, micro_batch: int) -> None:
+        """Streams have no such passes."""
+        raise InternalError(f"stage {stage}, micro-batch {micro_batch}: a stream computes whole backwards")
+
+    def _read(self, kind: Kind, stage: int, micro_batch: int) -> torch.Tensor:
+        step = StagePass(kind, stage, micro_batch)
+        self.trace.append((step, self._versions[step]))
+        return self.stashes[stage].read(self._versions[step])
