@@ -18,7 +18,16 @@ from gradstream.model.base import Layout, Slot
 from gradstream.model.factors import FactoredLayer
 from gradstream.model.wide_linear import WIDE_ELEMS, WideLinear
 
-__all__ = ["Build", "BuiltModule", "as_numpy", "build_module", "trained_of"]
+__all__ = [
+    "Build",
+    "BuiltModule",
+    "as_numpy",
+    "build_module",
+    "is_wide",
+    "layout_of",
+    "names_of",
+    "trained_of",
+]
 
 Build = Callable[[], nn.Module]
 
@@ -34,12 +43,10 @@ class BuiltModule:
 
     def __init__(self, module: nn.Module) -> None:
         trained = trained_of(module)
-        dtype = _dtype_of(trained)
         self.module = module
-        tensors = [(name, tuple(p.shape)) for name, p in trained]
-        self.layout = Layout.of(tensors, dtype, _row_sparse(module, trained))
+        self.layout = layout_of(module)
         self.parameters = [parameter for _, parameter in trained]
-        self.names, self.frozen = _names(module, trained)
+        self.names, self.frozen = names_of(module)
         self._at: tuple[int, int] | None = None
         self._training: bool | None = None
         self._kept_in_eval = [part for part in module.modules() if not part.training]
@@ -90,13 +97,13 @@ class BuiltModule:
         return [
             FactoredLayer(slot.name, slot.start, *slot.shape)
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
-            if _is_wide(slot) and id(parameter) in linear and num_names[slot.name] == 1
+            if is_wide(slot) and id(parameter) in linear and num_names[slot.name] == 1
         ]
 
     def wide(self, backprop: Backprop) -> AbstractContextManager[object]:
         """The context that `WideLinear` needs; an empty one if the model has no wide layer."""
         triples = zip(self.layout.slots, self.parameters, backprop.sinks, strict=True)
-        wide = [(parameter, sink) for slot, parameter, sink in triples if _is_wide(slot)]
+        wide = [(parameter, sink) for slot, parameter, sink in triples if is_wide(slot)]
         return WideLinear(*zip(*wide, strict=True)) if wide else nullcontext()
 
 
@@ -110,7 +117,8 @@ def _row_sparse(module: nn.Module, trained: list[tuple[str, nn.Parameter]]) -> s
     return {name for name, parameter in trained if id(parameter) in sparse - other}
 
 
-def _is_wide(slot: Slot) -> bool:
+def is_wide(slot: Slot) -> bool:
+    """Whether the tensor is a matrix whose gradient a linear layer writes directly; see `model.wide_linear`."""
     return len(slot.shape) == 2 and slot.stop - slot.start >= WIDE_ELEMS
 
 
@@ -148,11 +156,16 @@ def trained_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module.named_parameters() if p.requires_grad][::-1]
 
 
-def _names(
-    module: nn.Module, trained: list[tuple[str, nn.Parameter]]
-) -> tuple[dict[str, str | None], dict[str, torch.Tensor]]:
+def layout_of(module: nn.Module) -> Layout:
+    """Names and places of the trained parameters. Raises ConfigError for dtypes that cannot be trained."""
+    trained = trained_of(module)
+    tensors = [(name, tuple(p.shape)) for name, p in trained]
+    return Layout.of(tensors, _dtype_of(trained), _row_sparse(module, trained))
+
+
+def names_of(module: nn.Module) -> tuple[dict[str, str | None], dict[str, torch.Tensor]]:
     """(every parameter's names, each with the name under which it is trained or None; frozen ones by name)."""
-    trained_as = {id(parameter): name for name, parameter in trained}
+    trained_as = {id(parameter): name for name, parameter in trained_of(module)}
     names: dict[str, str | None] = {}
     frozen: dict[str, torch.Tensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):

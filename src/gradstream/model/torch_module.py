@@ -180,7 +180,7 @@ class TorchModel:
         self._show(built, parameters)
         built.training(False)
         with torch.no_grad():
-            outputs: torch.Tensor = self._call(built.module, self._tensors(inputs))
+            outputs: torch.Tensor = self.call(built.module, self._tensors(inputs))
         return outputs
 
     @property
@@ -252,9 +252,10 @@ class TorchModel:
         inputs, targets = self._tensors(batch.inputs), self._tensors(batch.targets)
         if self._takes_batch:
             return self._loss(built.module, inputs if targets is None else (inputs, targets))
-        return self._loss(self._call(built.module, inputs), targets)
+        return self._loss(self.call(built.module, inputs), targets)
 
-    def _call(self, module: nn.Module, inputs: Any) -> Any:
+    def call(self, module: nn.Module, inputs: Any) -> Any:
+        """Calls a module on a minibatch's inputs, as `spread` says."""
         if self._spread and isinstance(inputs, dict):
             return module(**inputs)
         if self._spread and isinstance(inputs, tuple | list):

@@ -1,0 +1,192 @@
+"""The operations of one stage, on a module of which only this stage's tensors have values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_map_only
+
+from gradstream.errors import ConfigError
+from gradstream.model.batch import map_leaves
+from gradstream.model.buffers import Buffers
+from gradstream.model.built_module import as_numpy
+from gradstream.model.fixed import Fixed
+from gradstream.split.cut import TorchPlan, parameter_of, value_name
+from gradstream.split.graph import Piece, size_of
+from gradstream.split.trace import ByMode, run_node
+
+__all__ = ["Operations"]
+
+_BUILD_SEED = 0  # of frozen parameters and buffers, as in TorchModel
+
+
+class Operations:
+    """Carries out the operations of a stage.
+
+    Args:
+        plan: the plan of the split model.
+        number: the stage's number.
+    """
+
+    def __init__(self, plan: TorchPlan, number: int) -> None:
+        self._graph = graph = plan.graph
+        self._plan = plan
+        self._outputs = plan.stages[number].outputs
+        self._nodes = plan.nodes[number]
+        self._is_last = number == len(plan.stages) - 1
+        self._trained = {slot.name for slot in graph.layout.slots}
+        self._own = {piece.name for piece in plan.pieces[number]}
+        used = {piece.name for node in self._nodes for piece in graph.tensors_of(node)}
+        if self._is_last:  # what no operation uses is here, so that it is in the saved model
+            everywhere = {
+                piece.name for nodes in plan.nodes for node in nodes for piece in graph.tensors_of(node)
+            }
+            used |= set(graph.first.values()) - everywhere
+        self._others = used - self._trained
+        self._module = graph.blueprint.part(self._others, _BUILD_SEED)
+        self._kept_in_eval = [part for part in self._module.modules() if not part.training]
+        self._bindings = list(self._binds())
+        self.random = self._is_last or any(
+            node.meta["random"] for node in self._nodes
+        )  # a loss may draw numbers
+
+    def run(
+        self,
+        tensors: Mapping[Piece, torch.Tensor],
+        inputs: Mapping[str, torch.Tensor],
+        samples: int,
+        seed: int | None,
+    ) -> dict[str, Any]:
+        """Carries out all operations.
+
+        Args:
+            tensors: the stage's own parameters.
+            inputs: the stage's inputs by name.
+            samples: number of samples of the minibatch.
+            seed: of random numbers; None means eval() mode.
+
+        Returns:
+            The stage's outputs by name. The last stage's have "outputs", the tree of the module's outputs.
+        """
+        self._module.train(seed is not None)
+        for part in self._kept_in_eval:
+            part.training = False
+        borrowed = {
+            Piece(name): inputs[value] for value in inputs if (name := parameter_of(value)) is not None
+        }
+        scope = _Scope(self._plan, self._module, {**tensors, **borrowed}, inputs, samples)
+        for module, key, piece in self._bindings:
+            module._parameters[key] = scope.tensors[piece]  # type: ignore[assignment]  # as torch.func does
+        for node in self._nodes:
+            args, kwargs = tree_map_only(
+                ByMode, lambda constant: constant.of(seed is not None), (node.args, node.kwargs)
+            )
+            args, kwargs = fx.map_arg((args, kwargs), scope.operand)
+            if node.meta["random"] and seed is not None:
+                torch.manual_seed(_stream(seed, node.name))
+            with nullcontext() if node.meta["grad"] else torch.no_grad():
+                scope.results[node] = run_node(node, self._module, args, kwargs)
+        names = {value_name(node): node for node in self._nodes}
+        found: dict[str, Any] = {}
+        for name in self._outputs:
+            own = parameter_of(name)
+            found[name] = (
+                tensors[Piece(own)]
+                if own is not None
+                else self._plan.forms[name].pack(scope.results[names[name]], samples)
+            )
+        if self._is_last:
+            found["outputs"] = fx.map_arg(self._graph.output.args[0], scope.operand)
+            if seed is not None:
+                torch.manual_seed(_stream(seed, "loss"))
+        return found
+
+    def targets(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+        """The tree of the minibatch's targets, in the last stage."""
+        return map_leaves(lambda name: None if name is None else inputs[name], self._graph.targets)
+
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Persistent buffers of the stage, by the module's own names."""
+        return [
+            (name, tensor)
+            for name, tensor in self._module.state_dict(keep_vars=True).items()
+            if isinstance(tensor, torch.Tensor)
+            and not isinstance(tensor, nn.Parameter)
+            and self._graph.first.get(name) in self._others
+        ]
+
+    def load_buffers(self, buffers: Buffers) -> None:
+        """Sets the buffers of the stage; see `StageModel.load_buffers`."""
+        for name, buffer in self.buffers():
+            array = buffers.get(name)
+            if array is None or array.shape != tuple(buffer.shape):
+                got = "nothing" if array is None else f"shape {array.shape}"
+                raise ConfigError(
+                    f"buffer {name!r}: got {got}, expected shape {tuple(buffer.shape)}; "
+                    "is this the model that the run trained?"
+                )
+            buffer.copy_(torch.from_numpy(np.array(array)))
+
+    def fixed(self) -> Fixed:
+        """Frozen parameters of the stage, and further names of those that it trains."""
+        first = self._graph.first
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        frozen = {name: as_numpy(p.detach()) for name, p in parameters.items() if first[name] in self._others}
+        return Fixed(
+            frozen, {name: first[name] for name in first if first[name] in self._own and name != first[name]}
+        )
+
+    def _binds(self) -> Iterator[tuple[nn.Module, str, Piece]]:
+        """(module, key, tensor) of each trained parameter that an operation reads from its module."""
+        for node in self._nodes:
+            if node.op == "call_module":
+                target = str(node.target)
+                for path, part in self._module.get_submodule(target).named_modules(prefix=target):
+                    for key in part._parameters:
+                        name = self._graph.first.get(f"{path}.{key}" if path else key)
+                        if name in self._trained:
+                            yield part, key, Piece(name)
+
+
+class _Scope:
+    """What operations of a stage may use for one minibatch."""
+
+    def __init__(
+        self,
+        plan: TorchPlan,
+        module: nn.Module,
+        tensors: Mapping[Piece, torch.Tensor],
+        inputs: Mapping[str, torch.Tensor],
+        samples: int,
+    ) -> None:
+        self._plan, self._module, self._inputs, self._samples = plan, module, inputs, samples
+        self.tensors = tensors
+        self.results: dict[fx.Node, Any] = {}
+
+    def operand(self, node: fx.Node) -> Any:
+        """The result of another operation, or what a node without an operation stands for."""
+        if node in self.results:
+            return self.results[node]
+        size = size_of(node)
+        if size is not None:
+            return size[0] * self._samples + size[1]
+        if node.op == "get_attr":
+            piece = self._plan.graph.piece_of(node)
+            if piece is None:
+                return self._plan.graph.constants[str(node.target)]
+            return self.tensors[piece] if piece in self.tensors else run_node(node, self._module, (), {})
+        name = str(node.target) if node.op == "placeholder" else value_name(node)
+        result = self.results[node] = self._plan.forms[name].unpack(self._inputs[name], self._samples)
+        return result
+
+
+def _stream(seed: int, name: str) -> int:
+    """The seed of one operation's random numbers."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,256 @@
+"""Builds a module of which only some tensors have values: those that one process needs.
+
+`build()` runs as it is. Its tensors are created on torch's meta device, where they have a shape and no memory, except
+the needed ones. Random numbers of the others are drawn and dropped, one tensor at a time, so the needed ones get
+exactly the values that they have in the whole module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from gradstream.errors import ConfigError
+from gradstream.model.built_module import Build, build_module
+
+__all__ = ["Blueprint", "ShapeMode", "tensor_at"]
+
+_SMALL_ELEMS = 1 << 10
+"""Elements up to which every tensor has its values: a `build()` may read them (`.item()`, `.tolist()`)."""
+
+
+_TRUNCATED_NORMAL = nn.init._no_grad_trunc_normal_
+
+
+class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which tensors are created without values, but for those with the given numbers.
+
+    Tensors that have memory of their own are numbered in the order in which they are created. An operation is
+    carried out on values if all of its inputs have them.
+
+    Args:
+        needed: numbers of the tensors that get values.
+        places: memory for some of them, by number.
+        draws: whether random numbers of tensors without values are drawn too.
+    """
+
+    def __init__(
+        self,
+        needed: Iterable[int] = (),
+        places: Mapping[int, torch.Tensor] | None = None,
+        *,
+        draws: bool = True,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._needed = frozenset(needed)
+        self._places = places or {}
+        self._draws = draws
+        self._alive: list[torch.Tensor] = []  # so that no other tensor gets the same storage
+        self._numbers: dict[int, int] = {}  # of storages
+        self.sources: list[set[int]] = []  # of each number, the numbers of what was ever written into it
+        self.random: set[int] = set()  # numbers of those into which random numbers were written
+
+    def number_of(self, tensor: torch.Tensor) -> int | None:
+        """The number of the tensor's memory; None if it comes from outside of the context."""
+        return self._numbers.get(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Carries out one operation, on values or on shapes."""
+        kwargs = dict(kwargs or {})
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if any(_is_meta(tensor) for tensor in given):
+            if is_random and self._draws:
+                _draw(func, args, kwargs)
+            result = func(*_on(args, _to_meta), **_on(kwargs, _to_meta))
+        elif given or is_random or len(self.sources) in self._needed or "device" not in kwargs:
+            result = func(*args, **kwargs)
+        else:
+            result = func(*args, **{**kwargs, "device": "meta"})
+            if kwargs["device"] not in (None, torch.device("cpu")) or result.numel() <= _SMALL_ELEMS:
+                result = func(*args, **kwargs)
+        old = {tensor.untyped_storage()._cdata for tensor in given}
+        result = tree_map_only(torch.Tensor, lambda made: self._keep(made, old), result)
+        self._note(func, given, result, is_random)
+        return result
+
+    def truncated_normal(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """In place of torch's own, which draws again until all values fit, and nothing for a tensor without values."""
+        with _disable_current_modes():
+            if not _is_meta(tensor):
+                _TRUNCATED_NORMAL(tensor, *args, **kwargs)
+            elif self._draws:
+                _TRUNCATED_NORMAL(_blank(tensor), *args, **kwargs)
+        if (number := self.number_of(tensor)) is not None:
+            self.random.add(number)
+        return tensor
+
+    def _keep(self, made: torch.Tensor, old: set[int]) -> torch.Tensor:
+        """The tensor, its values dropped unless they are needed."""
+        if made.untyped_storage()._cdata in old:
+            return made
+        number = len(self.sources)
+        if number in self._places and not _is_meta(made):
+            made = self._places[number].copy_(made.flatten()).view(made.shape)
+        elif number not in self._needed and made.numel() > _SMALL_ELEMS:
+            made = _to_meta(made)
+        self._numbers[made.untyped_storage()._cdata] = number
+        self.sources.append(set())
+        self._alive.append(made)
+        return made
+
+    def _note(self, func: Any, given: list[torch.Tensor], result: Any, is_random: bool) -> None:
+        """Notes the sources of all that the operation has written."""
+        numbers = {number for tensor in given if (number := self.number_of(tensor)) is not None}
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if func._schema.is_mutable:  # which of its inputs is written does not matter: all depend on all
+            made += given
+        for tensor in made:
+            number = self.number_of(tensor)
+            if number is not None:
+                self.sources[number] |= numbers - {number}
+                if is_random:
+                    self.random.add(number)
+
+
+class _AsIfReal(TorchFunctionMode):
+    """A context in which no tensor says that it has no values: functions of `nn.init` would then do nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answers False if a tensor is asked for `is_meta`."""
+        return False if func == _IS_META else func(*args, **(kwargs or {}))
+
+
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "meta"
+
+
+def _on(tree: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return tree_map_only(torch.Tensor, fn, tree)
+
+
+def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    if _is_meta(tensor):
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    if not _is_meta(tensor):
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
+
+
+def _draw(func: Any, args: Any, kwargs: Any) -> None:
+    """Draws the numbers that the operation would, into memory that is dropped."""
+    func(*_on(args, _blank), **_on(kwargs, _blank))
+
+
+class Blueprint:
+    """What a `build()` makes, without values: its module on the meta device, and how its tensors arise.
+
+    Args:
+        build: the function that builds the module.
+
+    Attributes:
+        module: the module, whose parameters and buffers have no values.
+    """
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+        self._mode = ShapeMode(draws=False)
+        self.module = self._run(self._mode, 0)
+        self._made: dict[str, torch.Tensor] = {}  # tensors as build() left them: small ones have values
+        shapes: dict[int, torch.Tensor] = {}
+        for path, part in self.module.named_modules(remove_duplicate=False):
+            for tensors in (part._parameters, part._buffers):
+                for key, tensor in dict[str, Any](tensors).items():
+                    if tensor is None:
+                        continue
+                    if id(tensor) not in shapes:
+                        self._made[f"{path}.{key}" if path else key] = tensor
+                        shape = _to_meta(tensor.detach())
+                        if isinstance(tensor, nn.Parameter):
+                            shape = nn.Parameter(shape, requires_grad=tensor.requires_grad)
+                        shapes[id(tensor)] = shapes[id(shape)] = shape
+                    tensors[key] = shapes[id(tensor)]
+
+    def part(
+        self, names: Iterable[str], seed: int, places: Mapping[str, torch.Tensor] | None = None
+    ) -> nn.Module:
+        """A new module of `build()` under this seed, in which the named tensors have their values.
+
+        Args:
+            names: qualified names of parameters, buffers or other attributes that are tensors.
+            seed: of torch's generator.
+            places: memory (elems,) for the values of some; it is filled in any case.
+        """
+        needed: set[int] = set()
+        numbers = {name: self._mode.number_of(self._tensor(name)) for name in names}
+        open_ = [number for number in numbers.values() if number is not None]
+        while open_:
+            if (number := open_.pop()) not in needed:
+                needed.add(number)
+                open_.extend(self._mode.sources[number])
+        memory = {}
+        for name, place in (places or {}).items():
+            tensor, made = self._tensor(name), numbers[name]
+            whole = (
+                tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
+                and tensor.is_contiguous()
+            )
+            if made is not None and whole:
+                memory[made] = place
+        mode = ShapeMode(needed, memory, draws=not needed.isdisjoint(self._mode.random))
+        module = self._run(mode, seed)
+        if mode.sources != self._mode.sources:
+            raise ConfigError(
+                f"from_torch: build() made {len(mode.sources)} tensors, and {len(self._mode.sources)} at its first "
+                "call, or in another order; expected the same at each call, whatever the seed"
+            )
+        for name, place in (places or {}).items():
+            tensor = tensor_at(module, name).detach()
+            if tensor.data_ptr() != place.data_ptr():
+                place.copy_(tensor.flatten())
+        return module
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return self._made[name] if name in self._made else tensor_at(self.module, name)
+
+    def _run(self, mode: ShapeMode, seed: int) -> nn.Module:
+        def build() -> nn.Module:
+            with _AsIfReal(), mode, patch.object(nn.init, "_no_grad_trunc_normal_", mode.truncated_normal):
+                return self._build()
+
+        try:
+            return build_module(build, seed)
+        except (NotImplementedError, RuntimeError) as error:
+            raise ConfigError(
+                "from_torch: build() reads values of a tensor while it builds, or does with it what cannot be done "
+                f"on shapes alone; expected one that only creates and fills tensors, so that it can be split: {error}"
+            ) from error
+
+
+def tensor_at(module: nn.Module, name: str) -> torch.Tensor:
+    """The parameter, buffer or other tensor of this qualified name."""
+    path, _, attribute = name.rpartition(".")
+    tensor: torch.Tensor = getattr(module.get_submodule(path), attribute)
+    return tensor

@@ -1,0 +1,259 @@
+"""`StageModel`: computes one stage of a split torch model in one process, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradstream.errors import ConfigError
+from gradstream.model.backprop import Pass, Sink
+from gradstream.model.base import Reduction
+from gradstream.model.buffers import Buffers
+from gradstream.model.built_module import as_numpy, is_wide
+from gradstream.model.check import finite_loss
+from gradstream.model.fixed import Fixed
+from gradstream.model.torch_module import TorchModel, usable
+from gradstream.model.wide_linear import WideLinear
+from gradstream.split.cut import TorchPlan, layout_of_stage
+from gradstream.split.graph import Piece
+from gradstream.split.operations import Operations
+from gradstream.split.plan import SplitPlan
+
+__all__ = ["StageModel"]
+
+
+class StageModel:
+    """One stage of a split model, whose process holds only the stage's own parameters.
+
+    Its functions take the stage's own flat vector: the stage's ranges of the whole model's vector, joined. It must
+    not be used from two threads at once. Several minibatches may be between their forward and backward.
+
+    Args:
+        model: the whole model.
+        plan: from `plan_split` of the same model.
+        number: the stage's number.
+
+    Attributes:
+        layout: names, shapes and places of its parameters; a piece of a divided tensor has the tensor's name.
+        reduction: whether loss and gradient are the mean or the sum over a minibatch's samples.
+
+    Raises:
+        ConfigError: the plan is not one of `plan_split`.
+    """
+
+    def __init__(self, model: TorchModel, plan: SplitPlan, number: int) -> None:
+        if not isinstance(plan, TorchPlan):
+            raise ConfigError(
+                f"StageModel: plan is a {type(plan).__name__}, expected one that plan_split returned"
+            )
+        self.reduction: Reduction = model.reduction
+        self.layout = layout_of_stage(plan, number)
+        self._loss = model.given[1]
+        self._plan = plan
+        self._stage = plan.stages[number]
+        self._is_last = number == len(plan.stages) - 1
+        self._pieces = plan.pieces[number]
+        self._operations = Operations(plan, number)
+
+    def init(self, seed: int, parameters: torch.Tensor) -> None:
+        """Fills the stage's vector with the values that `TorchModel.init(seed)` gives to these elements.
+
+        No more than the stage's own parameters and one other tensor exist at a time.
+        """
+        views = dict(zip(self._pieces, (view for _, view in self.layout.views(parameters)), strict=True))
+        whole = {piece.name: view.flatten() for piece, view in views.items() if piece.axis is None}
+        self._plan.graph.blueprint.part(whole, seed, whole)
+
+    def forward(
+        self, parameters: torch.Tensor, values: Mapping[str, torch.Tensor], *, seed: int, samples: int
+    ) -> tuple[dict[str, torch.Tensor], object]:
+        """Computes the stage for a minibatch.
+
+        Args:
+            parameters: the stage's vector. It is not copied: the backward pass reads it again.
+            values: the stage's inputs, by name.
+            seed: of random numbers; each operation draws its own, from (seed, its name).
+            samples: number of samples of the minibatch.
+
+        Returns:
+            (the stage's outputs by name, what `backward` needs). The last stage's outputs have "loss", a scalar.
+
+        Raises:
+            ConfigError: a value is missing, or has another shape or dtype than the plan says.
+            GradientError: the loss is not one finite number that depends on the parameters.
+        """
+        saved = _Saved(self._pieces, self.layout.views(parameters))
+        inputs = self._checked(values, samples)
+        for name, tensor in inputs.items():
+            if self._plan.value(name).has_gradient:
+                inputs[name] = saved.inputs[name] = tensor.detach().requires_grad_()
+        fork = torch.random.fork_rng(devices=[]) if self._operations.random else nullcontext()
+        with torch.enable_grad(), fork, self._wide(saved):
+            results = self._operations.run(saved.leaves, inputs, samples, seed)
+            saved.outputs = {name: results[name] for name in self._stage.outputs}
+            if self._is_last:
+                loss = usable(self._loss(results["outputs"], self._operations.targets(inputs)))
+                saved.outputs["loss"] = loss
+                finite_loss(float(loss.detach()))
+        return {name: tensor.detach() for name, tensor in saved.outputs.items()}, saved
+
+    def backward(
+        self,
+        saved: object,
+        gradients: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        *,
+        weight: float = 1.0,
+        add: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        """Computes the gradients of the stage for a minibatch. It may be called once for each `forward`.
+
+        Args:
+            saved: what `forward` returned.
+            gradients: of the stage's outputs, by name; that of the loss is 1.
+            gradient: the stage's vector for its parameters' gradient.
+            weight: factor of the parameters' gradient.
+            add: whether to add it to what `gradient` has, instead of replacing that.
+
+        Returns:
+            Gradients of the stage's inputs, without the factor: of all whose `Value.has_gradient` is true.
+        """
+        assert isinstance(saved, _Saved)
+        for sink, (_, view) in zip(saved.sinks.values(), self.layout.views(gradient), strict=True):
+            sink.into(view, weight, add)
+        roots, given = [], []
+        for name, output in saved.outputs.items():
+            if output.requires_grad:
+                roots.append(output)
+                given.append(
+                    torch.ones_like(output) if name == "loss" else gradients[name].view(output.shape)
+                )
+        with self._wide(saved):
+            saved.run(roots, given)
+        for sink in saved.sinks.values():
+            if not sink.written:
+                sink.clear()
+        return {
+            name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            for name, leaf in saved.inputs.items()
+        }
+
+    def evaluate(
+        self, parameters: torch.Tensor, values: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Computes the stage in eval() mode, without a graph.
+
+        Returns:
+            The stage's outputs. The last stage's are "outputs", those of the module, and "loss" if `values` has
+            targets.
+        """
+        counted = (len(values[name]) for name in self._stage.inputs if self._plan.value(name).per_sample)
+        samples = next(counted, 0)
+        inputs = self._checked(values, samples, with_targets=False)
+        leaves = dict(zip(self._pieces, (view for _, view in self.layout.views(parameters)), strict=True))
+        with torch.no_grad():
+            results = self._operations.run(leaves, inputs, samples, None)
+            if self._is_last and all(name in inputs for name in self._stage.inputs):
+                results["loss"] = self._loss(results["outputs"], self._operations.targets(inputs))
+        return results
+
+    def buffers(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Copies of the stage's persistent buffers, under the module's own names."""
+        return {name: as_numpy(buffer).copy() for name, buffer in self._operations.buffers()}
+
+    def load_buffers(self, buffers: Buffers) -> None:
+        """Sets the stage's persistent buffers. Names that the stage does not have are ignored.
+
+        Raises:
+            ConfigError: a buffer is missing, or has another shape. Those before it have been set.
+        """
+        self._operations.load_buffers(buffers)
+
+    def fixed(self) -> Fixed:
+        """The stage's frozen parameters, and further names of its trained ones."""
+        return self._operations.fixed()
+
+    def _checked(
+        self, values: Mapping[str, torch.Tensor], samples: int, *, with_targets: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """The stage's inputs. Raises ConfigError unless they are as the plan says."""
+        inputs = {}
+        for name in self._stage.inputs:
+            value, tensor = self._plan.value(name), values.get(name)
+            if tensor is None and not with_targets and name.partition(".")[0] == "targets":
+                continue
+            if tensor is None or tensor.shape != value.shape_of(samples) or tensor.dtype != value.dtype:
+                got = "nothing" if tensor is None else f"{tuple(tensor.shape)} x {tensor.dtype}"
+                raise ConfigError(
+                    f"stage {self._stage.number}, value {name!r}: got {got}, expected {value.shape_of(samples)} x "
+                    f"{value.dtype}, as in the example by which the model was cut"
+                )
+            inputs[name] = tensor
+        return inputs
+
+    def _wide(self, saved: _Saved) -> AbstractContextManager[object]:
+        """The context in which gradients of wide layers are written directly."""
+        wide = [
+            (leaf, sink)
+            for slot, leaf, sink in zip(
+                self.layout.slots, saved.leaves.values(), saved.sinks.values(), strict=True
+            )
+            if is_wide(slot)
+        ]
+        return WideLinear(*zip(*wide, strict=True)) if wide else nullcontext()
+
+
+class _Sink(Sink):
+    """Collects weight × one parameter's gradient."""
+
+    __slots__ = ("weight",)
+
+    def into(self, view: torch.Tensor, weight: float, add: bool) -> None:
+        """Sets where it goes, before a backward pass."""
+        self.view, self.weight, self.written = view, weight, add
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Adds a contribution that exists as a tensor."""
+        super().add(gradient if self.weight == 1 else gradient * self.weight)
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Adds the contribution left @ right, without a temporary tensor of its size."""
+        super().add_product(left if self.weight == 1 else left * self.weight, right)
+
+
+class _Saved:
+    """The graph of one forward pass of a stage."""
+
+    def __init__(self, pieces: tuple[Piece, ...], views: Any) -> None:
+        self._pass = Pass()
+        self.inputs: dict[str, torch.Tensor] = {}
+        self.outputs: dict[str, torch.Tensor] = {}
+        # .data: an update of the parameters in place is nobody's error, if the caller wants it between the passes.
+        self.leaves = {
+            piece: view.data.requires_grad_() for piece, (_, view) in zip(pieces, views, strict=True)
+        }
+        self.sinks = {piece: _Sink(leaf, self._pass) for piece, leaf in self.leaves.items()}
+        for leaf, sink in zip(self.leaves.values(), self.sinks.values(), strict=True):
+            leaf.register_post_accumulate_grad_hook(_moved(sink))
+
+    def run(self, roots: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        """Runs the backward pass. The engine itself does not suspend an active function mode."""
+        for root in roots:
+            root.register_hook(self._pass.begin)  # type: ignore[no-untyped-call]
+        if roots:
+            torch.autograd.Variable._execution_engine.run_backward(
+                tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+
+
+def _moved(sink: _Sink) -> Callable[[torch.Tensor], None]:
+    def hook(leaf: torch.Tensor) -> None:
+        assert leaf.grad is not None
+        sink.add(leaf.grad)
+        leaf.grad = None
+
+    return hook
