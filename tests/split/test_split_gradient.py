@@ -42,6 +42,8 @@ class Residual(nn.Module):
 
 
 class Block(nn.Module):
+    mask: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
