@@ -121,7 +121,7 @@ class VirtualChannel:
     def __init__(self, plan: SplitPlan, runtime: VirtualRuntime, rng: random.Random) -> None:
         self.plan, self.runtime, self.rng = plan, runtime, rng
         self.sent: list[TensorTransfer] = []
-        self._arrived: dict[TensorTransfer, asyncio.Future[Tensor]] = defaultdict(
+        self.arrived: dict[TensorTransfer, asyncio.Future[Tensor]] = defaultdict(
             lambda: asyncio.get_running_loop().create_future()
         )
 
@@ -129,16 +129,16 @@ class VirtualChannel:
         assert transfer not in self.sent
         self.sent.append(transfer)
         await self.runtime.sleep(self.rng.random())
-        self._arrived[transfer].set_result(tensor.clone())
+        self.arrived[transfer].set_result(tensor.clone())
 
     async def receive(self, transfer: TensorTransfer) -> Tensor:
-        tensor = await self._arrived[transfer]
-        del self._arrived[transfer]
+        tensor = await self.arrived[transfer]
+        del self.arrived[transfer]
         return tensor
 
     def left(self) -> list[TensorTransfer]:
         """What has arrived, and was not received."""
-        return list(self._arrived)
+        return list(self.arrived)
 
 
 def run_parts(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -161,3 +163,25 @@ def test_a_stage_that_leaves_out_a_value_is_named() -> None:
     stages = [Silent(plan, parameters), TorchStages(plan, parameters)]
     with pytest.raises(InternalError, match=r"kind='forward', stage=0, micro_batch=0\) gave \[\].*'h0'"):
         run_parts(plan, make_schedule("1f1b", plan, 2), stages, lambda name, number: data[name])
+
+
+def test_a_send_begins_before_the_next_pass_also_where_stages_never_wait() -> None:
+    events: list[str] = []
+
+    class Noting(TorchStages):
+        async def forward(self, stage: int, micro_batch: int, *args: Any) -> Mapping[str, Tensor]:
+            events.append(f"f{micro_batch}")
+            return await super().forward(stage, micro_batch, *args)
+
+    class NotingChannel(VirtualChannel):
+        async def send(self, transfer: TensorTransfer, tensor: Tensor) -> None:
+            if transfer.value == "h0" and not transfer.gradient:
+                events.append(f"s{transfer.micro_batch}")
+            self.arrived[transfer].set_result(tensor)
+
+    plan = chain(2)
+    parameters, data = minibatch(plan, False)
+    stages = [Noting(plan, parameters), TorchStages(plan, parameters)]
+    schedules = make_schedule("gpipe", plan, 3)
+    run_parts(plan, schedules, stages, lambda name, number: data[name], make_channel=NotingChannel)
+    assert events == ["f0", "s0", "f1", "s1", "f2", "s2"]

@@ -16,7 +16,7 @@ import torch
 
 from gradstream.errors import InternalError
 from gradstream.pipeline.schedule import Schedule, StagePass
-from gradstream.runtime.tasks import gather
+from gradstream.runtime.tasks import gather, let_others_run
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
 
 __all__ = ["Stages", "TensorChannel", "TensorTransfer", "run_schedule"]
@@ -146,6 +146,7 @@ class _Execution:
                 await self._backward(self._plan.stages[step.stage], step.micro_batch)
             else:
                 await self._stages.weights(step.stage, step.micro_batch)
+            await let_others_run()  # sends begin now, also where `stages` computes without ever waiting
         for queue in self._outgoing.values():
             queue.put_nowait(None)
 

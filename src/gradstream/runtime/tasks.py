@@ -15,7 +15,7 @@ from gradstream.memory import Loans
 from gradstream.runtime.base import Report, Timer
 from gradstream.runtime.stalls import Stalls
 
-__all__ = ["Tasks", "finish_despite_cancel", "gather", "release_then"]
+__all__ = ["Tasks", "finish_despite_cancel", "gather", "let_others_run", "release_then"]
 
 T = TypeVar("T")
 
@@ -133,6 +133,11 @@ async def gather(*works: Awaitable[T]) -> list[T]:
             future.cancel()
         await asyncio.gather(*futures, return_exceptions=True)
         raise
+
+
+async def let_others_run() -> None:
+    """Lets the other tasks that are ready run up to where they wait."""
+    await asyncio.sleep(0)
 
 
 async def finish_despite_cancel(future: asyncio.Future[T]) -> T:
