@@ -28,10 +28,11 @@ from gradstream.memory import Vector
 from gradstream.runtime import RealRuntime
 from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.pairs import SECRET
-from gradstream.transport.base import Identity
+from gradstream.transport.base import Identity, PeerSocket
 from gradstream.transport.socket.tcp import TcpEndpoint
 
 WAIT_S = 30.0
+DAMAGED: list[int] = []
 
 
 def endpoint(name: str, **options: Any) -> TcpEndpoint:
@@ -195,8 +196,8 @@ def test_nobody_gets_a_data_socket_without_the_secret() -> None:
             dialled = await friend.data_socket("server", "name", dial=True)
             taken = await server.data_socket("friend", "name", dial=False)
             assert dialled is not None and taken is not None
-            dialled.close()
-            taken.close()
+            dialled.socket.close()
+            taken.socket.close()
             waiting = asyncio.ensure_future(server.data_socket("stranger", "name", dial=False))
             assert await stranger.data_socket("server", "name", dial=True) is None
             assert not waiting.done()
@@ -220,18 +221,18 @@ def test_a_data_socket_that_nobody_takes_is_closed() -> None:
             first = await client.data_socket("server", "name", dial=True)
             second = await client.data_socket("server", "name", dial=True)
             assert first is not None and second is not None
-            assert await loop.sock_recv(first, 1) == b""
+            assert await loop.sock_recv(first.socket, 1) == b""
             taken = await server.data_socket("client", "name", dial=False)
             assert taken is not None
-            await loop.sock_sendall(taken, b"x")
-            assert await loop.sock_recv(second, 1) == b"x"
+            await loop.sock_sendall(taken.socket, b"x")
+            assert await loop.sock_recv(second.socket, 1) == b"x"
             third = await client.data_socket("server", "other", dial=True)
             assert third is not None
         finally:
             await server.close()
-        assert await loop.sock_recv(third, 1) == b""
+        assert await loop.sock_recv(third.socket, 1) == b""
         for one in (first, second, third, taken):
-            one.close()
+            one.socket.close()
         await closed_all(client, server)
 
     before = len(os.listdir("/proc/self/fd"))
@@ -348,11 +349,14 @@ def driver(
     return driver_of(DependencyPlan.of(schedule), tensor, operation, end), tensor
 
 
-def pair() -> tuple[DataSocket, DataSocket]:
+def pair(*, checked: bool = False) -> tuple[DataSocket, DataSocket]:
     left, right = socket.socketpair()
     for one in (left, right):
         one.setblocking(False)
-    return DataSocket(left, "right"), DataSocket(right, "left")
+    return (
+        DataSocket(PeerSocket(left, checked), "right", DAMAGED.append),
+        DataSocket(PeerSocket(right, checked), "left", DAMAGED.append),
+    )
 
 
 def closed(*ends: DataSocket) -> None:

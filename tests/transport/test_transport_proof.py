@@ -23,7 +23,15 @@ WORKER = Identity("job", "worker-0", 7, secret=SECRET)
 BARE = Bare(WORKER, called="shard-0")
 SECOND_NS = 10**9
 EXPIRES_NS = round(LIMITS.handshake_s * 1e9)
-FULL = {"sender": "worker-0", "incarnation": 7, "link": 3, "index": 1, "count": 4, "line": "a line"}
+FULL = {
+    "sender": "worker-0",
+    "incarnation": 7,
+    "link": 3,
+    "index": 1,
+    "count": 4,
+    "line": "a line",
+    "checked": True,
+}
 """A greeting that leaves no field empty."""
 
 
@@ -39,7 +47,7 @@ def changed_by_a_bit(message: v1.Greeting) -> Iterator[tuple[str, v1.Greeting]]:
     """A message with each bit of each of its fields changed, by the field's name."""
     for field, value in message.ListFields():
         raw = value.encode() if isinstance(value, str) else value
-        num_bits = 8 * len(raw) if isinstance(raw, bytes) else 32
+        num_bits = 8 * len(raw) if isinstance(raw, bytes) else 1 if isinstance(raw, bool) else 32
         for bit in range(num_bits):
             other = v1.Greeting()
             other.CopyFrom(message)
@@ -148,7 +156,7 @@ def test_a_session_is_the_callers() -> None:
     sessions = Sessions(SHARD)
     session, caller = opened(sessions)
     assert (session.sender, session.incarnation) == ("worker-0", 7)
-    assert sessions.passes(caller.next_pass()) is session
+    assert sessions.passes(caller.pass_of(1)) == (session, 1)
 
 
 def test_each_bit_of_a_greeting_of_a_session_counts() -> None:
@@ -212,9 +220,9 @@ def test_what_was_answered_is_not_remembered_for_ever() -> None:
 def test_passes_are_good_once_each_in_any_order() -> None:
     sessions = Sessions(SHARD)
     session, caller = opened(sessions)
-    passes = [caller.next_pass() for _ in range(20)]
+    passes = [caller.pass_of(1 + number) for number in range(20)]
     for raw in [*passes[10:], *reversed(passes[:10])]:
-        assert sessions.passes(raw) is session
+        assert sessions.passes(raw) == (session, 1 + passes.index(raw))
     for raw in passes:
         assert sessions.passes(raw) is None
 
@@ -243,7 +251,7 @@ def test_forged_passes(forge: Callable[[v1.Pass], None]) -> None:
     sessions = Sessions(SHARD)
     session, caller = opened(sessions)
     other, _ = opened(sessions)
-    raw = caller.next_pass()
+    raw = caller.pass_of(1)
     shown = v1.Pass.FromString(raw)
     forge(shown)
     assert sessions.passes(shown.SerializeToString()) is None
@@ -251,17 +259,17 @@ def test_forged_passes(forge: Callable[[v1.Pass], None]) -> None:
     assert sessions.passes(stolen.SerializeToString()) is None
     for garbage in (b"", b"\xff\xff", bytes(1 << 16)):
         assert sessions.passes(garbage) is None
-    assert sessions.passes(raw) is session  # the true one is still good
+    assert sessions.passes(raw) == (session, 1)  # the true one is still good
 
 
 def test_passes_end_with_their_session_and_are_nobody_elses() -> None:
     sessions, elsewhere = Sessions(SHARD), Sessions(SHARD)
     session, caller = opened(sessions)
     opened(elsewhere)
-    assert elsewhere.passes(caller.next_pass()) is None
+    assert elsewhere.passes(caller.pass_of(1)) is None
     sessions.over(session)
     sessions.over(session)
-    assert sessions.passes(caller.next_pass()) is None
+    assert sessions.passes(caller.pass_of(2)) is None
 
 
 def test_a_member_that_counts_in_leaps_costs_no_memory() -> None:
@@ -269,8 +277,7 @@ def test_a_member_that_counts_in_leaps_costs_no_memory() -> None:
     sessions = Sessions(SHARD)
     session, caller = opened(sessions)
     for number in (1, 2**40, 2**64 - 1):
-        caller._number = number - 1
-        assert sessions.passes(caller.next_pass()) is session
+        assert sessions.passes(caller.pass_of(number)) == (session, number)
     window = session.used
     assert window._above.bit_length() <= SequenceWindow.WIDTH
     assert 2**64 - 1 in window and 2**64 - 2 not in window and 2**64 - 1 - SequenceWindow.WIDTH in window

@@ -125,7 +125,7 @@ async def a_used_pass(dialled: grpc.aio.Channel, session: BareSession) -> grpc.a
 
 
 async def a_forged_number(dialled: grpc.aio.Channel, session: BareSession) -> grpc.aio.Metadata | None:
-    shown = v1.Pass.FromString(session.passes.next_pass())
+    shown = v1.Pass.FromString(session.passes.pass_of(next(session.numbers)))
     shown.number += 1
     return pass_metadata(shown.SerializeToString())
 

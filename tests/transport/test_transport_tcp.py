@@ -561,8 +561,8 @@ def test_no_connection_on_loopback_has_bbr() -> None:
             client.know("server", server.address)
             line = await client.data_socket("server", "name", dial=True)
             assert line is not None
-            with line:
-                found = congestion_control(line)
+            with line.socket:
+                found = congestion_control(line.socket)
             await client.close()
         return found
 

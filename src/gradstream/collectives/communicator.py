@@ -178,11 +178,13 @@ class Communicator:
 
     async def _connect_data_socket(self, rank: int, connected: dict[int, DataSocket]) -> None:
         name = self.names[rank]
-        socket = await self._endpoint.data_socket(
+        connected_socket = await self._endpoint.data_socket(
             name, f"exchange/{self.members.epoch}", dial=self.rank < rank
         )
-        if socket is not None:
-            connected[rank] = DataSocket(socket, name)
+        if connected_socket is not None:
+            in_loop = asyncio.get_running_loop().call_soon_threadsafe
+            report = partial(self._endpoint.on_damage, name)
+            connected[rank] = DataSocket(connected_socket, name, partial(in_loop, report))
 
     # ---- losing a rank ------------------------------------------------------------------
 

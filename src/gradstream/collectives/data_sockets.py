@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from gradstream.runtime.tasks import finish_despite_cancel
+from gradstream.transport.base import PeerSocket
 
 __all__ = ["DataSocket", "GroupDataSockets"]
 
@@ -27,11 +28,16 @@ class DataSocket:
     Args:
         connected: a non-blocking socket that nobody else uses.
         name: name of the rank.
+        on_damage: called in any thread with a number of bytes that were damaged on their way.
+
+    Attributes:
+        checked: what goes over the socket has checksums.
     """
 
-    def __init__(self, connected: socket.socket, name: str) -> None:
-        self.socket = connected
+    def __init__(self, connected: PeerSocket, name: str, on_damage: Callable[[int], object]) -> None:
+        self.socket, self.checked = connected
         self.name = name
+        self.on_damage = on_damage
         self._memory = np.empty(0, dtype=np.uint8)
 
     def part(self, num_bytes: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

@@ -4,7 +4,8 @@ In each round the thread sends what may go, reads what has arrived, and adds up 
 the system's poll when there is nothing to do. So its time goes into the system's copies and into sums.
 
 A message is a header and the bytes of one step. A rank takes a message only if the header says that it belongs
-to the same operation; sizes and places come from the plan.
+to the same operation; sizes and places come from the plan. On a socket that needs them, a checksum follows the header,
+and another one comes before each piece: nothing is added, sent on or called complete before it has passed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from gradstream.collectives.data_sockets import DataSocket
 from gradstream.collectives.plan import Operation, PlanProgress
 from gradstream.collectives.schedule import Recv
 from gradstream.errors import ConfigError, InternalError, PeerLostError
+from gradstream.wire.checksum import CHECKSUM, checksum
+from gradstream.wire.frames import DamagedError, verify
 
 __all__ = ["SocketDriver", "SocketReader", "SocketWriter"]
 
@@ -220,7 +223,8 @@ class SocketWriter(_Direction):
 
     def _begin(self) -> None:
         self._piece_stop = self._at  # end of the piece that is being sent
-        self._head = memoryview(self._header())
+        head = self._header()
+        self._head = memoryview(head + _sum(head) if self._data_socket.checked else head)
 
     def room_bytes(self) -> int:
         """The rest of the current piece, or all of the next one once all of it may go."""
@@ -231,6 +235,8 @@ class SocketWriter(_Direction):
             room_bytes = self._progress.room(self._number, stop)
             if room_bytes:
                 self._piece_stop = stop
+                if self._data_socket.checked:
+                    self._head = memoryview(bytes(self._head) + _sum(self._transfer.memory[self._at : stop]))
             return room_bytes
         return self._piece_stop - self._at
 
@@ -267,16 +273,21 @@ class SocketReader(_Direction):
     def _begin(self) -> None:
         step = self._transfer.steps[self._number]
         self._adds = isinstance(step, Recv) and step.add
-        self._filled = 0  # bytes of the piece that is to be added
-        self._head = bytearray(_HEADER.size)
+        self._by_piece = self._adds or self._data_socket.checked
+        self._filled = 0  # bytes of the piece that is to be added or verified
+        self._expect(_HEADER.size + 2 * CHECKSUM.size * self._data_socket.checked)
+
+    def _expect(self, head_bytes: int) -> None:
+        """Reads this number of bytes before the next piece; its checksum, if it has one, is the last of them."""
+        self._head = bytearray(head_bytes)
         self._head_left = memoryview(self._head)
 
     def room_bytes(self) -> int:
-        """What the vector can take, or the rest of a piece to add once all of it may be written."""
+        """What the vector can take, or the rest of a piece to add or verify once all of it may be written."""
         if self.is_done:
             return 0
         piece = self._progress.piece
-        if self._adds:
+        if self._by_piece:
             room_bytes = self._progress.room(self._number, min(self._at + piece, self._stop))
             return room_bytes - self._filled if room_bytes else 0
         return min(self._progress.limit(self._number) - self._at, piece)
@@ -284,10 +295,8 @@ class SocketReader(_Direction):
     def move(self) -> None:
         """See `_Direction.move`."""
         room_bytes = self.room_bytes()
-        if self._adds:
-            payload = self._part_bytes[self._filled : self._filled + room_bytes]
-        else:
-            payload = self._transfer.memory[self._at : self._at + room_bytes]
+        memory, start = (self._part_bytes, 0) if self._adds else (self._transfer.memory, self._at)
+        payload = memory[start + self._filled : start + self._filled + room_bytes]
         try:
             came = self._data_socket.socket.recv_into(self._head_left or payload)
         except (BlockingIOError, InterruptedError):
@@ -300,30 +309,49 @@ class SocketReader(_Direction):
             self._head_left = self._head_left[came:]
             if not self._head_left:
                 self._check()
-        elif self._adds:
+        elif self._by_piece:
             self._filled += came
             if came == room_bytes:
-                self._add()
+                self._take(memory[start : start + self._filled])
         else:
             self._advance(came)
 
-    def _add(self) -> None:
-        itemsize = self._progress.unit
-        start, stop = self._at // itemsize, (self._at + self._filled) // itemsize
-        target = self._transfer.values[start:stop]
-        np.add(target, self._part[: stop - start], out=target)
-        filled, self._filled = self._filled, 0
-        self._advance(filled)
+    def _take(self, piece: memoryview) -> None:
+        if self._data_socket.checked:
+            self._verify(piece, self._head[-CHECKSUM.size :])
+            self._expect(CHECKSUM.size)  # of the next piece of this message
+        if self._adds:
+            itemsize = self._progress.unit
+            start, stop = self._at // itemsize, (self._at + len(piece)) // itemsize
+            target = self._transfer.values[start:stop]
+            np.add(target, self._part[: stop - start], out=target)
+        self._filled = 0
+        self._advance(len(piece))
+
+    def _verify(self, data: bytearray | memoryview, expected: bytearray) -> None:
+        try:
+            verify(data, *CHECKSUM.unpack(expected))
+        except DamagedError as error:
+            self._data_socket.on_damage(error.size_bytes)
+            text = f"{self._transfer.operation.text}: {error}"
+            raise PeerLostError(self._data_socket.name, text) from None
 
     def _check(self) -> None:
         """Raises ConfigError unless the message is the one expected."""
-        if self._head == self._header():
+        head = self._head[: _HEADER.size]
+        if len(self._head) > _HEADER.size:
+            self._verify(head, self._head[_HEADER.size : -CHECKSUM.size])
+        if len(head) < _HEADER.size or head == self._header():
             return
         operation, peer = self._transfer.operation, self._data_socket.name
-        number, digest, index, num_bytes = _HEADER.unpack(self._head)
+        number, digest, index, num_bytes = _HEADER.unpack(head)
         if (number, digest) != (operation.number, operation.digest):
             raise operation.mismatch(peer, number)
         raise ConfigError(
             f"{operation.text}: message {index} of {num_bytes} bytes came from {peer}, expected message "
             f"{self._index} of {self._stop - self._at}; all ranks must have the same version"
         )
+
+
+def _sum(data: bytes | memoryview) -> bytes:
+    return CHECKSUM.pack(checksum(data))

@@ -26,7 +26,7 @@ from gradstream.coordinator.stopping import StoppingCriterion
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.wakeup import Wakeup
-from gradstream.telemetry.events import CoordinatorEvent, Event, FailedEvent, encode
+from gradstream.telemetry.events import CoordinatorEvent, DamagedEvent, Event, FailedEvent, encode
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
@@ -83,6 +83,9 @@ class Coordinator:
         self._deadlines = deadlines
         self._criterion = criterion
         self.clock = RunClock(runtime, membership.progress.earlier_s)
+        endpoint.on_damage = lambda peer, size_bytes: self.emit(
+            DamagedEvent(peer=peer, size_bytes=size_bytes)
+        )
         self.on_begin: Callable[[int], None] = lambda zero_ns: None
         age_s = Age(runtime)
         self._ended = Wakeup()  # rings when the run is over, and when a node is gone

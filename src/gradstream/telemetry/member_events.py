@@ -13,6 +13,7 @@ __all__ = [
     "AppliedEvent",
     "CarriersEvent",
     "CpuEvent",
+    "DamagedEvent",
     "DiskEvent",
     "EvaluatedEvent",
     "ExchangeEvent",
@@ -37,6 +38,15 @@ class CarriersEvent(MemberEvent):
 
     name: ClassVar[str] = "carriers"
     by_peer: Mapping[str, str]  # node -> "shm", "tcp" or "grpc"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DamagedEvent(MemberEvent):
+    """Bytes from a peer were damaged on their way, and found by their checksum (every node). None of them was used."""
+
+    name: ClassVar[str] = "damaged"
+    peer: str
+    size_bytes: int  # bytes under the checksum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ attackers can omit, change or replay a step::
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ from gradstream.transport.grpc.connection import PASS
 from gradstream.transport.grpc.sessions import CallerSession
 from gradstream.transport.socket.framing import GREETING, PREFIX
 from gradstream.wire import v1
-from gradstream.wire.frames import PROTOCOL
+from gradstream.wire.frames import PROTOCOL, decode
 from gradstream.wire.v1_pb2_grpc import PeerStub
 
 __all__ = [
@@ -161,7 +162,7 @@ class BareSocket:
     async def hear(self) -> tuple[int, v1.Frame]:
         """The number of the next frame's stream, and the frame; drops its payload."""
         stream, _, header_bytes, payload_bytes = PREFIX.unpack(await self.reader.readexactly(PREFIX.size))
-        frame = v1.Frame.FromString(await self.reader.readexactly(header_bytes))
+        frame, _ = decode(await self.reader.readexactly(header_bytes))
         await self.reader.readexactly(payload_bytes)
         return stream, frame
 
@@ -216,10 +217,11 @@ class BareSession:
         mine = bare.identity
         key = proof.session_key(mine.secret, greeting, job=mine.job, called=bare.called)
         self.passes = CallerSession(proven.session, key)
+        self.numbers = itertools.count(1)
 
     def metadata(self) -> grpc.aio.Metadata:
         """The metadata of one more stream; a second use of it is a replay."""
-        return pass_metadata(self.passes.next_pass())
+        return pass_metadata(self.passes.pass_of(next(self.numbers)))
 
     async def ended(self) -> None:
         """Returns once the called side has ended the session, or the connection is lost."""

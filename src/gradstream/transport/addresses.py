@@ -6,7 +6,7 @@ import ipaddress
 
 from gradstream.errors import ConfigError
 
-__all__ = ["host_and_port", "is_loopback"]
+__all__ = ["host_and_port", "is_loopback", "leaves_machine"]
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -28,3 +28,8 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def leaves_machine(own: str, peer: str) -> bool:
+    """Whether a connection between two hosts leaves this machine; if in doubt, it does."""
+    return not (is_loopback(peer) or own == peer)

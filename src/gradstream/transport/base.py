@@ -30,7 +30,18 @@ from gradstream.errors import GradstreamError
 from gradstream.memory import Span
 from gradstream.wire import v1
 
-__all__ = ["Caller", "Endpoint", "Handler", "Identity", "Landing", "Lent", "Priority", "Received", "Stream"]
+__all__ = [
+    "Caller",
+    "Endpoint",
+    "Handler",
+    "Identity",
+    "Landing",
+    "Lent",
+    "PeerSocket",
+    "Priority",
+    "Received",
+    "Stream",
+]
 
 M = TypeVar("M", bound=Message)
 
@@ -223,12 +234,26 @@ Handler = Callable[[Stream], Awaitable[None]]
 endpoint refuses the caller with the error."""
 
 
+class PeerSocket(NamedTuple):
+    """A connected, non-blocking socket to a peer.
+
+    Args:
+        socket: the socket.
+        checked: its two users must add checksums, and verify them: nothing else guards what goes over it.
+    """
+
+    socket: socket.socket
+    checked: bool
+
+
 class Endpoint(Protocol):
     """The end of a node's connections: it opens streams to peers, and serves streams of peers."""
 
     identity: Identity
     address: str  # what others connect to, once `start` has returned
     protected: bool  # its connections are encrypted, and certificates name both sides
+    on_damage: Callable[[str, int], None]
+    """Called with a peer, and a number of bytes from it whose checksum was wrong. Its connection ends."""
 
     @property
     def routes(self) -> Mapping[str, str]:
@@ -314,7 +339,7 @@ class Endpoint(Protocol):
         """
         ...
 
-    async def data_socket(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
+    async def data_socket(self, peer: str, name: str, *, dial: bool) -> PeerSocket | None:
         """A non-blocking socket to a peer, for a thread that moves bytes without the event loop.
 
         Both sides ask for it by the same name, and one of them dials. Each side closes its own end. The two

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -13,7 +12,7 @@ from gradstream.memory import Memory, Span
 from gradstream.memory.segments import SharedMemory
 from gradstream.runtime.base import Runtime
 from gradstream.transport.addresses import host_and_port, is_loopback
-from gradstream.transport.base import Handler, Identity, Priority
+from gradstream.transport.base import Handler, Identity, PeerSocket, Priority
 from gradstream.transport.endpoint import CONNECTION_S, WINDOW, EndpointCore
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.offers import CHOICES, CarrierOffer, Choice, choose, shares_memory
@@ -137,6 +136,16 @@ class RoutedEndpoint:
         """Name of the carrier by which each known peer is reached."""
         return self._routes
 
+    @property
+    def on_damage(self) -> Callable[[str, int], None]:
+        """See `Endpoint.on_damage`."""
+        return self._main.on_damage
+
+    @on_damage.setter
+    def on_damage(self, report: Callable[[str, int], None]) -> None:
+        for carrier in self._carriers.values():
+            carrier.on_damage = report
+
     async def start(self) -> None:
         """See `Endpoint.start`."""
         for carrier in self._carriers.values():
@@ -185,7 +194,7 @@ class RoutedEndpoint:
             peer, method, request, priority=priority, window=window, new_connection=new_connection
         )
 
-    async def data_socket(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
+    async def data_socket(self, peer: str, name: str, *, dial: bool) -> PeerSocket | None:
         """See `Endpoint.data_socket`."""
         return await self._to(peer).data_socket(peer, name, dial=dial)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import partial
@@ -23,7 +22,8 @@ from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.throttle import Throttle
 from gradstream.transport.access import AccessControl, Service
-from gradstream.transport.base import Caller, Handler, Identity, Priority
+from gradstream.transport.addresses import leaves_machine
+from gradstream.transport.base import Caller, Handler, Identity, PeerSocket, Priority
 from gradstream.transport.carrier import Carrier, NullCarrier
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.methods import METHODS, UNLISTED, Method
@@ -72,6 +72,8 @@ class EndpointCore(ABC):
     address: str = ""
     protected: bool = False
     methods: Mapping[str, Method] = METHODS
+    leaves_machine = staticmethod(leaves_machine)
+    """Whether a connection between two hosts leaves the machine, and so has checksums. Tests replace it."""
 
     def __init__(self, identity: Identity, runtime: Runtime, *, window: int = WINDOW) -> None:
         if window < 1:
@@ -91,6 +93,8 @@ class EndpointCore(ABC):
         self._stranger_log = Throttle(runtime, self._log_stranger)
         self.on_stranger: Callable[[str], None] = self._stranger_log.tell
         """Called with the address of a caller that did not prove to know the secret."""
+        self.on_damage: Callable[[str, int], None] = self._log_damage
+        """See `Endpoint.on_damage`."""
 
     # ---- what a carrier adds ----------------------------------------------------------
 
@@ -125,6 +129,13 @@ class EndpointCore(ABC):
             escaped(address, ADDRESS_BYTES),
             f" (and {more:,} more)" if more else "",
         )
+
+    def _log_damage(self, peer: str, size_bytes: int) -> None:
+        _log.warning("%s: %d bytes from %s were damaged on their way", self.identity.name, size_bytes, peer)
+
+    def damaged(self, peer: str, size_bytes: int) -> None:
+        """Reports bytes whose checksum was wrong to whoever `on_damage` names now."""
+        self.on_damage(peer, size_bytes)
 
     def share(self, other: EndpointCore) -> None:
         """Takes over the handlers, members and tagged tensors of another endpoint of the same node."""
@@ -217,7 +228,7 @@ class EndpointCore(ABC):
         carrier.connect(stream, opened)
         return stream
 
-    async def data_socket(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
+    async def data_socket(self, peer: str, name: str, *, dial: bool) -> PeerSocket | None:
         """See `Endpoint.data_socket`: most carriers have none."""
         del peer, name, dial
         return None

@@ -87,12 +87,16 @@ def greet(secret: bytes, challenge: v1.Challenge, greeting: v1.Greeting, *, job:
 def answer_challenge(identity: Identity, called: str, challenge: v1.Challenge, greeting: v1.Greeting) -> None:
     """The caller's side: checks the protocol of the called node, and then does as `greet`.
 
+    The connection has checksums if either side wants them. The proof covers what the greeting says of it, so nobody in
+    between can switch them off: `objection` refuses a caller that has not heard what the called side wants.
+
     Raises:
         RefusedError: the called node speaks another protocol.
     """
     if challenge.protocol != PROTOCOL:
         text = f"it speaks protocol {challenge.protocol}, {identity.name} {PROTOCOL}: install one version"
         raise RefusedError(called, "BAD_PROTOCOL", text)
+    greeting.checked = greeting.checked or challenge.checked
     greet(identity.secret, challenge, greeting, job=identity.job, called=called)
 
 
@@ -104,13 +108,25 @@ def check_called(identity: Identity, called: str, greeting: v1.Greeting, proven:
         raise RefusedError(called, "BAD_SECRET", text)
 
 
-def objection(identity: Identity, challenge: bytes, greeting: v1.Greeting) -> v1.Refuse | None:
-    """The called side: why a greeting is refused, without details; None where the caller knows the secret."""
+def objection(
+    identity: Identity, challenge: bytes, greeting: v1.Greeting, *, checked: bool = False
+) -> v1.Refuse | None:
+    """The called side: why a greeting is refused, without details; None where the caller knows the secret.
+
+    Args:
+        identity: identity of this node.
+        challenge: nonce of the challenge.
+        greeting: the caller's greeting.
+        checked: this side wants checksums.
+    """
     if greeting.protocol != PROTOCOL:
         text = f"the caller speaks protocol {greeting.protocol}, expected {PROTOCOL}: install one version"
         return v1.Refuse(code=v1.BAD_PROTOCOL, message=text)
     if not knows(identity.secret, challenge, greeting, job=identity.job, called=identity.name):
         return v1.Refuse(code=v1.BAD_SECRET, message=BAD_SECRET)
+    if checked and not greeting.checked:
+        text = "the caller has not heard that this connection needs checksums: try again"
+        return v1.Refuse(code=v1.TOO_OLD, message=text)
     return None
 
 
@@ -141,7 +157,13 @@ def _proof(secret: bytes, side: bytes, greeting: v1.Greeting, job: str, called: 
         greeting.sender.encode(),
         greeting.line.encode(),
         struct.pack(
-            "<IQQII", greeting.protocol, greeting.incarnation, greeting.link, greeting.index, greeting.count
+            "<IQQII?",
+            greeting.protocol,
+            greeting.incarnation,
+            greeting.link,
+            greeting.index,
+            greeting.count,
+            greeting.checked,
         ),
     )
     # Each field follows its length, so different greetings give different bytes.

@@ -4,6 +4,8 @@ A frame is a `v1.Frame`; its payload is field 15, the highest number, so it come
 
     [ kind field: tag, length, message ] [ 0x7a, varint length, payload bytes ]
 
+A checksum of all that follows comes before them, as field 13, where the connection needs one.
+
 Every protobuf library writes and parses this layout. `encode` appends the payload to the serialised header by
 a single join. `decode` walks the outermost tags and returns the payload as a slice of the received message; it
 leaves a message of any other layout to the protobuf parser.
@@ -18,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from gradstream.errors import GradstreamError
 from gradstream.wire import v1
+from gradstream.wire.checksum import CHECKSUM, checksum
 from gradstream.wire.dtypes import from_wire, itemsize_bytes
 
 __all__ = [
@@ -26,11 +29,15 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "MAX_PAYLOAD_BYTES",
     "PROTOCOL",
+    "DamagedError",
     "FrameError",
     "check_chunk",
     "decode",
     "encode",
     "payload_tensor",
+    "seal",
+    "unseal",
+    "verify",
 ]
 
 PROTOCOL = 1
@@ -52,6 +59,9 @@ MAX_FRAME_BYTES = MAX_PAYLOAD_BYTES + (64 << 10)
 
 _PAYLOAD_TAG = 15 << 3 | 2
 _LAST_KIND_TAG = 9 << 3 | 2
+_CHECKSUM_TAG = bytes([13 << 3 | 1])
+_CHECKED = len(_CHECKSUM_TAG) + CHECKSUM.size
+"""Length of the checksum's field."""
 
 with warnings.catch_warnings():
     # Received payloads are read-only on purpose. Torch warns of the first such tensor of a process: this one.
@@ -63,6 +73,24 @@ class FrameError(GradstreamError, ValueError):
     """A peer sent bytes that are no valid frame (see `v1.proto`). The receiver closes the stream."""
 
 
+class DamagedError(FrameError):
+    """Bytes have changed on their way. The receiver drops the connection, and the sender tries again.
+
+    Args:
+        size_bytes: number of bytes whose checksum is wrong.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(f"{size_bytes} bytes with a wrong checksum: they were damaged on their way")
+        self.size_bytes = size_bytes
+
+
+def verify(data: bytes | bytearray | memoryview, expected: int, seed: int = 0) -> None:
+    """Raises DamagedError unless the bytes have the expected checksum."""
+    if checksum(data, seed=seed) != expected:
+        raise DamagedError(memoryview(data).nbytes)
+
+
 def _varint(value: int) -> bytes:
     out = bytearray()
     while value > 0x7F:
@@ -72,42 +100,67 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def encode(frame: v1.Frame, payload: bytes | memoryview | None = None) -> bytes:
+def encode(frame: v1.Frame, payload: bytes | memoryview | None = None, *, seed: int | None = None) -> bytes:
     """Serialises a frame; the payload's bytes are copied once.
 
     Args:
         frame: the header; its `payload` field must be empty.
         payload: contiguous bytes; a peer accepts at most `MAX_PAYLOAD_BYTES`.
+        seed: seed of the frame's checksum; None leaves the checksum out.
     """
     header = frame.SerializeToString()
-    if payload is None:
-        return header
-    view = memoryview(payload)
-    if not view.nbytes:
-        return header
-    return b"".join((header, b"\x7a", _varint(view.nbytes), view))
+    if payload is None or not (view := memoryview(payload)).nbytes:
+        return header if seed is None else seal(header, seed=seed)
+    header += b"\x7a" + _varint(view.nbytes)
+    return b"".join((header, view)) if seed is None else seal(header, view, seed=seed)
 
 
-def decode(data: bytes) -> tuple[v1.Frame, memoryview | None]:
+def seal(*parts: bytes | memoryview, seed: int) -> bytes:
+    """A message with its checksum before it. Copies all parts once."""
+    return b"".join((_CHECKSUM_TAG, CHECKSUM.pack(checksum(*parts, seed=seed)), *parts))
+
+
+def unseal(data: bytes, *, seed: int, required: bool = False) -> int:
+    """Checks the checksum of a message that has one, and returns where the message begins.
+
+    Raises:
+        DamagedError: the checksum is wrong, or missing where it is `required`.
+    """
+    if data[:1] == _CHECKSUM_TAG and len(data) >= _CHECKED:
+        verify(memoryview(data)[_CHECKED:], CHECKSUM.unpack_from(data, 1)[0], seed)
+        return _CHECKED
+    if required:
+        raise DamagedError(len(data))
+    return 0
+
+
+def decode(data: bytes, *, seed: int = 0, checked: bool = False) -> tuple[v1.Frame, memoryview | None]:
     """Parses a frame into its header and its payload. Copies the payload only where it does not come last.
+
+    Args:
+        data: the bytes of the frame.
+        seed: seed of the frame's checksum, if it has one.
+        checked: the frame must have a checksum.
 
     Returns:
         The frame with an empty `payload` field, and the payload as a read-only view that keeps
         `data` alive; None where there is none.
 
     Raises:
+        DamagedError: the checksum is wrong, or missing.
         FrameError: the bytes are no frame, have no kind, are longer than `MAX_FRAME_BYTES`, or are longer
             than `MAX_HEADER_BYTES` without a payload at their end. No other exception.
     """
     if len(data) > MAX_FRAME_BYTES:
         raise FrameError(f"a frame of {len(data)} bytes: expected at most {MAX_FRAME_BYTES}")
-    header_bytes, start = _layout(data)
+    begin = unseal(data, seed=seed, required=checked)
+    header_bytes, start = _layout(data, begin)
     if header_bytes > MAX_HEADER_BYTES:
         raise FrameError(
             f"a frame of {header_bytes} bytes before its payload: expected at most {MAX_HEADER_BYTES}"
         )
     try:
-        frame = v1.Frame.FromString(data[:header_bytes])
+        frame = v1.Frame.FromString(data[begin:header_bytes])
     except DecodeError as error:
         raise FrameError(f"{len(data)} bytes that are no gradstream.v1.Frame: {error}") from None
     if frame.WhichOneof("kind") is None:
@@ -121,10 +174,9 @@ def decode(data: bytes) -> tuple[v1.Frame, memoryview | None]:
     return frame, None
 
 
-def _layout(data: bytes) -> tuple[int, int]:
+def _layout(data: bytes, at: int) -> tuple[int, int]:
     """The end of the header and the start of the payload; (len, len) leaves all bytes to the parser."""
     size = len(data)
-    at = 0
     while at < size:
         tag = data[at]
         length, start = _length(data, at + 1)

@@ -57,7 +57,7 @@ FORBIDDEN: Code
 OVER_LIMIT: Code
 
 class Frame(_message.Message):
-    __slots__ = ("open", "accept", "chunk", "body", "credit", "waiting", "refuse", "cancel", "end", "challenge", "greeting", "proven", "payload")
+    __slots__ = ("open", "accept", "chunk", "body", "credit", "waiting", "refuse", "cancel", "end", "challenge", "greeting", "proven", "checksum", "payload")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class Frame(_message.Message):
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     GREETING_FIELD_NUMBER: _ClassVar[int]
     PROVEN_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     open: Open
     accept: Accept
@@ -83,8 +84,9 @@ class Frame(_message.Message):
     challenge: Challenge
     greeting: Greeting
     proven: Proven
+    checksum: int
     payload: bytes
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., body: _Optional[_Union[Body, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ..., greeting: _Optional[_Union[Greeting, _Mapping]] = ..., proven: _Optional[_Union[Proven, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., body: _Optional[_Union[Body, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., waiting: _Optional[_Union[Waiting, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ..., greeting: _Optional[_Union[Greeting, _Mapping]] = ..., proven: _Optional[_Union[Proven, _Mapping]] = ..., checksum: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("protocol", "job", "fingerprint", "sender", "incarnation", "epoch", "method", "window", "body", "urgent")
@@ -111,15 +113,17 @@ class Open(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., job: _Optional[str] = ..., fingerprint: _Optional[int] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., method: _Optional[str] = ..., window: _Optional[int] = ..., body: _Optional[bytes] = ..., urgent: bool = ...) -> None: ...
 
 class Challenge(_message.Message):
-    __slots__ = ("protocol", "nonce")
+    __slots__ = ("protocol", "nonce", "checked")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     nonce: bytes
-    def __init__(self, protocol: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
+    checked: bool
+    def __init__(self, protocol: _Optional[int] = ..., nonce: _Optional[bytes] = ..., checked: bool = ...) -> None: ...
 
 class Greeting(_message.Message):
-    __slots__ = ("protocol", "challenge", "nonce", "sender", "incarnation", "proof", "link", "index", "count", "line")
+    __slots__ = ("protocol", "challenge", "nonce", "sender", "incarnation", "proof", "link", "index", "count", "line", "checked")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     CHALLENGE_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +134,7 @@ class Greeting(_message.Message):
     INDEX_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
     LINE_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     challenge: bytes
     nonce: bytes
@@ -140,7 +145,8 @@ class Greeting(_message.Message):
     index: int
     count: int
     line: str
-    def __init__(self, protocol: _Optional[int] = ..., challenge: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., proof: _Optional[bytes] = ..., link: _Optional[int] = ..., index: _Optional[int] = ..., count: _Optional[int] = ..., line: _Optional[str] = ...) -> None: ...
+    checked: bool
+    def __init__(self, protocol: _Optional[int] = ..., challenge: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., sender: _Optional[str] = ..., incarnation: _Optional[int] = ..., proof: _Optional[bytes] = ..., link: _Optional[int] = ..., index: _Optional[int] = ..., count: _Optional[int] = ..., line: _Optional[str] = ..., checked: bool = ...) -> None: ...
 
 class Proven(_message.Message):
     __slots__ = ("proof", "session")

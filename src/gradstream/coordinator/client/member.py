@@ -17,7 +17,7 @@ from gradstream.coordinator.run_clock import RunClock
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
-from gradstream.telemetry.events import CarriersEvent
+from gradstream.telemetry.events import CarriersEvent, DamagedEvent
 from gradstream.transport.base import Endpoint, Priority
 from gradstream.transport.stream import EXPIRED
 from gradstream.wire import v1
@@ -90,6 +90,9 @@ class Member(Reporter):
         self._waiters: list[asyncio.Future[None]] = []
         self._presence: Presence | None = None
         self._attending: asyncio.Task[None] | None = None
+        endpoint.on_damage = lambda peer, size_bytes: self.emit(
+            DamagedEvent(peer=peer, size_bytes=size_bytes)
+        )
 
     @property
     def since(self) -> int:

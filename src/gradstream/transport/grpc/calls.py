@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -22,7 +23,7 @@ from gradstream.transport.security import explain
 from gradstream.transport.silence import Broadcast
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
-from gradstream.wire.frames import FrameError, decode, encode, payload_tensor
+from gradstream.wire.frames import DamagedError, FrameError, decode, encode, payload_tensor, seal
 
 __all__ = ["BulkGate", "GrpcCarrier", "OutgoingCall", "Spawn"]
 
@@ -74,16 +75,28 @@ class GrpcCarrier:
 
     Args:
         gate: holds each message back while control calls are in progress; None for control streams.
+        number: number of the stream's pass.
+        checked: messages have checksums.
+        on_damage: called with the number of bytes of a message whose checksum was wrong.
     """
 
-    def __init__(self, gate: BulkGate | None) -> None:
+    def __init__(
+        self, gate: BulkGate | None, number: int, *, checked: bool, on_damage: Callable[[int], None]
+    ) -> None:
+        self.checked = checked
         self._gate = gate
+        self._seeds_out, self._seeds_in = itertools.count(number << 32), itertools.count(number << 32)
+        self._on_damage = on_damage
         self._outbox: deque[tuple[bytes, bool]] = deque()  # message; whether a cancel drops it
         self._over = False
         self._stopped = False
         self._filled, self._emptied = Broadcast(), Broadcast()
         self._admitted = asyncio.Event()
         self.stream: StreamCore | None = None
+
+    def hurry(self) -> None:
+        """Takes the stream for a control stream: nothing holds it back."""
+        self._gate = None
 
     def transmit(self, frame: v1.Frame, payload: torch.Tensor | None) -> None:
         """See `Carrier.transmit`."""
@@ -92,7 +105,8 @@ class GrpcCarrier:
         if frame.HasField("accept") or frame.HasField("end"):
             self._admitted.set()
         droppable = frame.HasField("chunk") or frame.HasField("body")
-        self._outbox.append((encode(frame, bytes_of(payload)), droppable))
+        seed = next(self._seeds_out) if self.checked else None
+        self._outbox.append((encode(frame, bytes_of(payload), seed=seed), droppable))
         self._filled.ring()
 
     async def drained(self) -> None:
@@ -131,6 +145,14 @@ class GrpcCarrier:
             self._stopped = True
             self._emptied.ring()
 
+    def decode(self, message: bytes) -> tuple[v1.Frame, memoryview | None]:
+        """The next message of the peer as a frame. Raises as `wire.frames.decode` does."""
+        try:
+            return decode(message, seed=next(self._seeds_in), checked=self.checked)
+        except DamagedError as error:
+            self._on_damage(error.size_bytes)
+            raise
+
     async def read_all(self, read: Callable[[], Awaitable[Any]]) -> None:
         """Hands messages to the stream until there are no more, or the peer has refused the stream."""
         assert self.stream is not None
@@ -138,8 +160,11 @@ class GrpcCarrier:
             if self._gate is not None:
                 await self._gate.passed()
             try:
-                frame, view = decode(message)
+                frame, view = self.decode(message)
                 payload = payload_tensor(frame.chunk, view) if frame.HasField("chunk") else None
+            except DamagedError as error:
+                self.stream.broken(str(error))
+                return
             except FrameError as error:
                 self.stream.reject(error)
             else:
@@ -167,6 +192,7 @@ class OutgoingCall(GrpcCarrier):
         connection: connection to the peer.
         bulk: the stream is one of bulk data, which the gate holds back.
         own_connection: no other stream uses the connection; it is closed with the stream.
+        on_damage: see `GrpcCarrier`.
     """
 
     def __init__(
@@ -177,8 +203,11 @@ class OutgoingCall(GrpcCarrier):
         *,
         bulk: bool,
         own_connection: bool = False,
+        on_damage: Callable[[int], None],
     ) -> None:
-        super().__init__(gate if bulk else None)
+        self._number = connection.next_number()
+        checked = connection.checked
+        super().__init__(gate if bulk else None, self._number, checked=checked, on_damage=on_damage)
         self._control_gate = gate
         self._spawn = spawn
         self._connection = connection
@@ -229,8 +258,12 @@ class OutgoingCall(GrpcCarrier):
 
     def _begin(self, session: CallerSession, stream: StreamCore) -> None:
         self._session, self._waiting = session, None
+        if session.checked and not self.checked:  # only the peer sees that the connection leaves the machine
+            self.checked = True
+            queued = [(seal(message, seed=next(self._seeds_out)), drops) for message, drops in self._outbox]
+            self._outbox = deque(queued)
         try:
-            call = self._connection.call(METHOD, PASS, session.next_pass())
+            call = self._connection.call(METHOD, PASS, session.pass_of(self._number))
         except FAILURES:
             stream.broken("the connection was closed by this side")
             return
@@ -257,7 +290,8 @@ class OutgoingCall(GrpcCarrier):
                 return
             code, details = await call.code(), await call.details()
             if code is grpc.StatusCode.OK:
-                stream.arrived(v1.Frame(end=v1.End()), None)
+                if not self.checked:  # else a missing End was lost on its way, perhaps with other messages
+                    stream.arrived(v1.Frame(end=v1.End()), None)
                 stream.broken("has finished the call")
             else:
                 self._failed(stream, code, details)

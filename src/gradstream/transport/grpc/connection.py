@@ -7,6 +7,7 @@ this calls `lost`, and the next stream begins a session on the new connection.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -21,7 +22,7 @@ from gradstream.transport.limits import LIMITS
 from gradstream.transport.refusals import refused_by
 from gradstream.transport.security import explain
 from gradstream.wire import v1
-from gradstream.wire.frames import FrameError, decode
+from gradstream.wire.frames import FrameError, decode, seal
 
 __all__ = [
     "CHALLENGE",
@@ -59,9 +60,14 @@ class GrpcConnection:
         runtime: runtime of this node.
         peer: name of the node that is called.
         channel: channel to the peer; `close` closes it.
+        checked: messages have checksums, whatever the peer wants.
     """
 
-    def __init__(self, identity: Identity, runtime: Runtime, peer: str, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self, identity: Identity, runtime: Runtime, peer: str, channel: grpc.aio.Channel, *, checked: bool
+    ) -> None:
+        self.checked = checked
+        self._numbers = itertools.count(1)
         self._identity = identity
         self._runtime = runtime
         self._peer = peer
@@ -71,6 +77,10 @@ class GrpcConnection:
         self._opening: asyncio.Future[CallerSession] | None = None
         self.session: CallerSession | None = None
         """The current session; None before it has begun, and after it has ended."""
+
+    def next_number(self) -> int:
+        """The number of one more stream."""
+        return next(self._numbers)
 
     def call(self, method: str, name: str = "", value: bytes = b"") -> _Call:
         """Begins a call with one entry of metadata, if `name` is given."""
@@ -135,9 +145,9 @@ class GrpcConnection:
     async def _begin(self) -> tuple[_Call, CallerSession]:
         mine = self._identity
         challenge = (await self._first(self.call(CHALLENGE))).challenge
-        greeting = v1.Greeting(sender=mine.name, incarnation=mine.incarnation)
+        greeting = v1.Greeting(sender=mine.name, incarnation=mine.incarnation, checked=self.checked)
         proof.answer_challenge(mine, self._peer, challenge, greeting)
-        call = self.call(SESSION, GREETING, greeting.SerializeToString())
+        call = self.call(SESSION, GREETING, seal(greeting.SerializeToString(), seed=0))
         answer = await self._first(call)
         if answer.HasField("refuse"):
             if answer.refuse.code == v1.TOO_OLD:  # one of the two nodes stood still, or was restarted

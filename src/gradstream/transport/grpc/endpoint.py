@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -52,7 +54,7 @@ from gradstream.transport.grpc.sessions import Sessions
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.security import Shown, Tls
 from gradstream.wire import v1
-from gradstream.wire.frames import FrameError, decode, encode
+from gradstream.wire.frames import DamagedError, FrameError, encode
 
 __all__ = ["GrpcEndpoint"]
 
@@ -184,17 +186,18 @@ class GrpcEndpoint(EndpointCore):
 
     async def challenge(self, _: object, context: _Context) -> None:
         """Gives a stranger a challenge to prove that it knows the secret. The node keeps nothing of it."""
-        challenge = self._sessions.challenge(self.runtime.now())
-        await context.write(encode(v1.Frame(challenge=challenge)))
+        challenge = self._sessions.challenge(self.runtime.now(), checked=self._is_from_afar(context))
+        await context.write(encode(v1.Frame(challenge=challenge), seed=0))
 
     async def session(self, _: object, context: _Context) -> None:
         """Holds the session of a caller that has proved to know the secret, until its connection ends."""
-        answered = self._sessions.greeted(_shown(context, GREETING), self.runtime.now())
+        raw, checked = _shown(context, GREETING), self._is_from_afar(context)
+        answered = self._sessions.greeted(raw, self.runtime.now(), checked=checked)
         if isinstance(answered, v1.Refuse):
             if answered.code == v1.BAD_SECRET:
                 self.on_stranger(context.peer())
             await self._delay_refusal()
-            await context.write(encode(v1.Frame(refuse=answered)))
+            await context.write(encode(v1.Frame(refuse=answered), seed=0))
             return
         session, proven = answered
         try:
@@ -202,11 +205,11 @@ class GrpcEndpoint(EndpointCore):
             refuse = self._objection(v1.Open(sender=session.sender), context) or self.access.block(caller)
             if refuse is not None:
                 await self._delay_refusal()
-                await context.write(encode(v1.Frame(refuse=refuse)))
+                await context.write(encode(v1.Frame(refuse=refuse), seed=0))
                 return
             ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._ends[session.number] = caller, ended
-            await context.write(encode(v1.Frame(proven=proven)))
+            await context.write(encode(v1.Frame(proven=proven), seed=0))
             await ended  # or cancelled with the connection
         except FAILURES:
             pass
@@ -230,22 +233,30 @@ class GrpcEndpoint(EndpointCore):
 
     async def answer(self, _: object, context: _Context) -> None:
         """Serves one incoming call: its first message is Open, the others belong to its stream."""
-        session = self._sessions.passes(_shown(context, PASS))
-        if session is None:
+        passed = self._sessions.passes(_shown(context, PASS))
+        if passed is None:
             self.on_stranger(context.peer())
             await self._delay_refusal()
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, proof.BAD_SECRET)
+        session, number = passed
+        damaged = partial(self.damaged, session.sender)
+        carrier = GrpcCarrier(self._gate, number, checked=session.checked, on_damage=damaged)
         try:
-            opened = await self._first(context)
+            opened = await self._first(context, carrier)
+        except DamagedError as error:
+            await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
         except GradstreamError as error:
             refuse = v1.Refuse(code=v1.BAD_REQUEST, message=str(error))
-            await context.write(encode(v1.Frame(refuse=refuse)))
+            carrier.transmit(v1.Frame(refuse=refuse), None)
+            carrier.over()
+            await carrier.write_all(context.write)
             return
         if opened is None:
             return
         if session.number not in self._ends:  # ended while the Open was on its way
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, proof.BAD_SECRET)
-        carrier = GrpcCarrier(None if opened.urgent else self._gate)
+        if opened.urgent:
+            carrier.hurry()
         stream = carrier.stream = self._incoming(
             opened,
             carrier,
@@ -275,7 +286,7 @@ class GrpcEndpoint(EndpointCore):
             return None
         return self._security.objection(_certificate(context), opened, self.identity.revoked)
 
-    async def _first(self, context: _Context) -> v1.Open | None:
+    async def _first(self, context: _Context, carrier: GrpcCarrier) -> v1.Open | None:
         call = asyncio.current_task()
         assert call is not None
 
@@ -294,7 +305,7 @@ class GrpcEndpoint(EndpointCore):
         if message is EOF:
             return None
         assert isinstance(message, bytes)
-        frame, _ = decode(message)
+        frame, _ = carrier.decode(message)
         if not frame.HasField("open"):
             raise FrameError(f"a first frame of kind {frame.WhichOneof('kind')}: expected open")
         return frame.open
@@ -302,19 +313,33 @@ class GrpcEndpoint(EndpointCore):
     def _dial(self, peer: str, address: str, priority: Priority) -> OutgoingCall:
         connection = self._connections.get((peer, priority))
         if connection is None:
-            connection = GrpcConnection(self.identity, self.runtime, peer, self._channel(peer, address))
+            connection = self._connection(peer, address, SHARED_CONNECTION_OPTIONS)
             self._connections[peer, priority] = connection
-        return OutgoingCall(self._gate, self._spawn, connection, bulk=priority is Priority.BULK)
+        damaged, bulk = partial(self.damaged, peer), priority is Priority.BULK
+        return OutgoingCall(self._gate, self._spawn, connection, bulk=bulk, on_damage=damaged)
 
     def _dial_anew(self, peer: str, address: str, priority: Priority) -> OutgoingCall:
-        channel = self._channel(peer, address, NEW_CONNECTION_OPTIONS)
-        connection = GrpcConnection(self.identity, self.runtime, peer, channel)
-        bulk = priority is Priority.BULK
-        return OutgoingCall(self._gate, self._spawn, connection, bulk=bulk, own_connection=True)
+        connection = self._connection(peer, address, NEW_CONNECTION_OPTIONS)
+        damaged, bulk = partial(self.damaged, peer), priority is Priority.BULK
+        return OutgoingCall(
+            self._gate, self._spawn, connection, bulk=bulk, own_connection=True, on_damage=damaged
+        )
 
-    def _channel(
-        self, peer: str, address: str, connect: Sequence[tuple[str, int]] = SHARED_CONNECTION_OPTIONS
-    ) -> grpc.aio.Channel:
+    def _connection(self, peer: str, address: str, connect: Sequence[tuple[str, int]]) -> GrpcConnection:
+        checked = self._needs_checksums(host_and_port(address)[0])
+        channel = self._channel(peer, address, connect)
+        return GrpcConnection(self.identity, self.runtime, peer, channel, checked=checked)
+
+    def _needs_checksums(self, host: str) -> bool:
+        """Whether a connection with a host leaves this machine, unencrypted."""
+        return self._security is None and self.leaves_machine(self._host, host)
+
+    def _is_from_afar(self, context: _Context) -> bool:
+        """Whether a caller's connection needs checksums. gRPC writes addresses as ipv6:%5B::1%5D:4000."""
+        _, _, address = unquote(context.peer()).partition(":")
+        return self._needs_checksums(address.rpartition(":")[0])
+
+    def _channel(self, peer: str, address: str, connect: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
         if self._security is None:
             return grpc.aio.insecure_channel(address, options=[*CLIENT_OPTIONS, *self._patience, *connect])
         # Certificates carry names of nodes: addresses change, and are not known in advance.

@@ -22,7 +22,7 @@ from gradstream.transport import proof
 from gradstream.transport.base import Identity
 from gradstream.transport.limits import LIMITS
 from gradstream.wire import v1
-from gradstream.wire.frames import PROTOCOL
+from gradstream.wire.frames import PROTOCOL, DamagedError, unseal
 from gradstream.wire.window import SequenceWindow
 
 __all__ = ["NO_CHALLENGE", "CallerSession", "PeerSession", "Sessions", "proved"]
@@ -43,6 +43,7 @@ class PeerSession:
     key: bytes
     sender: str
     incarnation: int
+    checked: bool  # its messages have checksums
     used: SequenceWindow = field(default_factory=SequenceWindow)
 
 
@@ -60,22 +61,32 @@ class Sessions:
         self._sessions: dict[int, PeerSession] = {}
         self._of = Counter[str]()
 
-    def challenge(self, now_ns: int) -> v1.Challenge:
-        """A new challenge for a stranger."""
+    def challenge(self, now_ns: int, *, checked: bool = False) -> v1.Challenge:
+        """A new challenge for a stranger; `checked` says that its connection needs checksums."""
         stamp = _STAMP.pack(now_ns, secrets.token_bytes(16))
-        return v1.Challenge(protocol=PROTOCOL, nonce=stamp + self._sign(stamp))
+        return v1.Challenge(protocol=PROTOCOL, nonce=stamp + self._sign(stamp), checked=checked)
 
-    def greeted(self, raw: bytes, now_ns: int) -> tuple[PeerSession, v1.Proven] | v1.Refuse:
-        """Checks a stranger's greeting: returns its session and our answer, or a refusal without details."""
+    def greeted(
+        self, raw: bytes, now_ns: int, *, checked: bool = False
+    ) -> tuple[PeerSession, v1.Proven] | v1.Refuse:
+        """Checks a stranger's greeting: returns its session and our answer, or a refusal without details.
+
+        Args:
+            raw: the greeting.
+            now_ns: the time.
+            checked: the connection needs checksums.
+        """
         refused = v1.Refuse(code=v1.BAD_SECRET, message=proof.BAD_SECRET)
         if len(raw) > LIMITS.greeting_bytes:
             return refused
         try:
-            greeting = v1.Greeting.FromString(raw)
+            greeting = v1.Greeting.FromString(raw[unseal(raw, seed=0) :])
+        except DamagedError:
+            return v1.Refuse(code=v1.TOO_OLD, message="the greeting was damaged on its way: try again")
         except DecodeError:
             return refused
         mine = self._identity
-        if (refuse := proof.objection(mine, greeting.challenge, greeting)) is not None:
+        if (refuse := proof.objection(mine, greeting.challenge, greeting, checked=checked)) is not None:
             return refuse
         if not greeting.sender:
             return refused
@@ -86,14 +97,15 @@ class Sessions:
             text = f"{greeting.sender} has {LIMITS.sessions} connections to {mine.name} already: close some"
             return v1.Refuse(code=v1.OVER_LIMIT, message=text)
         key = proof.session_key(mine.secret, greeting, job=mine.job, called=mine.name)
-        session = PeerSession(secrets.randbits(63) | 1, key, greeting.sender, greeting.incarnation)
+        number = secrets.randbits(63) | 1
+        session = PeerSession(number, key, greeting.sender, greeting.incarnation, greeting.checked)
         self._sessions[session.number] = session
         self._of[session.sender] += 1
         answer = proof.called_proof(mine.secret, greeting, job=mine.job, called=mine.name)
         return session, v1.Proven(proof=answer, session=session.number)
 
-    def passes(self, raw: bytes) -> PeerSession | None:
-        """The session that a pass belongs to; None where the pass is invalid, or was used before."""
+    def passes(self, raw: bytes) -> tuple[PeerSession, int] | None:
+        """The session and number of a pass; None where the pass is invalid, or was used before."""
         if len(raw) > PASS_BYTES:
             return None
         try:
@@ -103,7 +115,7 @@ class Sessions:
         session = self._sessions.get(shown.session)
         if session is None or not hmac.compare_digest(shown.proof, _sign(session.key, shown.number)):
             return None
-        return session if session.used.add(shown.number) else None
+        return (session, shown.number) if session.used.add(shown.number) else None
 
     def over(self, session: PeerSession) -> None:
         """Forgets a session whose connection is gone. Idempotent."""
@@ -130,25 +142,25 @@ class CallerSession:
     Args:
         session: number of the session, chosen by the called side.
         key: key that both sides have.
+        checked: messages have checksums.
     """
 
-    def __init__(self, session: int, key: bytes) -> None:
+    def __init__(self, session: int, key: bytes, *, checked: bool = False) -> None:
+        self.checked = checked
         self._session = session
         self._key = key
-        self._number = 0
 
-    def next_pass(self) -> bytes:
-        """The pass of one more stream."""
-        self._number += 1
-        signature = _sign(self._key, self._number)
-        return v1.Pass(session=self._session, number=self._number, proof=signature).SerializeToString()
+    def pass_of(self, number: int) -> bytes:
+        """The pass of the stream of this number, which no other stream of the session has."""
+        signature = _sign(self._key, number)
+        return v1.Pass(session=self._session, number=number, proof=signature).SerializeToString()
 
 
 def proved(identity: Identity, called: str, greeting: v1.Greeting, proven: v1.Proven) -> CallerSession:
     """The session that answers a greeting. Raises RefusedError where the called side does not know the secret."""
     proof.check_called(identity, called, greeting, proven)
     key = proof.session_key(identity.secret, greeting, job=identity.job, called=called)
-    return CallerSession(proven.session, key)
+    return CallerSession(proven.session, key, checked=greeting.checked)
 
 
 def _sign(key: bytes, number: int) -> bytes:

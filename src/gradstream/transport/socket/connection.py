@@ -14,7 +14,7 @@ from typing import Protocol
 from gradstream.transport.silence import Broadcast
 from gradstream.transport.socket import framing
 from gradstream.transport.socket.framing import FrameReader, OutgoingFrame, Receiver
-from gradstream.wire.frames import FrameError
+from gradstream.wire.frames import DamagedError, FrameError
 
 __all__ = ["Connection", "Owner"]
 
@@ -26,6 +26,10 @@ class Owner(Receiver, Protocol):
 
     def lost(self, connection: Connection, message: str) -> None:
         """Called when the connection is lost, and closed."""
+        ...
+
+    def damaged(self, size_bytes: int) -> None:
+        """Called before `lost`, where bytes were damaged on their way."""
         ...
 
 
@@ -55,12 +59,17 @@ class Connection:
         """Whether it has, or had, a socket."""
         return self._socket is not None or self._closed
 
-    def start(self, connected: socket.socket) -> None:
-        """Begins to read and write. The socket is connected, non-blocking, and owned from here on."""
+    def start(self, connected: socket.socket, *, checked: bool) -> None:
+        """Begins to read and write.
+
+        Args:
+            connected: connected, non-blocking, and owned from here on.
+            checked: frames have checksums.
+        """
         if self._closed:
             connected.close()
             return
-        self._socket = connected
+        self._socket, self.reader.checked = connected, checked
         self._loop.add_reader(connected, self._readable)
         self._flush_soon()
 
@@ -118,6 +127,8 @@ class Connection:
         buffers: list[bytes | memoryview] = []
         size_bytes = 0
         for frame in self._outbox:
+            if self.reader.checked:
+                self.backlog_bytes += frame.seal()
             pieces = frame.pieces(framing.PIECE_BYTES - size_bytes)
             buffers += pieces
             size_bytes += sum(map(len, pieces))
@@ -173,6 +184,8 @@ class Connection:
         except (BlockingIOError, InterruptedError):
             pass
         except FrameError as error:
+            if isinstance(error, DamagedError):
+                self._owner.damaged(error.size_bytes)
             self.fail(f"it sent {error}")
         except OSError as error:
             self.fail(f"the connection was lost ({error.strerror or error})")

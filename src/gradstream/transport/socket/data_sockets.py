@@ -7,9 +7,9 @@ the node's process. From then on it belongs to its two users, and carries the by
 from __future__ import annotations
 
 import asyncio
-import socket
 
 from gradstream.runtime.base import Runtime
+from gradstream.transport.base import PeerSocket
 
 __all__ = ["DataSockets"]
 
@@ -25,10 +25,10 @@ class DataSockets:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._arrived: dict[tuple[str, str], socket.socket] = {}
-        self._awaited: dict[tuple[str, str], asyncio.Future[socket.socket]] = {}
+        self._arrived: dict[tuple[str, str], PeerSocket] = {}
+        self._awaited: dict[tuple[str, str], asyncio.Future[PeerSocket]] = {}
 
-    def arrived(self, peer: str, name: str, connected: socket.socket) -> None:
+    def arrived(self, peer: str, name: str, connected: PeerSocket) -> None:
         """Takes a socket that a peer has dialled. It replaces an unclaimed one of that name: the peer gave it up."""
         key = (peer, name)
         awaited = self._awaited.get(key)
@@ -36,22 +36,22 @@ class DataSockets:
             awaited.set_result(connected)
             return
         if key in self._arrived:
-            self._arrived[key].close()
+            self._arrived[key].socket.close()
         self._arrived[key] = connected
         self._runtime.expire_after(UNCLAIMED_S, lambda: self._expire(key, connected))
 
-    async def taken(self, peer: str, name: str) -> socket.socket:
+    async def taken(self, peer: str, name: str) -> PeerSocket:
         """The data socket of that name, once the peer has dialled."""
         key = (peer, name)
         if key in self._arrived:
             return self._arrived.pop(key)
-        awaited: asyncio.Future[socket.socket] = asyncio.get_running_loop().create_future()
+        awaited: asyncio.Future[PeerSocket] = asyncio.get_running_loop().create_future()
         self._awaited[key] = awaited
         try:
             return await awaited
         except asyncio.CancelledError:
             if awaited.done() and not awaited.cancelled():
-                awaited.result().close()  # it came at the moment of the cancellation
+                awaited.result().socket.close()  # it came at the moment of the cancellation
             raise
         finally:
             del self._awaited[key]
@@ -63,9 +63,9 @@ class DataSockets:
     def close(self) -> None:
         """Closes the sockets that nobody has asked for."""
         for connected in self._arrived.values():
-            connected.close()
+            connected.socket.close()
         self._arrived.clear()
 
-    def _expire(self, key: tuple[str, str], connected: socket.socket) -> None:
+    def _expire(self, key: tuple[str, str], connected: PeerSocket) -> None:
         if self._arrived.get(key) is connected:
-            self._arrived.pop(key).close()
+            self._arrived.pop(key).socket.close()

@@ -16,7 +16,7 @@ from functools import partial
 
 from gradstream.errors import ConfigError, RefusedError
 from gradstream.runtime.base import Runtime
-from gradstream.transport.base import Caller, Identity, Priority
+from gradstream.transport.base import Caller, Identity, PeerSocket, Priority
 from gradstream.transport.endpoint import WINDOW, EndpointCore
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.proof import check_secret
@@ -128,7 +128,8 @@ class SocketEndpoint(EndpointCore):
 
     async def _receive_greeting(self, connected: socket.socket) -> None:
         try:
-            answered = answer(connected, self.identity, self._objection)
+            checked = self._leaves_machine(connected)
+            answered = answer(connected, self.identity, self._objection, checked=checked)
             greeting = await self.runtime.within(LIMITS.handshake_s, answered)
         except RefusedError as error:
             if error.code == "BAD_SECRET":
@@ -179,17 +180,23 @@ class SocketEndpoint(EndpointCore):
             connected.close()
             return
         if greeting.line:
-            self._data_sockets.arrived(greeting.sender, greeting.line, connected)
+            peer = PeerSocket(connected, greeting.checked)
+            self._data_sockets.arrived(greeting.sender, greeting.line, peer)
             return
         key = _key_of(greeting)
         if key not in self._callers:
             lost = partial(self._lost_caller, key)
             caller = Multiplexer(
-                self.runtime, greeting.sender, greeting.count, answer=self._answer, on_lost=lost
+                self.runtime,
+                greeting.sender,
+                greeting.count,
+                answer=self._answer,
+                on_lost=lost,
+                on_damage=self.damaged,
             )
             caller.incarnation = greeting.incarnation
             self._callers[key] = caller
-        self._callers[key].connections[greeting.index].start(connected)
+        self._callers[key].connections[greeting.index].start(connected, checked=greeting.checked)
 
     def _answer(self, multiplexer: Multiplexer, carrier: MultiplexedCarrier, opened: v1.Open) -> StreamCore:
         return self._incoming(opened, carrier, caller=Caller(multiplexer.peer, multiplexer.incarnation))
@@ -210,7 +217,7 @@ class SocketEndpoint(EndpointCore):
         if multiplexer is None:
             count = self._connections if priority is Priority.BULK else 1
             lost = partial(self._lost_outgoing, (peer, priority))
-            multiplexer = Multiplexer(self.runtime, peer, count, on_lost=lost)
+            multiplexer = Multiplexer(self.runtime, peer, count, on_lost=lost, on_damage=self.damaged)
             self._outgoing[peer, priority] = multiplexer
             name = f"{self.identity.name}: dial {peer}"
             task = self.runtime.spawn(self._connect_all(multiplexer, address), name=name)
@@ -225,7 +232,8 @@ class SocketEndpoint(EndpointCore):
             for index, connection in enumerate(multiplexer.connections):
                 greeting = v1.Greeting(link=number, index=index, count=len(multiplexer.connections))
                 connecting = self._connect_and_greet(multiplexer.peer, address, greeting)
-                connection.start(await self.runtime.within(CONNECT_S, connecting))
+                connected = await self.runtime.within(CONNECT_S, connecting)
+                connection.start(connected.socket, checked=connected.checked)
         except TimeoutError:
             multiplexer.fail(f"no connection to {address} within {CONNECT_S:g} s")
         except RefusedError as error:
@@ -235,7 +243,7 @@ class SocketEndpoint(EndpointCore):
         except OSError as error:
             multiplexer.fail(f"nobody listens at {address} ({error.strerror or error})")
 
-    async def _connect_and_greet(self, peer: str, address: str, greeting: v1.Greeting) -> socket.socket:
+    async def _connect_and_greet(self, peer: str, address: str, greeting: v1.Greeting) -> PeerSocket:
         """Makes a connection on which each side has proved its identity to the other."""
         connected, target = self._target(address)
         try:
@@ -243,15 +251,22 @@ class SocketEndpoint(EndpointCore):
             await asyncio.get_running_loop().sock_connect(connected, target)
             self._admit(connected)
             greeting.sender, greeting.incarnation = self.identity.name, self.identity.incarnation
+            greeting.checked = self._leaves_machine(connected)
             await greet(connected, greeting, self.identity, peer)
         except BaseException:
             connected.close()
             raise
-        return connected
+        return PeerSocket(connected, greeting.checked)
+
+    def _leaves_machine(self, connected: socket.socket) -> bool:
+        if connected.family == socket.AF_UNIX:
+            return False
+        own, peer = connected.getsockname()[0], connected.getpeername()[0]
+        return self.leaves_machine(own, peer)
 
     # ---- data sockets -------------------------------------------------------------------
 
-    async def data_socket(self, peer: str, name: str, *, dial: bool) -> socket.socket | None:
+    async def data_socket(self, peer: str, name: str, *, dial: bool) -> PeerSocket | None:
         """See `Endpoint.data_socket`. None with several connections: one socket could not replace them."""
         address = self._addresses.get(peer)
         if not self.has_data_sockets or self._connections > 1 or address is None:

@@ -4,6 +4,10 @@ A frame is a prefix of four numbers, its header and its payload::
 
     [ stream, number, header bytes, payload bytes: 4 x u32 ] [ v1.Frame, no payload ] [ elements ]
 
+On a connection that needs them, three checksums (3 x u64) follow the four numbers: of the payload, of the header, and
+of all that stands before it. So a damaged length is found before anything waits for as many bytes, and a damaged
+header before anything is done with it.
+
 Lengths come first, so that a payload can be received straight into the place that its receiver
 names. Nothing in this module waits, or uses a socket.
 """
@@ -18,7 +22,8 @@ import torch
 from google.protobuf.message import DecodeError
 
 from gradstream.wire import v1
-from gradstream.wire.frames import MAX_HEADER_BYTES, FrameError
+from gradstream.wire.checksum import checksum
+from gradstream.wire.frames import MAX_HEADER_BYTES, FrameError, verify
 
 __all__ = ["GREETING", "PIECE_BYTES", "PREFIX", "FrameReader", "OutgoingFrame", "PayloadPlace", "Receiver"]
 
@@ -31,6 +36,10 @@ PIECE_BYTES = 256 << 10
 MAX_SKIP_BYTES = 64 << 20  # a payload up to this length is skipped where a stream rejects it
 
 PREFIX = struct.Struct("<4I")
+_SUMS = struct.Struct("<2Q")  # of payload and header
+_PREFIX_SUM = struct.Struct("<Q")
+_SUMMED_BYTES = PREFIX.size + _SUMS.size
+_SEALED_BYTES = _SUMMED_BYTES + _PREFIX_SUM.size
 _BUFFER_BYTES = 16 << 10  # small: the part of a payload that is read together with its header is copied
 _WASTE = memoryview(bytearray(PIECE_BYTES))  # receives payloads that are skipped
 
@@ -69,7 +78,7 @@ class OutgoingFrame:
         on_sent: called once the system has taken over all of the frame, or never will.
     """
 
-    __slots__ = ("droppable", "head", "number", "on_sent", "payload", "sent_bytes", "stream")
+    __slots__ = ("_sealed", "droppable", "head", "number", "on_sent", "payload", "sent_bytes", "stream")
 
     def __init__(
         self,
@@ -89,6 +98,7 @@ class OutgoingFrame:
         self.head = self._head(frame)
 
     def _head(self, frame: v1.Frame) -> bytes:
+        self._sealed = False
         header = frame.SerializeToString()
         payload_bytes = 0 if self.payload is None else self.payload.nbytes
         return PREFIX.pack(self.stream, self.number, len(header), payload_bytes) + header
@@ -110,6 +120,16 @@ class OutgoingFrame:
             pieces.append(self.payload[start : start + room_bytes])
         return pieces
 
+    def seal(self) -> int:
+        """Adds checksums, unless it has them, and returns by how many bytes the frame has grown."""
+        if self._sealed:
+            return 0
+        self._sealed = True
+        prefix, header = self.head[: PREFIX.size], self.head[PREFIX.size :]
+        prefix += _SUMS.pack(checksum(self.payload or b""), checksum(header))
+        self.head = prefix + _PREFIX_SUM.pack(checksum(prefix)) + header
+        return _SEALED_BYTES - PREFIX.size
+
     def own(self) -> None:
         """Copies the payload, so that its memory may be written again."""
         if self.payload is not None:
@@ -124,10 +144,14 @@ class OutgoingFrame:
 class _Incoming:
     """A frame that is being read."""
 
-    __slots__ = ("frame", "header_bytes", "number", "payload_bytes", "place", "stream")
+    __slots__ = ("frame", "header_bytes", "number", "payload_bytes", "place", "stream", "sums")
 
-    def __init__(self, prefix: bytearray, at: int) -> None:
-        self.stream, self.number, self.header_bytes, self.payload_bytes = PREFIX.unpack_from(prefix, at)
+    def __init__(self, prefix: memoryview, *, checked: bool) -> None:
+        self.sums: tuple[int, int] | None = None  # of payload and header
+        if checked:
+            verify(prefix[:_SUMMED_BYTES], *_PREFIX_SUM.unpack_from(prefix, _SUMMED_BYTES))
+            self.sums = _SUMS.unpack_from(prefix, PREFIX.size)
+        self.stream, self.number, self.header_bytes, self.payload_bytes = PREFIX.unpack_from(prefix)
         self.frame: v1.Frame | None = None
         self.place: PayloadPlace | None = None
         for what, got, most in (
@@ -145,10 +169,14 @@ class FrameReader:
 
     Args:
         receiver: takes the frames; may be replaced at any time.
+
+    Attributes:
+        checked: the frames have checksums. Set it before the first byte.
     """
 
     def __init__(self, receiver: Receiver) -> None:
         self.receiver = receiver
+        self.checked = False
         self._closed = False
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -170,6 +198,7 @@ class FrameReader:
         """Takes `num_bytes` that were read into the room, and hands complete frames to the receiver.
 
         Raises:
+            DamagedError: a checksum is wrong. The connection cannot be used any more.
             FrameError: the bytes are no frames. The connection cannot be used any more.
         """
         filled_bytes = min(num_bytes, len(self._filling), PIECE_BYTES)
@@ -195,13 +224,14 @@ class FrameReader:
 
     def _parse(self) -> None:
         """Parses the buffer until a payload has begun or more bytes are needed."""
+        prefix_bytes = _SEALED_BYTES if self.checked else PREFIX.size
         while not self._filling and not self._closed:
             left_bytes = self._end - self._start
             if self._incoming is None:
-                if left_bytes < PREFIX.size:
+                if left_bytes < prefix_bytes:
                     break
-                self._incoming = _Incoming(self._buffer, self._start)
-                self._start += PREFIX.size
+                self._incoming = _Incoming(self._view[self._start : self._end], checked=self.checked)
+                self._start += prefix_bytes
             elif left_bytes >= self._incoming.header_bytes:
                 start = self._start
                 self._start += self._incoming.header_bytes
@@ -221,6 +251,8 @@ class FrameReader:
 
     def _headed(self, incoming: _Incoming, header: bytes) -> None:
         """Takes a complete header; its payload follows, if there is one."""
+        if incoming.sums is not None:
+            verify(header, incoming.sums[1])
         try:
             incoming.frame = v1.Frame.FromString(header)
         except DecodeError as error:
@@ -234,7 +266,7 @@ class FrameReader:
             return
         assert place.memory.nbytes == incoming.payload_bytes
         incoming.place = place
-        self._fill(memoryview(place.memory.numpy()).cast("B"))  # type: ignore[arg-type]
+        self._fill(_bytes_of(place))
 
     def _fill(self, memory: memoryview) -> None:
         """Directs the next bytes into `memory`; some of them may be in the buffer already."""
@@ -266,4 +298,10 @@ class FrameReader:
         if incoming.payload_bytes and incoming.place is None:
             return  # skipped
         assert incoming.frame is not None
+        if incoming.sums is not None and incoming.place is not None:
+            verify(_bytes_of(incoming.place), incoming.sums[0])
         self.receiver.arrived(incoming.stream, incoming.number, incoming.frame, incoming.place)
+
+
+def _bytes_of(place: PayloadPlace) -> memoryview:
+    return memoryview(place.memory.numpy()).cast("B")  # type: ignore[arg-type]

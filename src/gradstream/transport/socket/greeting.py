@@ -9,15 +9,13 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-from google.protobuf.message import DecodeError
-
 from gradstream.transport import proof
 from gradstream.transport.base import Identity
 from gradstream.transport.limits import LIMITS
 from gradstream.transport.refusals import refused_by
 from gradstream.transport.socket.framing import GREETING, PREFIX
 from gradstream.wire import v1
-from gradstream.wire.frames import PROTOCOL, FrameError
+from gradstream.wire.frames import PROTOCOL, FrameError, decode, encode
 
 __all__ = ["answer", "greet"]
 
@@ -27,7 +25,8 @@ async def greet(connected: socket.socket, greeting: v1.Greeting, identity: Ident
 
     Args:
         connected: connected non-blocking socket.
-        greeting: the greeting without its nonces and proof.
+        greeting: the greeting without its nonces and proof. Afterwards, `checked` says whether the connection
+            has checksums.
         identity: identity of this node.
         called: name of the node that the caller wants to reach.
 
@@ -50,7 +49,9 @@ async def greet(connected: socket.socket, greeting: v1.Greeting, identity: Ident
 Objection = Callable[[v1.Greeting], "v1.Refuse | None"]
 
 
-async def answer(connected: socket.socket, identity: Identity, objection: Objection) -> v1.Greeting:
+async def answer(
+    connected: socket.socket, identity: Identity, objection: Objection, *, checked: bool = False
+) -> v1.Greeting:
     """Answers as the called side. Returns the greeting of a caller that has proved to know the secret.
 
     A caller without the secret learns only that it has not proved to know it.
@@ -59,6 +60,7 @@ async def answer(connected: socket.socket, identity: Identity, objection: Object
         connected: connected non-blocking socket.
         identity: identity of this node.
         objection: says why this node refuses a caller that knows the secret; None if it accepts it.
+        checked: this side wants checksums.
 
     Raises:
         RefusedError: the caller does not know the secret, or this node refuses it.
@@ -66,9 +68,10 @@ async def answer(connected: socket.socket, identity: Identity, objection: Object
         OSError: the connection is lost.
     """
     challenge = proof.new_nonce()
-    await _write(connected, v1.Frame(challenge=v1.Challenge(protocol=PROTOCOL, nonce=challenge)))
+    asked = v1.Challenge(protocol=PROTOCOL, nonce=challenge, checked=checked)
+    await _write(connected, v1.Frame(challenge=asked))
     greeting = (await _read(connected, "greeting")).greeting
-    refuse = proof.objection(identity, challenge, greeting) or objection(greeting)
+    refuse = proof.objection(identity, challenge, greeting, checked=checked) or objection(greeting)
     if refuse is not None:
         await _write(connected, v1.Frame(refuse=refuse))
         raise refused_by(identity.name, refuse)
@@ -78,7 +81,7 @@ async def answer(connected: socket.socket, identity: Identity, objection: Object
 
 
 async def _write(connected: socket.socket, frame: v1.Frame) -> None:
-    header = frame.SerializeToString()
+    header = encode(frame, seed=0)
     data = PREFIX.pack(GREETING, 0, len(header), 0) + header
     await asyncio.get_running_loop().sock_sendall(connected, data)
 
@@ -88,10 +91,7 @@ async def _read(connected: socket.socket, kind: str, *others: str) -> v1.Frame:
     stream, _, header_bytes, payload_bytes = PREFIX.unpack(await _exactly(connected, PREFIX.size))
     if stream != GREETING or payload_bytes or header_bytes > LIMITS.greeting_bytes:
         raise FrameError(f"bytes that are no {kind}")
-    try:
-        frame = v1.Frame.FromString(await _exactly(connected, header_bytes))
-    except DecodeError as error:
-        raise FrameError(f"bytes that are no {kind}: {error}") from None
+    frame, _ = decode(await _exactly(connected, header_bytes))
     if frame.WhichOneof("kind") not in (kind, *others):
         raise FrameError(f"a frame of kind {frame.WhichOneof('kind')}: expected {kind}")
     return frame

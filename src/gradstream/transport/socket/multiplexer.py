@@ -225,6 +225,7 @@ class Multiplexer:
         num_connections: number of sockets.
         answer: answers each Open; None where this node is the caller.
         on_lost: called when the multiplexer ends because a connection was lost.
+        on_damage: called with the peer and a number of bytes that were damaged on their way.
     """
 
     def __init__(
@@ -235,6 +236,7 @@ class Multiplexer:
         *,
         answer: Answer | None = None,
         on_lost: Callable[[Multiplexer], None],
+        on_damage: Callable[[str, int], None],
     ) -> None:
         self.peer = peer
         self.incarnation = 0  # of the peer, where the peer is the caller
@@ -243,6 +245,7 @@ class Multiplexer:
         self._runtime = runtime
         self._answer = answer
         self._on_lost = on_lost
+        self._on_damage = on_damage
         self._numbers = itertools.count(GREETING + 1)
         self._streams: dict[int, MultiplexedCarrier] = {}
 
@@ -301,6 +304,10 @@ class Multiplexer:
         """See `Owner.lost`: where one connection is lost, the multiplexer ends."""
         del connection
         self.fail(message)
+
+    def damaged(self, size_bytes: int) -> None:
+        """See `Owner.damaged`."""
+        self._on_damage(self.peer, size_bytes)
 
     def fail(self, message: str) -> None:
         """Closes the connections and breaks the streams."""
