@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from gradstream.collectives import socket_driver
 from gradstream.collectives.algorithms import ALGORITHMS
 from gradstream.collectives.data_sockets import DataSocket, GroupDataSockets
 from gradstream.collectives.factory import form_group
@@ -55,6 +56,7 @@ def together(
     options: Sequence[dict[str, Any]] = (),
     hosts: Sequence[str] = (),
     silence_s: float = WAIT_S,
+    prepare: Callable[[TcpEndpoint], None] = lambda own: None,
 ) -> list[Any]:
     """The results of `work`, or its errors, at all ranks."""
     names = [f"rank-{rank}" for rank in range(size)]
@@ -73,6 +75,7 @@ def together(
     async def main() -> list[Any]:
         endpoints = [endpoint(name, **(options[rank] if options else {})) for rank, name in enumerate(names)]
         for own in endpoints:
+            prepare(own)
             await own.start()
         for own in endpoints:
             for other in endpoints:
@@ -404,3 +407,91 @@ def test_a_peer_that_reads_slowly_gets_everything_in_order() -> None:
     thread.join(WAIT_S)
     assert torch.equal(got, torch.arange(elems) + 1.0)
     closed(left, right)
+
+
+# ---- damage --------------------------------------------------------------------------------
+
+
+def sent(schedule: Schedule, elems: int) -> bytes:
+    """What a rank sends, with checksums."""
+    near, far = pair(checked=True)
+    driver(schedule, elems, near)[0].run_blocking()
+    data = far.socket.recv(1 << 16)
+    closed(near, far)
+    return data
+
+
+def received(data: bytes, schedule: Schedule, elems: int) -> torch.Tensor:
+    """What a rank makes of these bytes. Raises what it raises."""
+    near, far = pair(checked=True)
+    receiver, tensor = driver(schedule, elems, near)
+    far.socket.sendall(data)
+    try:
+        if not receiver.run_blocking(0):
+            receiver.run_blocking()
+    finally:
+        closed(near, far)
+    return tensor
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_every_bit_of_a_message_is_guarded(add: bool) -> None:
+    """Two messages, of three pieces and one: header, pieces and checksums."""
+    ends = [(0, 40), (40, 44)]
+    data = sent([Send(0, *end) for end in ends], 44)
+    recvs = [Recv(0, *end, add=add) for end in ends]
+    assert received(data, recvs, 44).tolist() == [1.0 + add] * 44
+    before = len(DAMAGED)
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(PeerLostError, match=r"right: allreduce of ones: .* damaged on their way"):
+            received(bytes(flipped), recvs, 44)
+    assert len(DAMAGED) - before == 8 * len(data) == 8 * (176 + 2 * (24 + 8) + 4 * 8)
+
+
+def test_without_the_check_damage_gets_into_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytearray(sent([Send(0, 0, 4)], 4))
+    data[-1] ^= 1
+    monkeypatch.setattr(socket_driver, "verify", lambda *data: None)
+    assert received(bytes(data), [Recv(0, 0, 4)], 4).tolist() != [1.0] * 4
+
+
+@pytest.mark.parametrize("how", ["ring", "halving-doubling"])
+def test_damage_ends_an_operation_and_no_rank_has_a_wrong_sum(how: str) -> None:
+    """Between three ranks: each has the true sum, or learns whose bytes were damaged."""
+    elems, size = 5000, 3
+    total = float(sum(range(size)))
+    damages: list[tuple[str, int]] = []
+    sums: list[bool] = []
+
+    def afar(own: TcpEndpoint) -> None:
+        own.leaves_machine = lambda here, there: True
+        own.on_damage = lambda peer, size_bytes: damages.append((peer, size_bytes))
+
+    async def work(group: Group) -> None:
+        assert has_data_sockets(group)
+        assert isinstance(group, MessageGroup)
+        vector = vector_of(np.full(elems, group.rank, np.float32))
+        await group.allreduce(vector.all)
+        sums.append(bool((vector.tensor == total).all()))
+        if group.rank == 0:
+            sum_of = socket_driver._sum
+
+            def flip(data: bytes | memoryview) -> bytes:
+                """The checksum of other bytes."""
+                monkeypatch.undo()
+                return sum_of(bytes(data) + b"x")
+
+            monkeypatch.setattr(socket_driver, "_sum", flip)
+        vector.tensor.fill_(group.rank)
+        await group.allreduce(vector.all)
+        sums.append(bool((vector.tensor == total).all()))
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        found = together(size, work, how=how, prepare=afar)
+    assert [peer for peer, _ in damages] == ["rank-0"]
+    errors = [one for one in found if one is not None]
+    assert all(isinstance(one, PeerLostError | DeadlineError) for one in errors), found
+    assert {one.peer for one in errors} == {"rank-0"} and "damaged on their way" in str(errors[-1])
+    assert all(sums) and len(sums) >= size

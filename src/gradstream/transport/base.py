@@ -292,6 +292,14 @@ class Endpoint(Protocol):
         """Sets the address of a peer; a changed address closes the old connections."""
         ...
 
+    def redial(self, peer: str, silent_s: float) -> None:
+        """Closes the connections of bulk streams to a peer that was silent on them for `silent_s` seconds.
+
+        The next stream makes another one: a connection that something on the way has spoilt stays silent. One that was
+        made since the silence began is left alone.
+        """
+        ...
+
     async def open(
         self,
         peer: str,

@@ -143,6 +143,7 @@ class RoutedEndpoint:
 
     @on_damage.setter
     def on_damage(self, report: Callable[[str, int], None]) -> None:
+        """Tells every carrier."""
         for carrier in self._carriers.values():
             carrier.on_damage = report
 
@@ -178,6 +179,10 @@ class RoutedEndpoint:
             self._carriers[before].forget(peer)
         self._routes[peer] = chosen
         self._carriers[chosen].know(peer, theirs.addresses[chosen])
+
+    def redial(self, peer: str, silent_s: float) -> None:
+        """See `Endpoint.redial`."""
+        self._to(peer).redial(peer, silent_s)
 
     async def open(
         self,

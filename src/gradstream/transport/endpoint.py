@@ -72,7 +72,7 @@ class EndpointCore(ABC):
     address: str = ""
     protected: bool = False
     methods: Mapping[str, Method] = METHODS
-    leaves_machine = staticmethod(leaves_machine)
+    leaves_machine: Callable[[str, str], bool] = staticmethod(leaves_machine)
     """Whether a connection between two hosts leaves the machine, and so has checksums. Tests replace it."""
 
     def __init__(self, identity: Identity, runtime: Runtime, *, window: int = WINDOW) -> None:
@@ -113,6 +113,10 @@ class EndpointCore(ABC):
     @abstractmethod
     def _disconnect(self, peer: str) -> None:
         """Breaks all connections to a peer whose address has changed."""
+
+    def redial(self, peer: str, silent_s: float) -> None:
+        """See `Endpoint.redial`; does nothing where the carrier has no connections."""
+        del peer, silent_s
 
     @abstractmethod
     async def _shut(self, *, abruptly: bool) -> None:

@@ -72,6 +72,8 @@ class ShardLinks:
     async def retrying(self, attempt: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
         """Tries until an attempt succeeds, or until `retry_s` have passed since the last progress.
 
+        After a silent attempt, the next one takes a new connection.
+
         Args:
             attempt: makes one attempt. It gets a function, which it calls at each progress.
 
@@ -90,6 +92,8 @@ class ShardLinks:
                 return await attempt(progressed)
             except (PeerLostError, DeadlineError, ClosedError) as error:
                 failure: Exception = error
+                if isinstance(error, DeadlineError):
+                    self.endpoint.redial(error.peer, self.silence_s)
             except RefusedError as error:
                 if error.code not in RETRYABLE_CODES:
                     raise

@@ -67,6 +67,7 @@ class GrpcConnection:
         self, identity: Identity, runtime: Runtime, peer: str, channel: grpc.aio.Channel, *, checked: bool
     ) -> None:
         self.checked = checked
+        self.made_ns = runtime.now()
         self._numbers = itertools.count(1)
         self._identity = identity
         self._runtime = runtime

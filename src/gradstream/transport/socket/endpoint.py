@@ -290,6 +290,12 @@ class SocketEndpoint(EndpointCore):
             if multiplexer is not None:
                 multiplexer.fail("its address has changed")
 
+    def redial(self, peer: str, silent_s: float) -> None:
+        """See `Endpoint.redial`."""
+        multiplexer = self._outgoing.get((peer, Priority.BULK))
+        if multiplexer is not None and self.runtime.left_s(multiplexer.made_ns, silent_s) <= 0:
+            multiplexer.fail(f"silent for {silent_s:g} s: another connection is made")
+
     # ---- the end ------------------------------------------------------------------------
 
     async def _shut(self, *, abruptly: bool) -> None:

@@ -242,6 +242,7 @@ class Multiplexer:
         self.incarnation = 0  # of the peer, where the peer is the caller
         self.connections = [Connection(self) for _ in range(num_connections)]
         self.over = False
+        self.made_ns = runtime.now()
         self._runtime = runtime
         self._answer = answer
         self._on_lost = on_lost

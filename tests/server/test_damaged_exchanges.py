@@ -1,0 +1,253 @@
+"""A worker and a shard over a wire that flips bits or falls silent: the model is the undamaged run's, to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import xxhash
+
+from gradstream.errors import GradstreamError
+from gradstream.memory import Vector
+from gradstream.optim import SGD
+from gradstream.runtime import RealRuntime
+from gradstream.runtime.deadlines import Deadlines
+from gradstream.server.aggregation import EveryPush
+from gradstream.server.client.client import ServerClient
+from gradstream.server.client.links import ShardLinks
+from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.service import ShardService
+from gradstream.server.update import Update
+from gradstream.testing.pairs import SECRET
+from gradstream.transport.base import Identity
+from gradstream.transport.endpoint import EndpointCore
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
+from gradstream.transport.socket import framing
+from gradstream.transport.socket.tcp import TcpEndpoint
+from gradstream.wire import checksum, v1
+from gradstream.wire.chunks import ChunkMap
+
+ELEMS, CHUNK_ELEMS, FINGERPRINT = 100, 64, 7
+SILENCE_S = 0.3
+Make = Callable[[Identity, RealRuntime], EndpointCore]
+CARRIERS: dict[str, Make] = {"tcp": TcpEndpoint, "grpc": GrpcEndpoint}
+
+
+class Wire:
+    """Forwards connections to an address.
+
+    Attributes:
+        at: number of bytes of `direction` to pass before the one that is damaged; below 0: none is.
+        deaf: connections of which nothing more is forwarded.
+        fired: number of flipped bits.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.at, self.direction, self.bit, self.fired = -1, "up", 0, 0
+        self.passed = {"up": 0, "down": 0}
+        self.connections = 0
+        self.deaf: set[int] = set()
+        self._target = target.rpartition(":")
+
+    async def start(self) -> str:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def close(self) -> None:
+        self._server.close()
+
+    def arm(self, direction: str, at: int, bit: int) -> None:
+        self.direction, self.at, self.bit = direction, at, bit
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        number = self.connections
+        there = await asyncio.open_connection(self._target[0], int(self._target[2]))
+        try:
+            await asyncio.gather(
+                self._forward("up", number, reader, there[1]), self._forward("down", number, there[0], writer)
+            )
+        except (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+            there[1].close()
+
+    async def _forward(
+        self, direction: str, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                if number not in self.deaf:
+                    writer.write(self._damaged(direction, data))
+                    await writer.drain()
+        finally:
+            writer.close()
+
+    def _damaged(self, direction: str, data: bytes) -> bytes:
+        self.passed[direction] += len(data)
+        if direction != self.direction or self.at < 0:
+            return data
+        at, self.at = self.at, self.at - len(data)
+        if at >= len(data):
+            return data
+        self.fired += 1
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << self.bit
+        return bytes(flipped)
+
+
+class Trained:
+    """A model of integers, which float32 adds without rounding: so its bits are known."""
+
+    def __init__(self, client: ServerClient, vector: Vector, wire: Wire, damages: list[int]) -> None:
+        self.wire, self.damages = wire, damages
+        self.client = client
+        self._vector = vector
+        self._expected = torch.zeros(ELEMS)
+        self._random = torch.Generator().manual_seed(1)
+
+    async def begin(self) -> None:
+        self._vector.tensor.zero_()
+        await self.client.assign(self._vector)
+
+    async def step(self) -> None:
+        """Pushes, fetches, and compares."""
+        client, values = self.client, self._vector.tensor
+        values.copy_(torch.randint(-99, 99, (ELEMS,), generator=self._random))
+        self._expected -= values
+        await client.push_soon(Update(self._vector, samples=1, lr=1.0, base_version=[0, 0]))
+        await client.flush()
+        arrival = client.fetch_soon()
+        await arrival.done()
+        client.back_buffer = arrival.vector
+        assert torch.equal(arrival.vector.tensor, self._expected), "damage has reached the model"
+
+
+@asynccontextmanager
+async def training(carrier: str, *, afar: bool = True) -> AsyncIterator[Trained]:
+    runtimes = [RealRuntime("shard-0"), RealRuntime("worker-0")]
+    shard = CARRIERS[carrier](Identity("job", "shard-0", 1, secret=SECRET), runtimes[0])
+    worker = CARRIERS[carrier](Identity("job", "worker-0", 2, FINGERPRINT, secret=SECRET), runtimes[1])
+    damages: list[int] = []
+    for one in (shard, worker):
+        one.leaves_machine = lambda own, peer: afar
+        one.on_damage = lambda peer, size_bytes: damages.append(size_bytes)
+    service = ShardService(runtimes[0], shard, ShardConfig(0, 1, EveryPush(), SGD(lr=1.0)))
+    service.register(
+        v1.ModelSpec(fingerprint=FINGERPRINT, elems=ELEMS, dtype=v1.FLOAT32, chunk_elems=CHUNK_ELEMS)
+    )
+    await shard.start()
+    await worker.start()
+    wire = Wire(shard.address)
+    worker.know("shard-0", await wire.start())
+    back, vector = (
+        runtimes[1].memory.allocate(ELEMS, torch.float32, name, exchanged=True) for name in ("back", "update")
+    )
+    deadlines = Deadlines(silence_s=SILENCE_S, retry_s=10.0)
+    links = ShardLinks(runtimes[1], worker, ["shard-0"], ChunkMap(ELEMS, CHUNK_ELEMS, 1), deadlines)
+    trained = Trained(ServerClient(links, back), vector, wire, damages)
+    try:
+        await trained.begin()
+        yield trained
+    finally:
+        wire.close()
+        await worker.close()
+        await shard.close()
+        for runtime in runtimes:
+            runtime.close()
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60.0))
+
+
+async def damage(trained: Trained, rounds: int) -> int:
+    """Flips a bit of each round's bytes, anywhere. Returns the number of bytes of a round, in both directions."""
+    drawn, wire = random.Random(3), trained.wire
+    before = dict(wire.passed)
+    await trained.step()
+    lengths = {name: wire.passed[name] - before[name] for name in before}
+    for number in range(rounds):
+        direction = "up" if number % 2 else "down"
+        wire.arm(direction, drawn.randrange(lengths[direction] * 9 // 10), drawn.randrange(8))
+        await trained.step()
+    return sum(lengths.values())
+
+
+def test_no_bit_that_is_flipped_over_tcp_reaches_the_model() -> None:
+    """Payload, header, length or checksum: each is found at once, by its sum, and the retry is counted once."""
+
+    async def main() -> None:
+        async with training("tcp") as trained:
+            await damage(trained, 200)
+            assert trained.wire.fired == 200
+            assert len(trained.damages) == 200
+            assert trained.client.traffic.retries >= 150
+
+    run(main())
+
+
+@pytest.mark.limit_s(90)
+def test_no_bit_that_is_flipped_over_grpc_reaches_the_model() -> None:
+    """Where the flip is in gRPC's own framing, gRPC sees it, or a new connection follows the silence."""
+
+    async def main() -> None:
+        async with training("grpc") as trained:
+            await damage(trained, 40)
+            assert trained.wire.fired == 40
+            assert len(trained.damages) > 10
+
+    run(main())
+
+
+def test_without_the_checks_damage_reaches_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "verify", lambda *data: None)
+
+    async def main() -> None:
+        async with training("tcp") as trained:
+            await damage(trained, 50)
+
+    with pytest.raises((AssertionError, GradstreamError)):
+        run(main())
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_connection_within_the_machine_hashes_nothing(
+    carrier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that leaves it hashes all: so the counter counts."""
+
+    async def main(*, afar: bool) -> None:
+        async with training(carrier, afar=afar) as trained:
+            with monkeypatch.context() as patched:
+                hashing = Mock(wraps=xxhash)
+                patched.setattr(checksum, "xxhash", hashing)
+                await trained.step()
+            assert bool(hashing.mock_calls) == afar
+
+    for afar in (False, True):
+        run(main(afar=afar))
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_a_retry_leaves_a_connection_that_has_fallen_silent(carrier: str) -> None:
+    """It is not closed by anybody: bytes that are lost on the way are waited for."""
+
+    async def main() -> None:
+        async with training(carrier, afar=False) as trained:
+            wire = trained.wire
+            for _ in range(2):
+                wire.deaf |= set(range(wire.connections + 1))
+                before = wire.connections
+                await trained.step()
+                assert wire.connections == before + 1
+            assert trained.client.traffic.retries == 2
+
+    run(main())
