@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["contiguous_groups"]
+__all__ = ["contiguous_groups", "filled"]
 
 
 def contiguous_groups(weights: Sequence[float], cut_costs: Sequence[float], groups: int) -> list[int]:
@@ -45,3 +45,21 @@ def contiguous_groups(weights: Sequence[float], cut_costs: Sequence[float], grou
         found[start:end] = [group] * (end - start)
         end = start
     return found
+
+
+def filled(weights: Sequence[float], more: float) -> list[float]:
+    """Divides a further weight, so that the heaviest is as light as possible: as water fills a vessel.
+
+    Args:
+        weights: that are there.
+        more: the weight to divide, > 0.
+
+    Returns:
+        The share of each, of a sum of 1.
+    """
+    ascending = sorted(weights)
+    for count in range(len(ascending), 0, -1):
+        level = (more + sum(ascending[:count])) / count
+        if level >= ascending[count - 1]:
+            break
+    return [max(level - weight, 0) / more for weight in weights]

@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import fx
 
 from gradstream.errors import ConfigError
 from gradstream.model.base import Layout, Slot
 from gradstream.model.batch import Batch
 from gradstream.model.torch_module import TorchModel
-from gradstream.split.balance import contiguous_groups
+from gradstream.split.balance import filled
+from gradstream.split.chain import Chain
+from gradstream.split.divide import divide, divisible, part_of_piece
 from gradstream.split.graph import Form, Graph, Piece, form_of, record
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
 from gradstream.split.trace import storage, where
@@ -65,7 +68,10 @@ def plan_split(
     if parts < 1:
         raise ConfigError(f"plan_split: parts is {parts}, expected at least 1")
     graph = record(model, example)
-    placed = _by_map(graph, parts, map) if map is not None else _by_weight(graph, parts)
+    if map is None:
+        graph, placed = _by_weight(graph, parts)
+    else:
+        placed = _by_map(graph, parts, map)
     return _plan(graph, placed, parts)
 
 
@@ -98,7 +104,7 @@ def _by_map(graph: Graph, parts: int, given: Mapping[str, int]) -> dict[fx.Node,
             path = path.rpartition(".")[0]
         part = given.get(path, part)
         placed[node] = part
-    barred = _barred(graph)
+    barred = Chain(graph.nodes, dict.fromkeys(graph.nodes, 0)).barred
     for index, (node, before) in enumerate(zip(graph.nodes[1:], graph.nodes, strict=False), 1):
         if index in barred and placed[node] != placed[before]:
             raise ConfigError(f"plan_split: map cuts before {where(node)}; {barred[index]}")
@@ -111,83 +117,42 @@ def _path(node: fx.Node) -> str:
     return next(reversed(stack.values()))[0] if stack else ""
 
 
-def _by_weight(graph: Graph, parts: int) -> dict[fx.Node, int]:
-    """Contiguous groups of about equal bytes; between two layers the cut is where least would travel."""
-    barred, costs = _barred(graph), _cut_costs(graph)
-    size = {slot.name: slot.stop - slot.start for slot in graph.layout.slots}
-    weights = [0] * len(graph.nodes)
+def _by_weight(graph: Graph, parts: int) -> tuple[Graph, dict[fx.Node, int]]:
+    """Contiguous groups of about equal bytes. Layers of more than 1/parts of all are divided, and fill the parts up."""
+    weights = _weights(graph)
+    room = graph.layout.elems / parts
+    wide = [node for node in graph.nodes if parts > 1 and weights[node] > room and divisible(graph, node)]
+    if not wide:
+        return graph, Chain(graph.nodes, weights).place(parts)
+    chain = Chain(graph.nodes, {**weights, **dict.fromkeys(wide, 0)})
+    # The others go on as few parts as have room for them.
+    options = [chain.group_weights(count) for count in range(1, min(parts, chain.most_groups) + 1)]
+    others = next((groups for groups in options if max(groups) <= room), options[-1])
+    shares = filled([*others, *[0.0] * (parts - len(others))], sum(weights[node] for node in wide))
+    for node in wide:
+        graph = divide(graph, node, shares)
+    pieces = {node: part for node in graph.nodes if (part := part_of_piece(node)) is not None}
+    rest = [node for node in graph.nodes if node not in pieces]
+    return graph, Chain(rest, _weights(graph)).place(len(others)) | pieces
+
+
+def _weights(graph: Graph) -> dict[fx.Node, int]:
+    """How many trained elements each operation is the first to use."""
+    slots = {slot.name: slot for slot in graph.layout.slots}
+    weights: dict[fx.Node, int] = {}
     counted: set[Piece] = set()
-    for index, node in enumerate(graph.nodes):
+    for node in graph.nodes:
         own = set(graph.tensors_of(node)) - counted
         counted |= own
-        weights[index] = sum(size.get(piece.name, 0) for piece in own)
-    starts, cut_costs = (
-        [0],
-        [0.0],
-    )  # of atoms: runs of operations that stay together, one layer with weights in each
-    last = next((index for index, weight in enumerate(weights) if weight), 0)
-    for index in range(last + 1, len(weights)):
-        if weights[index]:
-            free = [cut for cut in range(last + 1, index + 1) if cut not in barred]
-            last = index
-            if free:
-                starts.append(min(reversed(free), key=costs.__getitem__))
-                cut_costs.append(costs[starts[-1]])
-    if len(starts) < parts:
-        raise ConfigError(
-            f"plan_split: the model has {len(starts)} layers between which it can be cut, expected at least one for "
-            f"each of {parts} parts: take fewer parts"
-        )
-    ends = [*starts[1:], len(weights)]
-    groups = contiguous_groups(
-        [sum(weights[start:end]) for start, end in zip(starts, ends, strict=True)], cut_costs, parts
-    )
-    return {
-        graph.nodes[index]: group
-        for start, end, group in zip(starts, ends, groups, strict=True)
-        for index in range(start, end)
-    }
-
-
-def _barred(graph: Graph) -> dict[int, str]:
-    """Positions of the order before which no cut is possible, each with the reason."""
-    barred: dict[int, str] = {}
-    created: dict[int, int] = {}
-    for index, node in enumerate(graph.nodes):
-        first = node.meta["values"][0]
-        if hasattr(first, "untyped_storage"):
-            created.setdefault(storage(first), index)
-        for written in node.meta["writes"]:
-            for cut in range(created.get(written, index) + 1, index + 1):
-                barred.setdefault(cut, f"{where(node)} writes in place what was made before the cut")
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    for node, index in order.items():
-        if form_of(node) is None:
-            for cut in range(
-                index + 1, max((order.get(user, index) for user in node.users), default=index) + 1
-            ):
-                barred.setdefault(cut, f"the result of {where(node)} has no one axis that is the samples")
-    return barred
-
-
-def _cut_costs(graph: Graph) -> list[float]:
-    """Bytes for each sample that a cut before each position would carry."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    costs = [0.0] * (len(order) + 1)
-    for node, index in order.items():
-        form = form_of(node)
-        for cut in range(
-            index + 1, max((order.get(user, len(order)) for user in node.users), default=index) + 1
-        ):
-            costs[cut] += 0 if form is None else math.prod(form.shape) * form.dtype.itemsize
-    return costs
+        weights[node] = sum(math.prod(shape_of(slots[p.name], p)) for p in own if p.name in slots)
+    return weights
 
 
 def _plan(graph: Graph, placed: Mapping[fx.Node, int], parts: int) -> TorchPlan:
     """The plan with these operations on these parts."""
     groups: list[list[fx.Node]] = []
     for node in graph.nodes:
-        alone = "piece" in node.meta or (groups and "piece" in groups[-1][-1].meta)
+        alone = any(part_of_piece(end) is not None for end in (node, *(groups[-1][-1:] if groups else ())))
         if not groups or alone or placed[node] != placed[groups[-1][-1]]:
             groups.append([])
         groups[-1].append(node)
@@ -196,6 +161,7 @@ def _plan(graph: Graph, placed: Mapping[fx.Node, int], parts: int) -> TorchPlan:
     values = {
         name: Value(name, DATA, form.packed, form.dtype) for name, form in graph.data.items()
     }  # of all that is used; those that no stage uses are dropped below
+    trained = _trained(graph)
     owned, borrowed = _owners(graph, groups)
     slots = {slot.name: slot for slot in graph.layout.slots}
     used: list[list[str]] = []
@@ -206,7 +172,8 @@ def _plan(graph: Graph, placed: Mapping[fx.Node, int], parts: int) -> TorchPlan:
                 if operand.op == "placeholder":
                     names[str(operand.target)] = None
                 elif operand in stage_of and stage_of[operand] != number:
-                    names[_carried(operand, stage_of[operand], values, forms)] = None
+                    name = _carried(operand, stage_of[operand], operand in trained, values, forms)
+                    names[name] = None
         for piece, owner in borrowed[number].items():
             name = _PARAMETER + piece.name
             names[name] = None
@@ -239,7 +206,9 @@ def _plan(graph: Graph, placed: Mapping[fx.Node, int], parts: int) -> TorchPlan:
     )
 
 
-def _carried(node: fx.Node, source: int, values: dict[str, Value], forms: dict[str, Form]) -> str:
+def _carried(
+    node: fx.Node, source: int, trained: bool, values: dict[str, Value], forms: dict[str, Form]
+) -> str:
     """The name of a node's value, which is entered into `values` and `forms`."""
     form, name = form_of(node), value_name(node)
     if form is None:
@@ -248,8 +217,27 @@ def _carried(node: fx.Node, source: int, values: dict[str, Value], forms: dict[s
             "that is the samples: cut elsewhere"
         )
     forms[name] = form
-    values[name] = Value(name, source, form.packed, form.dtype, per_sample=form.axis is not None)
+    values[name] = Value(
+        name, source, form.packed, form.dtype, per_sample=form.axis is not None, trained=trained
+    )
     return name
+
+
+def _trained(graph: Graph) -> set[fx.Node]:
+    """Operations whose results depend on a parameter that is trained."""
+    slots = {slot.name for slot in graph.layout.slots}
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        learns = any(piece.name in slots for piece in graph.tensors_of(node))
+        if node.meta["grad"] and (learns or not found.isdisjoint(node.all_input_nodes)):
+            found.add(node)
+            found |= {other for other in graph.nodes if _memory(other) in node.meta["writes"]}
+    return found
+
+
+def _memory(node: fx.Node) -> int | None:
+    first = node.meta["values"][0]
+    return storage(first) if isinstance(first, torch.Tensor) else None
 
 
 def _owners(

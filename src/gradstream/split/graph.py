@@ -18,7 +18,7 @@ from gradstream.model.torch_module import TorchModel
 from gradstream.split.partial_build import Blueprint
 from gradstream.split.trace import SAMPLES, depends_on_samples, storage, trace, where
 
-__all__ = ["Form", "Graph", "Piece", "form_of", "minibatch_values", "record", "size_of"]
+__all__ = ["Form", "Graph", "Piece", "form_of", "minibatch_values", "ordered", "record", "size_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,10 @@ class Piece:
     axis: int | None = None
     start: int = 0
     stop: int = 0
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The piece of the whole tensor, as a view."""
+        return tensor if self.axis is None else tensor.narrow(self.axis, self.start, self.stop - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +154,21 @@ def record(model: TorchModel, example: Batch) -> Graph:
     ):
         names = {id(tensor): name for name, tensor in own.items()}
         first |= {name: names[id(tensor)] for name, tensor in every}
-    nodes: list[fx.Node] = []
-    for node in reversed(graph.nodes):
-        needed = node.meta.get("writes") or any(user is output or user in nodes for user in node.users)
-        if node.op.startswith("call_") and needed and size_of(node) is None:
-            nodes.insert(0, node)
-    recorded = Graph(model, blueprint, layout, tuple(nodes), output, constants, inputs, targets, data, first)
+    recorded = Graph(
+        model, blueprint, layout, ordered(graph), output, constants, inputs, targets, data, first
+    )
     _refuse_writes(recorded, graph)
     return recorded
+
+
+def ordered(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """Operations in order, but those whose results are numbers that follow from the number of samples."""
+    nodes: dict[fx.Node, None] = {}
+    for node in reversed(graph.nodes):
+        needed = node.meta.get("writes") or any(user.op == "output" or user in nodes for user in node.users)
+        if node.op.startswith("call_") and needed and size_of(node) is None:
+            nodes[node] = None
+    return tuple(reversed(nodes))
 
 
 def minibatch_values(graph: Graph, batch: Batch) -> dict[str, torch.Tensor]:

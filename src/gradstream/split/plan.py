@@ -29,6 +29,7 @@ class Value:
         shape: its shape without the axis of samples, or its whole shape if it has none.
         dtype: its dtype.
         per_sample: its first axis is the samples of the minibatch, and is not in `shape`.
+        trained: whether it depends on a parameter that is trained.
     """
 
     name: str
@@ -36,11 +37,12 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     per_sample: bool = True
+    trained: bool = True
 
     @property
     def has_gradient(self) -> bool:
         """Whether a gradient comes back for it."""
-        return self.source != DATA and self.dtype.is_floating_point
+        return self.source != DATA and self.trained and self.dtype.is_floating_point
 
     def shape_of(self, samples: int) -> tuple[int, ...]:
         """Its shape for so many samples."""

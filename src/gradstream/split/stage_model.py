@@ -21,6 +21,7 @@ from gradstream.model.wide_linear import WideLinear
 from gradstream.split.cut import TorchPlan, layout_of_stage
 from gradstream.split.graph import Piece
 from gradstream.split.operations import Operations
+from gradstream.split.partial_build import tensor_at
 from gradstream.split.plan import SplitPlan
 
 __all__ = ["StageModel"]
@@ -66,7 +67,14 @@ class StageModel:
         """
         views = dict(zip(self._pieces, (view for _, view in self.layout.views(parameters)), strict=True))
         whole = {piece.name: view.flatten() for piece, view in views.items() if piece.axis is None}
-        self._plan.graph.blueprint.part(whole, seed, whole)
+        blueprint = self._plan.graph.blueprint
+        if whole:
+            blueprint.part(whole, seed, whole)
+        divided = {piece: view for piece, view in views.items() if piece.axis is not None}
+        if divided:
+            module = blueprint.part([piece.name for piece in divided], seed)
+            for piece, view in divided.items():
+                view.copy_(piece.of(tensor_at(module, piece.name)).detach())
 
     def forward(
         self, parameters: torch.Tensor, values: Mapping[str, torch.Tensor], *, seed: int, samples: int
