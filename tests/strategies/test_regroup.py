@@ -114,7 +114,7 @@ def test_a_death_at_any_instant_of_a_round_changes_nothing(
 
 
 def kills_in_the_middle_of_the_updates() -> Iterator[tuple[Any, gs.Strategy]]:
-    """Kills in the 2 ms in which the first worker makes the update of round 2, and others wait for parts of sums."""
+    """Kills in the 4 ms in which the first worker makes the update of round 2, and others wait for parts of sums."""
     update = GroupPeers.update
     for algorithm in ("ring", "direct", "naive"):
         made_ns: list[int] = []
@@ -128,7 +128,7 @@ def kills_in_the_middle_of_the_updates() -> Iterator[tuple[Any, gs.Strategy]]:
             patch.setattr(GroupPeers, "update", noted)
             run_with(None, by(algorithm))
         for victim in range(WORKERS):
-            yield kill_at(f"worker-{victim}", min(made_ns) / 1e9 - 0.0005 * (1 + victim)), by(algorithm)
+            yield kill_at(f"worker-{victim}", min(made_ns) / 1e9 - 0.001 * (1 + victim)), by(algorithm)
 
 
 def test_some_have_made_the_update_of_a_round_and_others_get_it(

@@ -1,6 +1,8 @@
 """How the ranks of a group find each other: in each pair, the lower rank opens a stream to the higher one.
 
-Ranks may come in any order: a rank tries again while the one that it calls is not there yet.
+Ranks may come in any order: a rank tries again while the one that it calls is not there yet. The caller confirms a
+stream that was accepted. Until then it does not count: a network may deliver a request that was refused once more,
+later, when it would be accepted.
 """
 
 from __future__ import annotations
@@ -89,6 +91,7 @@ class Rendezvous:
             stream = await self._endpoint.open(name, "exchange", request, window=WINDOW)
             try:
                 await stream.credit(left_s)
+                await stream.send(v1.Frame(body=v1.Body()), silence_s=left_s)
             except RefusedError as error:
                 if error.code not in NOT_YET:
                     raise
@@ -133,8 +136,9 @@ class Rendezvous:
         if self._names[request.rank] != stream.opened.sender:
             message = f"{stream.opened.sender} says that it is {self._names[request.rank]}"
             raise RefusedError(self._me, "BAD_REQUEST", message)
-        if request.rank in self.streams:
-            raise RefusedError(self._me, "SUPERSEDED", f"{stream.peer} is in this group already")
+        confirmed = await stream.recv(self._members.silence_s)
+        if confirmed is None or request.rank in self.streams or self._is_closed:
+            raise RefusedError(self._me, "SUPERSEDED", f"{stream.peer} is in this group already, or has left it")
         served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._served[request.rank] = served
         stream.on_release(partial(self.release, request.rank))
