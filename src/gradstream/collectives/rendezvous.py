@@ -138,7 +138,9 @@ class Rendezvous:
             raise RefusedError(self._me, "BAD_REQUEST", message)
         confirmed = await stream.recv(self._members.silence_s)
         if confirmed is None or request.rank in self.streams or self._is_closed:
-            raise RefusedError(self._me, "SUPERSEDED", f"{stream.peer} is in this group already, or has left it")
+            raise RefusedError(
+                self._me, "SUPERSEDED", f"{stream.peer} is in this group already, or has left it"
+            )
         served: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._served[request.rank] = served
         stream.on_release(partial(self.release, request.rank))

@@ -1,4 +1,4 @@
-"""The kinds of faults of a `FaultPlan`, as data."""
+"""The kinds of faults of a `FaultPlan`, as data. `testing.proxy` says what faults of links are between processes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ __all__ = [
     "Lose",
     "Reorder",
     "Slow",
+    "SlowLink",
     "Spell",
     "Stop",
 ]
@@ -96,7 +97,7 @@ class Slow(Spell):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Nothing passes from one node to another for a while; nobody is told. Simulations only.
+    """Nothing passes from one node to another for a while; nobody is told.
 
     Args:
         source, target: names of the nodes; "*" for all others.
@@ -114,7 +115,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """A link from one node to another that is never good. Simulations only.
+    """A link from one node to another that is never good; between processes, from the `started` event on.
 
     Args:
         source, target: names of the nodes.
@@ -150,6 +151,12 @@ class Reorder(Flaw):
     """Frames take up to so many seconds longer, so that streams overtake one another."""
 
     on_link = "jitter_s"
+
+
+class SlowLink(Flaw):
+    """Everything takes so many seconds longer, or in a simulation in all."""
+
+    on_link = "latency_s"
 
 
 Fault: TypeAlias = Departure | Spell | Cut | Flaw

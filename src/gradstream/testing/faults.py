@@ -1,12 +1,12 @@
 """`FaultPlan`: what goes wrong in a run, and when, as data. One plan serves simulations and real processes.
 
     plan = FaultPlan.drawn(7, Scene(workers=3, shards=2, until_s=2.0, lease_s=10.0))
-    run = gs.simulate(job, config=plan.config(config, names), script=plan)                 # on virtual time
-    with plan.on_processes(run_dir) as on_event:                                    # with signals, on this machine
-        run = gs.train(job, run_dir=run_dir, on_event=on_event)
-    assert plan.fired                                                               # it did happen
+    run = gs.simulate(job, config=plan.config(config, names), script=plan)      # on virtual time
+    run = plan.on_processes(job, run_dir)                                       # on processes of this machine
+    assert plan.fired                                                           # it did happen
 
-Links fail in simulations only; between network namespaces `testing.machines` cuts real ones.
+Of processes, signals strike the nodes, and a proxy in their path the links (`testing.proxy`). `testing.machines` cuts
+links between network namespaces.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from __future__ import annotations
 import errno
 import os
 import random
-import re
-import signal
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from gradstream.coordinator.durable.store import StateStore
 from gradstream.errors import PeerLostError
+from gradstream.job.job import Job
+from gradstream.run.followed_events import OnEvent
 from gradstream.run.plan import COORDINATOR
+from gradstream.run.remote.listening import Listening
+from gradstream.run.result import Run
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Partition, SimulationConfig
 from gradstream.testing.drawn_faults import Scene, drawn_faults
@@ -45,9 +43,11 @@ from gradstream.testing.fault_kinds import (
     Lose,
     Reorder,
     Slow,
+    SlowLink,
     Spell,
     Stop,
 )
+from gradstream.testing.process_faults import ProcessFaults
 from gradstream.testing.storage import FailingStorage
 from gradstream.transport.simulated.network import VirtualNetwork
 
@@ -65,6 +65,7 @@ __all__ = [
     "Reorder",
     "Scene",
     "Slow",
+    "SlowLink",
     "Stop",
 ]
 
@@ -229,48 +230,38 @@ class FaultPlan:
 
     # ---- on real processes --------------------------------------------------------------
 
-    @contextmanager
-    def on_processes(self, run_dir: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-        """Strikes the processes of a run on this machine, from its `started` event on; yields the run's `on_event`.
+    def on_processes(
+        self,
+        job: Job,
+        run_dir: Path,
+        *,
+        listening: Listening | None = None,
+        on_event: OnEvent | None = None,
+    ) -> Run:
+        """Runs a job in processes of this machine, and strikes them from the run's `started` event on.
+
+        Args:
+            job: from a file. Faults of links need the carrier `tcp` or `grpc`, and nothing that passes links by.
+            run_dir: a new or empty directory.
+            listening: see `train`; its certificates make links encrypted. All nodes are on this machine.
+            on_event: see `train`.
+
+        Returns:
+            The finished run.
 
         Raises:
-            AssertionError: at the end, no fault has happened.
+            ConfigError: a fault is not possible here; nothing was started.
+            AssertionError: at the end, a fault has had no effect.
+            GradstreamError: the run failed.
         """
-        begun, over = threading.Event(), threading.Event()
-
-        def on_event(event: Mapping[str, Any]) -> None:
-            if event["event"] == "started":
-                begun.set()
-
-        thread = threading.Thread(target=self._strike, args=(run_dir, begun, over), daemon=True)
-        thread.start()
+        strikes = ProcessFaults(self.faults, job, run_dir)
         try:
-            yield on_event
+            run = strikes.run(listening, on_event)
         finally:
-            over.set()
-            begun.set()
-            thread.join()
-        assert self.fired, f"none of {len(self.faults)} faults has happened: the run ended before"
-
-    def _strike(self, run_dir: Path, begun: threading.Event, over: threading.Event) -> None:
-        begun.wait()
-        begun_s = time.monotonic()
-        timed = [one for one in self.faults if isinstance(one, Departure | Stop)]
-        woken: list[tuple[float, int]] = []
-        for one in sorted(timed, key=lambda one: one.at_s):
-            while not over.is_set() and time.monotonic() - begun_s < one.at_s:
-                over.wait(LOOK_S)
-                woken = [wake for wake in woken if not _wake(*wake)]
-            if over.is_set():
-                break
-            pid = _pid(run_dir, one.node)
-            if pid is not None and _signal(pid, one.number):
-                self._struck.add(one)
-                if isinstance(one, Stop):
-                    woken.append((time.monotonic() + one.for_s, pid))
-        while woken:
-            woken = [wake for wake in woken if not _wake(*wake)]
-            time.sleep(LOOK_S)
+            self._struck |= strikes.struck
+        missed = [one for one in self.faults if one not in self._struck]
+        assert not missed, f"{len(missed)} of {len(self.faults)} faults had no effect: {missed}"
+        return run
 
 
 class _Disk(StateStore):
@@ -285,29 +276,6 @@ class _Disk(StateStore):
             self.num_failed += 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "coordinator.db")
         super().write(rows, lines)
-
-
-def _wake(at_s: float, pid: int) -> bool:
-    """Lets a stopped process go on if its time has come. Returns whether it has."""
-    if time.monotonic() < at_s:
-        return False
-    _signal(pid, signal.SIGCONT)
-    return True
-
-
-def _pid(run_dir: Path, node: str) -> int | None:
-    """The newest process of a node, from its log."""
-    path = run_dir / "logs" / f"{node}.log"
-    found = re.findall(rf"^{node}: pid (\d+)", path.read_text(), re.MULTILINE) if path.is_file() else ()
-    return int(found[-1]) if found else None
-
-
-def _signal(pid: int, number: int) -> bool:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _kind(fault: Fault) -> str:

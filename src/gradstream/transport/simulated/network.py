@@ -136,6 +136,7 @@ class StreamQueue:
         self.header_bytes = network.config.header_bytes
         self._network = network
         self.link = network.config.link_between(source, target)
+        network.struck.add(("latency_s", source, target))
         self._flying: deque[Packet] = deque()
         self._landed_ns = 0  # when the last of them gets to the receiving card
         self._silent = False
@@ -204,7 +205,8 @@ class VirtualNetwork:
 
     Attributes:
         struck: what has gone wrong: partitions that have lost something; and for each flaw of a link that has shown
-            (its name, source, target). The flaw "jitter_s" has shown when a frame has overtaken another one.
+            (its name, source, target). "jitter_s" has shown when a frame has overtaken another one, "latency_s" when
+            there was a stream.
         hand: delivers something to a node when it reads.
     """
 

@@ -1,0 +1,164 @@
+"""The faults of a `FaultPlan` on the processes of a run: signals to nodes, and a proxy between them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gradstream._train import launch
+from gradstream.errors import ConfigError
+from gradstream.job.job import Job
+from gradstream.run.followed_events import OnEvent
+from gradstream.run.local import LocalCluster, node_environment
+from gradstream.run.plan import COORDINATOR, RunPlan, plan_run
+from gradstream.run.remote.listening import Listening
+from gradstream.run.result import Run
+from gradstream.strategies.base import GroupStrategy, SharedMemoryStrategy
+from gradstream.testing.fault_kinds import Corrupt, Cut, Departure, Duplicate, Fault, Flaw, Reorder, Stop
+from gradstream.testing.proxied_node import ProxiedCluster
+from gradstream.testing.proxy import LinkProxy
+
+__all__ = ["ProcessFaults"]
+
+
+class ProcessFaults:
+    """One run of a job in processes, and its faults.
+
+    Args:
+        faults: in any order.
+        job: from a file.
+        run_dir: a new or empty directory.
+
+    Attributes:
+        struck: the faults that have had an effect so far.
+    """
+
+    def __init__(self, faults: Sequence[Fault], job: Job, run_dir: Path) -> None:
+        self.struck: set[Fault] = set()
+        self._faults = faults
+        self._plan = plan_run(job, "faults")
+        self._run_dir = run_dir
+        self._proxy: LinkProxy | None = None
+        self._begun, self._over = threading.Event(), threading.Event()
+        self._standing: dict[Fault, int] = {}  # process ids of nodes that stand still
+
+    def run(self, listening: Listening | None, on_event: OnEvent | None) -> Run:
+        """Runs it; see `FaultPlan.on_processes`."""
+        _check(self._faults, self._plan, protected=listening is not None and not listening.insecure)
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        logs, shards = self._run_dir / "logs", self._plan.servers > 0
+        environment = node_environment(self._plan.workers, shards=shards)
+
+        def follow(event: Mapping[str, Any]) -> None:
+            if event["event"] == "started":
+                self._begun.set()
+            if on_event is not None:
+                on_event(event)
+
+        with ExitStack() as stack:
+            if any(isinstance(one, Cut | Flaw) for one in self._faults):
+                self._proxy = stack.enter_context(LinkProxy())
+                stack.callback(lambda proxy: self.struck.update(proxy.hits), self._proxy)
+                cluster: LocalCluster = ProxiedCluster(self._proxy, logs, environment, shards=shards)
+            else:
+                cluster = LocalCluster(logs, environment, shards=shards)
+            stack.enter_context(cluster)
+            thread = threading.Thread(target=self._strike, name="faults", daemon=True)
+            thread.start()
+            stack.callback(self._end, thread)
+            return launch(self._plan, self._run_dir, on_event=follow, listening=listening, cluster=cluster)
+
+    def _end(self, thread: threading.Thread) -> None:
+        self._over.set()
+        self._begun.set()
+        thread.join()
+
+    def _strike(self) -> None:
+        self._begun.wait()
+        begun_s = time.monotonic()
+        actions = [action for fault in self._faults for action in self._actions(fault)]
+        for at_s, action in sorted(actions, key=lambda one: one[0]):
+            if self._over.wait(max(0.0, begun_s + at_s - time.monotonic())):
+                break
+            action()
+        for fault in list(self._standing):
+            self._wake(fault)
+
+    def _actions(self, fault: Fault) -> Iterator[tuple[float, Callable[[], None]]]:
+        """What is to be done for a fault, each with its time in seconds."""
+        proxy = self._proxy
+        if isinstance(fault, Departure | Stop):
+            yield fault.at_s, partial(self._signal, fault)
+        if isinstance(fault, Stop):
+            yield fault.at_s + fault.for_s, partial(self._wake, fault)
+        if isinstance(fault, Cut) and proxy is not None:
+            yield fault.at_s, partial(proxy.begin, fault)
+            yield fault.at_s + fault.for_s, partial(proxy.end, fault)
+        if isinstance(fault, Flaw) and proxy is not None:
+            yield 0.0, partial(proxy.begin, fault)
+
+    def _signal(self, fault: Departure | Stop) -> None:
+        path = self._run_dir / "logs" / f"{fault.node}.log"
+        found = (
+            re.findall(rf"^{fault.node}: pid (\d+)", path.read_text(), re.MULTILINE) if path.is_file() else ()
+        )
+        if found and _signal(int(found[-1]), fault.number):
+            self.struck.add(fault)
+            if isinstance(fault, Stop):
+                self._standing[fault] = int(found[-1])
+
+    def _wake(self, fault: Fault) -> None:
+        if fault in self._standing:
+            _signal(self._standing.pop(fault), signal.SIGCONT)
+
+
+def _signal(pid: int, number: int) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _check(faults: Sequence[Fault], plan: RunPlan, *, protected: bool) -> None:
+    """Raises ConfigError where a fault cannot happen to this run."""
+    carrier, strategy = plan.job.carrier, plan.strategy
+    for one in faults:
+        ends = (one.source, one.target) if isinstance(one, Cut | Flaw) else (one.node,)
+        for name in ends:
+            if name not in plan.node_names and not (name == "*" and isinstance(one, Cut)):
+                raise ConfigError(
+                    f"{one}: the run has no node {name!r}; expected one of {', '.join(plan.node_names)}"
+                )
+        if isinstance(one, Departure | Stop):
+            continue
+        if not isinstance(one, Cut | Flaw):
+            raise ConfigError(f"{one} is possible on virtual time alone: use `gs.simulate(..., script=plan)`")
+        if carrier not in ("tcp", "grpc"):
+            raise ConfigError(
+                f"{one} with carrier={carrier!r}: nodes of one machine exchange through shared memory; use "
+                "carrier='tcp' or 'grpc'"
+            )
+        group = strategy.algorithm if isinstance(strategy, GroupStrategy) else ""
+        if group in ("auto", "shared", "hierarchical") or isinstance(strategy, SharedMemoryStrategy):
+            raise ConfigError(
+                f"{one} with {strategy}: it exchanges through shared memory on one machine, and not over links; "
+                "name an algorithm that sends messages, AllReduce(algorithm='ring'), or use another strategy"
+            )
+        if isinstance(one, Duplicate | Reorder) and (
+            carrier != "tcp" or COORDINATOR in ends or plan.job.connections > 1
+        ):
+            raise ConfigError(
+                f"{one} needs the frames of carrier='tcp' with connections=1, and links without the coordinator, "
+                f"which has gRPC; got carrier={carrier!r}, connections={plan.job.connections}"
+            )
+        if isinstance(one, Corrupt) and not protected:
+            raise ConfigError(f"{one}: nothing would find it without TLS; pass `listening`")

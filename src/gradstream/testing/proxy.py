@@ -1,0 +1,291 @@
+"""`LinkProxy`: carries all connections between the nodes of a run on this machine, and harms them as a network may.
+
+    worker-0 ──▶ 127.0.0.1:p ──▶ shard-0          one port p for each caller, called node and carrier
+
+A node that runs under `proxied_node` asks the proxy for the address at which it reaches a peer. What each fault does:
+
+Cut        holds what passes, also new connections and the ends of old ones, until it is over; then it arrives, as over
+           TCP. Neither side is told. Systems go on acknowledging bytes, unlike over a cut cable.
+SlowLink   delays all bytes
+Lose       with its probability, a piece is lost, and its connection breaks at once: the caller does not know whether
+           its request arrived
+Corrupt    changes one byte of a piece
+Duplicate  delivers a stream a second time, later, and drops the answers, as if the caller had tried again
+Reorder    delays each frame by another time, so that streams overtake one another
+
+Duplicate and Reorder need frames, and so the carrier `tcp`. A piece is a frame there, and up to 64 KiB elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+from gradstream.testing.fault_kinds import Corrupt, Cut, Duplicate, Flaw, Lose, Reorder, SlowLink
+from gradstream.transport.addresses import host_and_port
+from gradstream.transport.socket.framing import GREETING, PREFIX
+from gradstream.wire.frames import decode
+
+__all__ = ["LinkFault", "LinkProxy"]
+
+PIECE_BYTES = 64 << 10
+COPY = 1 << 31
+"""Added to the number of a stream in its second delivery."""
+LAG_S = 0.05
+"""Mean time from a stream to its second delivery, in seconds."""
+STEP_S = 1e-6
+"""Between pieces that are due at once, so that they keep their order."""
+LinkFault: TypeAlias = Cut | Flaw
+
+
+class _HangUp(Exception):
+    """A piece was lost, and its connection breaks."""
+
+
+@dataclass(eq=False)
+class _Connection:
+    """A caller's connection, and the proxy's own to the called node."""
+
+    caller: str
+    called: str
+    framed: bool
+    copied: dict[int, float] = field(default_factory=dict)  # by stream: so many seconds later it comes again
+    is_data: bool = False  # a data socket: no frames follow the greeting
+
+
+class _Way:
+    """One direction of a connection: delivers pieces when they are due, and those of one stream in their order."""
+
+    def __init__(self, source: str, target: str, writer: asyncio.StreamWriter) -> None:
+        self.source = source
+        self.target = target
+        self._writer = writer
+        self._loop = asyncio.get_running_loop()
+        self._due_s: dict[int, float] = {}  # by stream: when its newest piece is due
+        self._newest_s = 0.0
+        self._num_waiting = 0
+
+    async def deliver(self, stream: int, piece: bytes, delay_s: float) -> bool:
+        """Writes a piece, now or later. Returns whether it overtakes an earlier one."""
+        if not (delay_s or self._num_waiting):
+            self._write(piece)
+            await self._writer.drain()
+            return False
+        due_s = max(self._loop.time() + delay_s, self._due_s.get(stream, 0.0) + STEP_S)
+        overtakes, self._newest_s = due_s < self._newest_s, max(self._newest_s, due_s)
+        self._due_s[stream] = due_s
+        self._num_waiting += 1
+        self._loop.call_at(due_s, self._write_late, piece)
+        return overtakes
+
+    async def end(self) -> None:
+        """Ends this direction after the pieces that are under way."""
+        await asyncio.sleep(max(0.0, self._newest_s + STEP_S - self._loop.time()))
+        if not self._writer.is_closing():
+            self._writer.write_eof()
+
+    def _write_late(self, piece: bytes) -> None:
+        self._num_waiting -= 1
+        self._write(piece)
+
+    def _write(self, piece: bytes) -> None:
+        if not self._writer.is_closing():
+            self._writer.write(piece)
+
+
+class LinkProxy:
+    """The proxy, on a thread of its own, for as long as its context lasts.
+
+    Args:
+        seed: of what is hit.
+
+    Attributes:
+        address: where nodes ask for addresses.
+        hits: how often each fault had an effect: number of pieces, streams, or new connections.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.address = ""
+        self.hits = Counter[LinkFault]()
+        self._rng = random.Random(seed)
+        self._active: dict[LinkFault, None] = {}
+        self._ports: dict[tuple[str, ...], asyncio.Task[str]] = {}
+        self._servers: list[asyncio.Server] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="link-proxy", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._changed = asyncio.Event()
+        self.address = self._do(self._listen(self._tell))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._do(self._shut())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def begin(self, fault: LinkFault) -> None:
+        """Harms a link from now on."""
+        self._do(self._change(fault, on=True))
+
+    def end(self, fault: LinkFault) -> None:
+        """Mends it."""
+        self._do(self._change(fault, on=False))
+
+    def _do(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10.0)
+
+    async def _change(self, fault: LinkFault, *, on: bool) -> None:
+        self._active.pop(fault, None)
+        if on:
+            self._active[fault] = None
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _shut(self) -> None:
+        for server in self._servers:
+            server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- addresses ----------------------------------------------------------------------
+
+    async def _listen(self, serve: Any) -> str:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, backlog=512)
+        self._servers.append(server)
+        return f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+    async def _tell(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Tells a node the address of a peer: a request has the caller, the peer, the carrier and its own address."""
+        key = tuple(map(str, json.loads(await reader.readline())))
+        caller, called, carrier, address = key
+        if key not in self._ports:  # a task, since two connections may ask for the same
+            serve = partial(self._serve, caller, called, carrier == "tcp", address)
+            self._ports[key] = asyncio.create_task(self._listen(serve))
+        writer.write(json.dumps(await self._ports[key]).encode() + b"\n")
+        writer.close()
+
+    # ---- connections --------------------------------------------------------------------
+
+    async def _serve(
+        self,
+        caller: str,
+        called: str,
+        framed: bool,
+        address: str,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """Carries one connection to its end."""
+        host, port = host_and_port(address)
+        writers = [writer]
+        try:
+            await self._pass_cuts(caller, called)
+            await self._pass_cuts(called, caller)
+            far_reader, far_writer = await asyncio.open_connection(host.strip("[]"), port)
+            writers.append(far_writer)
+            connection = _Connection(caller, called, framed)
+            there, back = _Way(caller, called, far_writer), _Way(called, caller, writer)
+            both = self._carry(connection, there, reader), self._carry(connection, back, far_reader)
+            await asyncio.gather(*both)
+        except (OSError, _HangUp):
+            for one in writers:
+                one.transport.abort()
+        finally:
+            for one in writers:
+                one.close()
+
+    async def _carry(self, connection: _Connection, way: _Way, reader: asyncio.StreamReader) -> None:
+        """Carries one direction: frames where there are frames, else what comes."""
+        framed = connection.framed
+        try:
+            while framed:
+                prefix = await reader.readexactly(PREFIX.size)
+                stream, _, header_bytes, payload_bytes = PREFIX.unpack(prefix)
+                rest = await reader.readexactly(header_bytes + payload_bytes)
+                await self._pass(connection, way, stream, prefix, rest)
+                if stream == GREETING:
+                    framed = not _begins_data(connection, rest)
+            while piece := await reader.read(PIECE_BYTES):
+                await self._pass(connection, way, GREETING, b"", piece)
+        except asyncio.IncompleteReadError:
+            pass
+        except OSError:
+            await self._pass_cuts(way.source, way.target)
+            raise
+        await self._pass_cuts(way.source, way.target)
+        await way.end()
+
+    async def _pass(
+        self, connection: _Connection, way: _Way, stream: int, prefix: bytes, rest: bytes
+    ) -> None:
+        """Passes on a piece; for a frame, `prefix` holds its numbers."""
+        await self._pass_cuts(way.source, way.target)
+        if stream >= COPY:
+            return  # an answer to a second delivery
+        await self._copy(connection, way, stream, prefix, rest)
+        piece, delay_s, reorders = prefix + rest, 0.0, None
+        for fault in [one for one in self._active if (one.source, one.target) == (way.source, way.target)]:
+            if isinstance(fault, SlowLink):
+                delay_s += fault.amount
+                self.hits[fault] += 1
+            elif isinstance(fault, Reorder):
+                delay_s += self._rng.uniform(0.0, fault.amount)
+                reorders = fault
+            elif isinstance(fault, Lose | Corrupt) and self._rng.random() < fault.amount:
+                self.hits[fault] += 1
+                if isinstance(fault, Lose):
+                    raise _HangUp
+                at = self._rng.randrange(len(piece))
+                piece = piece[:at] + bytes([piece[at] ^ 1 << self._rng.randrange(8)]) + piece[at + 1 :]
+        if await way.deliver(stream, piece, delay_s) and reorders is not None:
+            self.hits[reorders] += 1
+
+    async def _copy(
+        self, connection: _Connection, way: _Way, stream: int, prefix: bytes, rest: bytes
+    ) -> None:
+        """Delivers a frame of a caller again, later, where its stream is drawn to come twice."""
+        if not prefix or way.source != connection.caller or stream == GREETING:
+            return
+        _, number, *lengths = PREFIX.unpack(prefix)
+        for fault in [one for one in self._active if isinstance(one, Duplicate) and number == 0]:
+            ends = fault.source, fault.target
+            if ends == (way.source, way.target) and self._rng.random() < fault.amount:
+                connection.copied[stream] = self._rng.expovariate(1 / LAG_S)
+                self.hits[fault] += 1
+        if stream in connection.copied:
+            again = PREFIX.pack(stream + COPY, number, *lengths) + rest
+            await way.deliver(stream + COPY, again, connection.copied[stream] + STEP_S)
+
+    async def _pass_cuts(self, source: str, target: str) -> None:
+        """Returns once no cut holds what goes from one node to another."""
+        while cuts := [one for one in self._active if isinstance(one, Cut) and _cuts(one, source, target)]:
+            self.hits.update(cuts)
+            await self._changed.wait()
+
+
+def _cuts(cut: Cut, source: str, target: str) -> bool:
+    ways = [(cut.source, cut.target), (cut.target, cut.source)][: 1 + cut.both]
+    return any(one in ("*", source) and other in ("*", target) for one, other in ways)
+
+
+def _begins_data(connection: _Connection, greeting: bytes) -> bool:
+    """Whether this frame of the greeting was the last one of its direction before bytes without frames."""
+    frame, _ = decode(greeting)
+    if frame.HasField("greeting"):
+        connection.is_data = bool(frame.greeting.line)
+    return connection.is_data and not frame.HasField("challenge")
