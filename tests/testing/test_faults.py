@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 
 import gradstream as gs
 from gradstream.coordinator.durable.store import StateStore
-from gradstream.job.files import load_job
 from gradstream.testing.faults import (
     Corrupt,
     Cut,
@@ -163,36 +161,3 @@ def test_the_same_seed_draws_the_same_plan_and_all_kinds_are_drawn() -> None:
         *(Kill, Drain, Stop, Freeze, Slow, DiskFull),
         *(Cut, Duplicate, Reorder, Lose, Corrupt),
     }
-
-
-JOB = """
-import gradstream as gs
-from gradstream.testing.runs import slow
-
-def job():
-    model, data = slow(1500)
-    return gs.Job(
-        model, data, strategy="{strategy}", optimizer=gs.optim.SGD(lr=1e-7), workers=3, batch_size=10, epochs=3,
-        checkpoint_every=None,
-    )
-"""
-
-
-@pytest.mark.parametrize("strategy", ["downpour", "synchronous"])
-def test_a_plan_strikes_processes(strategy: str, tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(JOB.format(strategy=strategy))
-    plan = FaultPlan([Kill("worker-1", 0.3), Stop("worker-2", 0.2, 0.5), Drain("worker-0", 0.6)])
-    with plan.on_processes(tmp_path / "run") as on_event:
-        run = gs.train(load_job(f"{tmp_path / 'job.py'}:job"), run_dir=tmp_path / "run", on_event=on_event)
-    assert run.summary["samples_accounted"] == 3 * 1500
-    assert plan.kinds == {"kill": 1, "stop": 1, "drain": 1}
-    assert run.summary["workers_lost"] == ["worker-1"]
-    assert Kill.number == signal.SIGKILL
-
-
-def test_a_plan_that_strikes_nobody_says_so(tmp_path: Path) -> None:
-    with (
-        pytest.raises(AssertionError, match="none of 1 faults"),
-        FaultPlan([Kill("worker-1", 9.0)]).on_processes(tmp_path),
-    ):
-        pass
