@@ -3,12 +3,18 @@
     python bench/storm.py                                  # Downpour: 30 minutes, and 2 without faults
     python bench/storm.py --strategy synchronous --minutes 10
     python bench/storm.py --strategy allreduce --minutes 10
+    python bench/storm.py --links                          # harms the links between nodes too
 
 Real processes on this machine: 4 workers, 2 shards with backups (`acknowledge="replicated"`), the coordinator. A step
 is idle for `STEP_S`, as if a device computed, so that the cores are not the limit. Every `GAP_S` a fault is drawn: a
 node is killed (SIGKILL) or stands still for half or one and a half times `lease_s` (SIGSTOP), a worker gets a tenth of
 a core for a while, or the disk of the run directory is full for a while (a tmpfs; the last two take root). A fault
 counts once its signal was sent, its quota set, or the disk full; nobody looks what came of it.
+
+With `--links` all connections go through a proxy (`gradstream.testing.proxy`), which also cuts a worker off for half or
+one and a half times `lease_s` (from a node or from all, one way or both), and for `lease_s` makes a link slow, loses
+frames on it together with their connections, delivers streams twice, or lets them overtake one another. Such a fault
+counts where something was hit. Not with `allreduce`: a group needs its connections.
 
 audit          under Downpour each sample of each epoch adds 1 to its own element of every chunk: what is lost,
                doubled, torn. In rounds: whether the final parameters have the bits of a run without faults
@@ -34,7 +40,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +56,9 @@ from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.plan import COORDINATOR, plan_run
 from gradstream.run.result import Run
+from gradstream.testing.faults import Cut, Duplicate, Lose, Reorder, SlowLink
+from gradstream.testing.proxied_node import ProxiedCluster
+from gradstream.testing.proxy import LinkFault, LinkProxy
 from gradstream.testing.quota import CpuQuota, no_quota
 from gradstream.testing.tokens import TokenAudit, Tokens, numbered
 
@@ -112,13 +121,17 @@ class Storm:
         cluster: the processes.
         disk: a file system that can be filled; None where there is none.
         seed: of nodes, kinds and instants.
+        proxy: carries the connections; None for no faults of links.
 
     Attributes:
         happened: number of faults that were seen to happen, by kind.
         stood: for each stop, the node, and the seconds of `time.monotonic` from and until which it stood still.
     """
 
-    def __init__(self, cluster: LocalCluster, disk: Path | None, seed: int) -> None:
+    def __init__(
+        self, cluster: LocalCluster, disk: Path | None, seed: int, proxy: LinkProxy | None = None
+    ) -> None:
+        self._proxy = proxy
         self.happened = Counter[str]()
         self.stood: list[tuple[str, float, float]] = []
         self._cluster, self._disk, self._rng = cluster, disk, random.Random(seed)
@@ -158,6 +171,7 @@ class Storm:
         ]
         kinds += [("slow a worker", self._slow)] if self._slows else []
         kinds += [("fill the disk", self._fill)] if self._disk else []
+        kinds += self._of_links()
         bag: list[tuple[str, Fault]] = []
         while not self._over.wait(self._rng.uniform(*GAP_S)):
             bag = bag or self._rng.sample(kinds, len(kinds))  # each kind comes round
@@ -198,6 +212,47 @@ class Storm:
         self._whole.wait()
         if loses:
             self._whole.clear()
+
+    def _of_links(self) -> list[tuple[str, Fault]]:
+        """The faults of links."""
+        proxy, rng = self._proxy, self._rng
+        if proxy is None:
+            return []
+
+        def nodes() -> tuple[str, str, list[str]]:
+            """A worker; a shard; and all that the worker talks to."""
+            worker, shards = self._pid("worker")[0], [f"shard-{rank}" for rank in range(SHARDS)]
+            return worker, rng.choice(shards), [*shards, COORDINATOR, "*"]
+
+        def cut() -> LinkFault:
+            worker, _, others = nodes()
+            ends = rng.sample([worker, rng.choice(others)], 2)
+            return Cut(*ends, 0.0, rng.choice([0.5, 1.5]) * LEASE_S, both=rng.random() < 0.5)
+
+        def lose() -> LinkFault:
+            worker, peer, _ = nodes()
+            return Lose(*rng.sample([worker, peer], 2), 0.02)
+
+        def between(kind: type[SlowLink | Duplicate | Reorder], amount: float) -> Callable[[], LinkFault]:
+            return lambda: kind(*nodes()[:2], amount)
+
+        made = {
+            "cut a link": cut,
+            "lose frames": lose,
+            "slow a link": between(SlowLink, 0.05),
+            "deliver twice": between(Duplicate, 0.3),
+            "reorder": between(Reorder, 0.05),
+        }
+        return [(name, lambda make=make: self._harm(proxy, make())) for name, make in made.items()]  # type: ignore[misc]
+
+    def _harm(self, proxy: LinkProxy, fault: LinkFault) -> None:
+        """Harms a link for a while."""
+        before = proxy.hits[fault]
+        proxy.begin(fault)
+        self._over.wait(fault.for_s if isinstance(fault, Cut) else LEASE_S)
+        proxy.end(fault)
+        if proxy.hits[fault] == before:
+            raise _MissedError
 
     def _slow(self) -> None:
         _, pid = self._pid("worker")
@@ -245,14 +300,14 @@ def small_disk() -> Iterator[tuple[Path, Path | None]]:
                 subprocess.run(["umount", "--lazy", name], check=True)
 
 
-def one_run(given: gs.Job, seed: int | None) -> tuple[Run, Storm | None, float]:
+def one_run(given: gs.Job, seed: int | None, *, links: bool = False) -> tuple[Run, Storm | None, float]:
     """A run, with the faults of a seed or without any; and when its clock showed 0, in seconds of `time.monotonic`."""
-    with small_disk() as (folder, disk):
+    with small_disk() as (folder, disk), LinkProxy() if links else nullcontext() as proxy:
         run_dir, shards = folder / "run", given.servers is not None
         run_dir.mkdir()
         zero_s: list[float] = []
 
-        class TimedCluster(LocalCluster):
+        class TimedCluster(ProxiedCluster):
             def message(self, timeout_s: float) -> dict[str, Any] | None:
                 message = super().message(timeout_s)
                 if "zero_ns" in (message or {}) and not zero_s:
@@ -260,12 +315,11 @@ def one_run(given: gs.Job, seed: int | None) -> tuple[Run, Storm | None, float]:
                     zero_s.append(message["zero_ns"] / 1e9)
                 return message
 
-        with TimedCluster(
-            run_dir / "logs", node_environment(WORKERS, shards=shards), shards=shards
-        ) as cluster:
+        environment = node_environment(WORKERS, shards=shards)
+        with TimedCluster(proxy, run_dir / "logs", environment, shards=shards) as cluster:
             if seed is None:
                 return launch(plan_run(given, "storm"), run_dir, cluster=cluster), None, zero_s[0]
-            with Storm(cluster, disk, seed) as storm:
+            with Storm(cluster, disk, seed, proxy) as storm:
                 run = launch(plan_run(given, "storm"), run_dir, cluster=cluster, on_event=storm)
             return run, storm, zero_s[0]
 
@@ -300,8 +354,8 @@ def present_s(events: Sequence[Mapping[str, Any]], stood: Sequence[tuple[str, fl
     return total_s
 
 
-def measured(strategy: str, minutes: float, seed: int) -> dict[str, Any]:
-    """A run without faults, one with, and the audit."""
+def measured(strategy: str, minutes: float, seed: int, links: bool) -> dict[str, Any]:
+    """A run without faults, one with, and the audit. With faults of links, both go through the proxy."""
     rounds = strategy != "downpour"
     given = load_job(f"{Path(__file__).resolve()}:{'job_of_rounds' if rounds else 'job'}")
     given = replace(given, strategy=strategy, seed=seed)
@@ -309,8 +363,8 @@ def measured(strategy: str, minutes: float, seed: int) -> dict[str, Any]:
         given = replace(given, servers=None, acknowledge="applied")
     epochs = max(1, round(60 * minutes * STEPS_S * BATCH / SAMPLES))
     calm_epochs = max(1, round(CALM_S * STEPS_S * BATCH / SAMPLES))
-    calm, _, _ = one_run(replace(given, epochs=calm_epochs), None)
-    run, storm, zero_s = one_run(replace(given, epochs=epochs), seed)
+    calm, _, _ = one_run(replace(given, epochs=calm_epochs), None, links=links)
+    run, storm, zero_s = one_run(replace(given, epochs=epochs), seed, links=links)
     assert storm is not None
     stood = [(name, begun_s - zero_s, end_s - zero_s) for name, begun_s, end_s in storm.stood]
     speeds, lengths, present = [], [], []
@@ -348,14 +402,17 @@ def main() -> None:
     parser.add_argument("--strategy", default="downpour", choices=["downpour", "synchronous", "allreduce"])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--links", action="store_true")
     given = parser.parse_args()
+    if given.links and given.strategy == "allreduce":
+        parser.error("--links with allreduce: a broken connection between two workers that live ends the run")
     commit, load = git_commit(ROOT), os.getloadavg()[0]
-    found = measured(given.strategy, given.minutes, given.seed)
+    found = measured(given.strategy, given.minutes, given.seed, given.links)
     found |= {"load": [round(load, 1), round(os.getloadavg()[0], 1)], "commit": commit}
     found["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     print(given.strategy, json.dumps(found), flush=True)
     record = json.loads(RESULT.read_text()) if RESULT.is_file() else {"strategies": {}}
-    record["strategies"][given.strategy] = found
+    record["strategies"][given.strategy + (", links" if given.links else "")] = found
     record |= {"step_s": STEP_S, "lease_s": LEASE_S, "machine": describe_machine({})["machine"]}
     record |= {name: found[name] for name in ("date", "commit")}
     RESULT.write_text(json.dumps(record, indent=1) + "\n")

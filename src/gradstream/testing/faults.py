@@ -233,7 +233,7 @@ class FaultPlan:
     def on_processes(
         self,
         job: Job,
-        run_dir: Path,
+        run_dir: Path | str,
         *,
         listening: Listening | None = None,
         on_event: OnEvent | None = None,
@@ -254,7 +254,7 @@ class FaultPlan:
             AssertionError: at the end, a fault has had no effect.
             GradstreamError: the run failed.
         """
-        strikes = ProcessFaults(self.faults, job, run_dir)
+        strikes = ProcessFaults(self.faults, job, Path(run_dir))
         try:
             run = strikes.run(listening, on_event)
         finally:

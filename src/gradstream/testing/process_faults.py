@@ -17,7 +17,7 @@ from gradstream._train import launch
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job
 from gradstream.run.followed_events import OnEvent
-from gradstream.run.local import LocalCluster, node_environment
+from gradstream.run.local import node_environment
 from gradstream.run.plan import COORDINATOR, RunPlan, plan_run
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
@@ -67,10 +67,7 @@ class ProcessFaults:
             if any(isinstance(one, Cut | Flaw) for one in self._faults):
                 self._proxy = stack.enter_context(LinkProxy())
                 stack.callback(lambda proxy: self.struck.update(proxy.hits), self._proxy)
-                cluster: LocalCluster = ProxiedCluster(self._proxy, logs, environment, shards=shards)
-            else:
-                cluster = LocalCluster(logs, environment, shards=shards)
-            stack.enter_context(cluster)
+            cluster = stack.enter_context(ProxiedCluster(self._proxy, logs, environment, shards=shards))
             thread = threading.Thread(target=self._strike, name="faults", daemon=True)
             thread.start()
             stack.callback(self._end, thread)

@@ -24,17 +24,21 @@ class ProxiedCluster(LocalCluster):
     """The processes of a run, whose connections go through a proxy.
 
     Args:
-        proxy: a running one.
+        proxy: a running one; None for none.
         logs, environment, shards: see `LocalCluster`.
     """
 
-    def __init__(self, proxy: LinkProxy, logs: Path, environment: Mapping[str, str], *, shards: bool) -> None:
+    def __init__(
+        self, proxy: LinkProxy | None, logs: Path, environment: Mapping[str, str], *, shards: bool
+    ) -> None:
         self._proxy = proxy
         super().__init__(logs, environment, shards=shards)
 
     def start(self, name: str, argv: Sequence[str], *, main: str = NODE) -> None:
         """See `Cluster.start`."""
-        super().start(name, [self._proxy.address, main, *argv], main=f"{__name__}:main")
+        if self._proxy is not None:
+            argv, main = [self._proxy.address, main, *argv], f"{__name__}:main"
+        super().start(name, argv, main=main)
 
 
 def main(argv: list[str]) -> int:
