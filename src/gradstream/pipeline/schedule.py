@@ -118,9 +118,15 @@ def depths(plan: SplitPlan) -> tuple[int, ...]:
 def in_flight(name: str, plan: SplitPlan, micro_batches: int) -> tuple[int, ...]:
     """For each stage, the most micro-batches whose forward is done and whose backward is not.
 
-    Each takes the memory of a stage's activations. With "interleaved" the sum over the stages of a part is
-    bounded besides.
+    Each takes the memory of a stage's activations. The arguments are those of `make_schedule`.
     """
+    if name == "interleaved":
+        flying, most = [0] * len(plan.stages), [0] * len(plan.stages)
+        for step in (step for schedule in _interleaved(plan, micro_batches) for step in schedule):
+            if step.stage != DATA:
+                flying[step.stage] += 1 if step.kind == "forward" else -1
+                most[step.stage] = max(most[step.stage], flying[step.stage])
+        return tuple(most)
     if name == "gpipe":
         return (micro_batches,) * len(plan.stages)
     limits = [2 * depth - 1 if name == "delayed" else depth for depth in depths(plan)]
