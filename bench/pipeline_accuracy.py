@@ -40,7 +40,7 @@ from pipeline_layers import LayerStages, LocalChannel, chain_of_layers, initial_
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 SIZES, PARTS, BATCH, EPOCHS, MOMENTUM = (784, 64, 64, 64, 10), 4, 32, 4, 0.9
-SEEDS, RATES = range(1, 6), (0.003, 0.01, 0.03)
+SEEDS, RATES = range(1, 6), (0.001, 0.003, 0.01, 0.03)
 MICRO_BATCHES = {"gpipe": 4, "pipedream": 1, "pipedream, vertical": 1, "2bw": 4, "delayed": 1}
 
 

@@ -126,8 +126,10 @@ def measured(rank: int, folder: str, name: str, width: int, repeats: int) -> dic
     )
     rows = {"inputs": inputs.split(SAMPLES), "targets": targets.split(SAMPLES)}
 
+    loop = asyncio.Runner()
+
     def ours() -> None:
-        asyncio.run(
+        loop.run(
             run_schedule(plan, rank, schedule, stage, channel, lambda value, number: rows[value][number])
         )
         channel.finish()
@@ -152,6 +154,7 @@ def measured(rank: int, folder: str, name: str, width: int, repeats: int) -> dic
             call()
             torch.distributed.barrier()
             times[key].append(time.perf_counter() - begun)
+    loop.close()
     torch.distributed.destroy_process_group()
     ratio = statistics.median(a / b for a, b in zip(times["ours"], times["torch"], strict=True))
     return {f"{key}_s": statistics.median(row) for key, row in times.items()} | {"ratio": ratio}

@@ -10,10 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gradstream.pipeline.schedule import make_schedule
+from gradstream.pipeline.timing import pipeline_times
 from marks import put, table
+from pipeline_layers import chain_of_layers
 from recovery_tables import recovery_table, storm_table, tax_table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -286,11 +290,60 @@ def ssp() -> Places:
     return {"bound": table([*head, "fetches a step"], rows)}
 
 
+def pipelines() -> Places:
+    """Idle time, computed here on virtual time; accuracy and what was held, from the record."""
+    counts, parts = (1, 4, 8, 16, 32), 4
+    idle = []
+    for name, rounds in (
+        ("gpipe", 1),
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("interleaved", 4),
+        ("zero-bubble", 1),
+    ):
+        plan, cells = chain_of_layers([1] * (parts * rounds + 1), parts * rounds), []
+        plan = replace(
+            plan, parts=parts, stages=tuple(replace(s, part=s.number % parts) for s in plan.stages)
+        )
+        for count in counts:
+            if name == "interleaved" and count % parts:
+                cells.append("–")
+                continue
+            whole_s = 1.0 if name == "zero-bubble" else 2.0
+            times = pipeline_times(
+                plan,
+                make_schedule(name, plan, count),
+                lambda step, whole_s=whole_s: whole_s if step.kind == "backward" else 1.0,
+            )
+            cells.append(f"{100 * max(times.idle):.1f}")
+        idle.append([name if rounds == 1 else f"{name}, {rounds} stages a part", *cells])
+    record, accuracy = recorded("pipeline-accuracy"), []
+    for name, row in record["found"].items():
+        means = [f"{one['mean']:.1f} ± {one['sd']:.1f}" for one in row["rates"].values()]
+        held = (", ".join(map(str, row[key])) for key in ("activations", "versions"))
+        accuracy.append([name, *means, *held])
+    head = [
+        "",
+        *(f"accuracy in %, lr {lr}" for lr in record["found"]["gpipe"]["rates"]),
+        "micro-batches in flight",
+        "versions of weights",
+    ]
+    return {
+        "idle": table(["", *(f"M = {count}" for count in counts)], idle),
+        "accuracy": table(head, accuracy),
+        "stages": table(
+            ["", "seconds of a minibatch, divided by torch's"],
+            [[name, f"{row['ratio']:.2f}"] for name, row in recorded("pipeline-stages")["found"].items()],
+        ),
+    }
+
+
 PAGES: dict[str, Callable[[], Places]] = {
     "docs/benchmarks.md": benchmarks,
     "docs/collectives.md": collectives,
     "docs/scaling.md": scaling,
     "docs/strategies/hogwild.md": hogwild,
+    "docs/strategies/pipelines.md": pipelines,
     "docs/strategies/ssp.md": ssp,
 }
 
