@@ -73,6 +73,11 @@ class TorchStages:
         self.lr = 0.05
         self.pause: Callable[[], Awaitable[None]] | None = None
 
+    @property
+    def share(self) -> float:
+        """The weight of a sample in the mean."""
+        return 1 / self.samples
+
     def own(self, stage: int) -> slice:
         return slice(*self.plan.stages[stage].ranges[0])
 
@@ -98,7 +103,7 @@ class TorchStages:
         if self.pause:
             await self.pause()
         leaves, out = self.saved.pop((stage, micro_batch))
-        (gradient,) = gradients.values() or (torch.tensor(1 / self.samples, dtype=out.dtype),)
+        (gradient,) = gradients.values() or (torch.tensor(self.share, dtype=out.dtype),)
         used = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         results = dict(zip(used, torch.autograd.grad(out, list(used.values()), gradient), strict=True))
         if self.defers:

@@ -96,6 +96,18 @@ def test_on_any_graph_the_gradient_is_that_of_the_whole_model(name: str) -> None
         assert close(gradient, whole_gradient(plan, parameters, data, False)), seed
 
 
+@pytest.mark.parametrize("fault", ["a user's gradient is lost", "sums in place of means"])
+def test_the_check_of_gradients_finds_a_planted_fault(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = drawn_plan(3, 9, 5)
+    parameters, data = minibatch(plan, False)
+    if fault == "a user's gradient is lost":
+        monkeypatch.setattr("gradstream.pipeline.executor._sum", lambda tensors: tensors[0])
+    else:
+        monkeypatch.setattr("pipeline_plans.TorchStages.share", property(lambda stages: 1.0))
+    gradient, _, _ = split_gradient("1f1b", plan, 4, parameters, data, False)
+    assert not close(gradient, whole_gradient(plan, parameters, data, False))
+
+
 def test_the_times_of_passes_and_transfers_have_no_effect_on_the_bits() -> None:
     plan = drawn_plan(3, 9, 5)
     parameters, data = minibatch(plan, False)

@@ -6,8 +6,8 @@ gradients that may belong to older versions. N is the number of stages, w_s stag
 * pipedream (Narayanan et al., 2019). A forward reads the newest version, and its backward the same, which the part
   keeps (weight stashing): on a chain of K stages w^{t+1} = w^t - η ∇f(w_1^{t-K+1}, …, w_K^t), and stage s keeps
   K - s + 1 versions. With vertical synchronization all stages read the version of the oldest, w^{t-K+1}.
-* 2bw (Narayanan et al., 2021). A minibatch of M micro-batches reads the version before the newest one that it could
-  wait for: w^{t+1} = w^t - η ∇f(w^{t-1}). Each stage keeps two versions.
+* 2bw (Narayanan et al., 2021). All M micro-batches of minibatch t read version t - 1, for which none of them waits if
+  M >= K - 1: w^{t+1} = w^t - η ∇f(w^{t-1}). Each stage keeps two versions.
 * delayed (Chen, Eversole, Li, Yu and Seide, 2012). Each pass reads the newest version; so a backward combines
   activations of version t - 2 (K - s) with weights of version t. Nothing is kept.
 
