@@ -298,6 +298,34 @@ def test_one_that_is_cut_off_is_left_out_and_a_slow_one_is_not(undisturbed: Any,
     check(run, finals, undisturbed)
 
 
+def parted(one: str, other: str, start_s: float, stop_s: float) -> SimulationConfig:
+    """A network on which these two do not reach each other, and all else goes on."""
+    first, second = frozenset({one}), frozenset({other})
+    cuts = [Partition(start_s, stop_s, first, second), Partition(start_s, stop_s, second, first)]
+    network = Network(link=Link(latency_s=1e-3, jitter_s=1e-3), bandwidth_bytes_s=1e5, partitions=cuts)
+    return SimulationConfig(costs=WORLD.costs, network=network)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "halving-doubling"])
+def test_where_a_connection_breaks_while_both_live_the_same_workers_form_a_group_again(
+    algorithm: str, undisturbed: Any, finals: Finals
+) -> None:
+    for one, other, at_s, for_s in (
+        ("worker-0", "worker-1", 0.15, 0.4),
+        ("worker-3", "worker-2", 0.2, 1.0),
+        ("worker-1", "worker-2", 0.31, 3.5),  # the group that is formed again fails, too
+    ):
+        run, events = run_with(None, by(algorithm), config=parted(one, other, at_s, at_s + for_s))
+        assert not run.summary["workers_lost"]
+        assert len({event["epoch"] for event in events if event["event"] == "group"}) >= 2
+        check(run, finals, undisturbed)
+
+
+def test_a_connection_that_stays_broken_ends_the_run_by_name() -> None:
+    with pytest.raises((gs.errors.PeerLostError, gs.errors.DeadlineError), match="worker-[12]"):
+        run_with(None, config=parted("worker-1", "worker-2", 0.2, 1e9))
+
+
 def test_the_coordinator_dies_with_a_worker(undisturbed: Any, finals: Finals) -> None:
     """The others learn of the worker a lease after the new process of the coordinator has begun."""
 

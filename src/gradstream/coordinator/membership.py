@@ -259,6 +259,9 @@ class Membership:
             self.nodes.leaving.add(who)
         if beat.finished:
             self.nodes.finish(who, relies=beat.relies)
+        if beat.broken and beat.broken == self.nodes.epoch and self.phases.training:
+            self.nodes.epoch += 1  # under which the same workers form another group
+            return [Notify()]
         if not beat.backed_up:
             return []
         self.nodes.backed_up[who] = beat.backed_up

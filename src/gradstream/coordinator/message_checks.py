@@ -57,10 +57,12 @@ class MessageChecks:
             beat.refused,
             beat.sound,
             beat.handed,
+            beat.broken,
         )
         if not is_worker and any(of_workers):
             raise _impossible(
-                node.name, "only workers have receipts and gradients, finish, are paused, or begin epochs"
+                node.name,
+                "only workers have receipts, gradients and groups, finish, are paused, or begin epochs",
             )
         if any(one.rank >= self._num_workers or one.round > MAX_COUNT for one in beat.handed):
             raise _impossible(node.name, "it hands over to a worker, or at a round, that cannot be")

@@ -19,8 +19,8 @@ class Nodes:
 
     Attributes:
         revoked: SHA-256 of the certificates of lost members. A node that shows one is not admitted again.
-        epoch: the membership epoch: 0 while gathering, 1 when training begins, one more after each loss and each
-            worker that joins later.
+        epoch: the membership epoch: 0 while gathering, 1 when training begins, one more after each loss, each
+            worker that joins later, and each group that has failed without a loss.
         leaving: names of workers that were asked to go, and have said that they do.
         backed_up: by shard, the incarnation of the shard that has a backup of all its chunks.
         entering: names of workers that have joined late, and wait for the round in which they begin.

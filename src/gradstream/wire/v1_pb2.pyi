@@ -816,7 +816,7 @@ class SnapshotReport(_message.Message):
     def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[SnapshotReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("events", "receipts", "finished", "failure", "snapshots", "relies", "verdicts", "begun", "refused", "sound", "quiesced", "number", "handed", "leaves", "estates", "redone", "backed_up")
+    __slots__ = ("events", "receipts", "finished", "failure", "snapshots", "relies", "verdicts", "begun", "refused", "sound", "quiesced", "number", "handed", "leaves", "estates", "redone", "broken", "backed_up")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -833,6 +833,7 @@ class Beat(_message.Message):
     LEAVES_FIELD_NUMBER: _ClassVar[int]
     ESTATES_FIELD_NUMBER: _ClassVar[int]
     REDONE_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
     BACKED_UP_FIELD_NUMBER: _ClassVar[int]
     events: bytes
     receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
@@ -850,8 +851,9 @@ class Beat(_message.Message):
     leaves: bool
     estates: _containers.RepeatedCompositeFieldContainer[Estate]
     redone: _containers.RepeatedCompositeFieldContainer[Redone]
+    broken: int
     backed_up: int
-    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., sound: bool = ..., quiesced: _Optional[int] = ..., number: _Optional[int] = ..., handed: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., leaves: bool = ..., estates: _Optional[_Iterable[_Union[Estate, _Mapping]]] = ..., redone: _Optional[_Iterable[_Union[Redone, _Mapping]]] = ..., backed_up: _Optional[int] = ...) -> None: ...
+    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., sound: bool = ..., quiesced: _Optional[int] = ..., number: _Optional[int] = ..., handed: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., leaves: bool = ..., estates: _Optional[_Iterable[_Union[Estate, _Mapping]]] = ..., redone: _Optional[_Iterable[_Union[Redone, _Mapping]]] = ..., broken: _Optional[int] = ..., backed_up: _Optional[int] = ...) -> None: ...
 
 class Estate(_message.Message):
     __slots__ = ("sender", "incarnation", "chunks", "pushes")

@@ -64,6 +64,11 @@ class Reporter:
         self.beat.backed_up = incarnation
         self._urgent.ring()
 
+    def broken(self, epoch: int) -> None:
+        """Reports at once that the group of this epoch has failed, although all its workers are there."""
+        self.beat.broken = epoch
+        self._urgent.ring()
+
     def redone(self, done: v1.Redone) -> None:
         """Reports at once that every chunk has a lost worker's push, which this worker has redone."""
         self.beat.redone.append(done)
@@ -121,6 +126,7 @@ class Reporter:
             or beat.estates
             or beat.redone
             or beat.backed_up
+            or beat.broken
             or beat.handed
             or beat.refused
             or beat.sound

@@ -2,6 +2,8 @@
 
 a notice names other workers ──▶ the group is abandoned, and another one formed at once, also while a gradient is
                                  computed: who is slow is there in time
+it fails, and all are there ──▶  the coordinator raises the epoch, and the same workers form another one: a connection
+                                 between two of them broke, or bytes were damaged
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from gradstream.wire import v1
 __all__ = ["LOST", "GroupForming"]
 
 T = TypeVar("T")
+
+MOST_AGAIN = 3
+"""Groups of the same workers that may fail one after the other before any does what it is formed for."""
 
 LOST = (PeerLostError, DeadlineError, ClosedError)
 """What operations of a group raise when a worker is lost."""
@@ -56,6 +61,7 @@ class GroupForming:
         self._interrupt = interrupt
         self._workers: dict[str, int] = {}  # incarnations of the workers of the newest group, by name
         self._newest = 0  # its number
+        self._num_again = 0
         self._announced = member.notice
         self._used = 0  # number of the group that the caller has got last
         self._forming: asyncio.Task[Group] | None = None
@@ -72,20 +78,24 @@ class GroupForming:
         """Calls `work` with the group; once more with the next one if a worker is lost meanwhile.
 
         Raises:
-            PeerLostError, DeadlineError: a worker was lost, and the run does not survive that; or the coordinator
-                counts all workers as present for as long as a loss takes to be noticed.
+            PeerLostError, DeadlineError: a worker was lost, and the run does not survive that; or `MOST_AGAIN` groups
+                have failed, while the coordinator counts all workers as present.
         """
         while True:
             try:
-                return await work(await self._group())
+                done = await work(await self._group())
+                self._num_again = 0
+                return done
             except LOST as error:
                 await self.changed(error)
 
     async def changed(self, error: Exception) -> None:
-        """Returns once the members have changed, since an operation of the group has raised `error`. Else raises it."""
-        for _ in range(
-            2 * self.survives
-        ):  # a coordinator that has just come back waits for a lease by itself
+        """Returns once there is another group, since an operation of this one has raised `error`. Else raises it."""
+        for again in (False, True)[: 2 * self.survives]:
+            if again and self._num_again < MOST_AGAIN:
+                self._num_again += 1
+                self._member.broken(self._announced.epoch)
+            # A coordinator that has just come back waits for a lease by itself.
             if await self._member.told(lambda: self.outdated):
                 return
         raise error
@@ -110,9 +120,10 @@ class GroupForming:
                 return forming.result()
 
     def _hear(self, notice: v1.Notice) -> None:
-        """Begins to form another group where the workers have changed, and abandons the one before."""
+        """Begins to form another group where workers or epoch have changed, and abandons the one before."""
         workers = {node.name: node.incarnation for node in notice.nodes if node.role == "worker"}
-        if notice.phase != v1.Notice.TRAINING or workers == self._workers:
+        same = workers == self._workers and notice.epoch == self._announced.epoch
+        if notice.phase != v1.Notice.TRAINING or (self._newest and same):
             return
         before, self._workers = self._workers, workers
         self._newest += 1
@@ -121,7 +132,11 @@ class GroupForming:
         if earlier is not None:
             lost = next((name for name in before if workers.get(name) != before[name]), "")
             why = (
-                "was lost, as the coordinator says" if lost else "forms a group with a worker that has joined"
+                "was lost, as the coordinator says"
+                if lost
+                else "forms its group again"
+                if workers == before
+                else "forms a group with a worker that has joined"
             )
             error = PeerLostError(lost or runtime.node, why)
             self._interrupt(error)
