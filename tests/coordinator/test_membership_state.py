@@ -248,3 +248,15 @@ def test_workers_that_finish_without_receipts_end_the_run_with_an_error() -> Non
     failed = only(membership.beat("worker-1", v1.Beat(finished=True), 1.0), FailedEvent)
     assert isinstance(failed, FailedEvent)
     assert "2 batches" in failed.message
+
+
+def test_a_group_that_failed_without_a_loss_raises_the_epoch_once() -> None:
+    """All its workers report it, some after the next group was formed; and a report from the future changes nothing."""
+    membership = gathered()
+    assert membership.nodes.epoch == 1
+    reports = [("worker-0", 1), ("worker-1", 1), ("worker-0", 7)]
+    told = [membership.beat(name, v1.Beat(broken=epoch), 1.0) for name, epoch in reports]
+    assert [Notify() in out for out in told] == [True, False, False]
+    assert membership.nodes.epoch == membership.notice.epoch == 2
+    assert Notify() in membership.beat("worker-1", v1.Beat(broken=2), 2.0)
+    assert membership.nodes.epoch == 3 and membership.notice.phase == v1.Notice.TRAINING

@@ -65,6 +65,7 @@ BEATS = {
     "a receipt of a shard": ("shard-0", v1.Beat(receipts=[GOOD])),
     "a shard that finishes": ("shard-0", v1.Beat(finished=True, relies=True)),
     "a shard that is quiesced": ("shard-0", v1.Beat(quiesced=1)),
+    "a group of a shard": ("shard-0", v1.Beat(broken=1)),
     "a refused gradient of a shard": ("shard-0", v1.Beat(refused=[v1.Refused(batch=GOOD, in_a_row=1)])),
     "a sound gradient of a shard": ("shard-0", v1.Beat(sound=True)),
     "a refused gradient of no batch": (

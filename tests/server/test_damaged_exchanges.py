@@ -186,10 +186,10 @@ def test_no_bit_that_is_flipped_over_tcp_reaches_the_model() -> None:
 
     async def main() -> None:
         async with training("tcp") as trained:
-            await damage(trained, 200)
-            assert trained.wire.fired == 200
-            assert len(trained.damages) == 200
-            assert trained.client.traffic.retries >= 150
+            await damage(trained, 120)
+            assert trained.wire.fired == 120
+            assert len(trained.damages) == 120
+            assert trained.client.traffic.retries >= 90
 
     run(main())
 
@@ -200,8 +200,8 @@ def test_no_bit_that_is_flipped_over_grpc_reaches_the_model() -> None:
 
     async def main() -> None:
         async with training("grpc") as trained:
-            await damage(trained, 40)
-            assert trained.wire.fired == 40
+            await damage(trained, 30)
+            assert trained.wire.fired == 30
             assert len(trained.damages) > 10
 
     run(main())

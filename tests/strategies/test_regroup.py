@@ -322,7 +322,7 @@ def test_where_a_connection_breaks_while_both_live_the_same_workers_form_a_group
 
 
 def test_a_connection_that_stays_broken_ends_the_run_by_name() -> None:
-    with pytest.raises((gs.errors.PeerLostError, gs.errors.DeadlineError), match="worker-[12]"):
+    with pytest.raises((gs.errors.PeerLostError, gs.errors.DeadlineError), match=r"worker-[12]"):
         run_with(None, config=parted("worker-1", "worker-2", 0.2, 1e9))
 
 
