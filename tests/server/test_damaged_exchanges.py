@@ -16,6 +16,7 @@ import xxhash
 from gradstream.errors import GradstreamError
 from gradstream.memory import Vector
 from gradstream.optim import SGD
+from gradstream.run.remote.certificate_authority import CertificateAuthority
 from gradstream.runtime import RealRuntime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.server.aggregation import EveryPush
@@ -30,13 +31,12 @@ from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.socket import framing
 from gradstream.transport.socket.tcp import TcpEndpoint
-from gradstream.wire import checksum, v1
+from gradstream.wire import checksum, frames, v1
 from gradstream.wire.chunks import ChunkMap
 
 ELEMS, CHUNK_ELEMS, FINGERPRINT = 100, 64, 7
 SILENCE_S = 0.3
-Make = Callable[[Identity, RealRuntime], EndpointCore]
-CARRIERS: dict[str, Make] = {"tcp": TcpEndpoint, "grpc": GrpcEndpoint}
+CARRIERS: dict[str, Callable[..., EndpointCore]] = {"tcp": TcpEndpoint, "grpc": GrpcEndpoint}
 
 
 class Wire:
@@ -131,13 +131,26 @@ class Trained:
 
 
 @asynccontextmanager
-async def training(carrier: str, *, afar: bool = True) -> AsyncIterator[Trained]:
+async def training(
+    carrier: str, *, afar: bool = True, near_worker: bool = False, tls: CertificateAuthority | None = None
+) -> AsyncIterator[Trained]:
+    """A shard and a worker.
+
+    Args:
+        carrier: one of `CARRIERS`.
+        afar: the connection counts as one that leaves the machine.
+        near_worker: but not for the worker, as behind a tunnel.
+        tls: encrypts it.
+    """
     runtimes = [RealRuntime("shard-0"), RealRuntime("worker-0")]
-    shard = CARRIERS[carrier](Identity("job", "shard-0", 1, secret=SECRET), runtimes[0])
-    worker = CARRIERS[carrier](Identity("job", "worker-0", 2, FINGERPRINT, secret=SECRET), runtimes[1])
+    make = CARRIERS[carrier]
+    protected = [{} if tls is None else {"security": tls.issue(one.node)} for one in runtimes]
+    shard = make(Identity("job", "shard-0", 1, secret=SECRET), runtimes[0], **protected[0])
+    worker = make(Identity("job", "worker-0", 2, FINGERPRINT, secret=SECRET), runtimes[1], **protected[1])
     damages: list[int] = []
+    shard.leaves_machine = lambda own, peer: afar
+    worker.leaves_machine = lambda own, peer: afar and not near_worker
     for one in (shard, worker):
-        one.leaves_machine = lambda own, peer: afar
         one.on_damage = lambda peer, size_bytes: damages.append(size_bytes)
     service = ShardService(runtimes[0], shard, ShardConfig(0, 1, EveryPush(), SGD(lr=1.0)))
     service.register(
@@ -207,11 +220,24 @@ def test_no_bit_that_is_flipped_over_grpc_reaches_the_model() -> None:
     run(main())
 
 
-def test_without_the_checks_damage_reaches_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(framing, "verify", lambda *data: None)
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_one_side_that_sees_the_network_is_enough(carrier: str) -> None:
+    async def main() -> None:
+        async with training(carrier, near_worker=True) as trained:
+            await damage(trained, 20)
+            assert len(trained.damages) > 5
+
+    run(main())
+
+
+@pytest.mark.parametrize(("carrier", "module"), [("tcp", framing), ("grpc", frames)])
+def test_without_the_checks_damage_reaches_the_model(
+    carrier: str, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "verify", lambda *data: None)
 
     async def main() -> None:
-        async with training("tcp") as trained:
+        async with training(carrier) as trained:
             await damage(trained, 50)
 
     with pytest.raises((AssertionError, GradstreamError)):
@@ -219,21 +245,26 @@ def test_without_the_checks_damage_reaches_the_model(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)
-def test_a_connection_within_the_machine_hashes_nothing(
+def test_a_connection_within_the_machine_or_over_tls_hashes_nothing(
     carrier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that leaves it hashes all: so the counter counts."""
+    """Another one hashes all: so the counter counts."""
 
-    async def main(*, afar: bool) -> None:
-        async with training(carrier, afar=afar) as trained:
+    async def hashes(**how: Any) -> bool:
+        async with training(carrier, **how) as trained:
             with monkeypatch.context() as patched:
                 hashing = Mock(wraps=xxhash)
                 patched.setattr(checksum, "xxhash", hashing)
                 await trained.step()
-            assert bool(hashing.mock_calls) == afar
+            return bool(hashing.mock_calls)
 
-    for afar in (False, True):
-        run(main(afar=afar))
+    async def main() -> None:
+        assert await hashes(afar=True)
+        assert not await hashes(afar=False)
+        if carrier == "grpc":
+            assert not await hashes(afar=True, tls=CertificateAuthority())
+
+    run(main())
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)

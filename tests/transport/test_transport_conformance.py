@@ -37,6 +37,16 @@ def test_carrier(carrier: Callable[[], tuple[Run, MakePair]], check: Check) -> N
     run(run_check(check, make_pair))
 
 
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("carrier", [grpc_pairs, partial(tcp_pairs, 3)], ids=["grpc", "tcp, 3 connections"])
+def test_carrier_with_checksums(
+    carrier: Callable[[], tuple[Run, MakePair]], check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EndpointCore, "leaves_machine", staticmethod(lambda own, peer: True))
+    run, make_pair = carrier()
+    run(run_check(check, make_pair))
+
+
 def _lands_shuffled(stream_queue: StreamQueue) -> None:
     if stream_queue._flying:
         packets = list(stream_queue._flying)

@@ -43,6 +43,21 @@ def knows(greeting: v1.Greeting, nonce: bytes, called: Identity = SHARD) -> bool
     return proof.knows(called.secret, nonce, greeting, job=called.job, called=called.name)
 
 
+def test_nobody_in_between_can_switch_checksums_off() -> None:
+    """Either side may want them; a called side that does refuses a caller that was not told."""
+    for mine, theirs in ((False, False), (False, True), (True, False)):
+        asked = v1.Challenge(protocol=PROTOCOL, nonce=proof.new_nonce(), checked=theirs)
+        greeting = v1.Greeting(sender="worker-0", incarnation=7, checked=mine)
+        proof.answer_challenge(BARE.identity, BARE.called, asked, greeting)
+        assert greeting.checked == (mine or theirs)
+        assert proof.objection(SHARD, asked.nonce, greeting, checked=theirs) is None
+        refuse = proof.objection(SHARD, asked.nonce, greeting, checked=True)
+        assert (refuse is None) == greeting.checked
+        greeting.checked = not greeting.checked
+        refuse = proof.objection(SHARD, asked.nonce, greeting, checked=False)
+        assert refuse is not None and refuse.code == v1.BAD_SECRET
+
+
 def changed_by_a_bit(message: v1.Greeting) -> Iterator[tuple[str, v1.Greeting]]:
     """A message with each bit of each of its fields changed, by the field's name."""
     for field, value in message.ListFields():

@@ -29,6 +29,7 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "MAX_PAYLOAD_BYTES",
     "PROTOCOL",
+    "SEAL_BYTES",
     "DamagedError",
     "FrameError",
     "check_chunk",
@@ -60,7 +61,7 @@ MAX_FRAME_BYTES = MAX_PAYLOAD_BYTES + (64 << 10)
 _PAYLOAD_TAG = 15 << 3 | 2
 _LAST_KIND_TAG = 9 << 3 | 2
 _CHECKSUM_TAG = bytes([13 << 3 | 1])
-_CHECKED = len(_CHECKSUM_TAG) + CHECKSUM.size
+SEAL_BYTES = len(_CHECKSUM_TAG) + CHECKSUM.size
 """Length of the checksum's field."""
 
 with warnings.catch_warnings():
@@ -126,9 +127,9 @@ def unseal(data: bytes, *, seed: int, required: bool = False) -> int:
     Raises:
         DamagedError: the checksum is wrong, or missing where it is `required`.
     """
-    if data[:1] == _CHECKSUM_TAG and len(data) >= _CHECKED:
-        verify(memoryview(data)[_CHECKED:], CHECKSUM.unpack_from(data, 1)[0], seed)
-        return _CHECKED
+    if data[:1] == _CHECKSUM_TAG and len(data) >= SEAL_BYTES:
+        verify(memoryview(data)[SEAL_BYTES:], CHECKSUM.unpack_from(data, 1)[0], seed)
+        return SEAL_BYTES
     if required:
         raise DamagedError(len(data))
     return 0

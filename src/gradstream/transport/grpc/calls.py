@@ -23,7 +23,7 @@ from gradstream.transport.security import explain
 from gradstream.transport.silence import Broadcast
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
-from gradstream.wire.frames import DamagedError, FrameError, decode, encode, payload_tensor, seal
+from gradstream.wire.frames import SEAL_BYTES, DamagedError, FrameError, decode, encode, payload_tensor, seal
 
 __all__ = ["BulkGate", "GrpcCarrier", "OutgoingCall", "Spawn"]
 
@@ -85,7 +85,8 @@ class GrpcCarrier:
     ) -> None:
         self.checked = checked
         self._gate = gate
-        self._seeds_out, self._seeds_in = itertools.count(number << 32), itertools.count(number << 32)
+        self._seed_out = number << 32  # of the next message
+        self._seeds_in = itertools.count(number << 32)
         self._on_damage = on_damage
         self._outbox: deque[tuple[bytes, bool]] = deque()  # message; whether a cancel drops it
         self._over = False
@@ -105,9 +106,13 @@ class GrpcCarrier:
         if frame.HasField("accept") or frame.HasField("end"):
             self._admitted.set()
         droppable = frame.HasField("chunk") or frame.HasField("body")
-        seed = next(self._seeds_out) if self.checked else None
+        seed = self._next_seed() if self.checked else None
         self._outbox.append((encode(frame, bytes_of(payload), seed=seed), droppable))
         self._filled.ring()
+
+    def _next_seed(self) -> int:
+        self._seed_out += 1
+        return self._seed_out - 1
 
     async def drained(self) -> None:
         """See `Carrier.drained`."""
@@ -117,6 +122,9 @@ class GrpcCarrier:
     def drop(self) -> None:
         """See `Carrier.drop`."""
         kept = [entry for entry in self._outbox if not entry[1]]
+        if self.checked and len(kept) < len(self._outbox):  # those that are kept move up, and are short
+            self._seed_out -= len(self._outbox)
+            kept = [(seal(message[SEAL_BYTES:], seed=self._next_seed()), False) for message, _ in kept]
         self._outbox.clear()
         self._outbox.extend(kept)
         self._emptied.ring()
@@ -260,7 +268,7 @@ class OutgoingCall(GrpcCarrier):
         self._session, self._waiting = session, None
         if session.checked and not self.checked:  # only the peer sees that the connection leaves the machine
             self.checked = True
-            queued = [(seal(message, seed=next(self._seeds_out)), drops) for message, drops in self._outbox]
+            queued = [(seal(message, seed=self._next_seed()), drops) for message, drops in self._outbox]
             self._outbox = deque(queued)
         try:
             call = self._connection.call(METHOD, PASS, session.pass_of(self._number))
