@@ -76,7 +76,7 @@ def test_on_integers_the_gradient_has_the_same_bits(widths: tuple[int, ...], par
 
 
 def test_a_bias_on_every_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def added(results: Sequence[torch.Tensor], bias: torch.Tensor) -> torch.Tensor:
+    def added(results: Sequence[torch.Tensor], bias: torch.Tensor, rank: int) -> torch.Tensor:
         return sum(result + bias for result in results)  # type: ignore[return-value]
 
     monkeypatch.setattr(divide_file, "_added", added)

@@ -89,7 +89,7 @@ def _barred(nodes: Sequence[fx.Node]) -> dict[int, str]:
         if isinstance(first, torch.Tensor):
             created.setdefault(storage(first), index)
         for written in node.meta["writes"]:
-            for cut in range(created.get(written, index) + 1, index + 1):
+            for cut in range(created.setdefault(written, index) + 1, index + 1):
                 barred.setdefault(cut, f"{where(node)} writes in place what was made before the cut")
         if form_of(node) is None:
             for cut in range(index + 1, max(order.get(user, index) for user in [node, *node.users]) + 1):

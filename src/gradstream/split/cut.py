@@ -19,6 +19,8 @@ from gradstream.split.chain import Chain
 from gradstream.split.divide import divide, divisible, part_of_piece
 from gradstream.split.graph import Form, Graph, Piece, form_of, record
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
+from gradstream.split.seconds import seconds_of
+from gradstream.split.space import divide_space
 from gradstream.split.trace import storage, where
 
 __all__ = ["TorchPlan", "layout_of_stage", "parameter_of", "plan_split", "value_name"]
@@ -43,24 +45,31 @@ class TorchPlan(SplitPlan):
     pieces: tuple[tuple[Piece, ...], ...] = field(repr=False, compare=False)
     forms: Mapping[str, Form] = field(repr=False, compare=False)
 
+    @property
+    def places(self) -> dict[str, int]:
+        """A map with which `plan_split` makes the same plan, if no layer is divided."""
+        return {node.name: stage.part for stage in self.stages for node in self.nodes[stage.number]}
+
 
 def plan_split(
     model: TorchModel,
     example: Batch,
     parts: int,
     *,
-    map: Mapping[str, int] | None = None,  # noqa: A002  what users call it
+    map: Mapping[str, int | Sequence[int]] | None = None,  # noqa: A002  what users call it
     by: Literal["bytes", "seconds"] = "bytes",
 ) -> TorchPlan:
-    """Plans how to divide a model over parts. A pure function: each process finds the same plan by itself.
+    """Plans how to divide a model over parts. Each process finds the same plan by itself, unless it measures.
 
     Args:
         model: the whole model, which is not built.
         example: a minibatch, whose samples have the shapes and dtypes of all later ones.
         parts: number of parts, K >= 1.
         map: the part of each module, by its qualified name; a name counts for all that is inside, unless a
-            longer name says otherwise. What it does not name is with the operation before.
-        by: what to balance where there is no map: the bytes of the parameters.
+            longer name says otherwise. What it does not name is with the operation before. Several parts
+            divide the module: a layer by columns or rows, a chain of convolutions by space.
+        by: what to balance where there is no map: the bytes of the parameters, or the seconds that each
+            operation takes for the example in this process. Others then take the map from `TorchPlan.places`.
 
     Raises:
         ConfigError: the model cannot be recorded, or cannot be cut in this way.
@@ -68,10 +77,12 @@ def plan_split(
     if parts < 1:
         raise ConfigError(f"plan_split: parts is {parts}, expected at least 1")
     graph = record(model, example)
-    if map is None:
+    if map is not None:
+        graph, placed = _by_map(graph, parts, map)
+    elif by == "bytes":
         graph, placed = _by_weight(graph, parts)
     else:
-        placed = _by_map(graph, parts, map)
+        placed = Chain(graph.nodes, seconds_of(graph, example.num_samples)).place(parts)
     return _plan(graph, placed, parts)
 
 
@@ -85,34 +96,53 @@ def parameter_of(value: str) -> str | None:
     return value.removeprefix(_PARAMETER) if value.startswith(_PARAMETER) else None
 
 
-def _by_map(graph: Graph, parts: int, given: Mapping[str, int]) -> dict[fx.Node, int]:
-    unknown = [name for name in given if name not in dict(graph.blueprint.module.named_modules())]
-    if unknown:
-        raise ConfigError(
-            f"plan_split: map names {unknown[0]!r}, and the model has no such module: see named_modules()"
-        )
-    wrong = [name for name, part in given.items() if not 0 <= part < parts]
-    if wrong:
-        raise ConfigError(
-            f"plan_split: map[{wrong[0]!r}] is {given[wrong[0]]}, expected a part from 0 to {parts - 1}"
-        )
+def _by_map(
+    graph: Graph, parts: int, given: Mapping[str, int | Sequence[int]]
+) -> tuple[Graph, dict[fx.Node, int]]:
+    modules, operations = dict(graph.blueprint.module.named_modules()), {node.name for node in graph.nodes}
+    for name, place in given.items():
+        if name not in modules and name not in operations:
+            raise ConfigError(
+                f"plan_split: map names {name!r}, and the model has no such module: see named_modules()"
+            )
+        places = [place] if isinstance(place, int) else list(place)
+        if not places or not all(0 <= part < parts for part in places) or len(set(places)) < len(places):
+            raise ConfigError(
+                f"plan_split: map[{name!r}] is {place}; expected parts from 0 to {parts - 1}, once each"
+            )
+        if not isinstance(place, int):
+            graph = _divided(graph, name, places, parts)
     placed: dict[fx.Node, int] = {}
     part = 0
     for node in graph.nodes:
-        path = str(node.target) if node.op == "call_module" else _path(node)
-        while path and path not in given:
+        path = node.name if node.name in given else _path(node)
+        while path and not isinstance(given.get(path), int):
             path = path.rpartition(".")[0]
-        part = given.get(path, part)
-        placed[node] = part
-    barred = Chain(graph.nodes, dict.fromkeys(graph.nodes, 0)).barred
-    for index, (node, before) in enumerate(zip(graph.nodes[1:], graph.nodes, strict=False), 1):
+        own, named = part_of_piece(node), given.get(path)
+        part = part if own is not None or not isinstance(named, int) else named
+        placed[node] = part if own is None else own
+    chain = [node for node in graph.nodes if part_of_piece(node) is None]
+    barred = Chain(chain, dict.fromkeys(chain, 0)).barred
+    for index, (node, before) in enumerate(zip(chain[1:], chain, strict=False), 1):
         if index in barred and placed[node] != placed[before]:
             raise ConfigError(f"plan_split: map cuts before {where(node)}; {barred[index]}")
-    return placed
+    return graph, placed
+
+
+def _divided(graph: Graph, name: str, places: Sequence[int], parts: int) -> Graph:
+    """The graph with a module divided: one layer by columns or rows, several by space."""
+    chain = [node for node in graph.nodes if f"{_path(node)}.".startswith(f"{name}." if name else "")]
+    if len(chain) == 1 and divisible(graph, chain[0]):
+        return divide(graph, chain[0], [(part in places) / len(places) for part in range(parts)])
+    if not chain:
+        raise ConfigError(f"plan_split: map divides {name!r}, in which nothing is computed")
+    return divide_space(graph, chain, places)
 
 
 def _path(node: fx.Node) -> str:
     """Qualified name of the module in which an operation is."""
+    if node.op == "call_module":
+        return str(node.target)
     stack = node.meta.get("nn_module_stack")
     return next(reversed(stack.values()))[0] if stack else ""
 
@@ -151,11 +181,19 @@ def _weights(graph: Graph) -> dict[fx.Node, int]:
 def _plan(graph: Graph, placed: Mapping[fx.Node, int], parts: int) -> TorchPlan:
     """The plan with these operations on these parts."""
     groups: list[list[fx.Node]] = []
+    made: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
-        alone = any(part_of_piece(end) is not None for end in (node, *(groups[-1][-1:] if groups else ())))
-        if not groups or alone or placed[node] != placed[groups[-1][-1]]:
+        stage = node.meta.get("stage")
+        if stage in made:  # operations on one piece, though those on others are in between
+            made[stage].append(node)
+            continue
+        last = groups[-1][-1] if groups else None
+        if stage is not None or last is None or "stage" in last.meta or placed[node] != placed[last]:
             groups.append([])
         groups[-1].append(node)
+        if stage is not None:
+            made[stage] = groups[-1]
+    _refuse_shared(graph, groups)
     stage_of = {node: number for number, nodes in enumerate(groups) for node in nodes}
     forms = dict(graph.data)
     values = {
@@ -204,6 +242,23 @@ def _plan(graph: Graph, placed: Mapping[fx.Node, int], parts: int) -> TorchPlan:
         pieces,
         forms,
     )
+
+
+def _refuse_shared(graph: Graph, groups: Sequence[Sequence[fx.Node]]) -> None:
+    """Raises ConfigError for a buffer that one stage changes and another uses."""
+    names = {storage(tensor): name for name, tensor in graph.blueprint.module.named_buffers()}
+    users: dict[str, set[int]] = {}
+    for number, nodes in enumerate(groups):
+        for node in nodes:
+            for piece in graph.tensors_of(node):
+                users.setdefault(piece.name, set()).add(number)
+    for node in graph.nodes:
+        for name in (names[written] for written in node.meta["writes"] if written in names):
+            if len(users[name]) > 1:
+                raise ConfigError(
+                    f"plan_split: {where(node)}: changes buffer {name!r}, which stages {sorted(users[name])} use; "
+                    "expected one stage: put them on one part by a map"
+                )
 
 
 def _carried(

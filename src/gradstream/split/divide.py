@@ -1,80 +1,86 @@
-"""Divides wide linear layers over parts, by columns or by rows.
+"""Divides wide linear layers and convolutions over parts, by columns or by rows of their weight.
 
-With y = x Wᵀ + b, x of I features and y of O (Shoeybi et al. 2019, "Megatron-LM"):
+With y = x Wᵀ + b, x of I features and y of O (Shoeybi et al. 2019, "Megatron-LM"); channels of a convolution likewise:
 
-    by columns   part k has rows of W (outputs) and their b, and gets all of x; y is the parts' results, joined
-    by rows      part k has columns of W (inputs), and gets its features of x; y is the parts' results, added, plus b
+    by columns   part k has some outputs, with their b, and gets all of x; y is the parts' results, joined
+    by rows      part k has some inputs, and gets these features of x; y is the parts' results, added, plus b
 
 The bias is in the operation that adds, so it counts once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn import functional as F  # noqa: N812  its usual name
 
 from gradstream.split.graph import Graph, Piece, form_of, ordered
+from gradstream.split.trace import SAMPLES
 
-__all__ = ["divide", "divisible", "part_of_piece"]
+__all__ = ["Maker", "divide", "divisible", "part_of_piece"]
+
+_KINDS: dict[type, Callable[..., torch.Tensor]] = {
+    nn.Linear: F.linear,
+    nn.Conv1d: F.conv1d,
+    nn.Conv2d: F.conv2d,
+    nn.Conv3d: F.conv3d,
+}
 
 
 def divisible(graph: Graph, node: fx.Node) -> bool:
-    """Whether an operation is a linear layer whose weight is its own, between tensors that can travel."""
-    if node.op != "call_module" or not node.meta["grad"]:
+    """Whether an operation is a layer that can be divided: its weight is its own, and its tensors can travel."""
+    if node.op != "call_module" or not node.meta["grad"] or len(node.args) != 1:
         return False
-    module = graph.blueprint.module.get_submodule(str(node.target))
-    if (
-        type(module) is not nn.Linear
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or len(node.args) != 1
-    ):
+    module: Any = graph.blueprint.module.get_submodule(str(node.target))
+    if type(module) not in _KINDS or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if type(module) is not nn.Linear and (module.groups != 1 or module.padding_mode != "zeros"):
         return False
     pieces = set(graph.tensors_of(node))
     trained = {slot.name for slot in graph.layout.slots}
     shared = any(pieces & set(graph.tensors_of(other)) for other in graph.nodes if other is not node)
+    features = module.weight.dim() - 1
     forms = [form_of(end) for end in (node.all_input_nodes[0], node)]
-    travels = all(form is not None and form.axis != len(form.shape) - 1 for form in forms)
+    travels = all(form is not None and form.axis != len(form.shape) - features for form in forms)
     return travels and not shared and all(piece.name in trained for piece in pieces)
 
 
 def divide(graph: Graph, node: fx.Node, shares: Sequence[float]) -> Graph:
-    """The graph with a linear layer divided over parts, by columns or rows: where less travels.
+    """The graph with a layer divided over parts, by columns or rows: where less travels.
 
     Args:
         graph: the recorded model.
         node: the layer; `divisible` is true of it.
         shares: of each part; their sum is 1.
     """
-    module = graph.blueprint.module.get_submodule(str(node.target))
-    assert isinstance(module, nn.Linear)
+    module: Any = graph.blueprint.module.get_submodule(str(node.target))
     x = node.all_input_nodes[0]
+    size_in, size_out = (math.prod(end.meta["values"][0].shape) for end in (x, node))
     back = 1 if x.op == "placeholder" else 2  # times that the input's values travel
     others = sum(share > 0 for share in shares) - 1
-    by_columns = others * (back * module.in_features + 2 * module.out_features / (others + 1))
-    by_rows = others * (back * module.in_features / (others + 1) + 2 * module.out_features)
+    by_columns = others * (back * size_in + 2 * size_out / (others + 1))
+    by_rows = others * (back * size_in / (others + 1) + 2 * size_out)
     axis = 0 if by_columns < by_rows else 1
+    rank = module.weight.dim() - 2
     bounds = _bounds(module.weight.shape[axis], shares)
-    make = _Maker(node)
-    has_bias = module._parameters["bias"] is not None
+    more = [] if rank == 0 else [module.stride, module.padding, module.dilation]
+    make, has_bias = Maker(node), module.bias is not None
+    slices = [x if axis == 0 else make(torch.narrow, x, -1 - rank, a, b - a) for _, a, b in bounds]
     results = []
-    slices = [x if axis == 0 else make(torch.narrow, x, -1, start, stop - start) for _, start, stop in bounds]
     for (part, start, stop), given in zip(bounds, slices, strict=True):
-        operands = [given, make.tensor(graph, "weight", axis, start, stop)]
-        if axis == 0 and has_bias:
-            operands.append(make.tensor(graph, "bias", 0, start, stop))
-        results.append(make(nn.functional.linear, *operands, part=part))
+        bias = make.tensor(graph, "bias", 0, start, stop) if has_bias and axis == 0 else None
+        weight = make.tensor(graph, "weight", axis, start, stop)
+        results.append(make(_KINDS[type(module)], given, weight, bias, *more, part=part, stage=object()))
     if axis == 0:
-        joined = make(torch.cat, results, -1)
+        joined = make(torch.cat, results, -1 - rank)
     else:
-        joined = make(_added, results, *([make.tensor(graph, "bias")] if has_bias else []))
-    node.replace_all_uses_with(joined)
-    node.graph.erase_node(node)
-    return replace(graph, nodes=ordered(node.graph))
+        joined = make(_added, results, make.tensor(graph, "bias") if has_bias else None, rank)
+    return make.replaced(graph, joined)
 
 
 def part_of_piece(node: fx.Node) -> int | None:
@@ -83,12 +89,12 @@ def part_of_piece(node: fx.Node) -> int | None:
     return part
 
 
-def _added(results: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> torch.Tensor:
+def _added(results: Sequence[torch.Tensor], bias: torch.Tensor | None, rank: int) -> torch.Tensor:
     """The sum of the parts' results, in their order, and the bias once."""
     total = results[0]
     for result in results[1:]:
         total = total + result
-    return total if bias is None else total + bias
+    return total if bias is None else total + bias.view(-1, *[1] * rank)
 
 
 def _bounds(length: int, shares: Sequence[float]) -> list[tuple[int, int, int]]:
@@ -103,27 +109,51 @@ def _bounds(length: int, shares: Sequence[float]) -> list[tuple[int, int, int]]:
     return found
 
 
-class _Maker:
+class Maker:
     """Puts operations into a graph, before the one that they replace."""
 
     def __init__(self, node: fx.Node) -> None:
         self._node = node
 
-    def __call__(self, function: Callable[..., Any], *args: Any, part: int | None = None) -> fx.Node:
-        """An operation, and its results."""
-        values = (function(*fx.map_arg(args, lambda used: used.meta["values"][index])) for index in range(3))  # noqa: B023
-        return self._put(
-            "call_function", function, args, tuple(values), {} if part is None else {"part": part}
-        )
+    def __call__(self, target: Any, *args: Any, **meta: Any) -> fx.Node:
+        """An operation, and its results.
+
+        Args:
+            target: a function, or an operation that calls a module, as this one does.
+            args: its arguments; nodes of the graph among them.
+            meta: more about it: "part", and "stage", an object that the operations of one stage have in common.
+        """
+        values = []
+        for index in range(len(SAMPLES)):
+            given = fx.map_arg(args, lambda used: used.meta["values"][index])  # noqa: B023
+            values.append(given[0] if isinstance(target, fx.Node) else target(*given))
+        if isinstance(target, fx.Node):
+            copied = {"random": target.meta["random"], **meta}
+            return self._put("call_module", target.target, args, tuple(values), copied)
+        return self._put("call_function", target, args, tuple(values), meta)
 
     def tensor(
-        self, graph: Graph, key: str, axis: int | None = None, start: int = 0, stop: int = 0
+        self,
+        graph: Graph,
+        key: str,
+        axis: int | None = None,
+        start: int = 0,
+        stop: int = 0,
+        target: Any = None,
     ) -> fx.Node:
-        """A parameter of the layer, or a piece of it."""
-        name = f"{self._node.target}.{key}" if self._node.target else key
-        whole: Any = getattr(graph.blueprint.module.get_submodule(str(self._node.target)), key)
+        """A parameter of the layer (or of the module `target`), or a piece of it."""
+        path = str(self._node.target if target is None else target)
+        name = f"{path}.{key}" if path else key
+        whole: Any = getattr(graph.blueprint.module.get_submodule(path), key)
         piece = Piece(graph.first[name], axis, start, stop)
-        return self._put("get_attr", name, (), (piece.of(whole.detach()),) * 3, {"piece": piece})
+        return self._put("get_attr", name, (), (piece.of(whole.detach()),) * len(SAMPLES), {"piece": piece})
+
+    def replaced(self, graph: Graph, result: fx.Node, chain: Sequence[fx.Node] = ()) -> Graph:
+        """The graph with `result` in the place of the operation, or of a chain of which it is the last."""
+        self._node.replace_all_uses_with(result)
+        for node in reversed(chain or [self._node]):
+            node.graph.erase_node(node)
+        return replace(graph, nodes=ordered(result.graph))
 
     def _put(self, op: str, target: Any, args: Any, values: Any, meta: dict[str, Any]) -> fx.Node:
         graph = self._node.graph

@@ -7,7 +7,8 @@ exactly the values that they have in the whole module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -26,14 +27,15 @@ _SMALL_ELEMS = 1 << 10
 """Elements up to which every tensor has its values: a `build()` may read them (`.item()`, `.tolist()`)."""
 
 
+Number = tuple[int, int]
 _TRUNCATED_NORMAL = nn.init._no_grad_trunc_normal_
 
 
 class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which tensors are created without values, but for those with the given numbers.
 
-    Tensors that have memory of their own are numbered in the order in which they are created. An operation is
-    carried out on values if all of its inputs have them.
+    A tensor that has memory of its own has a number: (which call of a torch function made it, which one of that
+    call). An operation is carried out on values if all of its inputs have them.
 
     Args:
         needed: numbers of the tensors that get values.
@@ -43,8 +45,8 @@ class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        needed: Iterable[int] = (),
-        places: Mapping[int, torch.Tensor] | None = None,
+        needed: Iterable[Number] = (),
+        places: Mapping[Number, torch.Tensor] | None = None,
         *,
         draws: bool = True,
     ) -> None:
@@ -53,11 +55,23 @@ class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._places = places or {}
         self._draws = draws
         self._alive: list[torch.Tensor] = []  # so that no other tensor gets the same storage
-        self._numbers: dict[int, int] = {}  # of storages
-        self.sources: list[set[int]] = []  # of each number, the numbers of what was ever written into it
-        self.random: set[int] = set()  # numbers of those into which random numbers were written
+        self._numbers: dict[int, Number] = {}  # of storages
+        self._next: Number = (0, 0)
+        self._inside = False
+        self.sources: dict[Number, set[Number]] = {}  # of each tensor: all that was ever written into it
+        self.random: set[Number] = set()  # those into which random numbers were written
 
-    def number_of(self, tensor: torch.Tensor) -> int | None:
+    @property
+    def calls(self) -> int:
+        """How many functions of torch were called. What they call themselves depends on which tensors have values."""
+        return self._next[0]
+
+    def begin_call(self) -> None:
+        """Notes that a function of torch is called, unless it is called for an operation that is under way."""
+        if not self._inside:
+            self._next = (self.calls + 1, 0)
+
+    def number_of(self, tensor: torch.Tensor) -> Number | None:
         """The number of the tensor's memory; None if it comes from outside of the context."""
         return self._numbers.get(tensor.untyped_storage()._cdata)
 
@@ -69,46 +83,62 @@ class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Carries out one operation, on values or on shapes."""
-        kwargs = dict(kwargs or {})
+        with self._own_calls():
+            return self._carry_out(func, args, dict(kwargs or {}))
+
+    def truncated_normal(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """In place of torch's own, which draws until all values fit: as often as they say."""
+        with self._own_calls(), _disable_current_modes():
+            if not _is_meta(tensor):
+                _TRUNCATED_NORMAL(tensor, *args, **kwargs)
+            elif self._draws:
+                _TRUNCATED_NORMAL(_blank(tensor), *args, **kwargs)
+            if (number := self.number_of(tensor)) is not None:
+                self.random.add(number)
+        return tensor
+
+    @contextmanager
+    def _own_calls(self) -> Iterator[None]:
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    def _carry_out(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if any(_is_meta(tensor) for tensor in given):
-            if is_random and self._draws:
-                _draw(func, args, kwargs)
+            if (
+                is_random and self._draws
+            ):  # as many numbers as the operation would draw, into memory that is dropped
+                func(*_on(args, _blank), **_on(kwargs, _blank))
             result = func(*_on(args, _to_meta), **_on(kwargs, _to_meta))
-        elif given or is_random or len(self.sources) in self._needed or "device" not in kwargs:
+        elif given or is_random or self._next in self._needed or "device" not in kwargs:
             result = func(*args, **kwargs)
         else:
             result = func(*args, **{**kwargs, "device": "meta"})
             if kwargs["device"] not in (None, torch.device("cpu")) or result.numel() <= _SMALL_ELEMS:
                 result = func(*args, **kwargs)
         old = {tensor.untyped_storage()._cdata for tensor in given}
-        result = tree_map_only(torch.Tensor, lambda made: self._keep(made, old), result)
+        # What is made of needed tensors stays with them: Module.to() replaces a parameter that changes its kind.
+        keep = any(self.number_of(tensor) in self._needed for tensor in given)
+        result = _on(result, lambda made: self._keep(made, old, keep))
         self._note(func, given, result, is_random)
         return result
 
-    def truncated_normal(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """In place of torch's own, which draws again until all values fit, and nothing for a tensor without values."""
-        with _disable_current_modes():
-            if not _is_meta(tensor):
-                _TRUNCATED_NORMAL(tensor, *args, **kwargs)
-            elif self._draws:
-                _TRUNCATED_NORMAL(_blank(tensor), *args, **kwargs)
-        if (number := self.number_of(tensor)) is not None:
-            self.random.add(number)
-        return tensor
-
-    def _keep(self, made: torch.Tensor, old: set[int]) -> torch.Tensor:
+    def _keep(self, made: torch.Tensor, old: set[int], keep: bool) -> torch.Tensor:
         """The tensor, its values dropped unless they are needed."""
         if made.untyped_storage()._cdata in old:
             return made
-        number = len(self.sources)
+        number = self._next
+        self._next = (number[0], number[1] + 1)
         if number in self._places and not _is_meta(made):
             made = self._places[number].copy_(made.flatten()).view(made.shape)
-        elif number not in self._needed and made.numel() > _SMALL_ELEMS:
+        elif not keep and number not in self._needed and made.numel() > _SMALL_ELEMS:
             made = _to_meta(made)
         self._numbers[made.untyped_storage()._cdata] = number
-        self.sources.append(set())
+        self.sources[number] = set()
         self._alive.append(made)
         return made
 
@@ -126,13 +156,17 @@ class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.random.add(number)
 
 
-class _AsIfReal(TorchFunctionMode):
-    """A context in which no tensor says that it has no values: functions of `nn.init` would then do nothing."""
+class _Calls(TorchFunctionMode):
+    """Counts calls of torch's functions. No tensor says that it has no values: `nn.init` would then do nothing."""
+
+    def __init__(self, mode: ShapeMode) -> None:
+        self._mode = mode
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answers False if a tensor is asked for `is_meta`."""
+        """Calls the function."""
+        self._mode.begin_call()
         return False if func == _IS_META else func(*args, **(kwargs or {}))
 
 
@@ -157,11 +191,6 @@ def _blank(tensor: torch.Tensor) -> torch.Tensor:
     if not _is_meta(tensor):
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
-
-
-def _draw(func: Any, args: Any, kwargs: Any) -> None:
-    """Draws the numbers that the operation would, into memory that is dropped."""
-    func(*_on(args, _blank), **_on(kwargs, _blank))
 
 
 class Blueprint:
@@ -203,28 +232,30 @@ class Blueprint:
             seed: of torch's generator.
             places: memory (elems,) for the values of some; it is filled in any case.
         """
-        needed: set[int] = set()
+        needed: set[Number] = set()
         numbers = {name: self._mode.number_of(self._tensor(name)) for name in names}
         open_ = [number for number in numbers.values() if number is not None]
         while open_:
-            if (number := open_.pop()) not in needed:
-                needed.add(number)
-                open_.extend(self._mode.sources[number])
+            if (source := open_.pop()) not in needed:
+                needed.add(source)
+                open_.extend(self._mode.sources[source])
         memory = {}
         for name, place in (places or {}).items():
-            tensor, made = self._tensor(name), numbers[name]
+            tensor, number = self._tensor(name), numbers[name]
             whole = (
                 tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
                 and tensor.is_contiguous()
             )
-            if made is not None and whole:
-                memory[made] = place
+            if number is not None and whole:
+                memory[number] = place
         mode = ShapeMode(needed, memory, draws=not needed.isdisjoint(self._mode.random))
         module = self._run(mode, seed)
-        if mode.sources != self._mode.sources:
+        made = (tensor_at(module, name) for name in numbers)
+        same = all(t.shape == self._tensor(name).shape for name, t in zip(numbers, made, strict=True))
+        if mode.calls != self._mode.calls or not same:
             raise ConfigError(
-                f"from_torch: build() made {len(mode.sources)} tensors, and {len(self._mode.sources)} at its first "
-                "call, or in another order; expected the same at each call, whatever the seed"
+                f"from_torch: build() called torch {mode.calls} times, and {self._mode.calls} times at first, or made "
+                "other tensors; expected the same at each call, whatever the seed"
             )
         for name, place in (places or {}).items():
             tensor = tensor_at(module, name).detach()
@@ -237,7 +268,7 @@ class Blueprint:
 
     def _run(self, mode: ShapeMode, seed: int) -> nn.Module:
         def build() -> nn.Module:
-            with _AsIfReal(), mode, patch.object(nn.init, "_no_grad_trunc_normal_", mode.truncated_normal):
+            with _Calls(mode), mode, patch.object(nn.init, "_no_grad_trunc_normal_", mode.truncated_normal):
                 return self._build()
 
         try:

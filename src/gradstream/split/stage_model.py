@@ -260,8 +260,8 @@ class _Saved:
 
 def _moved(sink: _Sink) -> Callable[[torch.Tensor], None]:
     def hook(leaf: torch.Tensor) -> None:
-        assert leaf.grad is not None
-        sink.add(leaf.grad)
-        leaf.grad = None
+        if leaf.grad is not None:  # None where a wide layer has written it already
+            sink.add(leaf.grad)
+            leaf.grad = None
 
     return hook

@@ -299,18 +299,21 @@ def _trace_once(module: nn.Module, call: Any, values: Any) -> tuple[fx.Graph, di
             return tracer.create_proxy("call_function", apply.__get__(None, cls), args, kwargs)
         return apply.__get__(None, cls)(*args, **kwargs)
 
+    kept = _numbers_of(module)
     states = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002
     try:
         with patch.object(torch.autograd.Function, "apply", classmethod(recorded)), _TraceMode(tracer):
             graph = tracer.trace(module)
         if states != (random.getstate(), np.random.get_state()[1].tolist()):  # type: ignore[index]  # noqa: NPY002
             raise fx.proxy.TraceError("Python's or NumPy's random numbers decide what it computes")
+        if changed := [name for name, value in _numbers_of(module).items() if kept.get(name) != value]:
+            raise fx.proxy.TraceError(f"it changes {changed[0]}, which would stay as it is in the graph")
     except ConfigError:
         raise
     except Exception as error:
         raise ConfigError(
-            f"split: {_raised_at(error)}: the module cannot be cut into stages: {error}; expected operations on "
-            "tensors that do not depend on their values or on the number of samples: change this line, or keep the "
+            f"split: {_raised_at(error, module)}: the module cannot be cut into stages: {error}; expected operations "
+            "on tensors that do not depend on their values or on the number of samples: change this line, or keep the "
             "model whole"
         ) from error
     constants = {
@@ -320,6 +323,16 @@ def _trace_once(module: nn.Module, call: Any, values: Any) -> tuple[fx.Graph, di
         if not node.users and node.op not in ("placeholder", "output") and not node.meta.get("writes"):
             graph.erase_node(node)
     return graph, constants
+
+
+def _numbers_of(module: nn.Module) -> dict[str, Any]:
+    """Numbers and words that the modules have as attributes."""
+    return {
+        f"{path}.{key}": value
+        for path, part in module.named_modules()
+        for key, value in part.__dict__.items()
+        if isinstance(value, int | float | str)
+    }
 
 
 def _merge(graph: fx.Graph, evaluate: fx.Graph) -> None:
@@ -353,13 +366,14 @@ def _differs(node: fx.Node) -> ConfigError:
     )
 
 
-def _raised_at(error: BaseException) -> str:
-    """file:line of the innermost function of the user's on an exception's way."""
+def _raised_at(error: BaseException, module: nn.Module) -> str:
+    """file:line of the innermost function of the user's on an exception's way, or of the module's forward()."""
     frames = [
         frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith((_TORCH, "<"))
     ]
     own = [frame for frame in frames if frame.filename not in _OWN]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else "its modules"
+    code = type(module).forward.__code__
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _user_line(root: Any, node: fx.Node) -> str:
