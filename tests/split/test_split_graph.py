@@ -26,6 +26,8 @@ INPUTS, CLASSES = RNG.standard_normal((8, 6)), RNG.integers(0, 3, 8)
 class Net(nn.Module):
     """Three layers, with what a test puts in between."""
 
+    seen: torch.Tensor
+
     def __init__(self, between: Callable[..., Any] = lambda net, x: x) -> None:
         super().__init__()
         self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
@@ -103,7 +105,7 @@ def written(net: Net, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     "between",
     [
-        lambda net, x: Reversed.apply(x),
+        lambda net, x: Reversed.apply(x),  # type: ignore[no-untyped-call]
         lambda net, x: checkpoint(torch.tanh, x, use_reentrant=False),
         lambda net, x: x + net.long * (2 if net.training else 3),
         lambda net, x: x * (x > 0),
@@ -164,16 +166,15 @@ def test_buffers_and_frozen_parameters_are_the_whole_models() -> None:
 
 def test_trees_of_inputs_targets_and_outputs_have_names() -> None:
     class Two(Net):
-        def forward(self, a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        def forward(  # type: ignore[override]
+            self, a: torch.Tensor, b: torch.Tensor, mask: torch.Tensor | None = None
+        ) -> Any:
             x = self.second(self.first(a) + b)
             return self.third(x if mask is None else x * mask)
 
     def loss(outputs: torch.Tensor, targets: Any) -> torch.Tensor:
         return F.cross_entropy(outputs, targets["y"])
 
-    stages = (
-        equal(Two, {"b": INPUTS, "a": INPUTS * 2}, {"y": CLASSES}, loss=loss, spread=True) if False else None
-    )
     model = from_torch(lambda: Two().double(), loss, spread=True)
     batch = batch_of({"b": INPUTS, "a": INPUTS * 2}, {"y": CLASSES}, 8)
     stages = Stages.of(model, batch, 2)

@@ -70,7 +70,7 @@ def peak_bytes(part: int) -> int:
 def test_a_part_needs_memory_for_its_own_parameters_and_one_other_tensor() -> None:
     tensor = 4 * WIDTH * WIDTH
     total = LAYERS * (tensor + 4 * WIDTH)
-    bound = total / PARTS + tensor + (2 << 20)
+    bound = total / PARTS + tensor + (4 << 20)
     assert peak_bytes(1) < bound
     assert peak_bytes(-1) > 1.5 * bound  # the whole model: the measurement sees what it is to see
 
@@ -82,14 +82,15 @@ def tricks() -> nn.Module:
         def __init__(self) -> None:
             super().__init__()
             self.words = nn.Embedding(60, 40, padding_idx=0)
-            self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(6))
-            nn.init.trunc_normal_(self.layers[0].weight, std=0.02)
-            nn.init.trunc_normal_(self.layers[1].weight, std=3.0)
-            nn.init.orthogonal_(self.layers[2].weight)
-            nn.init.sparse_(self.layers[3].weight, 0.5)
+            layers = [nn.Linear(40, 40) for _ in range(6)]
+            self.layers = nn.ModuleList(layers)
+            nn.init.trunc_normal_(layers[0].weight, std=0.02)
+            nn.init.trunc_normal_(layers[1].weight, std=3.0)
+            nn.init.orthogonal_(layers[2].weight)
+            nn.init.sparse_(layers[3].weight, 0.5)
             with torch.no_grad():
-                self.layers[4].weight.copy_(self.layers[0].weight * 2 + torch.rand(40, 40))
-                self.layers[5].weight[3:, 2] = torch.linspace(0, 1, 37)
+                layers[4].weight.copy_(layers[0].weight * 2 + torch.rand(40, 40))
+                layers[5].weight[3:, 2] = torch.linspace(0, 1, 37)
             self.scale = nn.Parameter(torch.randn(40, 50).softmax(1) * 0.1)
             self.head = nn.Linear(40, 60, bias=False)
             self.head.weight = self.words.weight

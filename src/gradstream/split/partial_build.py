@@ -58,6 +58,7 @@ class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._numbers: dict[int, Number] = {}  # of storages
         self._next: Number = (0, 0)
         self._inside = False
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self.sources: dict[Number, set[Number]] = {}  # of each tensor: all that was ever written into it
         self.random: set[Number] = set()  # those into which random numbers were written
 
@@ -92,7 +93,7 @@ class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not _is_meta(tensor):
                 _TRUNCATED_NORMAL(tensor, *args, **kwargs)
             elif self._draws:
-                _TRUNCATED_NORMAL(_blank(tensor), *args, **kwargs)
+                _TRUNCATED_NORMAL(self._blanks([tensor])[0], *args, **kwargs)
             if (number := self.number_of(tensor)) is not None:
                 self.random.add(number)
         return tensor
@@ -112,8 +113,12 @@ class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (
                 is_random and self._draws
             ):  # as many numbers as the operation would draw, into memory that is dropped
-                func(*_on(args, _blank), **_on(kwargs, _blank))
+                blanks = self._blanks(given)
+                in_order = iter(blanks)
+                func(*_on(args, lambda _: next(in_order)), **_on(kwargs, lambda _: next(in_order)))
             result = func(*_on(args, _to_meta), **_on(kwargs, _to_meta))
+        elif func is torch.ops.aten.empty.memory_format and self._next in self._places:
+            result = self._places[self._next].view(args[0])
         elif given or is_random or self._next in self._needed or "device" not in kwargs:
             result = func(*args, **kwargs)
         else:
@@ -126,6 +131,23 @@ class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = _on(result, lambda made: self._keep(made, old, keep))
         self._note(func, given, result, is_random)
         return result
+
+    def _blanks(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The same tensors, those without values as zeros, in memory that the next call takes again.
+
+        New memory each time would not do: glibc rarely gives aligned memory of this size a second time.
+        """
+        sizes = [
+            -(-tensor.untyped_storage().nbytes() // 64) * 64 if _is_meta(tensor) else 0 for tensor in tensors
+        ]
+        if self._scratch.numel() < sum(sizes):
+            self._scratch = torch.empty(0, dtype=torch.uint8)
+            self._scratch = torch.empty(sum(sizes), dtype=torch.uint8)
+        memory = self._scratch[: sum(sizes)].zero_().split(sizes)
+        return [
+            own.view(tensor.dtype).as_strided(tensor.shape, tensor.stride()) if _is_meta(tensor) else tensor
+            for own, tensor in zip(memory, tensors, strict=True)
+        ]
 
     def _keep(self, made: torch.Tensor, old: set[int], keep: bool) -> torch.Tensor:
         """The tensor, its values dropped unless they are needed."""
@@ -185,12 +207,6 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     if _is_meta(tensor):
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _blank(tensor: torch.Tensor) -> torch.Tensor:
-    if not _is_meta(tensor):
-        return tensor
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
 
 
 class Blueprint:
