@@ -143,7 +143,7 @@ class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._scratch.numel() < sum(sizes):
             self._scratch = torch.empty(0, dtype=torch.uint8)
             self._scratch = torch.empty(sum(sizes), dtype=torch.uint8)
-        memory = self._scratch[: sum(sizes)].zero_().split(sizes)
+        memory = torch.split(self._scratch[: sum(sizes)].zero_(), sizes)
         return [
             own.view(tensor.dtype).as_strided(tensor.shape, tensor.stride()) if _is_meta(tensor) else tensor
             for own, tensor in zip(memory, tensors, strict=True)
