@@ -13,7 +13,7 @@ counts once its signal was sent, its quota set, or the disk full; nobody looks w
 
 With `--links` all connections go through a proxy (`gradstream.testing.proxy`), which also cuts a worker off for half or
 one and a half times `lease_s` (from a node or from all, one way or both), and for `lease_s` makes a link slow, loses
-frames on it together with their connections, delivers streams twice, or lets them overtake one another. Such a fault
+frames on it together with their connections, damages bytes, delivers streams twice, or lets them overtake one another. Such a fault
 counts where something was hit. Not with `allreduce`: a group needs its connections.
 
 audit          under Downpour each sample of each epoch adds 1 to its own element of every chunk: what is lost,
@@ -56,7 +56,8 @@ from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.plan import COORDINATOR, plan_run
 from gradstream.run.result import Run
-from gradstream.testing.faults import Cut, Duplicate, Lose, Reorder, SlowLink
+from gradstream.testing.fault_kinds import Flaw
+from gradstream.testing.faults import Corrupt, Cut, Duplicate, Lose, Reorder, SlowLink
 from gradstream.testing.proxied_node import ProxiedCluster
 from gradstream.testing.proxy import LinkFault, LinkProxy
 from gradstream.testing.quota import CpuQuota, no_quota
@@ -233,13 +234,14 @@ class Storm:
             worker, peer, _ = nodes()
             return Lose(*rng.sample([worker, peer], 2), 0.02)
 
-        def between(kind: type[SlowLink | Duplicate | Reorder], amount: float) -> Callable[[], LinkFault]:
+        def between(kind: type[Flaw], amount: float) -> Callable[[], LinkFault]:
             return lambda: kind(*nodes()[:2], amount)
 
         made = {
             "cut a link": cut,
             "lose frames": lose,
             "slow a link": between(SlowLink, 0.05),
+            "damage bytes": between(Corrupt, 0.02),
             "deliver twice": between(Duplicate, 0.3),
             "reorder": between(Reorder, 0.05),
         }

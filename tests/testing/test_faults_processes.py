@@ -72,6 +72,7 @@ def test_one_plan_on_virtual_time_and_on_processes(job: MakeJob, tmp_path: Path)
         Duplicate("worker-0", "shard-0", 0.3),
         Reorder("worker-2", "shard-0", 0.03),
         SlowLink("shard-0", "worker-1", 0.005),
+        Corrupt("worker-1", "shard-1", 0.03),
         Stop("worker-0", 0.3, 0.3),
         Kill("worker-2", 0.8, 0.01),
     ]
@@ -84,6 +85,7 @@ def test_one_plan_on_virtual_time_and_on_processes(job: MakeJob, tmp_path: Path)
         check_exactly_once(one, SAMPLES, EPOCHS)
         assert "worker-2" in one.summary["workers_lost"]
     assert virtual.fired == real.fired == faults
+    assert {one["peer"] for one in run.events if one["event"] == "damaged"} == {"worker-1"}
 
 
 def test_links_of_grpc(job: MakeJob, tmp_path: Path) -> None:
@@ -91,6 +93,7 @@ def test_links_of_grpc(job: MakeJob, tmp_path: Path) -> None:
         Cut("shard-1", "worker-0", 0.2, 0.5, both=False),
         Lose("worker-1", "shard-0", 0.03),
         SlowLink("worker-2", "coordinator", 0.05),
+        Corrupt("shard-1", "worker-2", 0.03),
     ]
     run = FaultPlan(faults).on_processes(job(carrier="grpc"), tmp_path / "run")
     check_exactly_once(run, SAMPLES, EPOCHS)
@@ -142,7 +145,6 @@ REFUSED: list[tuple[Fault, dict[str, Any], str]] = [
     (Duplicate("worker-1", "shard-0", 0.1), {"carrier": "grpc"}, "needs the frames of carrier='tcp'"),
     (Reorder("worker-1", "coordinator", 0.1), {}, "links without the coordinator"),
     (Duplicate("worker-1", "shard-0", 0.1), {"connections": 2}, "connections=1"),
-    (Corrupt("worker-1", "shard-0", 0.1), {}, "without TLS"),
     *(
         (one, {}, "on virtual time alone")
         for one in (

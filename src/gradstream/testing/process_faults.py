@@ -22,7 +22,7 @@ from gradstream.run.plan import COORDINATOR, RunPlan, plan_run
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
 from gradstream.strategies.base import GroupStrategy, SharedMemoryStrategy
-from gradstream.testing.fault_kinds import Corrupt, Cut, Departure, Duplicate, Fault, Flaw, Reorder, Stop
+from gradstream.testing.fault_kinds import Cut, Departure, Duplicate, Fault, Flaw, Reorder, Stop
 from gradstream.testing.proxied_node import ProxiedCluster
 from gradstream.testing.proxy import LinkProxy
 
@@ -52,7 +52,7 @@ class ProcessFaults:
 
     def run(self, listening: Listening | None, on_event: OnEvent | None) -> Run:
         """Runs it; see `FaultPlan.on_processes`."""
-        _check(self._faults, self._plan, protected=listening is not None and not listening.insecure)
+        _check(self._faults, self._plan)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         logs, shards = self._run_dir / "logs", self._plan.servers > 0
         environment = node_environment(self._plan.workers, shards=shards)
@@ -125,7 +125,7 @@ def _signal(pid: int, number: int) -> bool:
     return True
 
 
-def _check(faults: Sequence[Fault], plan: RunPlan, *, protected: bool) -> None:
+def _check(faults: Sequence[Fault], plan: RunPlan) -> None:
     """Raises ConfigError where a fault cannot happen to this run."""
     carrier, strategy = plan.job.carrier, plan.strategy
     for one in faults:
@@ -157,5 +157,3 @@ def _check(faults: Sequence[Fault], plan: RunPlan, *, protected: bool) -> None:
                 f"{one} needs the frames of carrier='tcp' with connections=1, and links without the coordinator, "
                 f"which has gRPC; got carrier={carrier!r}, connections={plan.job.connections}"
             )
-        if isinstance(one, Corrupt) and not protected:
-            raise ConfigError(f"{one}: nothing would find it without TLS; pass `listening`")

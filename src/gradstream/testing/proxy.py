@@ -9,7 +9,7 @@ Cut        holds what passes, also new connections and the ends of old ones, unt
 SlowLink   delays all bytes
 Lose       with its probability, a piece is lost, and its connection breaks at once: the caller does not know whether
            its request arrived
-Corrupt    changes one byte of a piece
+Corrupt    changes one bit of a piece; TLS or a checksum finds it, since nodes act as if their peers were far away
 Duplicate  delivers a stream a second time, later, and drops the answers, as if the caller had tried again
 Reorder    delays each frame by another time, so that streams overtake one another
 
@@ -32,11 +32,14 @@ from typing import Any, Self, TypeAlias
 from gradstream.testing.fault_kinds import Corrupt, Cut, Duplicate, Flaw, Lose, Reorder, SlowLink
 from gradstream.transport.addresses import host_and_port
 from gradstream.transport.socket.framing import GREETING, PREFIX
+from gradstream.wire.checksum import CHECKSUM, checksum
 from gradstream.wire.frames import decode
 
 __all__ = ["LinkFault", "LinkProxy"]
 
 PIECE_BYTES = 64 << 10
+SEALED_BYTES = PREFIX.size + 3 * CHECKSUM.size
+"""A prefix with its checksums."""
 COPY = 1 << 31
 """Added to the number of a stream in its second delivery."""
 LAG_S = 0.05
@@ -59,6 +62,7 @@ class _Connection:
     framed: bool
     copied: dict[int, float] = field(default_factory=dict)  # by stream: so many seconds later it comes again
     is_data: bool = False  # a data socket: no frames follow the greeting
+    checked: bool = False  # frames after the greeting have checksums
 
 
 class _Way:
@@ -211,15 +215,16 @@ class LinkProxy:
 
     async def _carry(self, connection: _Connection, way: _Way, reader: asyncio.StreamReader) -> None:
         """Carries one direction: frames where there are frames, else what comes."""
-        framed = connection.framed
+        framed, prefix_bytes = connection.framed, PREFIX.size
         try:
             while framed:
-                prefix = await reader.readexactly(PREFIX.size)
-                stream, _, header_bytes, payload_bytes = PREFIX.unpack(prefix)
+                prefix = await reader.readexactly(prefix_bytes)
+                stream, _, header_bytes, payload_bytes = PREFIX.unpack_from(prefix)
                 rest = await reader.readexactly(header_bytes + payload_bytes)
                 await self._pass(connection, way, stream, prefix, rest)
-                if stream == GREETING:
-                    framed = not _begins_data(connection, rest)
+                if stream == GREETING and _ends_greeting(connection, rest):
+                    framed = not connection.is_data
+                    prefix_bytes = SEALED_BYTES if connection.checked else PREFIX.size
             while piece := await reader.read(PIECE_BYTES):
                 await self._pass(connection, way, GREETING, b"", piece)
         except asyncio.IncompleteReadError:
@@ -261,14 +266,14 @@ class LinkProxy:
         """Delivers a frame of a caller again, later, where its stream is drawn to come twice."""
         if not prefix or way.source != connection.caller or stream == GREETING:
             return
-        _, number, *lengths = PREFIX.unpack(prefix)
-        for fault in [one for one in self._active if isinstance(one, Duplicate) and number == 0]:
+        is_first = PREFIX.unpack_from(prefix)[1] == 0
+        for fault in [one for one in self._active if isinstance(one, Duplicate) and is_first]:
             ends = fault.source, fault.target
             if ends == (way.source, way.target) and self._rng.random() < fault.amount:
                 connection.copied[stream] = self._rng.expovariate(1 / LAG_S)
                 self.hits[fault] += 1
         if stream in connection.copied:
-            again = PREFIX.pack(stream + COPY, number, *lengths) + rest
+            again = _numbered(prefix, stream + COPY) + rest
             await way.deliver(stream + COPY, again, connection.copied[stream] + STEP_S)
 
     async def _pass_cuts(self, source: str, target: str) -> None:
@@ -283,9 +288,18 @@ def _cuts(cut: Cut, source: str, target: str) -> bool:
     return any(one in ("*", source) and other in ("*", target) for one, other in ways)
 
 
-def _begins_data(connection: _Connection, greeting: bytes) -> bool:
-    """Whether this frame of the greeting was the last one of its direction before bytes without frames."""
-    frame, _ = decode(greeting)
+def _ends_greeting(connection: _Connection, frame_bytes: bytes) -> bool:
+    """Whether this is the last frame of the greeting in its direction; notes what the caller says of the connection."""
+    frame, _ = decode(frame_bytes)
     if frame.HasField("greeting"):
-        connection.is_data = bool(frame.greeting.line)
-    return connection.is_data and not frame.HasField("challenge")
+        connection.is_data, connection.checked = bool(frame.greeting.line), frame.greeting.checked
+    return frame.HasField("greeting") or frame.HasField("proven")
+
+
+def _numbered(prefix: bytes, stream: int) -> bytes:
+    """The prefix of a frame with the number of another stream."""
+    made = PREFIX.pack(stream, *PREFIX.unpack_from(prefix)[1:])
+    if len(prefix) > PREFIX.size:
+        made += prefix[PREFIX.size : -CHECKSUM.size]
+        made += CHECKSUM.pack(checksum(made))
+    return made
