@@ -13,8 +13,8 @@ counts once its signal was sent, its quota set, or the disk full; nobody looks w
 
 With `--links` all connections go through a proxy (`gradstream.testing.proxy`), which also cuts a worker off for half or
 one and a half times `lease_s` (from a node or from all, one way or both), and for `lease_s` makes a link slow, loses
-frames on it together with their connections, damages bytes, delivers streams twice, or lets them overtake one another. Such a fault
-counts where something was hit. Not with `allreduce`: a group needs its connections.
+frames on it together with their connections, damages bytes, delivers streams twice, or lets them overtake one another.
+Such a fault counts where something was hit. Not with `allreduce`: a group needs its connections.
 
 audit          under Downpour each sample of each epoch adds 1 to its own element of every chunk: what is lost,
                doubled, torn. In rounds: whether the final parameters have the bits of a run without faults
