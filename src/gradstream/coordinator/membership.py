@@ -116,6 +116,7 @@ class Membership:
         self.phases = Phases(started, self.nodes, self.progress, self.snapshots, self.participation, losses)
         self.stand_ins = StandIns(self.nodes, hands_over=not losses.regroups) if losses.stands_in else None
         first_round = resume.rounds if resume is not None else 0
+        self._first_round = first_round
         self._checks = MessageChecks(ledger, started.workers, first_round=first_round, quorum=by_verdicts)
         self._offences = Offences(losses.quarantine_after)
         self.replies = AssignmentReplies(distribution, self.nodes, self.phases, self.snapshots, self._checks)
@@ -278,10 +279,15 @@ class Membership:
         return out + self.snapshots.proceed(at_s) if out else out
 
     def _handed(self, who: str, beat: v1.Beat) -> list[Instruction]:
-        """Lets newcomers begin to whom their stand-in has handed over."""
+        """Lets newcomers begin to whom their stand-in has handed over, or who have come too late for any round."""
         if self.stand_ins is None:
             return []
         begin = [self.stand_ins.handed_over(who, handed) for handed in beat.handed]
+        ledger = self.progress.ledger
+        if ledger.finished and isinstance(ledger, Ledger):
+            begin.append(
+                self.stand_ins.at_end(self._first_round + ledger.num_planned // self._started.workers)
+            )
         return [Notify()] if any(begin) else []
 
     def _gradients(self, who: str, beat: v1.Beat) -> list[Instruction]:

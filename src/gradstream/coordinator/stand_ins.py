@@ -73,6 +73,17 @@ class StandIns:
         self._nodes.enter(f"worker-{handed.rank}", handed.round)
         return True
 
+    def at_end(self, number: int) -> bool:
+        """Lets newcomers begin after the last round: no round is left that could be handed over. Returns whether any was.
+
+        Args:
+            number: version of the final parameters.
+        """
+        waiting = sorted(self._nodes.entering) if self._hands_over else []
+        for name in waiting:
+            self._nodes.enter(name, number)
+        return bool(waiting)
+
     def _newcomer(self, rank: int) -> int:
         """Incarnation of the worker that waits to begin as this rank; 0 for none."""
         name = f"worker-{rank}"
