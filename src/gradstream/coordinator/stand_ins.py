@@ -74,7 +74,7 @@ class StandIns:
         return True
 
     def at_end(self, number: int) -> bool:
-        """Lets newcomers begin after the last round: no round is left that could be handed over. Returns whether any was.
+        """Lets newcomers begin after the last round, where none is left to be handed over. Returns whether any waited.
 
         Args:
             number: version of the final parameters.
