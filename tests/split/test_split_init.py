@@ -18,7 +18,7 @@ from gradstream.model import from_torch
 from gradstream.split.partial_build import Blueprint
 from split_stages import Stages, batch_of, whole_parameters
 
-WIDTH, LAYERS, PARTS = 1024, 12, 4
+WIDTH, LAYERS, PARTS = 768, 12, 4
 MEASURED = """
 import sys
 import numpy as np, torch
@@ -27,6 +27,7 @@ from gradstream.model import Batch, from_torch
 from gradstream.split.cut import plan_split
 from gradstream.split.stage_model import StageModel
 
+torch.set_num_threads(1)
 width, layers, parts, part = map(int, sys.argv[1:])
 
 def build():
