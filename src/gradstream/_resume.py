@@ -37,6 +37,9 @@ class ResumeOptions(TypedDict, total=False):
 
     workers: int
     servers: int
+    split: int
+    micro_batches: int
+    pipeline: Literal["gpipe", "1f1b"]
     batch_size: int | Sequence[int]
     shares: Sequence[float] | Literal["measured"] | None
     assignment: Literal["queue", "partitions"] | None
@@ -103,7 +106,8 @@ def resume(
         check_script(dataclasses.replace(job, optimizer=None))  # the spec has filled one in
     if listen is not None:
         if "workers" not in options:
-            job = dataclasses.replace(job, workers=listen.machines * listen.workers_per_machine)
+            total = listen.machines * listen.workers_per_machine
+            job = dataclasses.replace(job, workers=max(1, total // job.split))
         listen.check(job, earlier=False)
         job = listen.spread_servers(job)
     with machine_lock(path / LOCK, doing="resuming the run", wait_s=LOCK_S):

@@ -107,7 +107,8 @@ def train(
         if processes is False:
             raise ConfigError("listen needs processes: other machines read the job from a file")
         if "workers" not in options:
-            job = dataclasses.replace(job, workers=listening.machines * listening.workers_per_machine)
+            total = listening.machines * listening.workers_per_machine
+            job = dataclasses.replace(job, workers=max(1, total // job.split))
         listening.check(job, earlier=spec in _made)
         job = spread_out(listening.spread_servers(job), "listen")
     plan = plan_run(job, secrets.token_hex(8))

@@ -21,8 +21,9 @@ from gradstream.memory import trim
 from gradstream.runtime.base import Runtime, Storage, Work
 from gradstream.runtime.resources import free_memory_bytes
 from gradstream.wire import v1
+from gradstream.wire.parts import PartMap
 
-__all__ = ["NodeSnapshots", "Pieces", "SnapshotMember", "SnapshotSource", "load"]
+__all__ = ["NodeSnapshots", "Pieces", "SnapshotMember", "SnapshotSource", "load", "unsplit"]
 
 ROOM = 1.5
 """The node makes a copy if so many times its bytes are free."""
@@ -62,6 +63,15 @@ class SnapshotMember(Protocol):
     def report(self, report: v1.SnapshotReport) -> None:
         """Reports how far this node is with a snapshot."""
         ...
+
+
+def unsplit(pieces: Pieces, place: PartMap) -> Pieces:
+    """Pieces of a part's own vector as pieces of the unsplit one."""
+    return [
+        (at, piece[begin - start : stop - start])
+        for start, piece in pieces
+        for at, begin, stop in place.pieces(start, start + len(piece))
+    ]
 
 
 class NodeSnapshots:

@@ -58,6 +58,9 @@ def job_options(command: Command) -> Command:
         click.option("--workers", type=int, help="Number of replicas of the model."),
         click.option("--servers", type=int, help="Number of shards of the parameter server."),
         click.option(
+            "--split", type=int, help="Number of processes that hold one replica of the model together."
+        ),
+        click.option(
             "--acknowledge",
             metavar="LEVEL",
             help="When shards acknowledge a push: applied, or with a backup: replicated, logged.",

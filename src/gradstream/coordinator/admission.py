@@ -16,6 +16,7 @@ from gradstream.coordinator.nodes import Nodes
 from gradstream.telemetry.events import StartedEvent
 from gradstream.untrusted import parse_json
 from gradstream.wire import v1
+from gradstream.wire.parts import part_map_of
 
 __all__ = ["Admission"]
 
@@ -51,7 +52,7 @@ class Admission:
         self._registrar = ""
         if resume is not None:
             self.model, self._registrar = _spec_of(resume.model), f"the checkpoint {resume.folder}"
-        self._rows_open = resume is not None  # a resumed run may exchange other rows of the same model
+        self._rows_open = resume is not None  # it may exchange other rows, and be split into other parts
 
     def with_model(self, started: StartedEvent) -> StartedEvent:
         """Fills the registered model into the record of a run as planned."""
@@ -89,12 +90,12 @@ class Admission:
             return self._name_objection(node)
         if closed:
             return Refuse(v1.NOT_MEMBER, f"{node.name}: {closed}")
-        return self._model_objection(request) if node.role == "worker" else None
+        return self._model_objection(request) if node.role != "shard" else None
 
     def admit(self, request: v1.Join) -> None:
         """Adds a node that passed `objection`."""
         node = request.node
-        if node.role == "worker":
+        if node.role != "shard":
             self._register(request)
         self._nodes.add(node)
 
@@ -123,6 +124,9 @@ class Admission:
 
     def _model_objection(self, request: v1.Join) -> Refuse | None:
         spec, model = request.model, self.model
+        if len(spec.parts) != (self._nodes.parts if self._nodes.parts > 1 else 0):
+            text = f"{request.node.name} joined with a model of {len(spec.parts)} parts, expected {self._nodes.parts}"
+            return Refuse(v1.BAD_REQUEST, text)
         if not spec.elems or not spec.fingerprint:
             return Refuse(v1.BAD_REQUEST, f"{request.node.name} joined without a model")
         try:
@@ -133,6 +137,7 @@ class Admission:
             spec = v1.ModelSpec()
             spec.CopyFrom(request.model)
             spec.ClearField("rows")
+            spec.ClearField("parts")
         if model is None or spec == model:
             return None
         return Refuse(
@@ -151,6 +156,8 @@ def _check_model(request: v1.Join) -> None:
         raise ValueError(f"{spec.elems} elements in chunks of {spec.chunk_elems}")
     if spec.optimizer:
         _rule_of(spec.optimizer)
+    if spec.parts:
+        _check_parts(spec)
     names: dict[str, v1.TensorSpec] = {}
     for tensor in (*request.tensors, *request.buffers, *request.fixed):
         if tensor.name in names:
@@ -162,6 +169,18 @@ def _check_model(request: v1.Join) -> None:
             raise ValueError(f"{tensor.name[:80]!r} is another name of no tensor")
     if request.tensors and sum(math.prod(tensor.shape) for tensor in request.tensors) != spec.elems:
         raise ValueError(f"tensors that do not have {spec.elems} elements together")
+
+
+def _check_parts(spec: v1.ModelSpec) -> None:
+    """Raises ValueError unless each element belongs to one part."""
+    ranges = sorted(bounds for part in range(len(spec.parts)) for bounds in part_map_of(spec, part).ranges)
+    end = 0
+    for start, stop in ranges:
+        if start != end or stop <= start:
+            break
+        end = stop
+    if end != spec.elems:
+        raise ValueError(f"{len(spec.parts)} parts that do not have each of {spec.elems} elements once")
 
 
 def _rule_of(text: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from gradstream.checkpoint.draft import DraftSnapshot, VectorPlace
 from gradstream.checkpoint.folder import prune, sweep
@@ -25,6 +26,7 @@ from gradstream.model.buffers import Buffers
 from gradstream.runtime.base import Work
 from gradstream.wire import v1
 from gradstream.wire.dtypes import itemsize_bytes
+from gradstream.wire.parts import part_map_of
 
 __all__ = ["CheckpointOptions", "CheckpointWriter"]
 
@@ -182,8 +184,12 @@ class CheckpointWriter:
         assert spec is not None
         num_chunks = -(-spec.elems // spec.chunk_elems)
         pieces = options.pieces(spec, len(snapshot.holders))
-        _check_reports(snapshot, num_chunks, [len(one) for one in pieces])
-        versions = _dealt(num_chunks, [snapshot.versions[who] for who in snapshot.holders])
+        _check_reports(snapshot, _num_chunks(spec, len(snapshot.holders)), [len(one) for one in pieces])
+        by_holder = [snapshot.versions[who] for who in snapshot.holders]
+        if spec.parts:  # the chunks of parts are not those of the whole
+            versions = [min(chain.from_iterable(by_holder), default=0)] * num_chunks
+        else:
+            versions = _dealt(num_chunks, by_holder)
         sums = {
             place.vector: _in_order(
                 pieces, [_part(snapshot.sums[who], index, len(snapshot.places)) for who in snapshot.holders]
@@ -255,15 +261,19 @@ def _specs(tensors: Sequence[v1.TensorSpec]) -> list[TensorSpec]:
     return [of_spec(tensor) for tensor in tensors]
 
 
-def _check_reports(snapshot: Snapshot, num_chunks: int, num_pieces: Sequence[int]) -> None:
+def _num_chunks(spec: v1.ModelSpec, holders: int) -> list[int]:
+    """Number of chunks of each holder: those of each part are dealt to its own ones."""
+    parts = max(1, len(spec.parts))
+    each = holders // parts
+    numbers = [-(-part_map_of(spec, part).elems // spec.chunk_elems) for part in range(parts)]
+    return [len(range(rank, number, each)) for number in numbers for rank in range(each)]
+
+
+def _check_reports(snapshot: Snapshot, num_chunks: Sequence[int], num_pieces: Sequence[int]) -> None:
     """Raises DataError where a holder has reported more or fewer chunks or pieces than it has."""
-    count = len(snapshot.holders)
-    for rank, (who, its_pieces) in enumerate(zip(snapshot.holders, num_pieces, strict=True)):
+    for who, its_chunks, its_pieces in zip(snapshot.holders, num_chunks, num_pieces, strict=True):
         got = {"versions": len(snapshot.versions[who]), "checksums": len(snapshot.sums[who])}
-        expected = {
-            "versions": len(range(rank, num_chunks, count)),
-            "checksums": its_pieces * len(snapshot.places),
-        }
+        expected = {"versions": its_chunks, "checksums": its_pieces * len(snapshot.places)}
         if got != expected:
             raise DataError(f"{who} has reported {got}; expected {expected}")
 

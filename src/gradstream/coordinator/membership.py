@@ -45,6 +45,7 @@ from gradstream.telemetry.events import (
 )
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
+from gradstream.wire.parts import member_name
 
 __all__ = ["Membership"]
 
@@ -70,6 +71,7 @@ class Membership:
         policy: when checkpoints are made; None makes none, not even when the run is stopped.
         deadlines: limit the pause for a snapshot.
         resume: where a resumed run goes on.
+        parts: number of processes of each worker's replica, which come and go together.
 
     Attributes:
         nodes: the members.
@@ -94,12 +96,13 @@ class Membership:
         policy: Policy | None = None,
         deadlines: Deadlines | None = None,
         resume: Resume | None = None,
+        parts: int = 1,
     ) -> None:
         ledger, by_verdicts = distribution.ledger, losses.quorum is not None
         self._started = started
         self.balance = distribution.balance
         self.participation = distribution.participation
-        self.nodes = Nodes(started.workers, started.servers)
+        self.nodes = Nodes(started.workers, started.servers, parts)
         self.admission = Admission(self.nodes, software, resume)
         self.progress = SampleProgress(ledger, started.num_samples, resume)
         self.estates = Estates(ledger, self.nodes) if losses.redoes and isinstance(ledger, Ledger) else None
@@ -184,10 +187,12 @@ class Membership:
         return [joined, *begun, Notify()] if notified else [joined]
 
     def _replace(self, request: v1.Join) -> list[Instruction]:
-        """Admits a worker in the place of a lost one, while the others train."""
+        """Admits a worker in the place of a lost one, or a part of its replica, while the others train."""
+        node = request.node
+        if node.role != "worker":
+            return self._come_back(request)
         self.nodes.epoch += 1
         self.admission.admit(request)
-        node = request.node
         assert isinstance(self.progress.ledger, Ledger)  # `LossTolerance.replaces`
         self.progress.ledger.rejoined(node.rank)
         self.replies.joined(node)
@@ -199,7 +204,7 @@ class Membership:
         return [joined, Notify()]
 
     def _come_back(self, request: v1.Join) -> list[Instruction]:
-        """Admits a new process of a shard that was lost, while workers train."""
+        """Admits a new process of a shard, or of a part of a replica, that was lost while workers train."""
         self.nodes.epoch += 1
         self.admission.admit(request)
         node = request.node
@@ -357,13 +362,14 @@ class Membership:
         if self.phases.gathering:
             return [Emit(left), Notify()]
         self.nodes.epoch += 1
-        out: list[Instruction] = [Emit(replace(left, epoch=self.nodes.epoch))]
+        out: list[Instruction] = [Emit(replace(left, epoch=self.nodes.epoch)), *self._rest_lost(node)]
         hopeless = self.phases.why_hopeless(node)
         if hopeless:
             kind = NonFiniteError if self._offences.reason(who) else PeerLostError
             return out + self.phases.abort(who, kind.__name__, f"{reason}; {hopeless}")
         if node.role == "shard":
             return [*out, Notify(), *self.snapshots.lost(who, at_s), *self.after_snapshot()]
+        who = member_name(0, node.rank)
         if self.estates is None or who in self.nodes.leaving:
             self.progress.ledger.lost(node.rank)
         if self.estates is not None:
@@ -375,6 +381,16 @@ class Membership:
         out += self._participation_changed() if replaced else [Notify()]
         out += self.snapshots.lost(who, at_s)
         return out + self.after_snapshot() + self.replies.rebalance() + self.phases.conclude()
+
+    def _rest_lost(self, gone: v1.Node) -> list[Instruction]:
+        """Removes the other processes of a lost one's replica, which end when they hear of it."""
+        out: list[Instruction] = []
+        for who in self.nodes.rest_of_replica(gone):
+            self.nodes.remove(who)
+            reason = f"{gone.name} of its replica has left"
+            lost = gone.name not in self.nodes.leaving
+            out.append(Emit(LeftEvent(who=who, lost=lost, reason=reason, epoch=self.nodes.epoch)))
+        return out
 
     def overdue(self) -> list[Instruction]:
         """Aborts a run in which nodes are missing when the deadline for joining has passed."""

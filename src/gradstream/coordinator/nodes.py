@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gradstream.wire import v1
+from gradstream.wire.parts import member_name, replica_of
 
 __all__ = ["COORDINATOR", "Nodes"]
 
@@ -16,6 +17,7 @@ class Nodes:
     Args:
         num_workers: number of expected workers; their ranks start at 0.
         num_servers: number of expected shards.
+        parts: number of processes of each worker's replica.
 
     Attributes:
         revoked: SHA-256 of the certificates of lost members. A node that shows one is not admitted again.
@@ -29,13 +31,17 @@ class Nodes:
     KEPT = ("epoch", "revoked", "_nodes", "_finished", "leaving", "entering", "backed_up")
     """See `durable.state`."""
 
-    def __init__(self, num_workers: int, num_servers: int) -> None:
+    def __init__(self, num_workers: int, num_servers: int, parts: int = 1) -> None:
         self.epoch = 0
         self.revoked: list[bytes] = []
         self.num_workers = num_workers
         self.num_servers = num_servers
+        self.parts = parts
         self._shards = [f"shard-{rank}" for rank in range(num_servers)]
-        self._expected = self._shards + [f"worker-{rank}" for rank in range(num_workers)]
+        self._expected = [
+            *self._shards,
+            *(member_name(part, rank) for part in range(parts) for rank in range(num_workers)),
+        ]
         self._nodes: dict[str, v1.Node] = {}  # in the order of joining
         self._in_order: list[v1.Node] | None = None  # cache of `as_notice`
         self._finished: set[str] = set()
@@ -88,8 +94,17 @@ class Nodes:
 
     @property
     def holders(self) -> list[str]:
-        """Names of the nodes that hold the vectors: the shards, or the workers where there are no shards."""
-        return list(self._shards) or self.worker_names
+        """Names of the nodes that hold the vectors, part by part: the shards, or where there are none, the replicas."""
+        ranks = [node.rank for node in self.workers]
+        return list(self._shards) or [member_name(part, rank) for part in range(self.parts) for rank in ranks]
+
+    def rest_of_replica(self, node: v1.Node) -> list[str]:
+        """Names of the other processes of a lost one's replica that are in."""
+        if node.role == "shard" or self.parts == 1:
+            return []
+        return [
+            name for name in replica_of(node.rank, self.parts) if name != node.name and name in self._nodes
+        ]
 
     @property
     def unfinished(self) -> list[str]:

@@ -127,7 +127,7 @@ class Phases:
             or self._progress.ledger.finished
         ):
             return "the run is at its end, nobody can join any more"
-        if role != "worker":
+        if role == "shard":
             return f"training has begun, and no {role} can join after that"
         if not self._losses.replaces:
             return f"training has begun, and no worker can take the place of another: {self._losses.obstacle}"

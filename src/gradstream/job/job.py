@@ -59,6 +59,12 @@ class Job:
             [{"match": "*.bias", "weight_decay": 0.0}, {"match": "head.*", "lr_scale": 10.0}]. Later ones win.
         workers: number of replicas of the model.
         servers: number of shards of the parameter server; None is 1, or 0 for a strategy without a server.
+        split: number of processes that hold one replica of the model together, each a part of it. 1 does not
+            split it. The model must be `from_torch`; each part has `servers` shards of its own.
+        micro_batches: number of pieces into which a split replica divides each minibatch, so that its parts work
+            at the same time. The gradient stays that of the whole minibatch.
+        pipeline: in which order the parts compute: "gpipe" (all forward passes first) or "1f1b" (a backward
+            pass as soon as possible, which keeps fewer activations).
         batch_size: samples per minibatch of one worker: one number, or one per worker.
         shares: relative amounts of data, one per worker: of each round, or, where the epoch is divided into
             partitions, of each epoch. Refused where workers take minibatches from a queue. "measured": the
@@ -143,6 +149,9 @@ class Job:
     groups: Sequence[Mapping[str, Any]] = ()
     workers: int = 2
     servers: int | None = None
+    split: int = 1
+    micro_batches: int = 1
+    pipeline: Literal["gpipe", "1f1b"] = "gpipe"
     batch_size: int | Sequence[int] = DEFAULT_BATCH_SIZE
     shares: Sequence[float] | Literal["measured"] | None = None
     assignment: Literal["queue", "partitions"] | None = None
@@ -194,6 +203,9 @@ class JobOptions(TypedDict, total=False):
     groups: Sequence[Mapping[str, Any]]
     workers: int
     servers: int | None
+    split: int
+    micro_batches: int
+    pipeline: Literal["gpipe", "1f1b"]
     batch_size: int | Sequence[int]
     shares: Sequence[float] | Literal["measured"] | None
     assignment: Literal["queue", "partitions"] | None

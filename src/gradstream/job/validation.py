@@ -69,7 +69,7 @@ def _check_numbers(job: Job) -> None:
         raise UnknownNameError("non_finite", str(job.non_finite), ("skip", "error"))
     if job.acknowledge not in (levels := ("applied", "logged", "replicated")):
         raise UnknownNameError("acknowledge", str(job.acknowledge), levels)
-    for name in ("workers", "accumulate", "connections", "quarantine_after"):
+    for name in ("workers", "accumulate", "connections", "quarantine_after", "split", "micro_batches"):
         whole(name, getattr(job, name), least=1)
     if job.servers is not None:
         whole("servers", job.servers, least=0)

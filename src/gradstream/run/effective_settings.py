@@ -46,7 +46,7 @@ def effective(plan: RunPlan) -> list[Entry]:
 
     entries = []
     defaults = {field.name: plain(_default(field)) for field in dataclasses.fields(job)}
-    values = {**overrides(job), "servers": plan.servers}
+    values = {**overrides(job), "servers": plan.servers_of_part}
     defaults["servers"] = 1 if plan.served is not None else 0
     for name, value in values.items():
         default = defaults[name]

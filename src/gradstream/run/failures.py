@@ -75,7 +75,7 @@ def failed_event(error: GradstreamError, culprit: str) -> FailedEvent:
 
 def _peer_of(culprit: str, message: str) -> tuple[str, str]:
     """Splits a message into the node that it begins with, or else `culprit`, and the rest."""
-    found = re.match(r"(coordinator|(?:shard|worker)-\d+): (.*)", message, re.DOTALL)
+    found = re.match(r"(coordinator|(?:shard|worker|part\d+)-\d+): (.*)", message, re.DOTALL)
     return (found[1], found[2]) if found else (culprit, message)
 
 

@@ -23,7 +23,9 @@ def losses_of(plan: RunPlan) -> LossTolerance:
     """Which losses of workers the run of a plan survives, and how."""
     served, rounds = plan.served, plan.strategy.partitioning == "rounds"
     obstacle = next(_obstacles(plan, rounds=rounds), "")
-    redoes = served is not None and served.pushes == "gradients" and not rounds and plan.workers > 1
+    redoes = (
+        served is not None and served.pushes == "gradients" and not rounds and plan.workers > 1 == plan.parts
+    )
     return LossTolerance(
         survives_worker_loss=not obstacle if rounds else plan.strategy.survives_worker_loss,
         quorum=None if served is None else served.quorum(plan.workers),
@@ -57,6 +59,8 @@ def _obstacles(plan: RunPlan, *, rounds: bool) -> Iterator[str]:
             if served is None
             else "what a worker pushes is more than the gradient of its minibatch"
         )
+    if rounds and plan.parts > 1:
+        yield "nobody can compute the part of a replica of several processes"
     if rounds and plan.balanced:
         yield "shares follow measured speeds"
     if rounds and served is not None and served.rows(tables=True) is not None:

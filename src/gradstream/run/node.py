@@ -34,7 +34,7 @@ from gradstream.run.local.machine import SWITCH_INTERVAL_S
 from gradstream.run.local.node_log import show_warnings
 from gradstream.run.losses import losses_of
 from gradstream.run.node_spec import NodeSpec
-from gradstream.run.nodes import build_coordinator, build_worker
+from gradstream.run.nodes import build_coordinator, build_replica
 from gradstream.run.plan import COORDINATOR, RunPlan
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.event_log import RETRY_S, EventLog
@@ -242,7 +242,7 @@ async def _run(
 
             await build_shard(plan, runtime, endpoint, int(rank), model, zero_ns=given.clock).run()
         else:
-            worker = build_worker(plan, runtime, endpoint, int(rank), model, zero_ns=given.clock)
+            worker = build_replica(plan, runtime, endpoint, model, zero_ns=given.clock)
             if losses_of(plan).replaces and core is None:
                 _on_sigterm(worker.drain)
             await worker.run()

@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
+import numpy as np
+
 from gradstream._version import __version__
 from gradstream.checkpoint.manifest import Manifest
 from gradstream.checkpoint.policy import Policy
@@ -30,26 +32,31 @@ from gradstream.coordinator.stopping import StoppingCriterion
 from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.progress import DataProgress
+from gradstream.errors import ConfigError
 from gradstream.job.registry import optimizer_of_text
 from gradstream.model.base import Model
+from gradstream.model.torch_module import TorchModel
 from gradstream.optim.merge import Replace
 from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.run.losses import losses_of
 from gradstream.run.plan import RunPlan
 from gradstream.runtime.base import Runtime
+from gradstream.split.part_model import PartModel
 from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import StartedEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.dtypes import itemsize_bytes
-from gradstream.worker.config import WorkerConfig
+from gradstream.wire.parts import part_map_of, part_of, role_of_part
+from gradstream.worker.config import Split, WorkerConfig
 from gradstream.worker.gradient import Clip
 from gradstream.worker.loop import OwnData
 from gradstream.worker.node import WorkerNode
+from gradstream.worker.parts.node import PartNode
 from gradstream.worker.replica.updater import UpdateRule
 
-__all__ = ["build_coordinator", "build_worker", "member_of", "recording_of", "worker_config"]
+__all__ = ["build_coordinator", "build_replica", "build_worker", "member_of", "recording_of", "worker_config"]
 
 
 # ---- coordinator ------------------------------------------------------------------------
@@ -109,6 +116,7 @@ def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEven
         policy=plan.policy,
         deadlines=deadlines,
         resume=plan.resume,
+        parts=plan.parts,
     )
 
 
@@ -124,7 +132,7 @@ def _checkpoint_options(plan: RunPlan, started: StartedEvent, policy: Policy) ->
         strategy=started.strategy,
         seed=plan.job.seed,
         workers=plan.workers,
-        servers=plan.servers,
+        servers=plan.servers_of_part,
         num_samples=started.num_samples,
         software=__version__,
     )
@@ -145,12 +153,21 @@ def _states(plan: RunPlan, model: v1.ModelSpec) -> Sequence[str]:
 
 
 def _pieces(plan: RunPlan, model: v1.ModelSpec, holders: int) -> list[Sequence[tuple[int, int]]]:
-    """The ranges of every vector of a model that each of `holders` nodes holds."""
+    """The ranges of every vector of a model that each of `holders` nodes holds, part by part."""
+    each = holders // plan.parts
+    places = [part_map_of(model, part) for part in range(plan.parts)]
+    return [place.unsplit(own) for place in places for own in _pieces_of(plan, model, place.elems, each)]
+
+
+def _pieces_of(
+    plan: RunPlan, model: v1.ModelSpec, elems: int, holders: int
+) -> list[Sequence[tuple[int, int]]]:
+    """The ranges of a part's vectors that each of its holders holds."""
     if isinstance(plan.strategy, GroupStrategy):
         bucket_elems = plan.strategy.bucket_elems(itemsize_bytes(model.dtype), model.chunk_elems)
-        buckets = Buckets(model.elems, bucket_elems, holders)
+        buckets = Buckets(elems, bucket_elems, holders)
         return [buckets.owned(rank) for rank in range(holders)]
-    chunks = ChunkMap(model.elems, model.chunk_elems, holders)
+    chunks = ChunkMap(elems, model.chunk_elems, holders)
     return [[chunks.bounds(chunk) for chunk in chunks.chunks_of(rank)] for rank in range(holders)]
 
 
@@ -177,17 +194,55 @@ def build_worker(
     return WorkerNode(runtime, endpoint, member, config)
 
 
-def worker_config(plan: RunPlan, rank: int, model: Model) -> WorkerConfig:
-    """The part of the plan that a worker needs; see `build_worker`."""
+def build_replica(
+    plan: RunPlan,
+    runtime: Runtime,
+    endpoint: Endpoint,
+    model: Model,
+    *,
+    zero_ns: int | None = None,
+) -> WorkerNode | PartNode:
+    """Builds the process of a replica that the endpoint's name says: the worker, or one of its parts.
+
+    Args:
+        model: the whole model, not yet built, of which a part of a split replica keeps its own.
+        plan, runtime, endpoint, zero_ns: as for `build_worker`.
+    """
+    name = endpoint.identity.name
+    rank, part = int(name.rpartition("-")[2]), part_of(name)
+    if plan.parts == 1:
+        return build_worker(plan, runtime, endpoint, rank, model, zero_ns=zero_ns)
+    config = worker_config(plan, rank, _part_model(plan, model, part), part)
+    member = member_of(plan, runtime, endpoint, role_of_part(part), rank, zero_ns=zero_ns)
+    return (PartNode if part else WorkerNode)(runtime, endpoint, member, config)
+
+
+def _part_model(plan: RunPlan, model: Model, part: int) -> PartModel:
+    """A part of the model. Raises ConfigError for a model that is no torch module."""
+    if not isinstance(model, TorchModel):
+        raise ConfigError(
+            f"split={plan.parts}: the model is a {type(model).__name__}; only a module can be divided: make the "
+            "model with gradstream.from_torch"
+        )
+    ids = np.arange(min(2, plan.job.data.num_samples or 0), dtype=np.int64)
+    return PartModel(model, plan.job.data.batch(ids), plan.parts, part)
+
+
+def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> WorkerConfig:
+    """The part of the plan that a worker, or a part of its replica, needs; see `build_replica`."""
     job, strategy = plan.job, plan.strategy
     own = cast(OwnData, job.data) if plan.open_ended else None
     how = "auto"
     if isinstance(strategy, GroupStrategy):
         how = strategy.algorithm if strategy.exchange == "auto" else strategy.exchange
+    split = None
+    if plan.parts > 1:
+        split = Split(part, plan.parts, job.pipeline, job.micro_batches)
     return WorkerConfig(
         rank=rank,
+        split=split,
         num_workers=plan.workers,
-        num_shards=plan.servers,
+        num_shards=plan.servers_of_part,
         strategy=strategy,
         model=model,
         data=job.data,

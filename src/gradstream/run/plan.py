@@ -24,6 +24,7 @@ from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job, is_open_ended
 from gradstream.job.registry import find_function, find_optimizer, find_strategy
+from gradstream.job.split import check_split
 from gradstream.job.validation import check, check_resumed, check_strategy, whole
 from gradstream.model.base import Layout, Model
 from gradstream.optim.base import Optimizer
@@ -33,6 +34,7 @@ from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemo
 from gradstream.transport.base import Identity
 from gradstream.transport.offers import shares_memory
 from gradstream.wire.chunks import CHUNK_ELEMS, shared_chunk_elems
+from gradstream.wire.parts import member_name
 from gradstream.worker.evaluation import EvaluationPlan, Metric
 from gradstream.worker.loop import OwnData
 
@@ -58,7 +60,7 @@ class RunPlan:
         job: the job as the user asked for it.
         strategy: the job's strategy.
         optimizer: the job's update rule, or the strategy's where the job has none.
-        servers: number of shards of the parameter server.
+        servers: number of shards of the parameter server, of all parts together.
         chunk_elems: elements per chunk; None derives them from the size of the model, in shared memory.
         groups: parameters with settings of their own.
         evaluation: when held-out samples are evaluated.
@@ -86,11 +88,26 @@ class RunPlan:
     def node_names(self) -> list[str]:
         """The names of all nodes, in the order in which they are started."""
         shards = [shard_name(rank) for rank in range(self.servers)]
-        return [COORDINATOR, *shards, *(worker_name(rank) for rank in range(self.workers))]
+        return [COORDINATOR, *shards, *self.replica_names]
+
+    @property
+    def replica_names(self) -> list[str]:
+        """The names of all workers, each with the parts of its replica."""
+        return [member_name(part, rank) for rank in range(self.workers) for part in range(self.parts)]
+
+    @property
+    def parts(self) -> int:
+        """Number of processes of each worker's replica."""
+        return self.job.split
+
+    @property
+    def servers_of_part(self) -> int:
+        """Number of shards that hold each part of the model; all of them where it is not split."""
+        return self.servers // self.parts
 
     def identity(self, name: str, incarnation: int) -> Identity:
         """The identity of a node before it has joined."""
-        return Identity(self.id, name, incarnation, nodes=1 + self.servers + self.workers)
+        return Identity(self.id, name, incarnation, nodes=1 + self.servers + self.workers * self.parts)
 
     # ---- data ---------------------------------------------------------------------------
 
@@ -217,7 +234,7 @@ class RunPlan:
             return self.chunk_elems
         if self.served is not None and self.served.rows(bool(layout.tables)) is not None:
             return CHUNK_ELEMS
-        return shared_chunk_elems(layout.elems, layout.dtype.itemsize, max(1, self.servers))
+        return shared_chunk_elems(layout.elems, layout.dtype.itemsize, max(1, self.servers_of_part))
 
 
 def plan_run(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool = True) -> RunPlan:
@@ -238,12 +255,13 @@ def plan_run(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool
     strategy = find_strategy(job.strategy, job.strategy_options)
     optimizer = strategy.optimizer() if job.optimizer is None else find_optimizer(job.optimizer)
     check_strategy(job, strategy, optimizer)
+    check_split(job, strategy, optimizer)
     plan = RunPlan(
         id=run_id,
         job=job,
         strategy=strategy,
         optimizer=optimizer,
-        servers=num_servers(job, strategy),
+        servers=num_servers(job, strategy) * job.split,
         chunk_elems=_chunk_elems(job, strategy, resume),
         groups=groups_of(job.groups, optimizer),
         evaluation=EvaluationPlan(job.evaluate_every, metrics_of(job)),
@@ -274,7 +292,7 @@ def _chunk_elems(job: Job, strategy: Strategy, resume: Resume | None) -> int | N
 
 
 def num_servers(job: Job, strategy: Strategy) -> int:
-    """Number of shards that the job asks for, where the strategy has any. Raises ConfigError."""
+    """Number of shards that the job asks for, of each part, where the strategy has any. Raises ConfigError."""
     name = type(strategy).__name__
     if not isinstance(strategy, ServerStrategy):
         if job.servers:

@@ -176,8 +176,8 @@ class Preparation:
 
     @property
     def _per_machine(self) -> int:
-        """Number of workers on this machine, and on each of the others."""
+        """Number of workers, and parts of replicas, on this machine, and on each of the others."""
         listening = self._options.listening
         if listening is None or self._options.on_address is not None:
-            return self._plan.workers
+            return self._plan.workers * self._plan.parts
         return listening.workers_per_machine

@@ -148,7 +148,7 @@ class Comebacks:
         """Whether a new process takes the place of a lost one: of a shard also while the run is being stopped."""
         if name.startswith("shard"):
             return self._losses.acknowledge != "applied"
-        return name.startswith("worker") and self._losses.replaces and not self.stopping
+        return name.startswith(("worker", "part")) and self._losses.replaces and not self.stopping
 
     def lost(self, name: str, at_s: float) -> bool:
         """Notes that the run has lost a node. Returns whether it is a shard that stands still, and has to end first."""

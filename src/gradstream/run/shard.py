@@ -48,8 +48,9 @@ def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
     strategy = plan.served
     assert strategy is not None
     return ShardConfig(
-        rank=rank,
-        num_shards=plan.servers,
+        rank=rank % plan.servers_of_part,
+        num_shards=plan.servers_of_part,
+        part=rank // plan.servers_of_part,
         rule=strategy.rule(plan.workers, model.reduction),
         optimizer=plan.shards_optimizer,
         grouped=None if plan.workers_optimize else plan.grouped(model),

@@ -15,13 +15,14 @@ from gradstream.coordinator import Coordinator, RunOutcome
 from gradstream.coordinator.durable.keeper import Keeper, StateKeeper, Unkept
 from gradstream.coordinator.durable.store import StateStore
 from gradstream.model.base import Model
-from gradstream.run.nodes import build_coordinator, build_worker
-from gradstream.run.plan import COORDINATOR, RunPlan, shard_name, worker_name
+from gradstream.run.nodes import build_coordinator, build_replica
+from gradstream.run.plan import COORDINATOR, RunPlan, shard_name
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.virtual import DeadlockError, VirtualCluster
 from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwork
 from gradstream.worker.node import WorkerNode
+from gradstream.worker.parts.node import PartNode
 
 __all__ = ["Script", "SimulatedCluster"]
 
@@ -65,7 +66,7 @@ class SimulatedCluster:
         self._address = ""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._incarnations: defaultdict[str, int] = defaultdict(lambda: 1)
-        self._workers: dict[str, WorkerNode] = {}
+        self._workers: dict[str, WorkerNode | PartNode] = {}
         self._outcome: RunOutcome | None = None
         self.successor_due = False
 
@@ -117,8 +118,8 @@ class SimulatedCluster:
         if name == COORDINATOR:
             await self._start(name, self._coordinator)
             return
-        start = self._shard if name.startswith("shard") else self._worker
-        await self._start(name, partial(start, int(name.rpartition("-")[2])))
+        shard = partial(self._shard, int(name.rpartition("-")[2]))
+        await self._start(name, shard if name.startswith("shard") else self._replica)
 
     def stop(self) -> None:
         """Asks the run to stop with a checkpoint, as Ctrl-C does."""
@@ -136,8 +137,8 @@ class SimulatedCluster:
         await self._start(COORDINATOR, self._coordinator)
         for rank in range(self.plan.servers):
             await self._start(shard_name(rank), partial(self._shard, rank))
-        for rank in range(self.plan.workers):
-            await self._start(worker_name(rank), partial(self._worker, rank))
+        for name in self.plan.replica_names:
+            await self._start(name, self._replica)
         director = self.virtual.runtime("director")
         if script is not None:
             director.spawn(script(self), name="script")
@@ -196,10 +197,10 @@ class SimulatedCluster:
         runtime = self.virtual.runtime(endpoint.identity.name)
         await build_shard(self.plan, runtime, endpoint, rank, self._model, zero_ns=self._zero_ns).run()
 
-    async def _worker(self, rank: int, endpoint: MemoryEndpoint) -> None:
+    async def _replica(self, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)
         model = self._model if self.virtual.config.shape_only else copy.deepcopy(self._model)
-        worker = build_worker(self.plan, runtime, endpoint, rank, model, zero_ns=self._zero_ns)
+        worker = build_replica(self.plan, runtime, endpoint, model, zero_ns=self._zero_ns)
         self._workers[runtime.node] = worker
         await worker.run()
 

@@ -53,6 +53,7 @@ class Work:
         brief: the work takes so little time (tens of microseconds) that a change of thread would cost more.
         elsewhere: another thread computes while the runtime's thread waits; the CPU seconds of the
             runtime's thread are not counted.
+        share: of a pass of a split model: the fraction of the whole model's arithmetic.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class Work:
     elems: int = 0
     brief: bool = False
     elsewhere: bool = False
+    share: float = 1.0
 
 
 class Timer(Protocol):

@@ -257,12 +257,25 @@ class Network:
 
 
 KINDS = frozenset(
-    {"gradient", "apply", "copy", "reduce", "product", "evaluate", "read", "build", "init", "form"}
+    {
+        "gradient",
+        "forward",
+        "backward",
+        "apply",
+        "copy",
+        "reduce",
+        "product",
+        "evaluate",
+        "read",
+        "build",
+        "init",
+        "form",
+    }
     | {"checkpoint", "snapshot", "write", "commit", "restore"}
 )
 """The kinds of work that can have a cost."""
 
-_A_NODE = re.compile(r"coordinator|(shard|worker)-\d+")
+_A_NODE = re.compile(r"coordinator|(shard|worker|part\d+)-\d+")
 
 
 def _no_costs() -> Mapping[str, Cost]:
@@ -280,7 +293,8 @@ class SimulationConfig:
     """The assumptions of a simulation about machines and network.
 
     Args:
-        costs: seconds by kind of work (`KINDS`); a kind that is missing costs nothing.
+        costs: seconds by kind of work (`KINDS`); a kind that is missing costs nothing. The "forward" and "backward"
+            passes of a split model cost their share of a "gradient", unless they have costs of their own.
         speeds: speed by node name, 1.0 where missing; a node of speed 0.5 takes twice as long.
         backprop: fraction of the gradient's duration at which the backward pass begins; 1/3 is
             a forward pass half as long. Its elements become ready linearly from there to the end.
@@ -338,8 +352,11 @@ class SimulationConfig:
 
     def seconds(self, node: str, work: Work, rng: random.Random, count: int) -> float:
         """Duration of one computation on a node."""
-        cost = self.costs.get(work.kind)
-        return cost.seconds(work, rng, count) / self.speeds.get(node, 1.0) if cost else 0.0
+        cost, part = self.costs.get(work.kind), 1.0
+        if cost is None and work.kind in ("forward", "backward"):  # of a split model: a part of its gradient
+            cost = self.costs.get("gradient")
+            part = work.share * (self.backprop if work.kind == "forward" else 1 - self.backprop)
+        return part * cost.seconds(work, rng, count) / self.speeds.get(node, 1.0) if cost else 0.0
 
     def offset(self, bucket: int, fraction: float) -> float:
         """The fraction of the duration at which a bucket is ready, and with it `fraction` of all elements."""

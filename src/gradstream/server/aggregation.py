@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["AggregationRule", "EveryN", "EveryPush", "FetchTerms", "PushHeader", "rank_of"]
 
 
-_NAME = re.compile(r"[a-z]+-([0-9]{1,7})", re.ASCII)
+_NAME = re.compile(r"[a-z]+[0-9]{0,4}-([0-9]{1,7})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)

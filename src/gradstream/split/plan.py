@@ -97,8 +97,8 @@ class SplitPlan:
         return tuple(stage for stage in self.stages if stage.part == part)
 
     def ranges_of(self, part: int) -> tuple[tuple[int, int], ...]:
-        """[start, stop) of the unsplit flat vector that a part holds, ascending. Its own vector is these, joined."""
-        return tuple(sorted(bounds for stage in self.stages_of(part) for bounds in stage.ranges))
+        """The ranges of the unsplit vector that a part holds, stage by stage. Its own vector is these, joined."""
+        return tuple(bounds for stage in self.stages_of(part) for bounds in stage.ranges)
 
     def part_of(self, value: Value) -> int:
         """The part that makes a value. Part 0 reads the minibatch."""

@@ -15,13 +15,14 @@ from gradstream.wire.frames import MAX_HEADER_BYTES
 __all__ = ["COORDINATOR", "METHODS", "ROLES", "UNLISTED", "Method", "role_of"]
 
 COORDINATOR = "coordinator"
-ROLES = ("coordinator", "shard", "worker", "launcher", "machine")
-"""A launcher serves machines that join. A machine knows the token, and is no node yet."""
+ROLES = ("coordinator", "shard", "worker", "part", "launcher", "machine")
+"""A launcher serves machines that join. A machine knows the token, and is no node yet. A part is a process of a
+worker's replica besides the worker itself: "part1-3" is part 1 of the replica of worker-3."""
 
 
 def role_of(name: str) -> str:
-    """The part before the dash: "worker" of "worker-3"."""
-    return name.partition("-")[0]
+    """The part before the dash, without a number: "worker" of "worker-3", "part" of "part1-3"."""
+    return name.partition("-")[0].rstrip("0123456789")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,35 +46,35 @@ class Method:
 
 
 _COORDINATOR, _SHARD, _WORKER = frozenset({COORDINATOR}), frozenset({"shard"}), frozenset({"worker"})
+_COMPUTES = frozenset({"worker", "part"})
+_MEMBER = _SHARD | _COMPUTES
 _LAUNCHER, _MACHINE = frozenset({"launcher"}), frozenset({"machine"})
 
 METHODS: Mapping[str, Method] = {
     # Membership. A request to join describes the model, tensor by tensor.
-    "join": Method(
-        served_by=_COORDINATOR, callers=_SHARD | _WORKER, members=False, request_bytes=MAX_HEADER_BYTES
-    ),
-    "alive": Method(served_by=_COORDINATOR, callers=_SHARD | _WORKER),
-    "resume": Method(served_by=_COORDINATOR, callers=_SHARD | _WORKER),
+    "join": Method(served_by=_COORDINATOR, callers=_MEMBER, members=False, request_bytes=MAX_HEADER_BYTES),
+    "alive": Method(served_by=_COORDINATOR, callers=_MEMBER),
+    "resume": Method(served_by=_COORDINATOR, callers=_MEMBER),
     "assign": Method(served_by=_COORDINATOR, callers=_WORKER),
     "ending": Method(served_by=_COORDINATOR, callers=_WORKER),
     "take_over": Method(served_by=_COORDINATOR, callers=_WORKER),
     "shares": Method(served_by=_COORDINATOR, callers=_WORKER),
     # Checkpoints, for nodes on machines without the run directory.
-    "keep": Method(served_by=_COORDINATOR, callers=_SHARD | _WORKER),
-    "kept": Method(served_by=_COORDINATOR, callers=_SHARD | _WORKER),
+    "keep": Method(served_by=_COORDINATOR, callers=_MEMBER),
+    "kept": Method(served_by=_COORDINATOR, callers=_MEMBER),
     # The parameter server. A fetch may name each chunk, with the version that the worker has.
-    "push": Method(served_by=_SHARD, callers=_WORKER, chunks=True),
-    "fetch": Method(served_by=_SHARD, callers=_WORKER, request_bytes=MAX_HEADER_BYTES),
-    "command": Method(served_by=_SHARD, callers=_WORKER),
+    "push": Method(served_by=_SHARD, callers=_COMPUTES, chunks=True),
+    "fetch": Method(served_by=_SHARD, callers=_COMPUTES, request_bytes=MAX_HEADER_BYTES),
+    "command": Method(served_by=_SHARD, callers=_COMPUTES),
     "quorum": Method(served_by=_SHARD, callers=_SHARD),
     # Backups of shards. The description of a chunk names the recent pushes of each worker.
     "backup": Method(served_by=_SHARD, callers=_SHARD, chunks=True, request_bytes=MAX_HEADER_BYTES),
     "backups": Method(served_by=_SHARD, callers=_SHARD),
     # Groups of workers.
-    "tensor": Method(served_by=_WORKER, callers=_WORKER, chunks=True),
-    "exchange": Method(served_by=_WORKER, callers=_WORKER, chunks=True),
-    "broken": Method(served_by=_WORKER, callers=_WORKER),
-    "state": Method(served_by=_WORKER, callers=_WORKER | _COORDINATOR),
+    "tensor": Method(served_by=_COMPUTES, callers=_COMPUTES, chunks=True),
+    "exchange": Method(served_by=_COMPUTES, callers=_COMPUTES, chunks=True),
+    "broken": Method(served_by=_COMPUTES, callers=_COMPUTES),
+    "state": Method(served_by=_COMPUTES, callers=_COMPUTES | _COORDINATOR),
     # Machines that join.
     "hello": Method(served_by=_LAUNCHER, callers=_MACHINE, members=False),
     "measure": Method(served_by=_LAUNCHER, callers=_MACHINE, members=False, chunks=True),

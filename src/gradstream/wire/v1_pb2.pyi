@@ -577,20 +577,28 @@ class Node(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., rank: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ..., enters: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class ModelSpec(_message.Message):
-    __slots__ = ("fingerprint", "elems", "dtype", "chunk_elems", "optimizer", "rows")
+    __slots__ = ("fingerprint", "elems", "dtype", "chunk_elems", "optimizer", "rows", "parts")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     ELEMS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_ELEMS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: int
     elems: int
     dtype: DType
     chunk_elems: int
     optimizer: str
     rows: RowSpec
-    def __init__(self, fingerprint: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., chunk_elems: _Optional[int] = ..., optimizer: _Optional[str] = ..., rows: _Optional[_Union[RowSpec, _Mapping]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[ModelPart]
+    def __init__(self, fingerprint: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., chunk_elems: _Optional[int] = ..., optimizer: _Optional[str] = ..., rows: _Optional[_Union[RowSpec, _Mapping]] = ..., parts: _Optional[_Iterable[_Union[ModelPart, _Mapping]]] = ...) -> None: ...
+
+class ModelPart(_message.Message):
+    __slots__ = ("bounds",)
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    bounds: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, bounds: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RowSpec(_message.Message):
     __slots__ = ("tables", "block_elems")

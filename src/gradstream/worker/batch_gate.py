@@ -79,6 +79,8 @@ class BatchGate:
         begun_before: the same when it was resumed, or entered the present phase.
         phase: phase of the strategy, as of the minibatch that was begun last.
         interval: the worker's interval of the participation schedule.
+        flush_others: awaited before the worker stands: brings into the model what the other processes of its replica
+            have computed. None where there are none.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class BatchGate:
         self.begun_before = 0
         self.phase = ""
         self.interval = v1.Interval()
+        self.flush_others: Callable[[], Awaitable[None]] | None = None
         self._worker = worker
         self._stop = _SnapshotStop(worker, report)
         self._quiesced = quiesced

@@ -17,13 +17,14 @@ from gradstream.runtime.deadlines import Deadlines
 from gradstream.strategies.base import Strategy
 from gradstream.telemetry.events import Event
 from gradstream.transport.base import Endpoint
+from gradstream.wire.parts import role_of_part
 from gradstream.worker.evaluation import EvaluationPlan
 from gradstream.worker.gradient import Clip
 from gradstream.worker.loop import Loop
 from gradstream.worker.observer import Observer
 from gradstream.worker.replica.updater import UpdateRule
 
-__all__ = ["FormGroup", "WorkerConfig"]
+__all__ = ["FormGroup", "Split", "WorkerConfig"]
 
 
 class FormGroup(Protocol):
@@ -41,12 +42,30 @@ class FormGroup(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A process's place in a replica of several.
+
+    Args:
+        part: the part that it holds; part 0 is the worker.
+        parts: number of parts.
+        pipeline: name of the schedule by which the parts compute.
+        micro_batches: number of micro-batches of a minibatch.
+    """
+
+    part: int
+    parts: int
+    pipeline: str
+    micro_batches: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
     """The configuration of a worker.
 
     Args:
         rank: rank of this worker.
+        split: the part of its replica that this process holds; None where the replica is one process.
         num_workers: number of workers, W.
         num_shards: number of shards of the parameter server.
         strategy: strategy of the run.
@@ -94,6 +113,7 @@ class WorkerConfig:
     epochs: int | None
     steps: int | None
     deadlines: Deadlines
+    split: Split | None = None
     loop: Loop | None = None
     optimizer: str = ""
     num_steps: int | None = None
@@ -111,6 +131,11 @@ class WorkerConfig:
     def first_step(self) -> int:
         """Number of this worker's first step; not 0 where the run is resumed."""
         return 0 if self.resume is None else self.resume.step_of(f"worker-{self.rank}")
+
+    @property
+    def role(self) -> str:
+        """Role of the nodes with which this one exchanges: the workers, or the same parts of their replicas."""
+        return role_of_part(0 if self.split is None else self.split.part)
 
     @property
     def chunk_elems(self) -> int:

@@ -13,6 +13,7 @@ from gradstream.telemetry.events import EvaluatedEvent
 from gradstream.worker.buffer_averager import BufferAverager
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.evaluation import Evaluation, check_outputs, evaluate
+from gradstream.worker.parts.worker import Lead
 from gradstream.worker.replica.base import Replica
 from gradstream.worker.schedule import Schedule
 
@@ -33,6 +34,7 @@ class Evaluator:
         schedule: tells the place of each minibatch in the run.
         averager: averages the buffers of all workers.
         is_lowest: tells whether this is the worker of the lowest rank that is still there.
+        lead: leads the other processes of this worker's replica, which compute outputs with it; None without others.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Evaluator:
         schedule: Schedule,
         averager: BufferAverager,
         is_lowest: Callable[[], bool],
+        lead: Lead | None = None,
     ) -> None:
         self._runtime = runtime
         self._member = member
@@ -50,6 +53,7 @@ class Evaluator:
         self._schedule = schedule
         self._averager = averager
         self._is_lowest = is_lowest
+        self._lead = lead
         self._last_ref: BatchRef | None = None
         self._late = False
         self._num_due: int | None = None  # number of evaluations up to the last minibatch
@@ -123,7 +127,13 @@ class Evaluator:
         own = isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients" and not final
         parameters = await replica.newest() if own else replica.parameters.tensor
 
+        given = (
+            None if self._lead is None else await self._lead.outputs(parameters, data, buffers, newest=own)
+        )
+
         def look(_: object) -> Evaluation:
+            if given is not None:
+                return evaluate(given, parameters, data, config.evaluation.metrics)
             with with_buffers(config.model, buffers):
                 return evaluate(config.model, parameters, data, config.evaluation.metrics)
 

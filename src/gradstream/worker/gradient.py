@@ -14,13 +14,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from gradstream.data.base import BatchPlan, BatchRef, Feed
 from gradstream.data.joined import parts_of
 from gradstream.errors import GradstreamError, NonFiniteError, UserCodeError
+from gradstream.memory import Vector
 from gradstream.model.base import Model
 from gradstream.model.batch import Batch
 from gradstream.model.check import usable
@@ -28,7 +29,7 @@ from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 from gradstream.worker.computed import ComputedGradient, Result
 
-__all__ = ["Clip", "Differentiator", "GradientSource", "hash_seed"]
+__all__ = ["BLOCK_ELEMS", "Clip", "Differentiator", "GradientSource", "JointSource", "hash_seed"]
 
 BLOCK_ELEMS = 1 << 17
 """Length of a block. A norm adds the squares of blocks in float64, so it does not depend on the number of threads."""
@@ -106,6 +107,15 @@ class GradientSource(Protocol):
 
     def compute(self, parameters: torch.Tensor, gradient: ComputedGradient, report: Report) -> Result:
         """Writes a gradient at `parameters` (E,) into its vector, `factors` and `rows`."""
+        ...
+
+
+@runtime_checkable
+class JointSource(GradientSource, Protocol):
+    """A source whose gradients several processes compute together, each its part: not on one thread at once."""
+
+    async def compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result:
+        """As `compute`, which it replaces."""
         ...
 
 

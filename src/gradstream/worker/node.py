@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from gradstream.coordinator.client.lifeline import EvictedError
@@ -13,6 +13,7 @@ from gradstream.data.base import BatchRef
 from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
 from gradstream.errors import RefusedError, UserCodeError
+from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime
 from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import StepEvent
@@ -29,6 +30,8 @@ from gradstream.worker.exchange.assembly import Assembly
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.final_model import write_final_model
 from gradstream.worker.loop import LoopContext, LoopSource
+from gradstream.worker.parts.lead import LedSchedule
+from gradstream.worker.parts.worker import Lead
 from gradstream.worker.recorder import WorkerRecorder
 from gradstream.worker.registration import model_spec_of, tensor_specs_of
 from gradstream.worker.replica.base import Replica
@@ -67,11 +70,14 @@ class WorkerNode:
         self._queue: BatchQueue | None = None
         if config.loop is None and config.strategy.partitioning != "rounds" and config.num_workers > 1:
             self._queue = BatchQueue(self._recorder, runtime)
+        self._lead: Lead | None = None  # of a replica of several processes
+        if config.split is not None:
+            self._lead = Lead(runtime, endpoint, member, config, self._batch_gate, self._failed)
         self._source = self._make_source()
         self._evaluator: Evaluator | None = None  # a loop of the user's evaluates as it likes
         if isinstance(self._source, Schedule):
             self._evaluator = Evaluator(
-                runtime, member, config, self._source, self._averager, self._is_lowest
+                runtime, member, config, self._source, self._averager, self._is_lowest, self._lead
             )
 
     def _make_source(self) -> Schedule | LoopSource:
@@ -86,7 +92,8 @@ class WorkerNode:
             quorum = config.strategy.quorum(config.num_workers)
         if quorum is not None or config.stands_in:
             first_version = config.resume.rounds if config.resume else 0
-        return Schedule(
+        kind = Schedule if self._lead is None else partial(LedSchedule, lead=self._lead.parts)
+        return kind(
             plan=config.plan,
             rank=config.rank,
             epochs=config.epochs,
@@ -122,6 +129,8 @@ class WorkerNode:
         finally:
             if self._exchange is not None:
                 await self._exchange.close()
+            if self._lead is not None:
+                self._lead.parts.close()
             await self._member.leave()
 
     def drain(self) -> None:
@@ -141,6 +150,8 @@ class WorkerNode:
         config, runtime = self._config, self._runtime
         await self._member.training()
         late = self._member.since > 0
+        if self._lead is not None:
+            await self._lead.begin()
         exchange = self._exchange = await self._assembly(late).exchange()
         replica = exchange.replica
         if config.loop is not None:
@@ -178,11 +189,12 @@ class WorkerNode:
             endpoint=self._endpoint,
             member=self._member,
             rank=config.rank,
+            part=0,
             num_shards=config.num_shards,
             resume=None if config.gradients_only else config.resume,
             late=late,
             deadlines=config.deadlines,
-            init=partial(fill_parameters, config, self._runtime),
+            init=init_of(config, self._runtime),
             is_lowest=self._is_lowest,
             failed=self._failed,
         )
@@ -193,6 +205,7 @@ class WorkerNode:
             self._batch_gate,
             on_step=self._stepped,
             on_boundary=_nothing if self._evaluator is None else self._evaluator.at_boundary,
+            place=None if self._lead is None else self._lead.place,
         )
 
     def _is_lowest(self) -> bool:
@@ -224,12 +237,18 @@ class WorkerNode:
     async def _keep(self, exchange: Exchange) -> None:
         """Evaluates and writes the final model."""
         replica, config = exchange.replica, self._config
-        if config.loop is None:
+        if self._lead is not None:
+            await self._runtime.gather(exchange.finish(), self._lead.parts.finish())
+        elif config.loop is None:
             await exchange.finish()
         if self._evaluator is not None:
             await self._evaluator.at_end(replica, early=self._batch_gate.ending)
         buffers = await self._averager.average()
-        await write_final_model(self._runtime, config.model, replica, buffers, self._member.emit)
+        if self._lead is not None:
+            replica.retire()
+            await self._lead.write_final(replica.parameters, buffers)
+        else:
+            await write_final_model(self._runtime, config.model, replica, buffers, self._member.emit)
 
     # ---- reports ------------------------------------------------------------------------
 
@@ -255,6 +274,11 @@ class WorkerNode:
     def _report_logged(self) -> None:
         for event in () if self._config.loop is None else self._config.loop.logged():
             self._member.emit(event)
+
+
+def init_of(config: WorkerConfig, runtime: Runtime) -> Callable[[Vector], Awaitable[None]]:
+    """What fills a vector with the first parameters of a worker's model."""
+    return partial(fill_parameters, config, runtime)
 
 
 async def _nothing(replica: Replica, refs: Sequence[BatchRef]) -> None:

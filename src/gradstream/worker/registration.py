@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from gradstream.checkpoint.format import spec_of, to_spec
 from gradstream.memory import trim
-from gradstream.model.base import Model
+from gradstream.model.base import Layout, Model
 from gradstream.model.buffers import buffers_of
-from gradstream.model.fixed import fixed_of
+from gradstream.model.fixed import Fixed, fixed_of
 from gradstream.runtime.base import Runtime, Work
+from gradstream.split.part_model import PartModel
 from gradstream.strategies.base import RowExchange, ServerStrategy
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
@@ -27,7 +30,7 @@ async def model_spec_of(config: WorkerConfig, runtime: Runtime) -> v1.ModelSpec:
     model = config.model
     # The first look at the layout may build the model; a shape-only run takes it below.
     await runtime.compute(lambda _: _build(model), work=Work("build"))
-    layout = model.layout
+    layout = whole_layout_of(model)
     return v1.ModelSpec(
         fingerprint=layout.fingerprint,
         elems=layout.elems,
@@ -35,7 +38,20 @@ async def model_spec_of(config: WorkerConfig, runtime: Runtime) -> v1.ModelSpec:
         chunk_elems=config.chunk_elems,
         optimizer=config.optimizer,
         rows=row_spec_for(config),
+        parts=_parts_of(model),
     )
+
+
+def whole_layout_of(model: Model) -> Layout:
+    """The layout of the run's model, of which a split replica's process holds a part."""
+    return model.whole if isinstance(model, PartModel) else model.layout
+
+
+def _parts_of(model: Model) -> list[v1.ModelPart]:
+    if not isinstance(model, PartModel):
+        return []
+    ranges = [model.plan.ranges_of(part) for part in range(model.plan.parts)]
+    return [v1.ModelPart(bounds=[edge for bounds in one for edge in bounds]) for one in ranges]
 
 
 def row_exchange_of(config: WorkerConfig) -> RowExchange | None:
@@ -57,9 +73,17 @@ def row_spec_for(config: WorkerConfig) -> v1.RowSpec | None:
 
 def tensor_specs_of(model: Model) -> tuple[list[v1.TensorSpec], ...]:
     """The tensors of a checkpoint's files: those of the flat vector, buffers, and fixed tensors."""
-    layout, own, fixed = model.layout, buffers_of(model), fixed_of(model)
+    layout = whole_layout_of(model)
     tensors = [spec_of(slot.name, slot.shape, layout.dtype) for slot in layout.slots]
-    buffers = [spec_of(name, array.shape, array.dtype) for name, array in own.items()]
+    if isinstance(model, PartModel):
+        fixed, of_whole = Fixed(second=model.second_names), model.whole_buffers
+        buffers = [
+            spec_of(name, one.shape, torch.empty(0, dtype=one.dtype).numpy().dtype)
+            for name, one in of_whole.items()
+        ]
+    else:
+        fixed = fixed_of(model)
+        buffers = [spec_of(name, array.shape, array.dtype) for name, array in buffers_of(model).items()]
     frozen = [spec_of(name, array.shape, array.dtype) for name, array in fixed.frozen.items()]
     by_name = {tensor.name: tensor for tensor in tensors}
     second = [replace(by_name[first], name=name, same_as=first) for name, first in fixed.second.items()]

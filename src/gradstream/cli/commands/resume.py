@@ -18,6 +18,7 @@ __all__ = ["resume"]
 @click.argument("run", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--workers", type=int, help="New number of replicas of the model.")
 @click.option("--servers", type=int, help="New number of shards of the parameter server.")
+@click.option("--split", type=int, help="New number of processes that hold one replica together.")
 @click.option("--batch-size", type=int, help="New number of samples per minibatch of one worker.")
 @click.option("--epochs", type=int, help="Passes over the data, including those before.")
 @click.option("--steps", type=int, help="Minibatches of each worker, including those before.")
@@ -51,9 +52,15 @@ def resume(run: Path, as_json: bool, detach: bool, **given: Any) -> None:
     from gradstream._resume import resume as resume_run
 
     names = ("listen", "wait", "workers_per_machine", "servers_on", "wait_s", "insecure", "token_file")
-    listening = listening_of(**{name: given.pop(name) for name in names}, workers=given["workers"])
+    listening = listening_of(**{name: given.pop(name) for name in names}, workers=_processes(given))
     options: Any = {name: value for name, value in given.items() if value is not None}
     if detach:
         show_detached(resume_run(run, listen=listening, detach=True, **options), as_json)
         return
     run_and_show(lambda on_event: resume_run(run, on_event=on_event, listen=listening, **options), as_json)
+
+
+def _processes(given: dict[str, Any]) -> int | None:
+    """Number of processes of all replicas, where the options tell it."""
+    workers: int | None = given["workers"]
+    return None if workers is None else workers * (given["split"] or 1)

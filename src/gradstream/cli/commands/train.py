@@ -47,7 +47,7 @@ def train(job: str, as_json: bool, dry_run: bool, detach: bool, **given: Any) ->
     machines = {name: given.pop(name) for name in names}
     chosen = load_job_with(job, **given)
     # The number in a job file is for one machine.
-    workers = chosen.workers if "workers" in chosen.origins else None
+    workers = chosen.workers * chosen.split if "workers" in chosen.origins else None
     listening = listening_of(**machines, workers=workers)
     if dry_run:
         show_dry_run(chosen, as_json)

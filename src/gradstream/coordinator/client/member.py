@@ -310,6 +310,10 @@ class Member(Reporter):
             self._error = RunAbortedError(notice.culprit, notice.reason)
         elif notice.phase == v1.Notice.STOPPED:
             self._error = RunStoppedError("the run was stopped; it can be resumed")
+        elif notice.phase == v1.Notice.TRAINING and all(one.name != self.node.name for one in notice.nodes):
+            self._error = self._error or EvictedError(
+                self.node.name, "the run has lost it, or one of its replica"
+            )
         if changed:
             for listener in self._listeners:
                 listener(notice)

@@ -164,7 +164,7 @@ class _Machine:
         run_dir = self._make_run_dir(grant.machine, again)
         spec = self._entrance.spec(grant, run_dir)
         (run_dir / "nodes.json").write_text(json.dumps(spec, indent=2) + "\n")
-        num_workers = sum(name.startswith("worker") for name in names)
+        num_workers = sum(name.startswith(("worker", "part")) for name in names)
         shards = any(name.startswith("shard") for name in names)
         environment = node_environment(num_workers, shards=shards)
         with LocalCluster(run_dir / "logs", environment, shards=shards) as cluster:

@@ -27,7 +27,7 @@ class Listening:
             at P, the coordinator at P + 1 and shard i at P + 2 + i of its machine; the process group of a
             script with S shards meets at P + 2 + S. With port 0 all take free ports.
         machines: number of machines, this one included.
-        workers_per_machine: number of workers on each machine.
+        workers_per_machine: number of workers on each machine; of a split model, of parts of replicas.
         servers_on: where the shards of the parameter server run. "all": shard i on machine i mod `machines`
             (the launcher's is machine 0), by default one on each machine. "launcher": all of them on the
             launcher's machine, by default one.
@@ -61,7 +61,12 @@ class Listening:
                 f"servers_on={self.servers_on!r}: expected one of {', '.join(map(repr, get_args(ServersOn)))}"
             )
         total = self.machines * self.workers_per_machine
-        if job.workers != total:
+        if job.split > 1 and job.workers * job.split != total:
+            raise ConfigError(
+                f"workers={job.workers} with split={job.split} are {job.workers * job.split} processes, but "
+                f"{self.machines} machines with {self.workers_per_machine} processes each have {total}"
+            )
+        if job.split == 1 and job.workers != total:
             raise ConfigError(
                 f"workers={job.workers}, but {self.machines} machines with {self.workers_per_machine} workers each "
                 f"have {total} workers; expected workers={total} (all machines together), or leave workers out"
@@ -84,7 +89,7 @@ class Listening:
             self.address.at(self.address.port + number).check_free()
 
     def spread_servers(self, job: Job) -> Job:
-        """The job with one shard for each machine, where shards are spread and their number is not given.
+        """The job with at least one shard for each machine, where shards are spread and their number is not given.
 
         Raises:
             UnknownNameError: there is no such strategy.
@@ -92,13 +97,14 @@ class Listening:
         strategy = find_strategy(job.strategy, job.strategy_options)
         if self.servers_on != "all" or job.servers is not None or not isinstance(strategy, ServerStrategy):
             return job
-        return replace(job, servers=self.machines, origins={**job.origins, "servers": "listen"})
+        servers = max(1, self.machines // job.split)  # of each part
+        return replace(job, servers=servers, origins={**job.origins, "servers": "listen"})
 
     def port_of(self, name: str) -> int:
         """The port at which a node listens on its machine; 0 takes a free one. See `address`."""
         first = self.address.port
         role, _, rank = name.partition("-")
-        if not first or role == "worker":
+        if not first or role not in ("coordinator", "shard"):
             return 0
         return first + 1 if role == "coordinator" else first + 2 + int(rank)
 

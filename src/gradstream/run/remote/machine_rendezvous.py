@@ -68,6 +68,7 @@ class MachineRendezvous:
             self.machine,
             machines=listening.machines,
             workers_per_machine=listening.workers_per_machine,
+            parts=plan.parts,
             facts=facts_of(job),
             shards=plan.servers,
             servers_on=listening.servers_on,

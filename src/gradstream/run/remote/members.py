@@ -12,6 +12,7 @@ from gradstream.run.remote.listening import ServersOn
 from gradstream.untrusted import escaped
 from gradstream.untrusted.names import check_name
 from gradstream.wire import v1
+from gradstream.wire.parts import member_name
 
 __all__ = ["MachineMembers", "RankMembers", "Seat", "name_of_rank"]
 
@@ -42,7 +43,8 @@ class MachineMembers:
     Args:
         own: name of the launcher's machine, which has the first shard and the first workers.
         machines: number of machines, the launcher's included.
-        workers_per_machine: number of workers on each machine.
+        workers_per_machine: number of workers on each machine, or of parts of their replicas.
+        parts: number of processes of each replica. They follow one another, so a machine has one after the other.
         facts: values that must be the same on every machine.
         shards: number of shards of the parameter server.
         servers_on: "all" places shard i on machine i mod `machines`, "launcher" places all on the launcher's.
@@ -58,6 +60,7 @@ class MachineMembers:
         *,
         machines: int,
         workers_per_machine: int,
+        parts: int = 1,
         facts: Mapping[str, str],
         shards: int = 0,
         servers_on: ServersOn = "all",
@@ -68,6 +71,7 @@ class MachineMembers:
         self.begun = False
         self._machines = machines
         self._per_machine = workers_per_machine
+        self._parts = parts
         self._shards = shards
         self._hosts = machines if servers_on == "all" else 1  # of shards
         self._facts = facts
@@ -97,9 +101,9 @@ class MachineMembers:
         ranks = range(index, self._shards, self._hosts) if index < self._hosts else ()
         shards = [name for rank in ranks if (name := f"shard-{rank}") not in self._rescued]
         first = index * self._per_machine
-        workers = range(first, first + self._per_machine)
+        processes = (divmod(number, self._parts) for number in range(first, first + self._per_machine))
         rescued = () if index else self._rescued
-        return (*shards, *rescued, *(f"worker-{rank}" for rank in workers))
+        return (*shards, *rescued, *(member_name(part, rank) for rank, part in processes))
 
     def seat_of(self, node: str) -> Seat | None:
         """The machine that runs a node; None where none does."""
@@ -162,7 +166,11 @@ class MachineMembers:
             return [index for index in range(self._machines) if index not in self._seats]
         if self._obstacle:
             return []
-        alone = [i for i in sorted(self._gone) if all(name.startswith("worker") for name in self.nodes_of(i))]
+        alone = [
+            i
+            for i in sorted(self._gone)
+            if all(name.startswith(("worker", "part")) for name in self.nodes_of(i))
+        ]
         return sorted(alone, key=lambda index: self._seats[index].machine != asked)
 
     def _may_take(self, machine: str, free: list[int]) -> list[int]:

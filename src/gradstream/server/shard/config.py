@@ -25,8 +25,8 @@ class ShardConfig:
     """One shard's part of a run.
 
     Args:
-        rank: rank of the shard.
-        num_shards: number of shards.
+        rank: rank of the shard, among those of its part.
+        num_shards: number of shards, of its part.
         rule: the strategy's server half.
         optimizer: update rule.
         silence_s: the longest time in which a reader may take no chunk that it asked for, in seconds. In that time
@@ -42,6 +42,7 @@ class ShardConfig:
         acknowledge: when the shard acknowledges a push: "applied", or once a backup has the result, "logged" in a
             file or "replicated" on the next shard.
         retry_s: how long a disk that is full is waited for, in seconds.
+        part: the part of a split model that it holds, with the other shards of that part.
         decayed: whether gradients contain their weight decay already; see `Strategy.decays_gradients`.
     """
 
@@ -57,9 +58,15 @@ class ShardConfig:
     schedule: EventSchedule = field(default_factory=ArrivalOrder)
     correction: Correction | None = None
     workers: int = 0
+    part: int = 0
     decayed: bool = False
     acknowledge: Acknowledge = "applied"
     retry_s: float = 120.0
+
+    @property
+    def node_rank(self) -> int:
+        """Rank among all shards of the run."""
+        return self.part * self.num_shards + self.rank
 
     @property
     def backup_holder(self) -> str:

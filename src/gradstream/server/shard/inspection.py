@@ -21,6 +21,7 @@ from gradstream.server.shard.store import ShardStore
 from gradstream.transport.base import Identity, Received
 from gradstream.wire import v1
 from gradstream.wire.frames import ABSENT
+from gradstream.wire.parts import part_of
 
 __all__ = ["Inspection"]
 
@@ -36,15 +37,17 @@ class Inspection:
         store: vectors of the shard, which have the sizes of the registered model.
         counters: counts the requests that do not fit, as "refused".
         workers: number of workers; 0 where unknown.
+        part: the part of a split model that the shard holds.
     """
 
     def __init__(
-        self, identity: Identity, store: ShardStore, counters: Counter[str], workers: int = 0
+        self, identity: Identity, store: ShardStore, counters: Counter[str], workers: int = 0, part: int = 0
     ) -> None:
         self._identity = identity
         self._store = store
         self._counters = counters
         self._workers = workers
+        self._part = part
         self._members: frozenset[Sender] | None = None
         self._stand_ins: Mapping[int, str] = {}
 
@@ -91,6 +94,10 @@ class Inspection:
             raise self.bad(sender, str(error)) from None
         if self._workers and not rank < self._workers:
             raise self.bad(sender, f"there are {self._workers} workers, of ranks from 0")
+        if part_of(sender) != self._part:
+            raise self.bad(
+                sender, f"this shard holds part {self._part} of the model; ask one of part {part_of(sender)}"
+            )
         return rank
 
     # ---- requests -----------------------------------------------------------------------

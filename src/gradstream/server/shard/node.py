@@ -20,6 +20,7 @@ from gradstream.server.shard.snapshot import ShardSnapshot
 from gradstream.telemetry.events import AppliedEvent, Event, RestoredEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
+from gradstream.wire.parts import part_map_of, role_of_part
 
 __all__ = ["ShardMembership", "ShardNode"]
 
@@ -95,8 +96,12 @@ class ShardNode:
         try:
             await self._member.join()
             notice = await self._member.training()
-            self._service.register(notice.model, opens=False)
-            source = ShardSnapshot(self._service)
+            place = part_map_of(notice.model, self._config.part)
+            model = v1.ModelSpec()
+            model.CopyFrom(notice.model)
+            model.elems = place.elems
+            self._service.register(model, opens=False)
+            source = ShardSnapshot(self._service, place if notice.model.parts else None)
             await self._restore(source)
             backup = self._service.backup if self._member.since else None
             if backup is not None:
@@ -108,7 +113,7 @@ class ShardNode:
             self._member.listen(self._keep_members)
             self._service.open()
             if backup is not None:
-                restored = RestoredEvent(rank=self._config.rank, chunks=backup.num_restored)
+                restored = RestoredEvent(rank=self._config.node_rank, chunks=backup.num_restored)
                 self._member.emit(restored)
             tasks = self._agree()
             snapshots = NodeSnapshots(self._runtime, self._member, source).run()
@@ -139,13 +144,14 @@ class ShardNode:
         Of a worker whose place another process has taken, the shard may hear only once that process is in: it first
         frees what it keeps of the lost one.
         """
+        role = role_of_part(self._config.part)
         self._service.keep_stand_ins({one.rank: one.worker for one in notice.stand_ins})
         before, self._members = self._members, _incarnations(notice)
         stayed = [
             node for node in notice.nodes if before.get(node.name, node.incarnation) == node.incarnation
         ]
         for members in (stayed, notice.nodes) if len(stayed) < len(notice.nodes) else (notice.nodes,):
-            self._service.executor.keep_workers({node.rank for node in members if node.role == "worker"})
+            self._service.executor.keep_workers({node.rank for node in members if node.role == role})
             self._service.keep_senders({(node.name, node.incarnation) for node in members}, notice.fenced)
         self._follow_backups(first=not before)
 
@@ -223,7 +229,7 @@ class ShardNode:
         versions = self._service.state.versions() or [0]
         self._member.emit(
             AppliedEvent(
-                rank=self._config.rank,
+                rank=self._config.node_rank,
                 updates=new["applied"],
                 duplicates=new["duplicate"],
                 dropped=new["dropped"],

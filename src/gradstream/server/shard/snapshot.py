@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from gradstream.checkpoint.manifest import STATE, Manifest
-from gradstream.checkpoint.snapshot import Pieces, load
+from gradstream.checkpoint.snapshot import Pieces, load, unsplit
 from gradstream.runtime.base import Storage
 from gradstream.server.shard.service import ShardService
+from gradstream.wire.parts import PartMap
 
 __all__ = ["ShardSnapshot"]
 
@@ -18,18 +19,23 @@ class ShardSnapshot:
 
     Args:
         service: the shard's service, with a registered model.
+        place: the place of the shard's part in a split model; None where the model is not split.
     """
 
-    def __init__(self, service: ShardService) -> None:
+    def __init__(self, service: ShardService, place: PartMap | None = None) -> None:
         self._service = service
+        self._place = place
 
     def pieces(self) -> Mapping[str, Pieces]:
         """See `SnapshotSource`."""
         store = self._service.store
-        return {
+        pieces: dict[str, Pieces] = {
             name: [(store.chunks.bounds(chunk)[0], store.span(vector, chunk).tensor) for chunk in store.here]
             for name, vector in {"": store.parameters, **store.state}.items()
         }
+        if self._place is None:
+            return pieces
+        return {name: unsplit(those, self._place) for name, those in pieces.items()}
 
     def versions(self) -> Sequence[int]:
         """See `SnapshotSource`."""
@@ -48,6 +54,8 @@ class ShardSnapshot:
     def restore(self, storage: Storage, folder: str) -> None:
         """Reads the shard's ranges and the versions of its chunks from a checkpoint. Raises what `load` raises."""
         versions = Manifest.decode(storage.read(f"{folder}/{STATE}")).versions
+        if self._place is not None:  # the chunks of parts are not those of the whole
+            versions = [min(versions, default=0)] * self._service.store.chunks.num_chunks
         for chunk, state in self._service.state.chunks.items():
             state.version = versions[chunk]
         if self._service.store.changed is not None:

@@ -26,6 +26,7 @@ from gradstream.model.factors import factored_layers_of
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy
 from gradstream.telemetry.events import StepEvent
 from gradstream.wire import v1
+from gradstream.wire.parts import part_map_of
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
@@ -35,6 +36,7 @@ from gradstream.worker.exchange.shared import form_shared
 from gradstream.worker.gradient import Differentiator, GradientSource
 from gradstream.worker.joint_gradient import JointGradient
 from gradstream.worker.loop import LoopSource
+from gradstream.worker.parts.gradients import PartPlace
 from gradstream.worker.refusals import Refusals, RefusedGradient
 from gradstream.worker.replica.base import Replica, ReplicaContext
 from gradstream.worker.replica.group import GroupReplica, GroupSetup
@@ -54,6 +56,7 @@ class Assembly:
         source: the worker's minibatches; a user's loop computes their gradients too.
         batch_gate: see `ReplicaContext`.
         on_step, on_boundary: see `ReplicaContext`.
+        place: the place of this process in a replica of several; None where the replica is one process.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Assembly:
         *,
         on_step: Callable[[StepEvent], None],
         on_boundary: Callable[[Replica, Sequence[BatchRef]], Awaitable[None]],
+        place: PartPlace | None = None,
     ) -> None:
         self._config = config
         self._context = context
@@ -72,6 +76,7 @@ class Assembly:
         self._batch_gate = batch_gate
         self._on_step = on_step
         self._on_boundary = on_boundary
+        self._place = place
 
     async def exchange(self) -> Exchange:
         """Makes the exchange. In a group or in shared memory, this waits for all other workers.
@@ -114,13 +119,14 @@ class Assembly:
             partial(self._group_setup, strategy),
             partial(GroupReplica, self._replica_context(), first),
             (config.model.layout.elems, config.chunk_elems),
+            None if config.split is None else part_map_of(context.member.notice.model, config.split.part),
         )
 
     async def _form_group(self, notice: v1.Notice) -> Group:
         """Forms the group of the workers that are in."""
         config, context = self._config, self._context
         assert config.form_group is not None
-        names = names_of(notice.nodes, "worker")
+        names = names_of(notice.nodes, config.role)
         rank = names.index(context.runtime.node)
         members = GroupMembers(names, rank, notice.epoch, config.deadlines.silence_s)
         return await config.form_group(
@@ -194,14 +200,15 @@ class Assembly:
         """The layers that may be exchanged as factors; None where there are none."""
         config, context = self._config, self._context
         layers = factored_layers_of(config.model)
-        several = isinstance(config.plan, JoinedPlan) or config.loop is not None or bool(config.clip)
+        alone = config.loop is None and config.split is None
+        several = isinstance(config.plan, JoinedPlan) or not alone or bool(config.clip)
         if strategy.factors and (several or not layers):
             why = "gradients are clipped, summed up from parts, or a loop's" if several else "it has none"
             raise ConfigError(f"factors=True: no layer of this model can be exchanged as factors: {why}")
         guessed = strategy.factors is None and context.runtime.memory.shape_only
         if several or not layers or config.num_workers == 1 or guessed:  # only a backward pass knows
             return None
-        hosts = {_host_of(node.address) for node in context.member.notice.nodes if node.role == "worker"}
+        hosts = {_host_of(node.address) for node in context.member.notice.nodes if node.role == config.role}
         near = group.shares_memory or len(hosts) == 1
         num_workers = config.num_workers
         return SufficientFactors(
@@ -224,9 +231,7 @@ class Assembly:
             runtime=context.runtime,
             model=config.model,
             schedule=self._source,
-            gradients=self._source
-            if isinstance(self._source, LoopSource)
-            else self._differentiator(self._source),
+            gradients=self._gradients(),
             rank=config.rank,
             num_workers=config.num_workers,
             rule=LocalRule.of(
@@ -240,13 +245,29 @@ class Assembly:
             batch_gate=self._batch_gate,
             first_step=config.first_step,
             # With a quorum, the first shard reports what is in the model: unlike this worker, it cannot be lost.
-            on_receipt=context.member.receipt if quorum is None else lambda refs: None,
+            on_receipt=self._on_receipt if quorum is None else lambda refs: None,
             on_step=self._on_step,
             on_boundary=self._on_boundary,
-            refusals=Refusals(self._refused, context.member.sound) if config.skips_non_finite else Refusals(),
+            refusals=self._refusals(),
             watch=config.watch,
             late=context.late,
         )
+
+    def _gradients(self) -> GradientSource:
+        if self._place is not None:
+            return self._place.gradients
+        return self._source if isinstance(self._source, LoopSource) else self._differentiator(self._source)
+
+    def _refusals(self) -> Refusals:
+        if self._config.role != "worker":
+            return Refusals(lambda refused: None)  # its worker reports
+        if not self._config.skips_non_finite:
+            return Refusals()
+        return Refusals(self._refused, self._context.member.sound)
+
+    @property
+    def _on_receipt(self) -> Callable[[Sequence[BatchRef]], None]:
+        return self._context.member.receipt if self._place is None else self._place.pushed
 
     def _refused(self, one: RefusedGradient) -> None:
         self._context.member.refused(

@@ -33,7 +33,8 @@ class ExchangeContext:
         endpoint: endpoint of the worker's node.
         member: the node's membership; the run has begun.
         rank: rank of this worker.
-        num_shards: number of shards of the parameter server; some may be missing for a moment.
+        part: the part of a split model that this process holds.
+        num_shards: number of shards of the parameter server, for this part; some may be missing for a moment.
         resume: where the run continues; None if it begins.
         late: whether this worker has joined after training had begun.
         deadlines: how long the run waits for nodes that do not answer.
@@ -46,6 +47,7 @@ class ExchangeContext:
     endpoint: Endpoint
     member: Member
     rank: int
+    part: int
     num_shards: int
     resume: Resume | None
     late: bool

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from hashlib import blake2b
 
 from gradstream.checkpoint.manifest import STATE, Manifest
-from gradstream.checkpoint.snapshot import Pieces, load
+from gradstream.checkpoint.snapshot import Pieces, load, unsplit
 from gradstream.collectives.group import Group
 from gradstream.errors import ClosedError, InternalError, PeerLostError
 from gradstream.memory import Vector
@@ -17,6 +17,7 @@ from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
+from gradstream.wire.parts import PartMap
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
 from gradstream.worker.exchange.forming import LOST, GroupForming
 from gradstream.worker.replica.group import GroupReplica, GroupSetup
@@ -41,6 +42,7 @@ class GroupExchange(Exchange):
         setup: makes the worker's setup in the group of a notice, and takes over from the one before what can stay.
         replica: makes the replica, which reports its transfers.
         chunks: number of elements, and elements of a chunk. A checkpoint has a version for each chunk.
+        place: the place of this worker's part in a split model; None where the model is not split.
     """
 
     replica: GroupReplica
@@ -53,6 +55,7 @@ class GroupExchange(Exchange):
         setup: Callable[[Group, v1.Notice, GroupSetup | None], Awaitable[GroupSetup]],
         replica: Callable[[Transfers], GroupReplica],
         chunks: tuple[int, int],
+        place: PartMap | None = None,
     ) -> None:
         super().__init__(context)
         self._strategy = strategy
@@ -61,7 +64,7 @@ class GroupExchange(Exchange):
         self._transfers = Transfers(context.rank, context.member.emit)
         self._accounted = (0, 0)  # rounds and bytes
         self.replica = replica(self._transfers)
-        self._snapshot_source = _GroupSnapshot(self.replica, *chunks)
+        self._snapshot_source = _GroupSnapshot(self.replica, *chunks, place)
         self._had: Sequence[
             Vector
         ] = ()  # parameters and state of `version`, while the replica has none that are whole
@@ -258,10 +261,14 @@ class _GroupSnapshot:
         replica: this worker.
         elems: number of elements.
         chunk_elems: elements of a chunk; this worker reports the versions of its part of them.
+        place: as for `GroupExchange`.
     """
 
-    def __init__(self, replica: GroupReplica, elems: int, chunk_elems: int) -> None:
+    def __init__(
+        self, replica: GroupReplica, elems: int, chunk_elems: int, place: PartMap | None = None
+    ) -> None:
         self._replica = replica
+        self._place = place
         self._elems = elems
         self._chunk_elems = chunk_elems
 
@@ -275,7 +282,9 @@ class _GroupSnapshot:
         pieces: dict[str, Pieces] = {"": [(start, parameters[start:stop]) for start, stop in ranges]}
         for name, vector in updater.state.items():
             pieces[name] = [(start, updater.state_of(vector, start, stop).tensor) for start, stop in ranges]
-        return pieces
+        if self._place is None:
+            return pieces
+        return {name: unsplit(those, self._place) for name, those in pieces.items()}
 
     def versions(self) -> Sequence[int]:
         """See `SnapshotSource`: the number of rounds in the model."""

@@ -81,7 +81,8 @@ class ServerExchange(Exchange):
         replica: Callable[[ServerClient], ServerReplica],
         rows: v1.RowSpec | None = None,
     ) -> None:
-        shards = [f"shard-{rank}" for rank in range(context.num_shards)]
+        first = context.num_shards * context.part  # each part has shards of its own
+        shards = [f"shard-{first + rank}" for rank in range(context.num_shards)]
         super().__init__(context)
         self._strategy = strategy
         self._accounts = TrafficReports(context.rank)

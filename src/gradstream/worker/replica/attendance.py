@@ -69,6 +69,8 @@ class Attendance:
 
     async def stand(self) -> None:
         """Brings everything into the model: the worker stands until it passes the gate again."""
+        if self._gate.flush_others is not None:
+            await self._gate.flush_others()
         await self._flush()
         if self.waited_for:
             await self._pause()

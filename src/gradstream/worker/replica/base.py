@@ -30,7 +30,7 @@ from gradstream.telemetry.events import StepEvent
 from gradstream.telemetry.wait_attribution import WaitAttribution
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
-from gradstream.worker.gradient import GradientSource
+from gradstream.worker.gradient import GradientSource, JointSource
 from gradstream.worker.observer import Observer
 from gradstream.worker.refusals import Refusals
 from gradstream.worker.replica.attendance import Attendance
@@ -244,17 +244,20 @@ class Replica(ABC):
             if free is not None:
                 await free
             parameters, begun_ns = self.parameters, self._runtime.now()
-            result = await self._runtime.compute(
-                lambda report: source.compute(parameters.tensor, gradient, report),
-                work=Work(
-                    "gradient", samples=batch.num_samples, elems=len(vector), elsewhere=source.elsewhere
-                ),
-                reads=[parameters.all],
-                writes=[vector.all],
-                milestones=source.milestones(gradient),
-                on_progress=gradient.ready.advance,
-                shape_only=Result(math.nan),
-            )
+            if isinstance(source, JointSource):
+                result = await source.compute_jointly(parameters, gradient)
+            else:
+                result = await self._runtime.compute(
+                    lambda report: source.compute(parameters.tensor, gradient, report),
+                    work=Work(
+                        "gradient", samples=batch.num_samples, elems=len(vector), elsewhere=source.elsewhere
+                    ),
+                    reads=[parameters.all],
+                    writes=[vector.all],
+                    milestones=source.milestones(gradient),
+                    on_progress=gradient.ready.advance,
+                    shape_only=Result(math.nan),
+                )
             if result.refused:
                 self._context.refusals.refuse(gradient, result.refused)
             else:

@@ -1,0 +1,73 @@
+"""Refuses what a split model does not support yet, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import get_args, get_type_hints
+
+from gradstream.data.shares import MEASURED
+from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.job.job import Job, JobOptions, is_open_ended
+from gradstream.model.torch_module import TorchModel
+from gradstream.optim.base import Optimizer
+from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
+
+__all__ = ["check_split"]
+
+
+def check_split(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
+    """Raises ConfigError where a job asks for a split model, or for a pipeline of one, that cannot be."""
+    schedules = get_args(get_type_hints(JobOptions)["pipeline"])
+    if job.pipeline not in schedules:
+        raise UnknownNameError("pipeline", str(job.pipeline), schedules)
+    if job.split == 1:
+        if job.micro_batches > 1:
+            raise ConfigError(
+                f"micro_batches={job.micro_batches} without split: they are the pieces of a minibatch that go through "
+                "the parts of a split model; accumulate= sums gradients of several minibatches in one process"
+            )
+        return
+    for what in _unsupported(job, strategy):
+        raise ConfigError(f"split={job.split} with {what}")
+    sizes = [job.batch_size] if isinstance(job.batch_size, int) else job.batch_size
+    if min(sizes) < job.micro_batches:
+        raise ConfigError(
+            f"micro_batches={job.micro_batches} of a minibatch of {min(sizes)} samples: expected at most as many"
+        )
+
+
+def _unsupported(job: Job, strategy: Strategy) -> Iterator[str]:
+    """What a split model cannot be combined with, and what to do instead."""
+    if is_open_ended(job):
+        yield "a training loop of your own, which calls the whole module; describe the job to train()"
+    if not isinstance(job.model, TorchModel) and not callable(job.model):
+        yield f"a {type(job.model).__name__}: only a module can be divided; make the model with gradstream.from_torch"
+    if job.data.num_samples is None:
+        yield "a stream: its minibatches have no size that all parts know; give the samples as arrays or a dataset"
+    for asked, what in (
+        (job.record, "record=True: a replay knows no parts; leave record out"),
+        (job.accumulate > 1, f"accumulate={job.accumulate}; take micro_batches={job.accumulate}"),
+        (
+            job.acknowledge != "applied",
+            f"acknowledge={job.acknowledge!r}: backups know no parts; make checkpoints",
+        ),
+        (bool(job.groups), "groups of parameters: shards of a part know no names; leave groups out"),
+        (job.shares == MEASURED, "shares='measured': parts do not hear of new sizes; leave shares out"),
+        (job.device != "cpu", f"device={job.device!r}: parts compute on the CPU only; leave device out"),
+    ):
+        if asked:
+            yield what
+    yield from _unsupported_strategies(job, strategy)
+
+
+def _unsupported_strategies(job: Job, strategy: Strategy) -> Iterator[str]:
+    name = type(strategy).__name__
+    if isinstance(strategy, SharedMemoryStrategy):
+        yield f"{name}: its workers share one vector of the whole model; take strategy='downpour'"
+    if isinstance(strategy, GroupStrategy) and strategy.factors:
+        yield "factors=True: parts exchange whole gradients; leave factors out"
+    if isinstance(strategy, ServerStrategy):
+        if strategy.quorum(job.workers) is not None:
+            yield f"a quorum of {name}: parts could leave out different workers; take all of them"
+        if strategy.rows(False) is not None:
+            yield f"{name}, which exchanges rows; take another strategy"

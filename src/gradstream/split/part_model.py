@@ -1,0 +1,216 @@
+"""`PartModel`: the `Model` of one process of a split replica. Its flat vector is its part alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from gradstream.errors import ConfigError, InternalError
+from gradstream.model.base import Layout, Reduction
+from gradstream.model.batch import Batch, leaves_of
+from gradstream.model.buffers import Buffers
+from gradstream.model.built_module import Build, as_numpy
+from gradstream.model.torch_module import TorchModel
+from gradstream.runtime.base import Report
+from gradstream.split.cut import TorchPlan, plan_split
+from gradstream.split.graph import Form, form_of, minibatch_values
+from gradstream.split.partial_build import tensor_at
+from gradstream.split.stage_model import StageModel
+
+__all__ = ["PartModel"]
+
+
+_plans: WeakKeyDictionary[Build, dict[object, TorchPlan]] = WeakKeyDictionary()
+"""Plans that this process has made: the nodes of a simulation, and threads, share them."""
+
+
+class PartModel:
+    """Implements `Model` for one part: layout and first parameters. Its gradients need the other parts.
+
+    Each process makes the same plan by itself, when it first looks at the layout.
+
+    Args:
+        model: the whole model, which is never built.
+        example: a minibatch, whose shapes the plan follows.
+        parts: number of parts, K.
+        part: the part that this process holds.
+
+    Attributes:
+        changed: on part 0, buffers of other parts were loaded, which those do not have yet.
+    """
+
+    def __init__(self, model: TorchModel, example: Batch, parts: int, part: int) -> None:
+        self.reduction: Reduction = model.reduction
+        self.part = part
+        self._model = model
+        self._example = example
+        self._parts = parts
+        self._theirs: dict[str, np.ndarray[Any, Any]] = {}
+        self.changed = False
+
+    @cached_property
+    def plan(self) -> TorchPlan:
+        """The plan of the split.
+
+        Raises:
+            ConfigError: the model cannot be divided; or it has frozen parameters.
+        """
+        made = _plans.setdefault(self._model.given[0], {})
+        leaves = leaves_of((self._example.inputs, self._example.targets))
+        key = (self._model.given[1:], self._parts, *((path, leaf.shape, leaf.dtype) for path, leaf in leaves))
+        if key not in made:
+            made[key] = planned = plan_split(self._model, self._example, self._parts)
+            named = planned.graph.blueprint.module.named_parameters()
+            if frozen := [name for name, parameter in named if not parameter.requires_grad]:
+                raise ConfigError(
+                    f"split={self._parts}: {frozen[0]!r} is frozen, which a split model cannot have yet: "
+                    "keep it as a buffer, or train it with lr=0"
+                )
+        return made[key]
+
+    @cached_property
+    def stages(self) -> Mapping[int, StageModel]:
+        """The stages of this part, by number."""
+        own = self.plan.stages_of(self.part)
+        return {stage.number: StageModel(self._model, self.plan, stage.number) for stage in own}
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Layout of the part's own vector: the layouts of its stages, one after the other."""
+        slots = [slot for stage in self.stages.values() for slot in stage.layout.slots]
+        dtype = next(iter(self.stages.values())).layout.dtype
+        return Layout.of([(slot.name, slot.shape) for slot in slots], dtype)
+
+    @cached_property
+    def whole(self) -> Layout:
+        """Layout of the unsplit model."""
+        return self.plan.graph.layout
+
+    @cached_property
+    def _places(self) -> Mapping[int, slice]:
+        places, end = {}, 0
+        for number, stage in self.stages.items():
+            places[number] = slice(end, end + stage.layout.elems)
+            end += stage.layout.elems
+        return places
+
+    def of_stage(self, number: int, vector: torch.Tensor) -> torch.Tensor:
+        """The elements of a stage, in a vector of this part."""
+        return vector[self._places[number]]
+
+    def share(self, number: int) -> float:
+        """The share of a stage in the model's arithmetic, as its parameters say: for simulations."""
+        return float(self.stages[number].layout.elems / max(1, self.whole.elems))
+
+    @cached_property
+    def output(self) -> Form:
+        """How the model's output depends on the number of samples.
+
+        Raises:
+            ConfigError: it is no single tensor.
+        """
+        node = self.plan.graph.output.args[0]
+        form = form_of(node) if isinstance(node, fx.Node) else None
+        if form is None:
+            raise ConfigError(
+                "the outputs of a split model are evaluated on its worker, and must be one tensor: "
+                f"got {node}; leave evaluate_every out"
+            )
+        return form
+
+    # ---- buffers ------------------------------------------------------------------------
+
+    @cached_property
+    def whole_buffers(self) -> Mapping[str, torch.Tensor]:
+        """The persistent buffers of the whole model, without values."""
+        state = self.plan.graph.blueprint.module.state_dict(keep_vars=True)
+        return {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
+
+    @cached_property
+    def second_names(self) -> Mapping[str, str]:
+        """Further names of trained parameters of the whole model, each with its name in the layout."""
+        trained = {slot.name for slot in self.whole.slots}
+        return {
+            name: first for name, first in self.plan.graph.first.items() if name != first and first in trained
+        }
+
+    def buffers_of_part(self, part: int) -> list[str]:
+        """Names of the buffers that a part updates."""
+        plan = self.plan
+        used = [
+            {piece.name for node in nodes for piece in plan.graph.tensors_of(node)} for nodes in plan.nodes
+        ]
+        own = set().union(*(used[stage.number] for stage in plan.stages_of(part)))
+        if part == plan.stages[-1].part:  # nobody uses the rest
+            own |= set(self.whole_buffers) - set().union(*used)
+        return [name for name in self.whole_buffers if name in own]
+
+    def buffers(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Copies of the buffers: those of this part; on part 0 also those of the others, as they were last heard."""
+        own = {name: array for stage in self.stages.values() for name, array in stage.buffers().items()}
+        if self.part == 0 and not self._theirs and len(own) < len(self.whole_buffers):
+            names = [name for name in self.whole_buffers if name not in own]
+            module = self.plan.graph.blueprint.part(names, 0)
+            self._theirs = {name: as_numpy(tensor_at(module, name)).copy() for name in names}
+        known = {**self._theirs, **own}
+        return {name: known[name].copy() for name in self.whole_buffers if name in known}
+
+    def load_buffers(self, buffers: Buffers) -> None:
+        """Sets the buffers of this part; on part 0 also what the others are to take."""
+        for stage in self.stages.values():
+            stage.load_buffers(buffers)
+        if self.part == 0:
+            self._theirs = {name: np.array(buffers[name]) for name in self.whole_buffers}
+            self.changed = bool(self._theirs)
+
+    def packed_buffers(self, part: int) -> torch.Tensor:
+        """The buffers that a part updates, as one vector of float64."""
+        known = self.buffers()
+        arrays = [known[name].reshape(-1).astype(np.float64) for name in self.buffers_of_part(part)]
+        return torch.from_numpy(np.concatenate(arrays) if arrays else np.empty(0))
+
+    def unpack_buffers(self, part: int, vector: torch.Tensor) -> None:
+        """Takes the buffers of a part: as its own, or on part 0 as what it has heard of another one."""
+        found, end = self.buffers(), 0
+        for name in self.buffers_of_part(part):
+            like = found[name]
+            found[name] = vector[end : end + like.size].numpy().reshape(like.shape).astype(like.dtype)
+            end += like.size
+        if part == self.part:
+            for stage in self.stages.values():
+                stage.load_buffers(found)
+        else:
+            self._theirs.update({name: found[name] for name in self.buffers_of_part(part)})
+
+    def buffer_elems(self, part: int) -> int:
+        """Length of `packed_buffers`."""
+        return sum(self.whole_buffers[name].numel() for name in self.buffers_of_part(part))
+
+    def values(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """The tensors of a minibatch, by the names that the plan gives them."""
+        return minibatch_values(self.plan.graph, batch)
+
+    def init(self, seed: int, parameters: torch.Tensor) -> None:
+        """See `Model.init`: the values that the unsplit model has there, to the bit."""
+        for number, stage in self.stages.items():
+            stage.init(seed, self.of_stage(number, parameters))
+
+    def gradient(
+        self, parameters: torch.Tensor, batch: Batch, gradient: torch.Tensor, *, seed: int, report: Report
+    ) -> float:
+        """Raises InternalError: a gradient needs all parts; see `worker.parts.gradients`."""
+        raise InternalError(f"part {self.part} alone was asked for a gradient")
+
+    def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
+        """Raises InternalError: outputs need all parts."""
+        raise InternalError(f"part {self.part} alone was asked for outputs")
+
+    def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
+        """The part's own parameters; a divided tensor's piece has the name of the tensor."""
+        return {name: view.numpy() for name, view in self.layout.views(parameters)}

@@ -1,0 +1,163 @@
+"""Tensors and messages between the processes of one replica, over the carriers of their endpoints.
+
+Everything is a tagged tensor (`Endpoint.send`). The sender does not wait until it has arrived: tasks beside it send
+messages in order, and each value of the model as soon as it exists.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+
+from gradstream.memory import Vector
+from gradstream.pipeline.executor import TensorTransfer
+from gradstream.runtime.base import Runtime, awaited_later
+from gradstream.split.part_model import PartModel
+from gradstream.split.plan import Value
+from gradstream.transport.base import Endpoint
+from gradstream.worker.parts.messages import MESSAGE_ELEMS, PartReport, PartTurn, PartVerdict, decode, encode
+
+__all__ = ["PartChannel"]
+
+SILENCE_S = 86400.0
+"""Parts wait for each other for any time: whether one is gone, the coordinator decides, by its lease."""
+
+_TAGS: Mapping[type, int] = {PartTurn: 0, PartReport: 1, PartVerdict: 2}
+VECTORS, VALUES = 3, 4
+"""Tags; those from VALUES on are of the model's values."""
+
+M = TypeVar("M", PartTurn, PartReport, PartVerdict)
+
+_AS = {8: torch.float64, 4: torch.float32}  # carriers know these; a view of the same bytes
+
+
+class PartChannel:
+    """The channel of one process of a replica. Implements `pipeline.executor.TensorChannel`.
+
+    Args:
+        runtime, endpoint: of the process.
+        names: node names of the replica's processes, by part.
+        model: this part's model, whose plan determines the size of every value.
+        failed: called with the error of something that could not be sent.
+
+    Attributes:
+        sizes: number of samples of each micro-batch of the present minibatch.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        endpoint: Endpoint,
+        names: list[str],
+        model: PartModel,
+        failed: Callable[[Exception], Awaitable[None]],
+    ) -> None:
+        self._runtime = runtime
+        self._endpoint = endpoint
+        self._names = names
+        self.sizes: Sequence[int] = ()
+        self._failed = failed
+        self._model = model
+        endpoint.serve_tensors()
+        self._last: dict[int, asyncio.Task[None]] = {}  # by part, what sends the last message
+
+    @cached_property
+    def _values(self) -> Mapping[str, tuple[int, Value]]:
+        return {value.name: (number, value) for number, value in enumerate(self._model.plan.values)}
+
+    # ---- values of the model --------------------------------------------------------------
+
+    async def send(self, transfer: TensorTransfer, tensor: torch.Tensor) -> None:
+        """Begins to send a value, or the gradient of one, to another part. The tensor must not change any more."""
+        sending = self._send(transfer.target, self._tag(transfer), tensor)
+        self._spawn(sending, f"{transfer.value}-{transfer.micro_batch}")
+
+    async def receive(self, transfer: TensorTransfer) -> torch.Tensor:
+        """Receives a value, or the gradient of one, whose shape and dtype the plan says."""
+        _, value = self._values[transfer.value]
+        shape = value.shape_of(self.sizes[transfer.micro_batch])
+        return await self._receive(transfer.source, self._tag(transfer), shape, value.dtype)
+
+    def _tag(self, transfer: TensorTransfer) -> int:
+        number, _ = self._values[transfer.value]
+        return VALUES + 2 * (transfer.micro_batch * len(self._values) + number) + transfer.gradient
+
+    # ---- messages -------------------------------------------------------------------------
+
+    def say(self, part: int, message: PartTurn | PartReport | PartVerdict) -> None:
+        """Sends a message to a part, after those before it."""
+        before = self._last.get(part)
+        tag = _TAGS[type(message)]
+
+        async def in_order() -> None:
+            if before is not None:
+                await asyncio.shield(before)
+            await self._send(part, tag, encode(message))
+
+        self._last[part] = self._spawn(in_order(), f"message-{part}")
+
+    async def hear(self, part: int, kind: type[M]) -> M:
+        """The next message of this kind from a part."""
+        return decode(kind, await self._receive(part, _TAGS[kind], (MESSAGE_ELEMS,), torch.float64))
+
+    # ---- vectors --------------------------------------------------------------------------
+
+    async def give(self, part: int, vector: torch.Tensor) -> None:
+        """Sends a piece of a vector to a part. Returns when it is there."""
+        await self._send(part, VECTORS, vector)
+
+    async def take(self, part: int, elems: int, dtype: torch.dtype) -> torch.Tensor:
+        """Receives a piece of a vector from a part."""
+        return await self._receive(part, VECTORS, (elems,), dtype)
+
+    async def give_outputs(self, result: Mapping[str, torch.Tensor]) -> None:
+        """Sends the worker what `compute_outputs` has found for a batch."""
+        await self._send(0, VECTORS, result["outputs"])
+        if "loss" in result:
+            await self._send(0, VECTORS, result["loss"])
+
+    async def take_outputs(self, part: int, samples: int, *, has_loss: bool) -> Mapping[str, torch.Tensor]:
+        """Receives the same."""
+        form, dtype = self._model.output, self._model.layout.dtype
+        shape = [length * samples if axis == form.axis else length for axis, length in enumerate(form.shape)]
+        result = {"outputs": await self._receive(part, VECTORS, tuple(shape), form.dtype)}
+        if has_loss:
+            result["loss"] = await self._receive(part, VECTORS, (), dtype)
+        return result
+
+    # ---- tensors --------------------------------------------------------------------------
+
+    async def _send(self, part: int, tag: int, tensor: torch.Tensor) -> None:
+        flat = _flat(tensor)
+        if len(flat):
+            span = Vector("value", flat).all
+            await self._endpoint.send(self._names[part], tag, span, silence_s=SILENCE_S)
+
+    async def _receive(self, part: int, tag: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        flat = _flat(tensor)
+        if len(flat):
+            span = Vector("value", flat).all
+            await self._endpoint.recv(self._names[part], tag, span, silence_s=SILENCE_S)
+        return tensor if dtype.itemsize in _AS else flat.view(torch.int32).to(dtype).view(shape)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:
+                await self._failed(error)
+
+        return awaited_later(self._runtime.spawn(guarded(), name=f"{self._runtime.node}-{name}"))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as carriers know them: a view of the same bytes; as numbers of 4 bytes where they are smaller."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.element_size() not in _AS:
+        flat = flat.to(torch.int32)
+    return flat.view(_AS[flat.element_size()])

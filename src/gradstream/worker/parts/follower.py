@@ -1,0 +1,117 @@
+"""A part's side of a replica of several processes: its minibatches are those that the worker begins."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from dataclasses import astuple, dataclass
+
+from gradstream.data.base import BatchRef
+from gradstream.errors import InternalError
+from gradstream.split.part_model import PartModel
+from gradstream.worker.batch_gate import BatchGate, Gate
+from gradstream.worker.gradient import Clip
+from gradstream.worker.parts.channel import PartChannel
+from gradstream.worker.parts.gradients import Agreement
+from gradstream.worker.parts.messages import PartReport, PartTurn, PartVerdict
+from gradstream.worker.schedule import Schedule, ScheduleHooks
+
+__all__ = ["FollowedSchedule", "FollowerGate", "PartFollower"]
+
+LEAD = 0
+"""The part that leads: the worker."""
+
+
+class FollowerGate(BatchGate):
+    """The gate of a part: open, since its worker has passed its own."""
+
+    def __init__(self, node: str) -> None:
+        super().__init__(node, lambda report: None, lambda number: None)
+
+    async def gate(self, flush: Callable[[], Awaitable[None]]) -> Gate:
+        """See `BatchGate`."""
+        del flush
+        self.begun += 1
+        return "go"
+
+
+class PartFollower(Agreement):
+    """Takes the turns that the worker gives to this part.
+
+    Args:
+        channel: to the other parts.
+        model: of this part.
+        gate: of this part, which takes the worker's phase.
+
+    Attributes:
+        carry_out: carries out a turn that is no minibatch and no flush.
+    """
+
+    def __init__(self, channel: PartChannel, model: PartModel, gate: BatchGate) -> None:
+        self._channel = channel
+        self._model = model
+        self._gate = gate
+        self.carry_out: Callable[[PartTurn], Awaitable[None]] = _unserved
+
+    def pushed(self, refs: Sequence[BatchRef]) -> None:
+        """Reports that minibatches are in the model, in this part."""
+        for ref in refs:
+            self._channel.say(LEAD, PartReport("pushed", refs=(astuple(ref),)))
+
+    def done(self) -> None:
+        """Reports that this part's turn is done."""
+        self._channel.say(LEAD, PartReport("done"))
+
+    async def share_buffers(self) -> None:
+        """See `Agreement`."""
+        if self._model.buffer_elems(self._model.part):
+            await self._channel.give(LEAD, self._model.packed_buffers(self._model.part))
+
+    async def reach(
+        self, mine: PartReport, clip: Clip, num_summed: int
+    ) -> tuple[float, str, float, float | None]:
+        """See `Agreement`: reports to the worker, and hears what becomes of the gradient."""
+        self._channel.say(LEAD, mine)
+        verdict = await self._channel.hear(LEAD, PartVerdict)
+        return verdict.scale, verdict.refused, 0.0, None
+
+    async def batches(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
+        """The minibatches that the worker begins, until it says that there is none any more."""
+        while (turn := await self._channel.hear(LEAD, PartTurn)).kind != "over":
+            if turn.kind == "batch":
+                self._gate.phase, self._gate.begun_before = turn.phase, turn.begun_before
+                await hooks.gate()
+                yield turn.batch
+            elif turn.kind == "flush":
+                await hooks.close()
+                self.done()
+            else:
+                await self.carry_out(turn)
+
+    async def rest(self) -> None:
+        """Carries out turns after the last minibatch, until it is cancelled."""
+        while True:
+            turn = await self._channel.hear(LEAD, PartTurn)
+            if turn.kind == "flush":
+                self.done()
+            else:
+                await self.carry_out(turn)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FollowedSchedule(Schedule):
+    """The minibatches of a part: those of the worker.
+
+    Args:
+        follower: takes the turns.
+    """
+
+    follower: PartFollower
+
+    async def refs(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
+        """See `BatchSchedule`."""
+        async for ref in self.follower.batches(hooks):
+            yield ref
+
+
+async def _unserved(turn: PartTurn) -> None:
+    raise InternalError(f"a part was asked for {turn.kind!r} before it could")

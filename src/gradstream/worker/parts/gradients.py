@@ -1,0 +1,311 @@
+"""The gradient of a minibatch, computed by all parts of a replica together.
+
+    minibatch ─ micro-batches ─▶ passes of the schedule ─▶ each part has its part of the gradient
+    all parts agree: finite?  its length over all parts?  ─▶ scaled or refused, the same in every part
+
+The gradient is that of the whole minibatch: micro-batch m counts n_m / n where the loss is a mean, and 1 where it is a
+sum. Nothing of a gradient is exchanged before all of it is known.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from gradstream.collectives.schedule import cuts_of
+from gradstream.data.base import BatchRef, Feed
+from gradstream.errors import InternalError, NonFiniteError
+from gradstream.memory import Vector
+from gradstream.model.batch import Batch
+from gradstream.model.check import usable
+from gradstream.pipeline.executor import run_schedule
+from gradstream.pipeline.schedule import make_schedule
+from gradstream.runtime.base import Report as Progress
+from gradstream.runtime.base import Runtime, Work
+from gradstream.split.part_model import PartModel
+from gradstream.worker.computed import ComputedGradient, Result
+from gradstream.worker.gradient import BLOCK_ELEMS, Clip, hash_seed
+from gradstream.worker.parts.channel import PartChannel
+from gradstream.worker.parts.messages import PartReport
+
+__all__ = ["Agreement", "PartGradients", "PartPlace", "Values", "nothing"]
+
+
+class Agreement(ABC):
+    """What one part knows of a gradient, and what becomes of it in all parts."""
+
+    @abstractmethod
+    async def share_buffers(self) -> None:
+        """Gives the worker what computing the gradient has made of this part's buffers."""
+
+    @abstractmethod
+    async def reach(
+        self, mine: PartReport, clip: Clip, num_summed: int
+    ) -> tuple[float, str, float, float | None]:
+        """Agrees with all other parts.
+
+        Args:
+            mine: this part's report.
+            clip: bounds of the gradient.
+            num_summed: number of samples that the gradient is the sum over; 1 for a mean.
+
+        Returns:
+            (factor for each element, why it is refused or "", loss, length of the mean gradient or None). Loss and
+            length are known to part 0 alone.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlace:
+    """What a replica's process has in the place of gradients and receipts of its own.
+
+    Args:
+        gradients: computes them with the other parts.
+        pushed: called with minibatches that are in the model, in this part.
+    """
+
+    gradients: PartGradients
+    pushed: Callable[[Sequence[BatchRef]], None]
+
+
+class PartGradients:
+    """Computes one part's gradients. Implements `worker.gradient.GradientSource`.
+
+    Args:
+        runtime: of the process.
+        model: the part's model.
+        channel: to the other parts.
+        agreement: see `Agreement`.
+        feed: reads minibatches, on part 0; None on others.
+        rank: rank of the replica.
+        seed: seed of the run.
+        clip: bounds of each gradient, over all parts.
+        pipeline: name of the schedule.
+        micro_batches: their number, M.
+    """
+
+    elsewhere = False
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: PartModel,
+        channel: PartChannel,
+        agreement: Agreement,
+        feed: Feed | None,
+        *,
+        rank: int,
+        seed: int,
+        clip: Clip,
+        pipeline: str,
+        micro_batches: int,
+    ) -> None:
+        self._runtime = runtime
+        self._model = model
+        self._channel = channel
+        self._agreement = agreement
+        self._feed = feed
+        self._rank = rank
+        self._seed = seed
+        self._clip = clip
+        self._schedule = make_schedule(pipeline, model.plan, micro_batches)[model.part]
+        self._micro_batches = micro_batches
+
+    def milestones(self, gradient: ComputedGradient) -> Sequence[int]:
+        """See `GradientSource`: only the very end."""
+        return [len(gradient.vector)]
+
+    def read(self, ref: BatchRef, step: int) -> tuple[Batch, ...]:
+        """See `GradientSource`."""
+        assert self._feed is not None
+        return (self._feed.read(ref),)
+
+    def compute(self, parameters: torch.Tensor, gradient: ComputedGradient, report: Progress) -> Result:
+        """Raises InternalError: see `compute_jointly`."""
+        raise InternalError("a part alone was asked for a gradient")
+
+    async def compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result:
+        """Computes this part's gradient at `parameters` into its vector, while the other parts compute theirs.
+
+        Raises:
+            UserCodeError, GradientError: this part's piece of the model failed.
+            PeerLostError: another part was lost.
+        """
+        batch, model, runtime = gradient.batch, self._model, self._runtime
+        cuts = cuts_of(batch.num_samples, min(self._micro_batches, batch.num_samples))
+        sizes = [stop - start for start, stop in pairwise(cuts)]
+        read_s, data = 0.0, None
+        if self._feed is not None:
+            begun_ns, source = runtime.now(), self._feed
+            read = await runtime.compute(
+                lambda _: source.read(batch.ref), work=Work("read", samples=batch.num_samples)
+            )
+            read_s, data = (runtime.now() - begun_ns) / 1e9, Values(model, read, cuts)
+        passes = _Passes(self, parameters, gradient, sizes)
+        self._channel.sizes = sizes
+        await run_schedule(
+            model.plan, model.part, passes.schedule, passes, self._channel, data.of if data else nothing
+        )
+        await self._agreement.share_buffers()
+        into, num_summed = gradient.vector, batch.num_samples if model.reduction == "sum" else 1
+        mine = await runtime.compute(
+            lambda _: self._look(into.tensor, passes, num_summed),
+            work=Work("copy", elems=len(into)),
+            reads=[into.all],
+            writes=[into.all],
+        )
+        scale, refused, loss, norm = await self._agreement.reach(mine, self._clip, num_summed)
+        if gradient.mean and num_summed > 1:
+            scale /= num_summed
+        if scale != 1.0 and not refused:
+            await runtime.compute(
+                lambda _: into.tensor.mul_(scale), work=Work("copy", elems=len(into)), writes=[into.all]
+            )
+        if not refused:
+            gradient.ready.advance(len(into))
+        return Result(loss, norm, read_s, refused and f"{self.where(gradient)}: {refused}")
+
+    def where(self, gradient: ComputedGradient) -> str:
+        """The place of a gradient in the run, for messages."""
+        ref = gradient.batch.ref
+        return f"worker-{self._rank}, step {gradient.step} (data epoch {ref.epoch}, batch {ref.batch})"
+
+    def _look(self, into: torch.Tensor, passes: _Passes, num_summed: int) -> PartReport:
+        """What this part knows of its gradient. Bounds its elements."""
+        loss, refused = passes.loss, passes.refused
+        if not refused and not usable(into):
+            refused = f"the gradient of part {self._model.part} has a NaN or an infinity"
+        if refused:
+            return PartReport("gradient", refused=refused)
+        if self._clip.value is not None:
+            into.clamp_(-self._clip.value * num_summed, self._clip.value * num_summed)
+        squares = 0.0
+        if self._clip.norm is not None:
+            parts = range(0, len(into), BLOCK_ELEMS)
+            squares = math.fsum(
+                torch.linalg.vector_norm(into[start : start + BLOCK_ELEMS]).item() ** 2 for start in parts
+            )
+        known = None if loss is None or math.isnan(loss) else loss
+        return PartReport("gradient", squares=squares, loss=known)
+
+    def stage_seed(self, step: int, micro_batch: int) -> int:
+        """Seed of the random numbers of a micro-batch."""
+        return hash_seed(self._seed, self._rank, step, micro_batch)
+
+    def schedule_of(self, micro_batches: int) -> Sequence[Any]:
+        """This part's passes, for a minibatch that may have fewer samples than there are micro-batches."""
+        return [one for one in self._schedule if one.micro_batch < micro_batches]
+
+    @property
+    def model(self) -> PartModel:
+        """The part's model."""
+        return self._model
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime of the process."""
+        return self._runtime
+
+
+class _Passes:
+    """Implements `pipeline.executor.Stages` for one gradient."""
+
+    def __init__(
+        self, source: PartGradients, parameters: Vector, gradient: ComputedGradient, sizes: Sequence[int]
+    ) -> None:
+        self.schedule = source.schedule_of(len(sizes))
+        self.loss: float | None = None  # where this part computes it
+        self.refused = ""
+        self._source = source
+        self._parameters = parameters
+        self._gradient = gradient
+        self._sizes = sizes
+        self._saved: dict[tuple[int, int], object] = {}
+        self._written: set[int] = set()  # stages whose gradient has begun
+        mean = source.model.reduction == "mean"
+        total = gradient.batch.num_samples
+        self._weights = [size / total if mean else 1.0 for size in sizes]
+
+    async def forward(
+        self, stage: int, micro_batch: int, values: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """See `Stages`."""
+        source, model = self._source, self._source.model
+        seed, size = source.stage_seed(self._gradient.step, micro_batch), self._sizes[micro_batch]
+        parameters = model.of_stage(stage, self._parameters.tensor)
+
+        def compute(_: object) -> tuple[dict[str, torch.Tensor], object]:
+            try:
+                return model.stages[stage].forward(parameters, values, seed=seed, samples=size)
+            except NonFiniteError as error:  # of the loss: the other parts go on, and the gradient is refused
+                self.refused = str(error)
+                return {"loss": torch.tensor(math.nan)}, None
+
+        outputs, saved = await source.runtime.compute(
+            compute,
+            work=Work("forward", samples=size, share=model.share(stage)),
+            reads=[self._parameters.all],
+        )
+        self._saved[stage, micro_batch] = saved
+        if "loss" in outputs:
+            self.loss = (self.loss or 0.0) + self._weights[micro_batch] * float(outputs["loss"])
+        return outputs
+
+    async def backward(
+        self, stage: int, micro_batch: int, gradients: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """See `Stages`."""
+        source, model = self._source, self._source.model
+        saved, weight = self._saved.pop((stage, micro_batch)), self._weights[micro_batch]
+        into = model.of_stage(stage, self._gradient.vector.tensor)
+        if saved is None:
+            return self._zeros(stage, self._sizes[micro_batch])
+        add = stage in self._written
+        self._written.add(stage)
+        return await source.runtime.compute(
+            lambda _: model.stages[stage].backward(saved, gradients, into, weight=weight, add=add),
+            work=Work("backward", samples=self._sizes[micro_batch], share=model.share(stage)),
+            writes=[self._gradient.vector.all],
+        )
+
+    def _zeros(self, stage: int, samples: int) -> Mapping[str, torch.Tensor]:
+        plan = self._source.model.plan
+        values = map(plan.value, plan.stages[stage].inputs)
+        return {
+            one.name: torch.zeros(one.shape_of(samples), dtype=one.dtype)
+            for one in values
+            if one.has_gradient
+        }
+
+    async def weights(self, stage: int, micro_batch: int) -> None:
+        """See `Stages`: no schedule here has these passes."""
+        raise InternalError(f"stage {stage} has no gradients of its weights left to compute")
+
+
+class Values:
+    """The values of a minibatch by name, cut into micro-batches.
+
+    Args:
+        model: gives the names.
+        batch: the minibatch.
+        cuts: edges of the micro-batches.
+    """
+
+    def __init__(self, model: PartModel, batch: Batch, cuts: Sequence[int]) -> None:
+        self._values = model.values(batch)
+        self._cuts = cuts
+
+    def of(self, name: str, micro_batch: int) -> torch.Tensor:
+        """The value of a micro-batch."""
+        return self._values[name][self._cuts[micro_batch] : self._cuts[micro_batch + 1]]
+
+
+def nothing(name: str, micro_batch: int) -> torch.Tensor:
+    """In place of the minibatch, on a part that does not read it. Raises InternalError."""
+    raise InternalError(f"{name!r}: only part 0 reads minibatches")

@@ -1,0 +1,179 @@
+"""The worker's side of a replica of several processes: it tells the parts whose turn it is, and hears their reports."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+
+from gradstream.data.base import BatchRef
+from gradstream.runtime.base import Runtime, awaited_later
+from gradstream.split.part_model import PartModel
+from gradstream.worker.batch_gate import BatchGate
+from gradstream.worker.gradient import Clip
+from gradstream.worker.parts.channel import PartChannel
+from gradstream.worker.parts.gradients import Agreement
+from gradstream.worker.parts.messages import PartReport, PartTurn, PartVerdict
+from gradstream.worker.schedule import Schedule, ScheduleHooks
+
+__all__ = ["LedSchedule", "PartLead"]
+
+
+class PartLead(Agreement):
+    """Leads the parts of one replica.
+
+    Args:
+        runtime: of the worker.
+        channel: to the parts.
+        model: the worker's part of the model, which also knows the buffers of the others.
+        parts: number of parts, with the worker.
+        gate: of the worker; parts take its phase.
+        on_receipt: called with minibatches that are in the model, in all of its parts.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        channel: PartChannel,
+        model: PartModel,
+        parts: int,
+        gate: BatchGate,
+        on_receipt: Callable[[Sequence[BatchRef]], None],
+    ) -> None:
+        self._runtime = runtime
+        self._channel = channel
+        self._model = model
+        self._others = range(1, parts)
+        self._gate = gate
+        self._on_receipt = on_receipt
+        self._pushed = Counter[BatchRef]()  # in how many parts a minibatch is in the model
+        self._done = {part: asyncio.Queue[PartReport]() for part in self._others}
+        self._gradients = {part: asyncio.Queue[PartReport]() for part in self._others}
+        self._listening: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begins to hear the reports of the parts, which are in."""
+        self._gate.flush_others = self.flush
+        self._listening = [
+            awaited_later(self._runtime.spawn(self._listen(part), name=f"{self._runtime.node}-hears-{part}"))
+            for part in self._others
+        ]
+
+    def close(self) -> None:
+        """Hears no reports any more. Idempotent."""
+        for task in self._listening:
+            task.cancel()
+
+    async def _listen(self, part: int) -> None:
+        while True:
+            report = await self._channel.hear(part, PartReport)
+            if report.kind == "pushed":
+                self.pushed([BatchRef(*ref) for ref in report.refs])
+            else:
+                (self._done if report.kind == "done" else self._gradients)[part].put_nowait(report)
+
+    def pushed(self, refs: Sequence[BatchRef]) -> None:
+        """Notes that minibatches are in the model, in one more part."""
+        self._pushed.update(refs)
+        whole = [ref for ref in refs if self._pushed[ref] > len(self._others)]
+        for ref in whole:
+            del self._pushed[ref]
+        if whole:
+            self._on_receipt(whole)
+
+    # ---- turns ----------------------------------------------------------------------------
+
+    async def begin(self, ref: BatchRef) -> None:
+        """Lets the parts begin a minibatch."""
+        await self.spread_buffers()
+        self._say(
+            PartTurn("batch", ref=astuple(ref), begun_before=self._gate.begun_before, phase=self._gate.phase)
+        )
+
+    async def flush(self) -> None:
+        """Returns when everything that the parts have computed is in the model."""
+        await self._ask(PartTurn("flush"))
+
+    def over(self) -> None:
+        """Tells the parts that there is no minibatch any more."""
+        self._say(PartTurn("over"))
+
+    async def finish(self) -> None:
+        """Returns when the parts have the final parameters."""
+        await self._ask(PartTurn("finish"))
+
+    def begin_outputs(self, samples: Sequence[int], *, newest: bool) -> None:
+        """Lets the parts compute outputs for pieces of held-out samples."""
+        self._say(PartTurn("outputs", samples=tuple(samples), newest=newest))
+
+    async def done(self) -> None:
+        """Returns when every part has done its last turn."""
+        for part in self._others:
+            await self._done[part].get()
+
+    def send(self) -> None:
+        """Lets the parts send their parameters, which `PartChannel.take` receives."""
+        self._say(PartTurn("send"))
+
+    async def _ask(self, turn: PartTurn) -> None:
+        self._say(turn)
+        await self.done()
+
+    def _say(self, message: PartTurn | PartVerdict) -> None:
+        for part in self._others:
+            self._channel.say(part, message)
+
+    async def spread_buffers(self) -> None:
+        """Gives the parts their buffers, where the worker has loaded others."""
+        if self._model.changed:
+            self._model.changed = False
+            self._say(PartTurn("buffers"))
+            for part in self._others:
+                await self._channel.give(part, self._model.packed_buffers(part))
+
+    async def share_buffers(self) -> None:
+        """See `Agreement`: hears what the parts have made of theirs."""
+        for part in self._others:
+            if elems := self._model.buffer_elems(part):
+                self._model.unpack_buffers(part, await self._channel.take(part, elems, torch.float64))
+
+    # ---- gradients ------------------------------------------------------------------------
+
+    async def reach(
+        self, mine: PartReport, clip: Clip, num_summed: int
+    ) -> tuple[float, str, float, float | None]:
+        """See `Agreement`: adds up what the parts report, and tells them what becomes of the gradient."""
+        reports = [mine, *[await self._gradients[part].get() for part in self._others]]
+        refused = next((one.refused for one in reports if one.refused), "")
+        loss = next((one.loss for one in reports if one.loss is not None), math.nan)
+        scale, norm = 1.0, None
+        if clip.norm is not None and not refused:
+            norm = math.sqrt(math.fsum(one.squares for one in reports)) / num_summed
+            if not math.isfinite(norm):
+                refused = "the norm of the gradient overflows, so it cannot be clipped"
+            elif norm > clip.norm:
+                scale = clip.norm / norm
+        self._say(PartVerdict(scale=scale, refused=refused))
+        return scale, refused, loss, norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedSchedule(Schedule):
+    """The minibatches of a worker whose parts follow it.
+
+    Args:
+        lead: leads the parts.
+    """
+
+    lead: PartLead
+
+    async def refs(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
+        """See `BatchSchedule`: the parts begin each minibatch with the worker."""
+        async for ref in Schedule.refs(self, hooks):
+            await self.lead.begin(ref)
+            yield ref
+        self.lead.over()

@@ -1,0 +1,110 @@
+"""What the processes of a replica tell each other beside the values of the model: turns, and reports about them.
+
+A turn goes from the worker to its parts; a report comes back from a part. Both are short JSON texts in a vector of
+fixed length, so that they travel as tagged tensors do, in order, over any carrier.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from gradstream.data.base import BatchRef
+from gradstream.errors import InternalError
+from gradstream.untrusted import MismatchError, check_record, parse_json
+
+__all__ = ["MESSAGE_ELEMS", "PartReport", "PartTurn", "PartVerdict", "decode", "encode"]
+
+MESSAGE_ELEMS = 128
+"""Length of a message, in float64 elements of 8 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartTurn:
+    """What a part does next.
+
+    Args:
+        kind: "batch" computes the gradient of a minibatch, by the strategy. "flush" brings all that was computed into
+            the model. "outputs" computes outputs of held-out samples. "over": there is no minibatch any more.
+            "buffers" takes them from the worker. "finish" fetches the final parameters; "send" sends them.
+        ref: name of the minibatch, as (epoch, partition, batch, count).
+        begun_before, phase: see `BatchGate`.
+        newest: outputs are those of the newest parameters, not of the replica's own.
+        samples: number of samples of each piece of "outputs".
+    """
+
+    kind: Literal["batch", "flush", "outputs", "over", "buffers", "finish", "send"]
+    ref: tuple[int, ...] = ()
+    begun_before: int = 0
+    phase: str = ""
+    newest: bool = False
+    samples: tuple[int, ...] = ()
+
+    @property
+    def batch(self) -> BatchRef:
+        """The name of the minibatch."""
+        return BatchRef(*self.ref)
+
+
+@dataclass(frozen=True, slots=True)
+class PartReport:
+    """What a part says to its worker.
+
+    Args:
+        kind: "pushed": minibatches are in the model. "done": of a turn. "gradient": what is known of one.
+        refs: the minibatches.
+        squares: sum of the squares of the gradient's elements; 0 where nobody needs it.
+        loss: loss of the minibatch, from the part that computes it; None from others.
+        refused: why the gradient cannot be used; "" if it can.
+    """
+
+    kind: Literal["pushed", "done", "gradient"]
+    refs: tuple[tuple[int, ...], ...] = ()
+    squares: float = 0.0
+    loss: float | None = None
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PartVerdict:
+    """What becomes of a gradient, the same in all parts.
+
+    Args:
+        scale: factor for each element.
+        refused: why it is left out; "" if it is not.
+    """
+
+    scale: float = 1.0
+    refused: str = ""
+
+
+M = TypeVar("M", PartTurn, PartReport, PartVerdict)
+
+
+def encode(message: PartTurn | PartReport | PartVerdict) -> torch.Tensor:
+    """The message as a vector of `MESSAGE_ELEMS` elements of float64."""
+    data = json.dumps(dataclasses.asdict(message), separators=(",", ":")).encode()
+    room = MESSAGE_ELEMS * 8
+    if len(data) > room:
+        raise InternalError(f"a message of {len(data)} bytes between parts: expected at most {room}")
+    return torch.frombuffer(bytearray(data.ljust(room)), dtype=torch.float64)
+
+
+def decode(kind: type[M], vector: torch.Tensor) -> M:
+    """The message in a vector. Raises InternalError where there is none of this kind."""
+    data = vector.numpy().tobytes().rstrip()
+    try:
+        record: dict[str, Any] = parse_json(data, max_bytes=MESSAGE_ELEMS * 8)
+        for name in ("ref", "samples"):
+            if name in record:
+                record[name] = tuple(record[name])
+        if "refs" in record:
+            record["refs"] = tuple(map(tuple, record["refs"]))
+        check_record(kind, record)
+        return kind(**record)
+    except (ValueError, TypeError, MismatchError) as error:
+        raise InternalError(f"a {kind.__name__} between parts that makes no sense: {error}") from error

@@ -1,0 +1,196 @@
+"""The node of a part: one process of a replica, besides the worker that leads it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+
+import torch
+
+from gradstream.coordinator.client.lifeline import EvictedError
+from gradstream.coordinator.client.member import Member, names_of
+from gradstream.data.base import BatchRef
+from gradstream.errors import InternalError, RefusedError, UserCodeError
+from gradstream.runtime.base import Runtime
+from gradstream.split.part_model import PartModel
+from gradstream.strategies.base import ServerStrategy
+from gradstream.telemetry.events import StepEvent
+from gradstream.transport.base import Endpoint
+from gradstream.wire.parts import replica_of
+from gradstream.worker.config import WorkerConfig
+from gradstream.worker.exchange.assembly import Assembly
+from gradstream.worker.exchange.base import Exchange, ExchangeContext
+from gradstream.worker.node import init_of
+from gradstream.worker.parts.channel import PartChannel
+from gradstream.worker.parts.final_model import send_parameters
+from gradstream.worker.parts.follower import FollowedSchedule, FollowerGate, PartFollower
+from gradstream.worker.parts.gradients import PartGradients, PartPlace
+from gradstream.worker.parts.messages import PartTurn
+from gradstream.worker.parts.outputs import compute_outputs
+from gradstream.worker.registration import model_spec_of, tensor_specs_of
+from gradstream.worker.replica.base import Replica
+
+__all__ = ["PartNode"]
+
+REPORT_EVERY_S = 1.0
+
+
+class PartNode:
+    """One part of a replica. `run` returns when the run is over, and raises the error that ended it early.
+
+    It joins the run, exchanges its part by the strategy as a worker does, and takes its turns from its worker.
+    """
+
+    def __init__(self, runtime: Runtime, endpoint: Endpoint, member: Member, config: WorkerConfig) -> None:
+        assert config.split is not None and config.plan is not None and isinstance(config.model, PartModel)
+        self._runtime = runtime
+        self._endpoint = endpoint
+        self._member = member
+        self._config = config
+        self._model = config.model
+        self._names = replica_of(config.rank, config.split.parts)
+        self._channel = PartChannel(runtime, endpoint, self._names, config.model, self._failed)
+        self._gate = FollowerGate(runtime.node)
+        self._follower = PartFollower(self._channel, self._model, self._gate)
+        self._follower.carry_out = self._carry_out
+        self._source = FollowedSchedule(
+            plan=config.plan,
+            rank=config.rank,
+            epochs=config.epochs,
+            steps=config.steps,
+            lr=config.lr,
+            num_steps=config.num_steps,
+            follower=self._follower,
+        )
+        self._exchange: Exchange | None = None
+
+    async def run(self) -> None:
+        """Joins the run, trains, and leaves. Raises as `WorkerNode.run` does."""
+        member = self._member
+        try:
+            spec = await model_spec_of(self._config, self._runtime)
+            await member.join(spec, *tensor_specs_of(self._model))
+            await self._runtime.gather(self._train(), member.over())
+        except Exception as error:
+            await self._failed(error)
+            if isinstance(error, RefusedError) and error.code == "NOT_MEMBER":
+                raise EvictedError(self._runtime.node, str(error)) from error
+            raise
+        finally:
+            if self._exchange is not None:
+                await self._exchange.close()
+            await member.leave()
+
+    def drain(self) -> None:
+        """Does nothing: a part leaves with its worker."""
+
+    async def _failed(self, error: Exception) -> None:
+        text = error.traceback_text if isinstance(error, UserCodeError) else ""
+        await self._member.failed(error, text or "".join(traceback.format_exception(error)))
+
+    async def _train(self) -> None:
+        config, member, runtime = self._config, self._member, self._runtime
+        assert config.split is not None
+        await member.training()
+        await member.heard(self._is_whole)
+        gradients = PartGradients(
+            runtime,
+            self._model,
+            self._channel,
+            self._follower,
+            None,
+            rank=config.rank,
+            seed=config.seed,
+            clip=config.clip,
+            pipeline=config.split.pipeline,
+            micro_batches=config.split.micro_batches,
+        )
+        context = ExchangeContext(
+            runtime=runtime,
+            endpoint=self._endpoint,
+            member=member,
+            rank=config.rank,
+            part=config.split.part,
+            num_shards=config.num_shards,
+            resume=config.resume,
+            late=member.since > 0,
+            deadlines=config.deadlines,
+            init=init_of(config, runtime),
+            is_lowest=self._is_lowest,
+            failed=self._failed,
+        )
+        assembly = Assembly(
+            config,
+            context,
+            self._source,
+            self._gate,
+            on_step=_unreported,
+            on_boundary=_nothing,
+            place=PartPlace(gradients, self._follower.pushed),
+        )
+        exchange = self._exchange = await assembly.exchange()
+        reporting = runtime.spawn(self._keep_reporting(exchange), name=f"{runtime.node}-vitals")
+        try:
+            await exchange.begin()
+            await exchange.train()
+            await exchange.flush()
+            await runtime.gather(self._follower.rest(), self._leave_when_over())
+        except _Over:
+            pass
+        finally:
+            reporting.cancel()
+
+    async def _leave_when_over(self) -> None:
+        await self._member.over()
+        raise _Over
+
+    def _is_whole(self) -> bool:
+        """Whether all processes of this replica are in."""
+        return {*self._names} <= {node.name for node in self._member.notice.nodes}
+
+    def _is_lowest(self) -> bool:
+        """Whether this is the part of the replica of the lowest rank that is still there."""
+        return names_of(self._member.notice.nodes, self._config.role)[:1] == [self._runtime.node]
+
+    async def _carry_out(self, turn: PartTurn) -> None:
+        """Carries out a turn of the worker that is no minibatch."""
+        exchange = self._exchange
+        if exchange is None:
+            raise InternalError(f"{self._runtime.node} was asked for {turn.kind!r} before it has parameters")
+        replica = exchange.replica
+        if turn.kind == "finish":
+            await exchange.finish()
+            self._follower.done()
+        elif turn.kind == "buffers":
+            if elems := self._model.buffer_elems(self._model.part):
+                self._model.unpack_buffers(
+                    self._model.part, await self._channel.take(0, elems, torch.float64)
+                )
+        elif turn.kind == "send":
+            await send_parameters(self._channel, replica.parameters.tensor)
+        else:
+            own = isinstance(self._config.strategy, ServerStrategy) and turn.newest
+            parameters = await replica.newest() if own else replica.parameters.tensor
+            results = await compute_outputs(
+                self._runtime, self._model, self._channel, parameters, turn.samples, None
+            )
+            for result in results:
+                await self._channel.give_outputs(result)
+
+    async def _keep_reporting(self, exchange: Exchange) -> None:
+        while True:
+            await self._runtime.sleep(REPORT_EVERY_S)
+            for event in (*exchange.report(), *self._runtime.process_metrics("worker")):
+                self._member.emit(event)
+
+
+class _Over(Exception):
+    """The run is over: nobody gives this part another turn."""
+
+
+async def _nothing(replica: Replica, refs: Sequence[BatchRef]) -> None:
+    """Its worker evaluates between two minibatches."""
+
+
+def _unreported(step: StepEvent) -> None:
+    """Its worker reports the steps of the replica."""

@@ -1,0 +1,144 @@
+"""Outputs of held-out samples, computed by all parts of a replica, for an evaluation on the worker."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradstream.data.base import Dataset
+from gradstream.errors import InternalError
+from gradstream.model.base import Layout, Reduction
+from gradstream.model.batch import Batch
+from gradstream.pipeline.executor import run_schedule
+from gradstream.pipeline.schedule import StagePass
+from gradstream.runtime.base import Report, Runtime, Work
+from gradstream.split.part_model import PartModel
+from gradstream.split.plan import DATA
+from gradstream.worker.evaluation import BATCH_SIZE
+from gradstream.worker.parts.channel import PartChannel
+from gradstream.worker.parts.gradients import Values, nothing
+
+__all__ = ["GivenOutputs", "compute_outputs", "held_out", "test_sizes"]
+
+
+def test_sizes(data: Dataset) -> list[int]:
+    """Sizes of the batches of an evaluation; see `worker.evaluation.evaluate`."""
+    total = data.num_test_samples
+    return [min(BATCH_SIZE, total - start) for start in range(0, total, BATCH_SIZE)]
+
+
+def held_out(data: Dataset, model: PartModel, sizes: Sequence[int]) -> Values:
+    """All held-out samples, cut into batches of these sizes."""
+    whole = data.test_batch(np.arange(data.num_test_samples, dtype=np.int64))
+    return Values(model, whole, [sum(sizes[:number]) for number in range(len(sizes) + 1)])
+
+
+async def compute_outputs(
+    runtime: Runtime,
+    model: PartModel,
+    channel: PartChannel,
+    parameters: torch.Tensor,
+    sizes: Sequence[int],
+    data: Values | None,
+) -> list[Mapping[str, torch.Tensor]]:
+    """Computes this part's stages for batches of these sizes, in evaluation mode.
+
+    Args:
+        runtime, model, channel: of this part.
+        parameters: its parameters.
+        sizes: number of samples of each batch.
+        data: the batches, on part 0.
+
+    Returns:
+        "outputs", and "loss" where there is one, of each batch; on the part of the last stage alone.
+    """
+    stages = model.plan.stages_of(model.part)
+    reads = [StagePass("forward", DATA, batch) for batch in range(len(sizes))] if data else []
+    schedule = [
+        *reads,
+        *(StagePass("forward", stage.number, batch) for batch in range(len(sizes)) for stage in stages),
+    ]
+    found = _Forward(runtime, model, parameters, sizes)
+    channel.sizes = sizes
+    await run_schedule(model.plan, model.part, schedule, found, channel, data.of if data else nothing)
+    return found.results
+
+
+class _Forward:
+    """Implements `pipeline.executor.Stages` for outputs alone."""
+
+    def __init__(
+        self, runtime: Runtime, model: PartModel, parameters: torch.Tensor, sizes: Sequence[int]
+    ) -> None:
+        self.results: list[Mapping[str, torch.Tensor]] = []
+        self._runtime = runtime
+        self._model = model
+        self._parameters = parameters
+        self._sizes = sizes
+
+    async def forward(
+        self, stage: int, micro_batch: int, values: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """See `Stages`."""
+        model, parameters = self._model, self._model.of_stage(stage, self._parameters)
+        outputs: Mapping[str, torch.Tensor] = await self._runtime.compute(
+            lambda _: model.stages[stage].evaluate(parameters, values),
+            work=Work("evaluate", samples=self._sizes[micro_batch], share=model.share(stage)),
+        )
+        if stage == len(model.plan.stages) - 1:
+            self.results.append(outputs)
+        return outputs
+
+    async def backward(
+        self, stage: int, micro_batch: int, gradients: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """See `Stages`."""
+        raise InternalError("an evaluation has no backward pass")
+
+    async def weights(self, stage: int, micro_batch: int) -> None:
+        """See `Stages`."""
+        raise InternalError("an evaluation has no backward pass")
+
+
+class GivenOutputs:
+    """A `Model` whose outputs are there already, in the order in which an evaluation asks for them.
+
+    Args:
+        layout, reduction: of the model.
+        results: as `compute_outputs` returns them.
+    """
+
+    def __init__(
+        self, layout: Layout, reduction: Reduction, results: Sequence[Mapping[str, torch.Tensor]]
+    ) -> None:
+        self.layout = layout
+        self.reduction: Reduction = reduction
+        self._outputs = deque(result["outputs"] for result in results)
+        self._losses = deque(result.get("loss") for result in results)
+
+    def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
+        """See `Model.outputs`."""
+        return self._outputs.popleft()
+
+    def held_out_loss(self, parameters: torch.Tensor, batch: Batch) -> float:
+        """See `Model`."""
+        loss = self._losses.popleft()
+        return float("nan") if loss is None else float(loss)
+
+    def init(self, seed: int, parameters: torch.Tensor) -> None:
+        """Raises InternalError."""
+        raise InternalError("outputs that are there cannot be computed again")
+
+    def gradient(
+        self, parameters: torch.Tensor, batch: Batch, gradient: torch.Tensor, *, seed: int, report: Report
+    ) -> float:
+        """Raises InternalError."""
+        raise InternalError("outputs that are there have no gradient")
+
+    def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
+        """No parameters."""
+        return {}

@@ -1,0 +1,120 @@
+"""The worker of a replica of several processes: what it has beside what every worker has."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from gradstream.coordinator.client.member import Member
+from gradstream.data.base import Dataset
+from gradstream.data.feed import feed_of
+from gradstream.memory import Vector
+from gradstream.model.buffers import Buffers
+from gradstream.runtime.base import Runtime
+from gradstream.split.part_model import PartModel
+from gradstream.transport.base import Endpoint
+from gradstream.wire.parts import replica_of
+from gradstream.worker.batch_gate import BatchGate
+from gradstream.worker.config import WorkerConfig
+from gradstream.worker.parts.channel import PartChannel
+from gradstream.worker.parts.final_model import write_final_parts
+from gradstream.worker.parts.gradients import PartGradients, PartPlace
+from gradstream.worker.parts.lead import PartLead
+from gradstream.worker.parts.outputs import GivenOutputs, compute_outputs, held_out, test_sizes
+from gradstream.worker.registration import tensor_specs_of
+
+__all__ = ["Lead"]
+
+
+class Lead:
+    """What the worker of a split replica does with its parts.
+
+    Args:
+        runtime, endpoint, member, config: of the worker.
+        gate: its gate.
+        failed: reports that this node cannot continue.
+
+    Attributes:
+        parts: leads the parts.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        endpoint: Endpoint,
+        member: Member,
+        config: WorkerConfig,
+        gate: BatchGate,
+        failed: Callable[[Exception], Awaitable[None]],
+    ) -> None:
+        assert config.split is not None and isinstance(config.model, PartModel)
+        self._runtime = runtime
+        self._member = member
+        self._config = config
+        self._split = config.split
+        self._model = config.model
+        self._names = replica_of(config.rank, config.split.parts)
+        self._channel = PartChannel(runtime, endpoint, self._names, config.model, failed)
+        self.parts = PartLead(runtime, self._channel, config.model, config.split.parts, gate, member.receipt)
+
+    async def begin(self) -> None:
+        """Returns when all parts are in the run."""
+        names = {*self._names}
+        await self._member.heard(lambda: names <= {node.name for node in self._member.notice.nodes})
+        self.parts.start()
+
+    @cached_property
+    def place(self) -> PartPlace:
+        """See `Assembly`."""
+        config = self._config
+        assert config.plan is not None
+        gradients = PartGradients(
+            self._runtime,
+            self._model,
+            self._channel,
+            self.parts,
+            feed_of(config.data, config.plan, config.rank, config.seed),
+            rank=config.rank,
+            seed=config.seed,
+            clip=config.clip,
+            pipeline=self._split.pipeline,
+            micro_batches=self._split.micro_batches,
+        )
+        return PartPlace(gradients, self.parts.pushed)
+
+    async def outputs(
+        self, parameters: torch.Tensor, data: Dataset, buffers: Buffers, *, newest: bool
+    ) -> GivenOutputs:
+        """Outputs of all held-out samples, in evaluation mode.
+
+        Args:
+            parameters: of this part.
+            buffers: of the whole model; {} leaves all as they are.
+            data: has the samples.
+            newest: the other parts take the newest parameters of the model, not their replica's.
+        """
+        model, sizes = self._model, test_sizes(data)
+        before = model.buffers() if buffers else {}
+        if buffers:
+            model.load_buffers(buffers)
+            await self.parts.spread_buffers()
+        self.parts.begin_outputs(sizes, newest=newest)
+        results = await compute_outputs(
+            self._runtime, model, self._channel, parameters, sizes, held_out(data, model, sizes)
+        )
+        last = model.plan.stages[-1].part
+        if last != model.part:
+            has_loss = data.test_batch(np.arange(1, dtype=np.int64)).targets is not None
+            results = [await self._channel.take_outputs(last, size, has_loss=has_loss) for size in sizes]
+        if before:
+            model.load_buffers(before)  # the parts get theirs before the next minibatch
+        return GivenOutputs(model.whole, model.reduction, results)
+
+    async def write_final(self, parameters: Vector, buffers: Buffers) -> None:
+        """Writes the final model of all parts."""
+        self.parts.send()
+        specs = tensor_specs_of(self._model)
+        await write_final_parts(self._runtime, self._channel, self._model, parameters, specs, buffers)

@@ -1,0 +1,66 @@
+"""A part that dies takes its replica out of the run; the others go on, and the replica comes back whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import gradstream as gs
+from gradstream.errors import GradstreamError
+from gradstream.run.simulated import SimulatedCluster
+from gradstream.runtime.simulation import Cost, SimulationConfig
+from split_jobs import SAMPLES, run
+
+SLOW = SimulationConfig(costs={"gradient": Cost(base_s=0.03)})
+
+
+def killed(name: str, at_s: float, *, back_s: float | None, replica: tuple[str, ...]) -> Any:
+    """A script that kills a process, and starts its replica again once all of it has ended."""
+
+    async def script(cluster: SimulatedCluster) -> None:
+        director = cluster.virtual.runtime("director")
+        await director.sleep(at_s)
+        cluster.kill(name)
+        if back_s is None:
+            return
+        while any(cluster.is_running(one) for one in replica):
+            await director.sleep(0.01)
+        await director.sleep(back_s)
+        for one in replica:
+            await cluster.restart(one)
+
+    return script
+
+
+def events(done: gs.Run, kind: str) -> list[str]:
+    """Who an event was about, in order."""
+    return [event["who"] for event in done.events if event["event"] == kind]
+
+
+@pytest.mark.parametrize("victim", ["worker-1", "part1-1", "part2-1"])
+def test_the_replica_of_a_dead_process_leaves_and_the_others_finish(victim: str) -> None:
+    replica = ("worker-1", "part1-1", "part2-1")
+    script = killed(victim, 0.2, back_s=None, replica=replica)
+    done = run(strategy="downpour", split=3, epochs=6, config=SLOW, script=script)
+    assert sorted(events(done, "left")[:3]) == sorted(replica)
+    assert done.summary["samples"] >= 6 * SAMPLES
+
+
+@pytest.mark.parametrize("victim", ["worker-1", "part1-1"])
+@pytest.mark.parametrize("strategy", [gs.Downpour(), gs.SSP(bound=1), gs.ElasticAveraging()], ids=repr)
+def test_the_replica_of_a_dead_process_comes_back(strategy: Any, victim: str) -> None:
+    replica = ("worker-1", "part1-1")
+    script = killed(victim, 0.3, back_s=0.05, replica=replica)
+    done = run(strategy=strategy, split=2, epochs=20, config=SLOW, script=script)
+    assert set(events(done, "joined")[-2:]) == set(replica), "it came back"
+    came_back_s = max(event["time_s"] for event in done.events if event["event"] == "joined")
+    after = [row for row in done.history if row["rank"] == 1 and row["time_s"] > came_back_s]
+    assert after, "and took part again"
+    assert done.summary["samples"] >= 20 * SAMPLES
+
+
+def test_a_death_in_rounds_ends_the_run_and_names_the_process() -> None:
+    script = killed("part1-1", 0.3, back_s=None, replica=())
+    with pytest.raises(GradstreamError, match=r"part1-1.*nobody can compute the part"):
+        run(strategy="synchronous", split=2, epochs=20, config=SLOW, script=script)

@@ -1,0 +1,85 @@
+"""Replicas of several real processes: over each carrier, with a death, and resumed under another split."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradstream as gs
+from gradstream.job.files import load_job
+
+JOB = """
+import numpy as np
+from torch import nn
+import gradstream as gs
+
+def net():
+    layers = [nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(32, 4)).double()
+
+def job():
+    rng = np.random.default_rng(5)
+    x, y = rng.standard_normal((320, 20)), rng.integers(0, 4, 320)
+    data = gs.from_arrays(x[:256], y[:256], test_inputs=x[256:], test_targets=y[256:])
+    model = gs.from_torch(net, nn.functional.cross_entropy)
+    return gs.Job(model, data, strategy="synchronous", workers=2, batch_size=16, epochs=2, evaluate_every=4)
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    """The place of a job."""
+    (tmp_path / "job.py").write_text(JOB)
+    return f"{tmp_path / 'job.py'}:job"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"split": 2, "carrier": "shm"},
+        {"split": 3, "carrier": "grpc", "micro_batches": 4, "pipeline": "1f1b"},
+        {"split": 2, "carrier": "tcp", "strategy": "allreduce", "micro_batches": 2},
+    ],
+    ids=lambda options: options["carrier"],
+)
+def test_split_replicas_train_as_whole_ones(place: str, tmp_path: Path, options: dict[str, Any]) -> None:
+    whole = gs.simulate(load_job(place))
+    run = gs.train(load_job(place), run_dir=tmp_path / "run", **options)
+    for name, array in whole.parameters.items():
+        assert np.abs(run.parameters[name] - array).max() < 1e-12
+    assert [one["accuracy"] for one in run.evaluations] == [one["accuracy"] for one in whole.evaluations]
+
+
+def test_a_replica_comes_back_after_one_of_its_parts_was_killed(place: str, tmp_path: Path) -> None:
+    log, told = tmp_path / "run" / "logs" / "part1-1.log", list[str]()
+
+    def on_event(event: Mapping[str, Any]) -> None:
+        if event["event"] == "step" and event["node"] == "worker-1":
+            if not told:
+                told.append("struck")
+                os.kill(int(re.findall(r"part1-1: pid (\d+)", log.read_text())[-1]), signal.SIGKILL)
+            elif "back worker-1" in told and "back part1-1" in told:
+                raise KeyboardInterrupt
+        if event["event"] == "left" and event["lost"]:
+            told.append(f"lost {event['who']}")
+        if event["event"] == "joined" and event["epoch"] > 1:
+            told.append(f"back {event['who']}")
+
+    with pytest.raises((KeyboardInterrupt, gs.errors.Interrupted)):
+        gs.train(
+            load_job(place),
+            run_dir=tmp_path / "run",
+            on_event=on_event,
+            strategy="downpour",
+            split=2,
+            epochs=5000,
+        )
+    assert told[:3] == ["struck", "lost part1-1", "lost worker-1"]
+    assert sorted(told[3:5]) == ["back part1-1", "back worker-1"]

@@ -1,0 +1,150 @@
+"""Runs whose replicas are several processes, on virtual time, beside the same runs whose replicas are one.
+
+With several workers, rounds make the two equal to rounding. Strategies without rounds are compared with one worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import gradstream as gs
+from gradstream._simulate import simulate
+from gradstream.runtime.storage import MemoryStorage
+from gradstream.testing.runs import QUICK
+from split_jobs import CLASSES, FEATURES, difference, net, run
+
+ROUNDS: Mapping[str, dict[str, Any]] = {
+    "synchronous": {"strategy": "synchronous", "servers": 2},
+    "allreduce": {"strategy": "allreduce"},
+    "adam": {"strategy": "allreduce", "optimizer": "adam"},
+    "clipped": {"strategy": "synchronous", "clip_norm": 0.05, "clip_value": 0.04},
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+@pytest.mark.parametrize(
+    ("split", "micro_batches", "pipeline"), [(2, 1, "gpipe"), (3, 3, "1f1b"), (4, 2, "gpipe")]
+)
+def test_rounds_of_split_replicas_equal_those_of_whole_ones(
+    name: str, split: int, micro_batches: int, pipeline: str
+) -> None:
+    whole = run(**ROUNDS[name])
+    split_run = run(**ROUNDS[name], split=split, micro_batches=micro_batches, pipeline=pipeline)
+    assert difference(whole, split_run) < 1e-12
+    assert split_run.summary["samples"] == whole.summary["samples"]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        gs.Downpour(),
+        gs.Downpour(overlap=False, push_every=2, fetch_every=3),
+        gs.SSP(bound=1),
+        gs.Softsync(),
+        gs.StalenessAware(),
+        gs.AsySG(gradients=1),
+        gs.strategies.ElasticAveraging(),
+        gs.strategies.ParameterAveraging(every=2),
+        gs.DiLoCo(every=2),
+    ],
+    ids=lambda strategy: type(strategy).__name__,
+)
+def test_one_split_replica_trains_as_one_whole_replica(strategy: Any) -> None:
+    whole, split_run = (run(strategy=strategy, workers=1, split=split) for split in (1, 3))
+    assert difference(whole, split_run) < 1e-12
+
+
+def test_evaluations_of_split_replicas_equal_those_of_whole_ones() -> None:
+    whole, split_run = (run(strategy="synchronous", split=split, evaluate_every=2) for split in (1, 3))
+    for mine, theirs in zip(split_run.evaluations, whole.evaluations, strict=True):
+        assert mine["accuracy"] == theirs["accuracy"]
+        assert mine["step"] == theirs["step"]
+
+
+def test_replicas_with_parameters_of_their_own_evaluate_the_newest_ones() -> None:
+    whole, split_run = (
+        run(strategy=gs.ElasticAveraging(), workers=1, split=split, evaluate_every=2) for split in (1, 2)
+    )
+    assert [one["accuracy"] for one in split_run.evaluations] == [
+        one["accuracy"] for one in whole.evaluations
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["synchronous", "allreduce"])
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4)])
+def test_a_checkpoint_resumes_under_another_split(strategy: str, before: int, after: int) -> None:
+    whole = run(strategy=strategy, optimizer="adam", epochs=3)
+    storage = MemoryStorage()
+    run(strategy=strategy, optimizer="adam", epochs=2, split=before, storage=storage, checkpoint_every=2)
+    there = [name for name in storage.names("checkpoints") if name.startswith("step-")]
+    assert there, "a checkpoint was made"
+    resumed = run(
+        strategy=strategy,
+        optimizer="adam",
+        epochs=3,
+        split=after,
+        storage=storage,
+        resume=True,
+        checkpoint_every=None,
+    )
+    assert difference(whole, resumed) < 1e-12
+
+
+def test_the_gradient_that_is_not_finite_in_one_part_is_left_out_in_all() -> None:
+    x, y = np.random.default_rng(0).standard_normal((12, FEATURES)), np.arange(12) % CLASSES
+    x[3] = np.inf
+    model = gs.from_torch(net, nn.functional.cross_entropy)
+    given: dict[str, Any] = {
+        "workers": 1,
+        "batch_size": 3,
+        "epochs": 1,
+        "deadlines": QUICK,
+        "strategy": "downpour",
+    }
+    whole, split_run = (simulate(model, gs.from_arrays(x, y), **given, split=split) for split in (1, 3))
+    for one in (whole, split_run):
+        refused = [event for event in one.events if event["event"] == "gradient_refused"]
+        assert [event["samples"] for event in refused] == [3]
+    assert difference(whole, split_run) < 1e-12
+
+
+def normed() -> nn.Module:
+    """A network with running statistics in two places, a residual connection, and tied weights."""
+    return _Normed().double()
+
+
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.middle = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.last = nn.Linear(8, CLASSES)
+        self.again = nn.Linear(8, 8)
+        self.again.weight = cast(nn.Linear, self.middle[0]).weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        hidden = hidden + self.middle(hidden)
+        result: torch.Tensor = self.last(torch.tanh(self.again(hidden)))
+        return result
+
+
+@pytest.mark.parametrize("split", [2, 3])
+@pytest.mark.parametrize("strategy", ["synchronous", "allreduce"])
+def test_running_statistics_and_tied_weights_of_a_split_model(strategy: str, split: int) -> None:
+    given: dict[str, Any] = {"strategy": strategy, "build": normed, "epochs": 3, "evaluate_every": 2}
+    whole, storage = run(**given), MemoryStorage()
+    run(**{**given, "epochs": 2}, split=split, storage=storage, checkpoint_every=2)
+    split_run = run(**given, split=split)
+    resumed = run(**given, split=split, storage=storage, resume=True, checkpoint_every=None)
+    for one in (split_run, resumed):
+        assert difference(whole, one) < 1e-12
+    assert [one["accuracy"] for one in split_run.evaluations] == [
+        one["accuracy"] for one in whole.evaluations
+    ]
