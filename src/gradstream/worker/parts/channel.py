@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from gradstream.errors import RefusedError
 from gradstream.memory import Vector
 from gradstream.pipeline.executor import TensorTransfer
 from gradstream.runtime.base import Runtime, awaited_later
@@ -27,6 +28,9 @@ SILENCE_S = 86400.0
 """Parts wait for each other for any time: whether one is gone, the coordinator decides, by its lease."""
 
 _TAGS: Mapping[type, int] = {PartTurn: 0, PartReport: 1, PartVerdict: 2}
+NEWS_S, RETRY_S = 60.0, 0.01
+"""Seconds in which the coordinator's news reach every process, at most, and between two tries until then."""
+
 VECTORS, VALUES = 3, 4
 """Tags; those from VALUES on are of the model's values."""
 
@@ -133,9 +137,20 @@ class PartChannel:
 
     async def _send(self, part: int, tag: int, tensor: torch.Tensor) -> None:
         flat = _flat(tensor)
-        if len(flat):
-            span = Vector("value", flat).all
-            await self._endpoint.send(self._names[part], tag, span, silence_s=SILENCE_S)
+        if not len(flat):
+            return
+        span, waited_s = Vector("value", flat).all, 0.0
+        while True:
+            try:
+                await self._endpoint.send(self._names[part], tag, span, silence_s=SILENCE_S)
+                return
+            except RefusedError as error:
+                if error.code != "STALE_EPOCH" or waited_s > NEWS_S:
+                    raise
+            await self._runtime.sleep(
+                RETRY_S
+            )  # the other part has heard of a newcomer, or of a loss, earlier
+            waited_s += RETRY_S
 
     async def _receive(self, part: int, tag: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype)
