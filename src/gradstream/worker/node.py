@@ -125,6 +125,10 @@ class WorkerNode:
             await self._failed(error)
             if _has_left(error):  # a shard has said so before the coordinator could
                 raise EvictedError(self._runtime.node, str(error)) from error
+            if (
+                self._member.evicted is not None
+            ):  # with a lost part of its replica, whose loss was noticed first
+                raise self._member.evicted from error
             raise
         finally:
             if self._exchange is not None:

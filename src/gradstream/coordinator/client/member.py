@@ -111,6 +111,11 @@ class Member(Reporter):
         return enters - 1 if enters else None
 
     @property
+    def evicted(self) -> EvictedError | None:
+        """The error of a node that the coordinator counts as lost; None of one that it does not."""
+        return self._error if isinstance(self._error, EvictedError) else None
+
+    @property
     def coordinator_comes_back(self) -> bool:
         """See `Reporter`."""
         return self._presence is not None and self._presence.comes_back and self._error is None

@@ -75,6 +75,8 @@ class PartNode:
             await self._failed(error)
             if isinstance(error, RefusedError) and error.code == "NOT_MEMBER":
                 raise EvictedError(self._runtime.node, str(error)) from error
+            if member.evicted is not None:
+                raise member.evicted from error
             raise
         finally:
             if self._exchange is not None:
