@@ -15,7 +15,7 @@ from gradstream.model.base import Layout, Slot
 from gradstream.model.batch import Batch
 from gradstream.model.torch_module import TorchModel
 from gradstream.split.balance import filled
-from gradstream.split.chain import Chain
+from gradstream.split.chain import OperationChain
 from gradstream.split.divide import divide, divisible, part_of_piece
 from gradstream.split.graph import Form, Graph, Piece, form_of, record
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
@@ -82,7 +82,7 @@ def plan_split(
     elif by == "bytes":
         graph, placed = _by_weight(graph, parts)
     else:
-        placed = Chain(graph.nodes, seconds_of(graph, example.num_samples)).place(parts)
+        placed = OperationChain(graph.nodes, seconds_of(graph, example.num_samples)).place(parts)
     return _plan(graph, placed, parts)
 
 
@@ -122,7 +122,7 @@ def _by_map(
         part = part if own is not None or not isinstance(named, int) else named
         placed[node] = part if own is None else own
     chain = [node for node in graph.nodes if part_of_piece(node) is None]
-    barred = Chain(chain, dict.fromkeys(chain, 0)).barred
+    barred = OperationChain(chain, dict.fromkeys(chain, 0)).barred
     for index, (node, before) in enumerate(zip(chain[1:], chain, strict=False), 1):
         if index in barred and placed[node] != placed[before]:
             raise ConfigError(f"plan_split: map cuts before {where(node)}; {barred[index]}")
@@ -153,8 +153,8 @@ def _by_weight(graph: Graph, parts: int) -> tuple[Graph, dict[fx.Node, int]]:
     room = graph.layout.elems / parts
     wide = [node for node in graph.nodes if parts > 1 and weights[node] > room and divisible(graph, node)]
     if not wide:
-        return graph, Chain(graph.nodes, weights).place(parts)
-    chain = Chain(graph.nodes, {**weights, **dict.fromkeys(wide, 0)})
+        return graph, OperationChain(graph.nodes, weights).place(parts)
+    chain = OperationChain(graph.nodes, {**weights, **dict.fromkeys(wide, 0)})
     # The others go on as few parts as have room for them.
     options = [chain.group_weights(count) for count in range(1, min(parts, chain.most_groups) + 1)]
     others = next((groups for groups in options if max(groups) <= room), options[-1])
@@ -163,7 +163,7 @@ def _by_weight(graph: Graph, parts: int) -> tuple[Graph, dict[fx.Node, int]]:
         graph = divide(graph, node, shares)
     pieces = {node: part for node in graph.nodes if (part := part_of_piece(node)) is not None}
     rest = [node for node in graph.nodes if node not in pieces]
-    return graph, Chain(rest, _weights(graph)).place(len(others)) | pieces
+    return graph, OperationChain(rest, _weights(graph)).place(len(others)) | pieces
 
 
 def _weights(graph: Graph) -> dict[fx.Node, int]:
