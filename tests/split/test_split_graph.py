@@ -87,7 +87,12 @@ def by_shape(net: Net, x: torch.Tensor) -> torch.Tensor:
     b, f = x.shape
     assert x.dim() == 2 and len(x.shape) == 2 and x.size(-1) == f
     parts = list(x.view(b, 2, f // 2).unbind(1))
-    return torch.cat(parts[::-1], 1).reshape(b * 2, -1).view(b, -1) + torch.arange(f) + x.new_zeros(b, f)
+    return (
+        torch.cat(parts[::-1], 1).reshape(b * 2, -1).view(b, -1)
+        + torch.arange(f)
+        + x.new_zeros(b, f)
+        + torch.arange(b)[:, None] * torch.ones(b, f)
+    )
 
 
 def counting(net: Net, x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gradstream.errors import ConfigError
 from gradstream.model.built_module import Build, build_module
 
-__all__ = ["Blueprint", "ShapeMode", "tensor_at"]
+__all__ = ["Blueprint", "ShapeMode", "tensor_at", "to_meta"]
 
 _SMALL_ELEMS = 1 << 10
 """Elements up to which every tensor has its values: a `build()` may read them (`.item()`, `.tolist()`)."""
@@ -116,7 +116,7 @@ class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 blanks = self._blanks(given)
                 in_order = iter(blanks)
                 func(*_on(args, lambda _: next(in_order)), **_on(kwargs, lambda _: next(in_order)))
-            result = func(*_on(args, _to_meta), **_on(kwargs, _to_meta))
+            result = func(*_on(args, to_meta), **_on(kwargs, to_meta))
         elif func is torch.ops.aten.empty.memory_format and self._next in self._places:
             result = self._places[self._next].view(args[0])
         elif given or is_random or self._next in self._needed or "device" not in kwargs:
@@ -158,7 +158,7 @@ class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number in self._places and not _is_meta(made):
             made = self._places[number].copy_(made.flatten()).view(made.shape)
         elif not keep and number not in self._needed and made.numel() > _SMALL_ELEMS:
-            made = _to_meta(made)
+            made = to_meta(made)
         self._numbers[made.untyped_storage()._cdata] = number
         self.sources[number] = set()
         self._alive.append(made)
@@ -203,7 +203,8 @@ def _on(tree: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return tree_map_only(torch.Tensor, fn, tree)
 
 
-def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
+def to_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, without values."""
     if _is_meta(tensor):
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -232,7 +233,7 @@ class Blueprint:
                         continue
                     if id(tensor) not in shapes:
                         self._made[f"{path}.{key}" if path else key] = tensor
-                        shape = _to_meta(tensor.detach())
+                        shape = to_meta(tensor.detach())
                         if isinstance(tensor, nn.Parameter):
                             shape = nn.Parameter(shape, requires_grad=tensor.requires_grad)
                         shapes[id(tensor)] = shapes[id(shape)] = shape

@@ -11,9 +11,11 @@ import operator
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from itertools import zip_longest
 from pathlib import Path
 from traceback import extract_tb
+from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
@@ -21,11 +23,11 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch.fx.proxy import Attribute
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from gradstream.errors import ConfigError
 from gradstream.split import partial_build
-from gradstream.split.partial_build import ShapeMode
+from gradstream.split.partial_build import ShapeMode, to_meta
 
 __all__ = ["SAMPLES", "ByMode", "depends_on_samples", "run_node", "storage", "trace", "where"]
 
@@ -37,6 +39,7 @@ _OWN = (__file__, partial_build.__file__)
 _REFUSED = ("data", "grad", "grad_fn", "is_leaf", "requires_grad", "is_meta")
 """Attributes of tensors that a part of a module cannot know, or that would act outside of the graph."""
 
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
 _CONTAINERS = (nn.TransformerEncoder, nn.TransformerDecoder)
 """Modules of torch.nn that consist of modules and are traced through, as Sequential is."""
 
@@ -150,7 +153,8 @@ class _Tracer(fx.Tracer):
             before = [tensor._version for tensor in touched]
             self._evaluating = True
             try:
-                found.append(run_node(node, self.root, args, kwargs))
+                made = run_node(node, self.root, args, kwargs)
+                found.append(tree_map_only(torch.Tensor, to_meta, made))
             finally:
                 self._evaluating = False
             if index == 0:
@@ -292,18 +296,30 @@ def trace(
 
 def _trace_once(module: nn.Module, call: Any, values: Any) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
     tracer = _Tracer(call, values)
-    apply = torch.autograd.Function.__dict__["apply"]
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
-    def recorded(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
-            return tracer.create_proxy("call_function", apply.__get__(None, cls), args, kwargs)
-        return apply.__get__(None, cls)(*args, **kwargs)
+    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which torch.fx does not record by itself, with stand-ins as arguments."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs))):
+                return tracer.create_proxy("call_function", function, args, kwargs)
+            return function(*args, **kwargs)
+
+        return call
+
+    def apply_recorded(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return recorded(MethodType(apply, cls))(*args, **kwargs)
 
     kept = _numbers_of(module)
     states = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002
     try:
-        with patch.object(torch.autograd.Function, "apply", classmethod(recorded)), _TraceMode(tracer):
-            graph = tracer.trace(module)
+        with ExitStack() as patches:
+            patches.enter_context(patch.object(torch.autograd.Function, "apply", classmethod(apply_recorded)))
+            for name in _FACTORIES:
+                patches.enter_context(patch.object(torch, name, recorded(getattr(torch, name))))
+            with _TraceMode(tracer):
+                graph = tracer.trace(module)
         if states != (random.getstate(), np.random.get_state()[1].tolist()):  # type: ignore[index]  # noqa: NPY002
             raise fx.proxy.TraceError("Python's or NumPy's random numbers decide what it computes")
         if changed := [name for name, value in _numbers_of(module).items() if kept.get(name) != value]:
