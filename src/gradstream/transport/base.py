@@ -293,7 +293,7 @@ class Endpoint(Protocol):
         ...
 
     def redial(self, peer: str, silent_s: float) -> None:
-        """Closes the connections of bulk streams to a peer that was silent on them for `silent_s` seconds.
+        """Closes the connections to a peer on which it was silent for `silent_s` seconds.
 
         The next stream makes another one: a connection that something on the way has spoilt stays silent. One that was
         made since the silence began is left alone.

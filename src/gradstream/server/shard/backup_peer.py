@@ -75,9 +75,14 @@ class BackupOnPeer:
                 await self._put(backup, spans)
                 return
             except GradstreamError as error:
-                if not _may_pass(error) or self._runtime.left_s(since_ns, self._retry_s) <= 0:
+                if not self._may_retry(error, since_ns):
                     raise
             await self._runtime.sleep(RETRY_S)
+
+    def _may_retry(self, error: GradstreamError, since_ns: int) -> bool:
+        if isinstance(error, DeadlineError):
+            self._endpoint.redial(self._holder, self._silence_s)
+        return _may_pass(error) and self._runtime.left_s(since_ns, self._retry_s) > 0
 
     async def _put(self, backup: v1.Backup, spans: Sequence[Span]) -> None:
         stream = await self._endpoint.open(self._holder, "backup", backup)
@@ -109,7 +114,7 @@ class BackupOnPeer:
                 await self._load(destination)
                 return
             except GradstreamError as error:
-                if not _may_pass(error) or self._runtime.left_s(since_ns, self._retry_s) <= 0:
+                if not self._may_retry(error, since_ns):
                     raise
             await self._runtime.sleep(RETRY_S)
 

@@ -160,7 +160,9 @@ class QuorumProtocol:
         while self._leader is None:
             try:
                 await self._exchange()
-            except (PeerLostError, DeadlineError, ClosedError, RefusedError):
+            except (PeerLostError, DeadlineError, ClosedError, RefusedError) as error:
+                if isinstance(error, DeadlineError):
+                    self._endpoint.redial(FIRST, self._config.silence_s)
                 await self._runtime.sleep(RETRY_S)  # the coordinator decides which nodes are lost
 
     async def _exchange(self) -> None:

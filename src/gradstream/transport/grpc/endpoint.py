@@ -354,10 +354,11 @@ class GrpcEndpoint(EndpointCore):
 
     def redial(self, peer: str, silent_s: float) -> None:
         """See `Endpoint.redial`."""
-        connection = self._connections.get((peer, Priority.BULK))
-        if connection is not None and self.runtime.left_s(connection.made_ns, silent_s) <= 0:
-            del self._connections[peer, Priority.BULK]
-            self._spawn(connection.close(), f"{self.identity.name}: redial {peer}")
+        for priority in Priority:
+            connection = self._connections.get((peer, priority))
+            if connection is not None and self.runtime.left_s(connection.made_ns, silent_s) <= 0:
+                del self._connections[peer, priority]
+                self._spawn(connection.close(), f"{self.identity.name}: redial {peer}")
 
     async def _shut(self, *, abruptly: bool) -> None:
         # A cancelled stop would leave a server running, with a thread of gRPC; a process with several event

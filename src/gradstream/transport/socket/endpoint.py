@@ -292,9 +292,10 @@ class SocketEndpoint(EndpointCore):
 
     def redial(self, peer: str, silent_s: float) -> None:
         """See `Endpoint.redial`."""
-        multiplexer = self._outgoing.get((peer, Priority.BULK))
-        if multiplexer is not None and self.runtime.left_s(multiplexer.made_ns, silent_s) <= 0:
-            multiplexer.fail(f"silent for {silent_s:g} s: another connection is made")
+        for priority in Priority:
+            multiplexer = self._outgoing.get((peer, priority))
+            if multiplexer is not None and self.runtime.left_s(multiplexer.made_ns, silent_s) <= 0:
+                multiplexer.fail(f"silent for {silent_s:g} s: another connection is made")
 
     # ---- the end ------------------------------------------------------------------------
 
