@@ -71,13 +71,14 @@ class Killer:
     Args:
         cluster: the nodes.
         seed: of the steps, and of the order of the workers.
+        epochs: length of the run.
     """
 
-    def __init__(self, cluster: LocalCluster, seed: int) -> None:
+    def __init__(self, cluster: LocalCluster, seed: int, epochs: int) -> None:
         rng = random.Random(seed)
         self._cluster = cluster
         self._victims = rng.sample(range(WORKERS), WORKERS - 1)
-        total = SAMPLES * EPOCHS // BATCH
+        total = SAMPLES * epochs // BATCH
         self._at = sorted(rng.randrange(50, total * 3 // 4) for _ in self._victims)
         self._steps = 0.0
         self.kills = 0
@@ -120,18 +121,18 @@ class ShardKiller:
 
 
 def run_once(
-    carrier: str, strategy: str, seed: int, folder: Path, shards: Any = "applied"
+    carrier: str, strategy: str, seed: int, folder: Path, shards: Any = "applied", epochs: int = EPOCHS
 ) -> tuple[int, TokenAudit, Counter[str]]:
     """One run: number of kills, audit, and what became of the minibatches without a receipt."""
     chosen = STRATEGIES[strategy]
     which = "job_of_rounds" if isinstance(chosen, gs.AllReduce) else "job"
     given = load_job(f"{Path(__file__).resolve()}:{which}")
-    changed = replace(given, strategy=chosen, carrier=carrier, seed=seed, acknowledge=shards)
+    changed = replace(given, strategy=chosen, carrier=carrier, seed=seed, acknowledge=shards, epochs=epochs)
     if shards != "applied":
         changed = replace(changed, workers=3, max_restarts=100)
     spec = plan_run(changed, f"{carrier}-{strategy}-{seed}")
     with LocalCluster(folder / "logs", node_environment(WORKERS)) as cluster:
-        killer: Killer | ShardKiller = Killer(cluster, seed)
+        killer: Killer | ShardKiller = Killer(cluster, seed, epochs)
         if shards != "applied":
             killer = ShardKiller(cluster, seed, "backed_up" if shards == "replicated" else "restored")
         with patch("gradstream.run.restarts.CALM_S", 0.0):  # each restart counts as the first one
@@ -140,7 +141,7 @@ def run_once(
     for event in run.events:
         if event["event"] == "settled":
             settled.update(in_model=event["in_model"], redone=event["torn"], again=event["again"])
-    return killer.kills, TokenAudit.of(run, SAMPLES, EPOCHS), settled
+    return killer.kills, TokenAudit.of(run, SAMPLES, epochs), settled
 
 
 def main() -> None:
@@ -149,6 +150,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--carriers", default="shm,tcp,grpc")
     parser.add_argument("--strategies", default="downpour,ssp")
@@ -162,7 +164,9 @@ def main() -> None:
             for strategy in given.strategies.split(","):
                 with tempfile.TemporaryDirectory() as folder:
                     begun_s = time.perf_counter()
-                    kills, audit, settled = run_once(carrier, strategy, seed, Path(folder), given.shards)
+                    kills, audit, settled = run_once(
+                        carrier, strategy, seed, Path(folder), given.shards, given.epochs
+                    )
                 total.update(kills=kills, lost=audit.lost, doubled=audit.doubled, torn=audit.torn, **settled)
                 took_s = time.perf_counter() - begun_s
                 print(
