@@ -34,6 +34,7 @@ from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
+from gradstream.wire.placement import Placement
 
 ELEMS, CHUNK_ELEMS, REPEATS, EVERY_S = 75_000_000, 262_144, 7, 0.02
 
@@ -50,7 +51,7 @@ async def measure(address: str, carrier: Any) -> dict[str, dict[str, float]]:
     update.tensor.uniform_()
     chunks = ChunkMap(ELEMS, CHUNK_ELEMS, 1)
     deadlines = Deadlines(silence_s=60, retry_s=60)
-    client = ServerClient(ShardLinks(runtime, endpoint, ["shard-0"], chunks, deadlines), spare)
+    client = ServerClient(ShardLinks(runtime, endpoint, Placement(0, 1), chunks, deadlines), spare)
     await client.assign(update)
 
     async def ping_until(stop: asyncio.Event) -> list[float]:

@@ -54,6 +54,7 @@ from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint, make_memory
 from gradstream.wire import v1
 from gradstream.wire.chunks import CHUNK_ELEMS, ChunkMap, shared_chunk_elems
+from gradstream.wire.placement import Placement
 
 SECRET = b"the same for all nodes of a bench"
 ROOT = Path(__file__).resolve().parents[1]
@@ -160,7 +161,7 @@ async def measure(
     spare = runtime.memory.allocate(given.elems, torch.float32, "spare", exchanged=True)
     update = runtime.memory.allocate(given.elems, torch.float32, "update", exchanged=True)
     deadlines = Deadlines(silence_s=60, retry_s=60)
-    client = ServerClient(ShardLinks(runtime, endpoint, ["shard-0"], chunks, deadlines), spare)
+    client = ServerClient(ShardLinks(runtime, endpoint, Placement(0, 1), chunks, deadlines), spare)
     update.tensor.uniform_()
     await client.assign(update)
     channel = grpc.aio.insecure_channel(bare, options=OPTIONS)

@@ -1,4 +1,4 @@
-"""`attach()` and `stop()`: follow and end a run that another process has launched."""
+"""`attach()`, `stop()` and `reshard()`: follow, end and change a run that another process has launched."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from gradstream._detached import start_launcher
 from gradstream.errors import ConfigError, DeadlineError, PeerLostError
@@ -18,15 +19,19 @@ from gradstream.run.followed_events import FollowedEvents, OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, holder_of, signal_launcher
 from gradstream.run.local.door import DOOR, has_reader
 from gradstream.run.reopen import spec_of_run
+from gradstream.run.reshards import ask
 from gradstream.run.result import Run
 from gradstream.untrusted import say
 
-__all__ = ["attach", "stop"]
+__all__ = ["attach", "reshard", "stop"]
 
 POLL_S = 0.2
 """Seconds between two looks at the events and the launcher."""
 
 STOP_S = 120.0
+
+RESHARD_S = 300.0
+"""The preparation and the handover have deadlines of their own, which are shorter."""
 
 NOW_S = 0.5
 """Seconds between two signals that end a run at once: the launcher counts two that come together as one."""
@@ -109,6 +114,62 @@ def stop(path: str | Path, *, now: bool = False, wait_s: float = STOP_S) -> str:
     )
 
 
+def reshard(path: str | Path, *, servers: int, wait_s: float = RESHARD_S) -> str:
+    """Changes the number of shards of a run that goes on; returns when the new ones hold the parameters.
+
+    Workers train until each new shard is there, and wait while the parameters are handed over.
+
+    Args:
+        path: the run directory.
+        servers: new number of shards.
+        wait_s: longest wait, in seconds.
+
+    Returns:
+        What was done, as a sentence.
+
+    Raises:
+        ConfigError: the run cannot do this, or not now; its shards stay.
+        PeerLostError: a node was lost, or was late, or could not; the shards before still hold the parameters.
+            Also as in `attach`.
+        DeadlineError: nothing was decided within `wait_s`; the run goes on, and its events will tell.
+    """
+    token, outcome = "", dict[str, Any]()
+
+    def on_event(event: Mapping[str, Any]) -> None:
+        if (
+            event["event"] == "reshard"
+            and event["token"] == token
+            and event["state"] in ("switched", "failed")
+        ):
+            outcome.update(event)
+
+    follower = _Follower(Path(path), on_event)
+    if follower.has_ended:
+        raise ConfigError(f"{follower.path} has ended: {follower.how}; resume it with servers={servers}")
+    token, give_up_s = ask(follower.path, servers), time.monotonic() + wait_s
+
+    def decided(_: int) -> bool:
+        if not outcome and time.monotonic() > give_up_s:
+            raise DeadlineError(
+                "coordinator", f"the shards of {follower.path} did not change within {wait_s:g} s"
+            )
+        return bool(outcome)
+
+    follower.to_end(decided)
+    if not outcome:
+        raise PeerLostError("coordinator", f"{follower.path} has ended before: {follower.how}")
+    if outcome["state"] == "switched":
+        names = ", ".join(outcome["shards"])
+        return (
+            f"{follower.path}: {names} hold the parameters; nothing was updated for {outcome['held_s']:.2f} s"
+        )
+    if not outcome["who"]:
+        raise ConfigError(outcome["message"])
+    raise PeerLostError(
+        outcome["who"], f"{outcome['message']}; the shards before still hold the parameters: ask again"
+    )
+
+
 UNFINISHED = "no process of it is left, and it has not finished"
 
 
@@ -146,8 +207,11 @@ class _Follower:
         self._events.read()
         return ended
 
-    def to_end(self, each: Callable[[int], None] = lambda pid: None) -> None:
-        """Returns when no process of the run is left; `each` is called again and again with its launcher's id.
+    def to_end(self, each: Callable[[int], bool | None] = lambda pid: None) -> None:
+        """Returns when no process of the run is left, or when `each` says so.
+
+        Args:
+            each: called again and again with the id of the launcher, when new events are read.
 
         Raises:
             PeerLostError: launchers could not take over the nodes.
@@ -156,7 +220,8 @@ class _Follower:
         while not self.has_ended:
             pid = holder_of(self.path)
             if pid is not None:
-                each(pid)
+                if each(pid):
+                    return
                 time.sleep(POLL_S)
                 continue
             takeovers = [at_s for at_s in takeovers if time.monotonic() - at_s < CALM_S]

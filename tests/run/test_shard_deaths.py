@@ -28,7 +28,7 @@ from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.plan import plan_run
 from gradstream.runtime.simulation import Link
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.server.shard import backup as backups
+from gradstream.server.shard import copies
 from gradstream.server.shard.backup import ShardBackup
 from gradstream.server.shard.backup_log import BackupLog
 from gradstream.server.shard.backup_peer import BackupHolder, BackupOnPeer
@@ -238,7 +238,7 @@ def answered_before(patch: pytest.MonkeyPatch) -> None:
 
 def without_windows(patch: pytest.MonkeyPatch) -> None:
     """Backups do not have the numbers of the pushes that they hold."""
-    patch.setattr(backups, "_windows", lambda state: [])
+    patch.setattr(copies, "_windows", lambda state: [])
 
 
 def without_estates(patch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from gradstream.transport.socket import framing
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import checksum, frames, v1
 from gradstream.wire.chunks import ChunkMap
+from gradstream.wire.placement import Placement
 
 ELEMS, CHUNK_ELEMS, FINGERPRINT = 100, 64, 7
 SILENCE_S = 0.3
@@ -164,7 +165,7 @@ async def training(
         runtimes[1].memory.allocate(ELEMS, torch.float32, name, exchanged=True) for name in ("back", "update")
     )
     deadlines = Deadlines(silence_s=SILENCE_S, retry_s=10.0)
-    links = ShardLinks(runtimes[1], worker, ["shard-0"], ChunkMap(ELEMS, CHUNK_ELEMS, 1), deadlines)
+    links = ShardLinks(runtimes[1], worker, Placement(0, 1), ChunkMap(ELEMS, CHUNK_ELEMS, 1), deadlines)
     trained = Trained(ServerClient(links, back), vector, wire, damages)
     try:
         await trained.begin()

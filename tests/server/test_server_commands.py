@@ -30,6 +30,7 @@ from gradstream.transport.base import Identity
 from gradstream.transport.shm.endpoint import ShmEndpoint
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
+from gradstream.wire.placement import Placement
 
 CHUNK_ELEMS, NUM_CHUNKS = 1 << 19, 2  # so long that arithmetic is done on a thread, and payloads are lent
 ELEMS = CHUNK_ELEMS * NUM_CHUNKS
@@ -95,7 +96,9 @@ async def there(rule: AggregationRule) -> AsyncIterator[There]:
         )
         ones.tensor.fill_(1)
         chunks = ChunkMap(ELEMS, CHUNK_ELEMS, 1)
-        links = ShardLinks(worker.runtime, worker, ["shard-0"], chunks, Deadlines(silence_s=20, retry_s=20))
+        links = ShardLinks(
+            worker.runtime, worker, Placement(0, 1), chunks, Deadlines(silence_s=20, retry_s=20)
+        )
         client = ServerClient(links, spare)
         await client.assign(ones)
         yield There(service, client, reader, ones)

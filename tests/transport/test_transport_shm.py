@@ -42,6 +42,7 @@ from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.chunks import MAX_CHUNK_ELEMS, ChunkMap
 from gradstream.wire.dtypes import to_wire
+from gradstream.wire.placement import Placement
 
 ELEMS = 1 << 16
 
@@ -385,7 +386,7 @@ async def served(rule: AggregationRule) -> AsyncIterator[Served]:
         )
         ones.tensor.fill_(1)
         chunks, deadlines = ChunkMap(PUSHED_ELEMS, PUSHED_CHUNK, 1), Deadlines(silence_s=20, retry_s=20)
-        client = ServerClient(ShardLinks(worker.runtime, worker, ["shard-0"], chunks, deadlines), spare)
+        client = ServerClient(ShardLinks(worker.runtime, worker, Placement(0, 1), chunks, deadlines), spare)
         await client.assign(ones)
         yield Served(service, client, idler, ones)
     finally:

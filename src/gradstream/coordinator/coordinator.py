@@ -23,10 +23,18 @@ from gradstream.coordinator.presence_service import PresenceService
 from gradstream.coordinator.request_service import RequestService
 from gradstream.coordinator.run_clock import Age, RunClock
 from gradstream.coordinator.stopping import StoppingCriterion
+from gradstream.errors import ConfigError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.wakeup import Wakeup
-from gradstream.telemetry.events import CoordinatorEvent, DamagedEvent, Event, FailedEvent, encode
+from gradstream.telemetry.events import (
+    CoordinatorEvent,
+    DamagedEvent,
+    Event,
+    FailedEvent,
+    ReshardEvent,
+    encode,
+)
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
@@ -160,6 +168,37 @@ class Coordinator:
     def stop(self) -> None:
         """Asks the run to stop, with a checkpoint if training has begun; `run` returns then."""
         self._carry_out(self._membership.stop(self._age_s()))
+
+    def reshard(self, servers: int, token: str = "") -> list[str]:
+        """Asks the run to change its number of shards while it goes on; "reshard" events tell the outcome.
+
+        Args:
+            servers: new number of shards.
+            token: name of this request, in its events.
+
+        Returns:
+            Names of the new shards, which somebody has to start.
+
+        Raises:
+            ConfigError: the run cannot do that, or not now; an event says so, too.
+        """
+        try:
+            self._carry_out(self._membership.reshard(servers, token, self._age_s()))
+        except ConfigError as error:
+            self.emit(
+                ReshardEvent(
+                    state="failed",
+                    token=token,
+                    servers=servers,
+                    shards=[],
+                    held_s=0.0,
+                    who="",
+                    message=str(error),
+                )
+            )
+            raise
+        newcomers = self._membership.nodes.newcomers
+        return [] if newcomers is None else newcomers.names
 
     # ---- reports of the nodes -------------------------------------------------------------
 

@@ -7,6 +7,7 @@
                          ├── `estates.py`             what lost workers had pushed without a receipt
                          ├── `participation.py`       which workers take part
                          ├── `snapshot.py`            checkpoints
+                         ├── `resharding.py`          other shards for the parameters
                          ├── `phases.py`              the phase of the run, and its end
                          └── `assignment_replies.py`  answers to workers that ask what to do
 
@@ -29,11 +30,12 @@ from gradstream.coordinator.offences import Offences
 from gradstream.coordinator.phases import LossTolerance, Phases
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.receipts import ref_of
+from gradstream.coordinator.resharding import Resharding
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.coordinator.stand_ins import StandIns
 from gradstream.data.joined import unjoined
 from gradstream.data.ledger import Ledger
-from gradstream.errors import NonFiniteError, PeerLostError
+from gradstream.errors import ConfigError, NonFiniteError, PeerLostError
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import (
     BackedUpEvent,
@@ -72,12 +74,14 @@ class Membership:
         deadlines: limit the pause for a snapshot.
         resume: where a resumed run goes on.
         parts: number of processes of each worker's replica, which come and go together.
+        keeps_shards: why the run cannot change its shards, with the remedy; "" if it can.
 
     Attributes:
         nodes: the members.
         admission: the model as the workers have registered it.
         progress: what is in the model.
         snapshots: checkpoints.
+        resharding: the change to other shards.
         phases: the phase of the run.
         replies: answers to workers that ask what to do.
         balance: the shares of rounds; None where they are planned.
@@ -97,6 +101,7 @@ class Membership:
         deadlines: Deadlines | None = None,
         resume: Resume | None = None,
         parts: int = 1,
+        keeps_shards: str = "",
     ) -> None:
         ledger, by_verdicts = distribution.ledger, losses.quorum is not None
         self._started = started
@@ -116,6 +121,14 @@ class Membership:
             verdicts=by_verdicts,
             estates=self.estates,
         )
+        self.resharding = Resharding(
+            self.nodes,
+            self.snapshots,
+            self.estates,
+            deadlines or Deadlines(),
+            obstacle=keeps_shards,
+            fewest=2 if losses.acknowledge == "replicated" else 1,
+        )
         self.phases = Phases(started, self.nodes, self.progress, self.snapshots, self.participation, losses)
         self.stand_ins = StandIns(self.nodes, hands_over=not losses.regroups) if losses.stands_in else None
         first_round = resume.rounds if resume is not None else 0
@@ -133,6 +146,7 @@ class Membership:
             "progress": self.progress,
             "ledger": ledger,
             "snapshots": self.snapshots,
+            "resharding": self.resharding,
             "phases": self.phases,
             "offences": self._offences,
             "replies": self.replies,
@@ -160,6 +174,8 @@ class Membership:
             reason=self.phases.reason,
             culprit=self.phases.culprit,
             snapshot=None if self.snapshots.current is None else self.snapshots.current.as_notice(),
+            placement=self.nodes.placement.as_message(),
+            resharding=self.resharding.as_notice(),
             participation=None if self.participation is None else self.participation.as_notice(),
             revoked=self.nodes.revoked,
             fenced=() if self.estates is None else self.estates.as_notice(),
@@ -170,14 +186,17 @@ class Membership:
 
     def join(self, request: v1.Join, at_s: float) -> list[Instruction]:
         """Admits a node, or returns `Refuse` as the only instruction; none if the node has to ask again later."""
-        closed = self._offences.reason(request.node.name) or self.phases.why_closed(request.node.role)
+        closed = self._offences.reason(request.node.name)
+        if self.phases.over or not self.resharding.awaits(request.node.name):
+            closed = closed or self.phases.why_closed(request.node.role)
         objection = self.admission.objection(request, closed)
         if objection is not None:
             return [objection]
         if self.phases.training and request.node.role == "shard":
-            return self._come_back(request)
+            return [*self._come_back(request), *self.resharding.proceed(at_s)]
         if self.phases.training:
-            return self._replace(request) if self.phases.may_enter else []
+            may_enter = self.phases.may_enter and not self.nodes.handing_over
+            return self._replace(request) if may_enter else []
         self.admission.admit(request)
         begun = [] if self.nodes.missing else self._begin(at_s)
         node = request.node
@@ -204,7 +223,7 @@ class Membership:
         return [joined, Notify()]
 
     def _come_back(self, request: v1.Join) -> list[Instruction]:
-        """Admits a new process of a shard, or of a part of a replica, that was lost while workers train."""
+        """Admits a new shard, or a new process of one, or of a part of a replica, that was lost while workers train."""
         self.nodes.epoch += 1
         self.admission.admit(request)
         node = request.node
@@ -252,8 +271,11 @@ class Membership:
         out += self._note(who, beat)
         for report in beat.snapshots:
             out += self.snapshots.report(who, report, at_s)
+        if beat.HasField("resharded"):
+            out += self.resharding.report(who, beat.resharded, at_s)
         if self.phases.training:
-            out += self.snapshots.tick(at_s)
+            # In this order: where every snapshot is due at once, the shards would never change.
+            out += [*self.resharding.proceed(at_s), *self.snapshots.tick(at_s)]
         out += self.after_snapshot()
         if beat.receipts or beat.verdicts or beat.finished or settled:
             out += self.phases.conclude()
@@ -363,6 +385,9 @@ class Membership:
             return [Emit(left), Notify()]
         self.nodes.epoch += 1
         out: list[Instruction] = [Emit(replace(left, epoch=self.nodes.epoch)), *self._rest_lost(node)]
+        out += self.resharding.lost(who, at_s)
+        if node.role == "shard" and node.rank not in self.nodes.placement:
+            return [*out, Notify()]  # it holds no parameters
         hopeless = self.phases.why_hopeless(node)
         if hopeless:
             kind = NonFiniteError if self._offences.reason(who) else PeerLostError
@@ -418,6 +443,12 @@ class Membership:
         if self.phases.gathering:
             return self.phases.stop()
         return self.snapshots.stop(at_s) + self.after_snapshot()
+
+    def reshard(self, servers: int, token: str, at_s: float) -> list[Instruction]:
+        """Changes the number of shards. Raises ConfigError where the run cannot do that, or not now."""
+        if not self.phases.training:
+            raise ConfigError(f"reshard: servers={servers}: the run is not training; ask again when it is")
+        return self.resharding.begin(servers, token, at_s)
 
     def finish(self, reason: str, at_s: float) -> list[Instruction]:
         """Finishes the run early, with the minibatches that workers have begun. Repeating it changes nothing."""

@@ -99,8 +99,8 @@ class MessageChecks:
     def _check_estates(self, node: v1.Node, beat: v1.Beat) -> None:
         if (beat.estates and node.role != "shard") or (beat.redone and node.role != "worker"):
             raise _impossible(node.name, "only shards report estates, and only workers redo pushes")
-        if beat.backed_up and node.role != "shard":
-            raise _impossible(node.name, "only shards have backups")
+        if (beat.backed_up or beat.HasField("resharded")) and node.role != "shard":
+            raise _impossible(node.name, "only shards have backups, or get chunks of others")
         names = (name for estate in beat.estates for push in estate.pushes for name in push.batches)
         for ref in map(ref_of, names):
             if not self._ledger.knows(ref, node.rank):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradstream.wire import v1
 from gradstream.wire.parts import member_name, replica_of
+from gradstream.wire.placement import Placement
 
 __all__ = ["COORDINATOR", "Nodes"]
 
@@ -20,6 +21,9 @@ class Nodes:
         parts: number of processes of each worker's replica.
 
     Attributes:
+        placement: the shards that hold the parameters.
+        newcomers: the shards that are about to take their place; None while none are.
+        handing_over: whether they get the parameters now: nothing is updated meanwhile.
         revoked: SHA-256 of the certificates of lost members. A node that shows one is not admitted again.
         epoch: the membership epoch: 0 while gathering, 1 when training begins, one more after each loss, each
             worker that joins later, and each group that has failed without a loss.
@@ -28,20 +32,29 @@ class Nodes:
         entering: names of workers that have joined late, and wait for the round in which they begin.
     """
 
-    KEPT = ("epoch", "revoked", "_nodes", "_finished", "leaving", "entering", "backed_up")
+    KEPT = (
+        "epoch",
+        "revoked",
+        "_nodes",
+        "_finished",
+        "leaving",
+        "entering",
+        "backed_up",
+        "placement",
+        "newcomers",
+        "handing_over",
+    )
     """See `durable.state`."""
 
     def __init__(self, num_workers: int, num_servers: int, parts: int = 1) -> None:
         self.epoch = 0
         self.revoked: list[bytes] = []
         self.num_workers = num_workers
-        self.num_servers = num_servers
         self.parts = parts
-        self._shards = [f"shard-{rank}" for rank in range(num_servers)]
-        self._expected = [
-            *self._shards,
-            *(member_name(part, rank) for part in range(parts) for rank in range(num_workers)),
-        ]
+        self.placement = Placement(0, num_servers)
+        self.newcomers: Placement | None = None
+        self.handing_over = False
+        self._replicas = [member_name(part, rank) for part in range(parts) for rank in range(num_workers)]
         self._nodes: dict[str, v1.Node] = {}  # in the order of joining
         self._in_order: list[v1.Node] | None = None  # cache of `as_notice`
         self._finished: set[str] = set()
@@ -50,19 +63,43 @@ class Nodes:
         self.backed_up: dict[str, int] = {}
 
     @property
+    def num_servers(self) -> int:
+        """Number of the shards that hold the parameters."""
+        return self.placement.shards
+
+    @property
     def missing(self) -> list[str]:
         """Names of the expected nodes that are not in."""
-        return [name for name in self._expected if name not in self._nodes]
+        newcomers = [] if self.newcomers is None else self.newcomers.names
+        expected = (*self.placement.names, *newcomers, *self._replicas)
+        return [name for name in expected if name not in self._nodes]
 
     @property
     def missing_shards(self) -> list[str]:
-        """Names of the shards that are not in."""
-        return [name for name in self._shards if name not in self._nodes]
+        """Names of the shards that should hold parameters, and are not in."""
+        return [name for name in self.placement.names if name not in self._nodes]
 
     def begin(self) -> None:
         """Begins epoch 1: all are in, and no shard has anything yet that its backup lacks."""
         self.epoch = 1
-        self.backed_up = {name: self._nodes[self._holder_of(name)].incarnation for name in self._shards}
+        self._all_backed_up()
+
+    def switch(self) -> None:
+        """Lets the newcomers, which are all in, hold the parameters; the shards before them are to leave."""
+        assert self.newcomers is not None
+        self.leaving.update(self.placement.names)
+        self.placement, self.newcomers, self.handing_over = self.newcomers, None, False
+        self._all_backed_up()
+
+    def dismiss(self) -> None:
+        """Lets the shards keep the parameters; the newcomers are to leave."""
+        assert self.newcomers is not None
+        self.leaving.update(self.newcomers.names)
+        self.newcomers, self.handing_over = None, False
+
+    def _all_backed_up(self) -> None:
+        names = self.placement.names
+        self.backed_up = {name: self._nodes[self._holder_of(name)].incarnation for name in names}
 
     def is_backed_up(self, shard: str) -> bool:
         """Whether a living shard has a backup of this one."""
@@ -70,7 +107,8 @@ class Nodes:
         return holder is not None and self.backed_up.get(shard) == holder.incarnation
 
     def _holder_of(self, shard: str) -> str:
-        return self._shards[(self._shards.index(shard) + 1) % self.num_servers]
+        names = self.placement.names
+        return names[(names.index(shard) + 1) % len(names)]
 
     @property
     def incarnations(self) -> dict[str, int]:
@@ -96,7 +134,9 @@ class Nodes:
     def holders(self) -> list[str]:
         """Names of the nodes that hold the vectors, part by part: the shards, or where there are none, the replicas."""
         ranks = [node.rank for node in self.workers]
-        return list(self._shards) or [member_name(part, rank) for part in range(self.parts) for rank in ranks]
+        return self.placement.names or [
+            member_name(part, rank) for part in range(self.parts) for rank in ranks
+        ]
 
     def rest_of_replica(self, node: v1.Node) -> list[str]:
         """Names of the other processes of a lost one's replica that are in."""

@@ -194,8 +194,9 @@ class SnapshotRounds:
         return [] if self.current is not None else self.begin(at_s)
 
     def begin(self, at_s: float) -> list[Instruction]:
-        """Begins a snapshot; later, while a worker waits for the round in which it enters, or a shard is missing."""
-        self._deferred = bool(self._nodes.entering or self._nodes.missing_shards)
+        """Begins a snapshot; later, while a worker waits for the round in which it enters, or shards miss or change."""
+        nodes = self._nodes
+        self._deferred = bool(nodes.entering or nodes.missing_shards or nodes.handing_over)
         if self._deferred:
             return []
         self._count += 1

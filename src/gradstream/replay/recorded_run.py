@@ -30,6 +30,7 @@ from gradstream.run.result import Run
 from gradstream.runtime.base import Storage
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.wire import v1
+from gradstream.wire.placement import Placement
 from gradstream.worker.evaluation import EvaluationPlan
 
 __all__ = ["RecordedRun", "load_recorded_run"]
@@ -108,7 +109,12 @@ class RecordedRun:
             v1.Node(name=name, role=role, rank=rank, address=f"memory:{name}", incarnation=1)
             for role, rank, name in [*shards, *(("worker", rank, worker_name(rank)) for rank in ranks)]
         ]
-        return v1.Notice(epoch=1, phase=v1.Notice.TRAINING, nodes=nodes)
+        return v1.Notice(
+            epoch=1,
+            phase=v1.Notice.TRAINING,
+            nodes=nodes,
+            placement=Placement(0, self.plan.servers).as_message(),
+        )
 
 
 def load_recorded_run(run: str | Path | Run, job: Job | None, *, anyway: bool) -> RecordedRun:

@@ -41,6 +41,7 @@ class FollowedEvents:
         run_dir: run directory.
         on_event: called with each event.
         on_lost: called with the name of each node that is lost, from the events on.
+        on_reshard: called with each event of a change of the shards.
         from_bytes: where to begin in the file; None takes its end.
 
     Attributes:
@@ -55,12 +56,14 @@ class FollowedEvents:
         run_dir: Path,
         on_event: OnEvent | None,
         on_lost: Callable[[str], None] = lambda name: None,
+        on_reshard: OnEvent = lambda event: None,
         *,
         from_bytes: int | None = None,
     ) -> None:
         self._path = run_dir / EVENTS
         self._on_event = on_event
         self._on_lost = on_lost
+        self._on_reshard = on_reshard
         end = self._path.stat().st_size if self._path.is_file() else 0
         self.read_bytes = end if from_bytes is None else min(from_bytes, end)
         self._torn = b""
@@ -108,6 +111,8 @@ class FollowedEvents:
                 self.carriers[event["node"]] = event["by_peer"]
             if event["event"] == "left" and event["lost"]:
                 self._on_lost(event["who"])
+            if event["event"] == "reshard":
+                self._on_reshard(event)
             if self._on_event is not None:
                 self._on_event(event)
 

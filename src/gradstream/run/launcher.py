@@ -10,7 +10,7 @@ import dataclasses
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from gradstream.run.losses import losses_of
 from gradstream.run.plan import COORDINATOR, RunPlan, worker_name
 from gradstream.run.preparation import LaunchOptions, Preparation
 from gradstream.run.records import add_to_run_json
+from gradstream.run.reshards import ShardChanges
 from gradstream.run.restarts import Comebacks, Succession
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.event_log import disk_error
@@ -69,7 +70,10 @@ class Launcher:
         self._signals = detached.signals if detached else StopSignals()
         self._credentials = detached.credentials if detached else Credentials(new_secret())
         from_bytes = detached.events_from if detached else None
-        self._events = FollowedEvents(run_dir, options.on_event, self._note_lost, from_bytes=from_bytes)
+        self._shards = ShardChanges(plan.servers)
+        self._events = FollowedEvents(
+            run_dir, options.on_event, self._note_lost, self._note_reshard, from_bytes=from_bytes
+        )
         self._ended = EndedNodes()
         self._machines: MachineRendezvous | None = None  # the other machines, where there are any
         self._credentials_file: Path | None = None  # for workers that another program starts
@@ -155,7 +159,11 @@ class Launcher:
                 self._credentials_file = self._credentials.save(self._run_dir)
             self._options.on_address(self._run_dir / "nodes.json", address, self._network(worker_name(0)))
         for name in self._others:
-            if name not in there and (self._machines is None or self._machines.is_here(name)):
+            if (
+                name not in there
+                and not self._shards.is_extra(name)
+                and (self._machines is None or self._machines.is_here(name))
+            ):
                 self._start_node(name, "--coordinator", address)
 
     def _adopted(self) -> set[str]:
@@ -208,6 +216,7 @@ class Launcher:
         """Handles Ctrl-C and the next message of a node or a machine, for which it waits up to POLL_S."""
         self._handle_stop()
         self._restart_nodes()
+        self._start_new_shards()
         message = self._cluster.message(POLL_S)
         if message is not None:
             self._take(message)
@@ -240,6 +249,8 @@ class Launcher:
     def _note_exit(self, name: str, status: int, at_ns: int | None) -> None:
         """Notes that a node has ended. One that was killed or evicted while others train is started again."""
         self._events.read()
+        if self._shards.is_extra(name):
+            return
         if "started" in self._events.last and not self._is_ending:
             self._events.exited(name, status, at_ns)
         self._comebacks.ended(name)
@@ -270,8 +281,17 @@ class Launcher:
 
     def _note_lost(self, name: str) -> None:
         """Ends a shard that stands still and was evicted, since everybody waits for a new process of it."""
-        if self._comebacks.lost(name, time.monotonic()):
+        if not self._shards.is_extra(name) and self._comebacks.lost(name, time.monotonic()):
             self._cluster.signal(name, signal.SIGKILL)
+
+    def _note_reshard(self, event: Mapping[str, Any]) -> None:
+        """Follows which shards hold the parameters. Those that others have replaced end by themselves."""
+        self._shards.take(event)
+        if event["state"] == "switched":
+            workers = [name for name in self._others if not name.startswith("shard")]
+            self._others = [*self._shards.holders, *workers]
+            for name in filter(self._shards.is_extra, list(self._ended.statuses)):
+                self._ended.forget(name)
 
     def _note_coordinator(self, address: str) -> None:
         """Notes that a process of the coordinator serves; a later one may not know that the run is to stop."""
@@ -279,6 +299,17 @@ class Launcher:
         self._comebacks.coordinator.serves()
         if self._comebacks.stopping:
             self._cluster.signal(COORDINATOR, signal.SIGTERM)
+
+    def _start_new_shards(self) -> None:
+        for name in self._shards.take_due():
+            if name not in self._cluster.running and not self._has_ended:
+                self._start_late(name)
+
+    def _start_late(self, name: str) -> None:
+        """Starts a node of a run that has begun."""
+        zero_ns = self._events.zero_ns
+        clock = [] if zero_ns is None else ["--clock", str(zero_ns)]
+        self._start_node(name, "--coordinator", self._address, *clock)
 
     def _restart_nodes(self) -> None:
         for name in self._comebacks.unheard(time.monotonic()):
@@ -291,9 +322,7 @@ class Launcher:
                 continue
             self._ended.forget(name)
             if here:
-                zero_ns = self._events.zero_ns
-                clock = [] if zero_ns is None else ["--clock", str(zero_ns)]
-                self._start_node(name, "--coordinator", self._address, *clock)
+                self._start_late(name)
 
     @property
     def _is_ending(self) -> bool:

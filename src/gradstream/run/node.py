@@ -36,6 +36,7 @@ from gradstream.run.losses import losses_of
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.nodes import build_coordinator, build_replica
 from gradstream.run.plan import COORDINATOR, RunPlan
+from gradstream.run.reshards import follow_requests, take_request
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.event_log import RETRY_S, EventLog
 from gradstream.runtime.real import RealRuntime
@@ -226,7 +227,10 @@ async def _run(
         if name == COORDINATOR:
             with machine_lock(Path(spec.run_dir) / LOCK, doing="running it", wait_s=LOCK_S):
                 kept = _Kept(root, plan.id, given.again) if durable and core is None else None
-                return await _coordinate(plan, runtime, endpoint, say, when_asked or _on_sigterm, kept)
+                spread = not given.listen.startswith("127.0.0.1:")
+                return await _coordinate(
+                    plan, runtime, endpoint, say, when_asked or _on_sigterm, kept, spread
+                )
         if given.coordinator is None:
             raise ConfigError(f"{name}: --coordinator is missing; expected the address of the coordinator")
         role, _, rank = name.partition("-")
@@ -304,6 +308,7 @@ async def _coordinate(
     say: Say,
     when_asked: WhenAsked,
     kept: _Kept | None,
+    spread: bool,
 ) -> int:
     log = EventLog(
         runtime.storage, EVENTS, node=COORDINATOR, now=runtime.now, tell=lambda text: say(disk=text)
@@ -313,14 +318,18 @@ async def _coordinate(
         keeper = StateKeeper(
             runtime, kept.store, log.append, kept.written, lambda text, stored: say(disk=text, stored=stored)
         )
-    coordinator = build_coordinator(plan, runtime, endpoint, keeper)
+    coordinator = build_coordinator(plan, runtime, endpoint, keeper, spread=spread)
     coordinator.on_begin = lambda zero_ns: say(zero_ns=zero_ns)
     if coordinator.clock.zero_ns is not None:  # it goes on after another process, which has said so
         say(zero_ns=coordinator.clock.zero_ns)  # a launcher that comes later hears of the last process alone
     when_asked(coordinator.stop)
     await _listen(endpoint, runtime, 0.0 if kept is None or not kept.again else plan.job.deadlines.lease_s)
     say(address=endpoint.address)
+    if kept is None or not kept.again:
+        take_request(runtime.storage)  # of an earlier part of the run
+    requests = runtime.spawn(follow_requests(runtime, coordinator.reshard), name="reshards")
     outcome = await coordinator.run()
+    requests.cancel()
     for event in runtime.process_metrics(COORDINATOR):
         coordinator.emit(event)
     await coordinator.close()

@@ -40,6 +40,7 @@ from gradstream.optim.merge import Replace
 from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.run.losses import losses_of
 from gradstream.run.plan import RunPlan
+from gradstream.run.reshards import why_shards_stay
 from gradstream.runtime.base import Runtime
 from gradstream.split.part_model import PartModel
 from gradstream.strategies.base import GroupStrategy
@@ -62,15 +63,24 @@ __all__ = ["build_coordinator", "build_replica", "build_worker", "member_of", "r
 # ---- coordinator ------------------------------------------------------------------------
 
 
-def build_coordinator(plan: RunPlan, runtime: Runtime, endpoint: Endpoint, keeper: Keeper) -> Coordinator:
-    """Builds the coordinator of a run; `keeper` gets every event of the run, as JSON lines."""
+def build_coordinator(
+    plan: RunPlan, runtime: Runtime, endpoint: Endpoint, keeper: Keeper, *, spread: bool = False
+) -> Coordinator:
+    """Builds the coordinator of a run.
+
+    Args:
+        plan: plan of the run.
+        runtime, endpoint: of this node.
+        keeper: gets every event of the run, as JSON lines.
+        spread: whether nodes may be on several machines.
+    """
     served, deadlines = plan.served, plan.job.deadlines
     ledger = plan.ledger()
     started = _started(plan, ledger)
     return Coordinator(
         runtime,
         endpoint,
-        _membership(plan, ledger, started),
+        _membership(plan, ledger, started, spread=spread),
         keeper=keeper,
         deadlines=deadlines,
         checkpoints=None if plan.policy is None else _checkpoint_options(plan, started, plan.policy),
@@ -98,7 +108,9 @@ def _started(plan: RunPlan, ledger: Ledger | OpenLedger) -> StartedEvent:
     )
 
 
-def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEvent) -> Membership:
+def _membership(
+    plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEvent, *, spread: bool = False
+) -> Membership:
     deadlines = plan.job.deadlines
     balance = assignment = participation = None
     if isinstance(ledger, Ledger):
@@ -117,6 +129,7 @@ def _membership(plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEven
         deadlines=deadlines,
         resume=plan.resume,
         parts=plan.parts,
+        keeps_shards=why_shards_stay(plan, spread=spread),
     )
 
 
@@ -242,7 +255,6 @@ def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> Work
         rank=rank,
         split=split,
         num_workers=plan.workers,
-        num_shards=plan.servers_of_part,
         strategy=strategy,
         model=model,
         data=job.data,

@@ -47,10 +47,12 @@ def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
     """The part of the plan that a shard needs; see `build_shard`."""
     strategy = plan.served
     assert strategy is not None
+    part = rank // plan.servers_of_part if plan.parts > 1 else 0
     return ShardConfig(
-        rank=rank % plan.servers_of_part,
+        rank=rank,
         num_shards=plan.servers_of_part,
-        part=rank // plan.servers_of_part,
+        first=part * plan.servers_of_part,
+        part=part,
         rule=strategy.rule(plan.workers, model.reduction),
         optimizer=plan.shards_optimizer,
         grouped=None if plan.workers_optimize else plan.grouped(model),

@@ -121,6 +121,23 @@ class SimulatedCluster:
         shard = partial(self._shard, int(name.rpartition("-")[2]))
         await self._start(name, shard if name.startswith("shard") else self._replica)
 
+    def reshard(self, servers: int) -> list[str]:
+        """Asks the run to change its number of shards, and starts the new ones; "reshard" events tell the outcome.
+
+        Returns:
+            Names of the new shards.
+
+        Raises:
+            ConfigError: the run cannot do that, or not now.
+        """
+        assert self.coordinator is not None
+        names = self.coordinator.reshard(servers)
+        director = self.virtual.runtime("director")
+        for name in names:
+            start = self._start(name, partial(self._shard, int(name.rpartition("-")[2])))
+            director.spawn(start, name=f"start of {name}")
+        return names
+
     def stop(self) -> None:
         """Asks the run to stop with a checkpoint, as Ctrl-C does."""
         if self.coordinator is not None:

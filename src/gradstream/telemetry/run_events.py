@@ -25,6 +25,7 @@ __all__ = [
     "MachineEvent",
     "ParticipationEvent",
     "RefusedEventsEvent",
+    "ReshardEvent",
     "ResumedEvent",
     "RoundEvent",
     "SettledEvent",
@@ -113,6 +114,24 @@ class BackedUpEvent(Event):
 
     name: ClassVar[str] = "backed_up"
     who: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardEvent(Event):
+    """The run changes its shards (coordinator).
+
+    "preparing": new ones are to join; "holding": they get the parameters, and nothing is updated meanwhile; "switched":
+    they hold them, and the others leave; "failed": the others still hold them, and the new ones leave.
+    """
+
+    name: ClassVar[str] = "reshard"
+    state: Literal["preparing", "holding", "switched", "failed"]
+    token: str  # of the request
+    servers: int  # number of shards that were asked for
+    shards: list[str]  # their names; empty where none was begun
+    held_s: float  # for how long nothing was updated
+    who: str  # where it has failed, because of this node,
+    message: str  # and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,8 @@ METHODS: Mapping[str, Method] = {
     # Backups of shards. The description of a chunk names the recent pushes of each worker.
     "backup": Method(served_by=_SHARD, callers=_SHARD, chunks=True, request_bytes=MAX_HEADER_BYTES),
     "backups": Method(served_by=_SHARD, callers=_SHARD),
+    # A new shard names each of its chunks.
+    "handover": Method(served_by=_SHARD, callers=_SHARD, request_bytes=MAX_HEADER_BYTES),
     # Groups of workers.
     "tensor": Method(served_by=_COMPUTES, callers=_COMPUTES, chunks=True),
     "exchange": Method(served_by=_COMPUTES, callers=_COMPUTES, chunks=True),

@@ -558,6 +558,38 @@ class WorkerClock(_message.Message):
     entered: int
     def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., paused: bool = ..., entered: _Optional[int] = ...) -> None: ...
 
+class Placement(_message.Message):
+    __slots__ = ("first", "shards")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    shards: int
+    def __init__(self, first: _Optional[int] = ..., shards: _Optional[int] = ...) -> None: ...
+
+class Resharding(_message.Message):
+    __slots__ = ("to", "holds")
+    TO_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
+    to: Placement
+    holds: bool
+    def __init__(self, to: _Optional[_Union[Placement, _Mapping]] = ..., holds: bool = ...) -> None: ...
+
+class Handover(_message.Message):
+    __slots__ = ("first", "chunks")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    chunks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, first: _Optional[int] = ..., chunks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Resharded(_message.Message):
+    __slots__ = ("first", "error")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    error: str
+    def __init__(self, first: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
 class Node(_message.Message):
     __slots__ = ("name", "role", "rank", "address", "incarnation", "enters", "since")
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -646,7 +678,7 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., same_as: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "snapshot", "participation", "revoked", "stand_ins", "heard", "ruling", "fenced")
+    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "snapshot", "participation", "revoked", "stand_ins", "placement", "resharding", "heard", "ruling", "fenced")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         GATHERING: _ClassVar[Notice.Phase]
@@ -669,6 +701,8 @@ class Notice(_message.Message):
     PARTICIPATION_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     STAND_INS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    RESHARDING_FIELD_NUMBER: _ClassVar[int]
     HEARD_FIELD_NUMBER: _ClassVar[int]
     RULING_FIELD_NUMBER: _ClassVar[int]
     FENCED_FIELD_NUMBER: _ClassVar[int]
@@ -682,10 +716,12 @@ class Notice(_message.Message):
     participation: Participation
     revoked: _containers.RepeatedScalarFieldContainer[bytes]
     stand_ins: _containers.RepeatedCompositeFieldContainer[StandIn]
+    placement: Placement
+    resharding: Resharding
     heard: int
     ruling: int
     fenced: _containers.RepeatedCompositeFieldContainer[Fenced]
-    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., participation: _Optional[_Union[Participation, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ..., stand_ins: _Optional[_Iterable[_Union[StandIn, _Mapping]]] = ..., heard: _Optional[int] = ..., ruling: _Optional[int] = ..., fenced: _Optional[_Iterable[_Union[Fenced, _Mapping]]] = ...) -> None: ...
+    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., participation: _Optional[_Union[Participation, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ..., stand_ins: _Optional[_Iterable[_Union[StandIn, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., resharding: _Optional[_Union[Resharding, _Mapping]] = ..., heard: _Optional[int] = ..., ruling: _Optional[int] = ..., fenced: _Optional[_Iterable[_Union[Fenced, _Mapping]]] = ...) -> None: ...
 
 class Fenced(_message.Message):
     __slots__ = ("sender", "incarnation", "errands")
@@ -824,7 +860,7 @@ class SnapshotReport(_message.Message):
     def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[SnapshotReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("events", "receipts", "finished", "failure", "snapshots", "relies", "verdicts", "begun", "refused", "sound", "quiesced", "number", "handed", "leaves", "estates", "redone", "broken", "backed_up")
+    __slots__ = ("events", "receipts", "finished", "failure", "snapshots", "relies", "verdicts", "begun", "refused", "sound", "quiesced", "number", "handed", "leaves", "estates", "redone", "broken", "resharded", "backed_up")
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     RECEIPTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -842,6 +878,7 @@ class Beat(_message.Message):
     ESTATES_FIELD_NUMBER: _ClassVar[int]
     REDONE_FIELD_NUMBER: _ClassVar[int]
     BROKEN_FIELD_NUMBER: _ClassVar[int]
+    RESHARDED_FIELD_NUMBER: _ClassVar[int]
     BACKED_UP_FIELD_NUMBER: _ClassVar[int]
     events: bytes
     receipts: _containers.RepeatedCompositeFieldContainer[Receipt]
@@ -860,8 +897,9 @@ class Beat(_message.Message):
     estates: _containers.RepeatedCompositeFieldContainer[Estate]
     redone: _containers.RepeatedCompositeFieldContainer[Redone]
     broken: int
+    resharded: Resharded
     backed_up: int
-    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., sound: bool = ..., quiesced: _Optional[int] = ..., number: _Optional[int] = ..., handed: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., leaves: bool = ..., estates: _Optional[_Iterable[_Union[Estate, _Mapping]]] = ..., redone: _Optional[_Iterable[_Union[Redone, _Mapping]]] = ..., broken: _Optional[int] = ..., backed_up: _Optional[int] = ...) -> None: ...
+    def __init__(self, events: _Optional[bytes] = ..., receipts: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., finished: bool = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., snapshots: _Optional[_Iterable[_Union[SnapshotReport, _Mapping]]] = ..., relies: bool = ..., verdicts: _Optional[_Iterable[_Union[Verdict, _Mapping]]] = ..., begun: _Optional[_Iterable[_Union[Begun, _Mapping]]] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., sound: bool = ..., quiesced: _Optional[int] = ..., number: _Optional[int] = ..., handed: _Optional[_Iterable[_Union[HandOver, _Mapping]]] = ..., leaves: bool = ..., estates: _Optional[_Iterable[_Union[Estate, _Mapping]]] = ..., redone: _Optional[_Iterable[_Union[Redone, _Mapping]]] = ..., broken: _Optional[int] = ..., resharded: _Optional[_Union[Resharded, _Mapping]] = ..., backed_up: _Optional[int] = ...) -> None: ...
 
 class Estate(_message.Message):
     __slots__ = ("sender", "incarnation", "chunks", "pushes")

@@ -67,7 +67,6 @@ class WorkerConfig:
         rank: rank of this worker.
         split: the part of its replica that this process holds; None where the replica is one process.
         num_workers: number of workers, W.
-        num_shards: number of shards of the parameter server.
         strategy: strategy of the run.
         model: this worker's own instance of the model.
         data: the data set.
@@ -98,7 +97,6 @@ class WorkerConfig:
 
     rank: int
     num_workers: int
-    num_shards: int
     strategy: Strategy
     model: Model
     data: Dataset

@@ -194,7 +194,6 @@ class WorkerNode:
             member=self._member,
             rank=config.rank,
             part=0,
-            num_shards=config.num_shards,
             resume=None if config.gradients_only else config.resume,
             late=late,
             deadlines=config.deadlines,

@@ -69,6 +69,11 @@ class Reporter:
         self.beat.broken = epoch
         self._urgent.ring()
 
+    def resharded(self, first: int, error: str = "") -> None:
+        """Reports at once that this shard, of the placement `first`, has its chunks; or why it cannot get them."""
+        self.beat.resharded.CopyFrom(v1.Resharded(first=first, error=error))
+        self._urgent.ring()
+
     def redone(self, done: v1.Redone) -> None:
         """Reports at once that every chunk has a lost worker's push, which this worker has redone."""
         self.beat.redone.append(done)
@@ -127,6 +132,7 @@ class Reporter:
             or beat.redone
             or beat.backed_up
             or beat.broken
+            or beat.HasField("resharded")
             or beat.handed
             or beat.refused
             or beat.sound

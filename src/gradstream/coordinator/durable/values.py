@@ -34,6 +34,7 @@ from gradstream.data.shares import WorkerSpeed
 from gradstream.untrusted import parse_json
 from gradstream.untrusted.documents import DocumentError
 from gradstream.wire import v1
+from gradstream.wire.placement import Placement
 
 __all__ = ["MAX_BYTES", "StateError", "decode", "encode"]
 
@@ -57,6 +58,7 @@ _RECORDS: Mapping[str, type] = {
         Interval,
         LoopEpochs,
         LoopSequence,
+        Placement,
         Snapshot,
         VectorPlace,
         WorkerSpeed,

@@ -190,7 +190,7 @@ class ServerClient:
         command.sequence = self._sequence
         links = self._links
 
-        async def ask(_: int, name: str) -> v1.CommandResult:
+        async def ask(name: str) -> v1.CommandResult:
             return await links.retrying(
                 lambda _: links.endpoint.call(
                     name, "command", command, v1.CommandResult, silence_s=links.silence_s

@@ -44,7 +44,7 @@ class PendingFetchRequest:
             if free is not None:
                 await free
             with arrival.borrowed(f"{links.runtime.node}: fetch"):
-                await links.with_each(lambda rank, name: _FromShard(self, rank, name).run())
+                await links.with_chunks(lambda name, left: _FromShard(self, name, left).run())
             links.traffic.fetches += 1
             links.report("fetch", begun_ns, arrival.size_bytes)
         finally:
@@ -57,17 +57,17 @@ class _FromShard:
 
     Args:
         fetch: the fetch.
-        rank: rank of the shard.
         name: node name of the shard.
+        left: its chunks that are missing.
     """
 
-    def __init__(self, fetch: PendingFetchRequest, rank: int, name: str) -> None:
+    def __init__(self, fetch: PendingFetchRequest, name: str, left: dict[int, None]) -> None:
         self._links = fetch.links
         self._arrival = fetch.arrival
         self._terms = fetch.terms
         self._name = name
         self._traffic = fetch.links.traffic.links[name]
-        self._left = dict.fromkeys(fetch.links.chunks.chunks_of(rank))  # chunks that are missing
+        self._left = left
         self._tries = itertools.count()
 
     async def run(self) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Literal, TypeVar
 
-from gradstream.errors import ClosedError, DeadlineError, PeerLostError, RefusedError
+from gradstream.errors import ClosedError, DeadlineError, GradstreamError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.traffic import LinkTraffic, Traffic, Transfer
@@ -13,6 +14,7 @@ from gradstream.telemetry.wait_attribution import Kind, WaitAttribution
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
+from gradstream.wire.placement import Placement
 
 __all__ = ["ShardLinks"]
 
@@ -27,11 +29,13 @@ T = TypeVar("T")
 class ShardLinks:
     """Reaches all shards that have chunks, retries exchanges with them, and counts the traffic.
 
+    Where others take the place of these, an exchange that is under way goes on there with the chunks that are left.
+
     Args:
         runtime: runtime of the client's node.
         endpoint: endpoint of the client's node.
-        shards: node names of the shards, in the order of the chunk map.
-        chunks: the chunk map.
+        placement: the shards.
+        chunks: the chunk map; only its bounds are used.
         deadlines: the longest silence of a shard (a shard that waits for others is not silent), and how long an
             exchange is retried without any progress.
         on_transfer: called with each push and fetch that is done.
@@ -45,7 +49,7 @@ class ShardLinks:
         self,
         runtime: Runtime,
         endpoint: Endpoint,
-        shards: Sequence[str],
+        placement: Placement,
         chunks: ChunkMap,
         deadlines: Deadlines,
         on_transfer: Callable[[Transfer], None] | None = None,
@@ -55,19 +59,72 @@ class ShardLinks:
         self.chunks = chunks
         self.silence_s = deadlines.silence_s
         self.claims = WaitAttribution()
-        self._shards = [(rank, name) for rank, name in enumerate(shards) if chunks.chunks_of(rank)]
-        self.traffic = Traffic({name: LinkTraffic() for _, name in self._shards})
+        self.traffic = Traffic({})
+        self._place(placement)
         self._retry_s = deadlines.retry_s
         self._on_transfer = on_transfer
         self._jitter = runtime.random("retry")
 
-    async def with_each(self, exchange: Callable[[int, str], Awaitable[T]]) -> list[T]:
-        """Calls `exchange` with the rank and the name of every shard, all at once. Returns results by rank.
+    def _place(self, placement: Placement) -> None:
+        self._placement = placement
+        self._moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._parts = placement.divided(range(self.chunks.num_chunks))
+        for name in self._parts:
+            self.traffic.links.setdefault(name, LinkTraffic())
+
+    def move(self, placement: Placement) -> None:
+        """Turns to the shards that hold the parameters now."""
+        if placement != self._placement:
+            moved = self._moved
+            self._place(placement)
+            moved.set_result(None)
+
+    async def with_each(self, ask: Callable[[str], Awaitable[T]]) -> list[T]:
+        """Asks every shard, all at once. Returns results in the order of the shards.
+
+        Raises:
+            The first error of any; the other requests are cancelled then.
+        """
+        while True:
+            results = await self._until_moved([ask(name) for name in self._parts])
+            if results is not None:
+                return results
+
+    async def with_chunks(self, exchange: Callable[[str, dict[int, None]], Awaitable[None]]) -> None:
+        """Exchanges every chunk with the shard that holds it, with all shards at once.
+
+        Args:
+            exchange: exchanges chunks with one shard: gets its name and its chunks, and removes each that is done.
 
         Raises:
             The first error of any; the other exchanges are cancelled then.
         """
-        return await self.runtime.gather(*(exchange(rank, name) for rank, name in self._shards))
+        left: Iterable[int] = range(self.chunks.num_chunks)
+        while parts := self._placement.divided(left):
+            await self._until_moved([exchange(name, part) for name, part in parts.items()])
+            left = [chunk for part in parts.values() for chunk in part]
+
+    async def _until_moved(self, works: list[Awaitable[T]]) -> list[T] | None:
+        """Awaits all; cancels them and returns None where other shards hold the parameters meanwhile."""
+        moved = self._moved
+        working = asyncio.ensure_future(self.runtime.gather(*works))
+
+        def cancel(_: asyncio.Future[None]) -> None:
+            working.cancel()
+
+        moved.add_done_callback(cancel)
+        try:
+            return await working
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not moved.done() or (task is not None and task.cancelling()):
+                raise
+        except GradstreamError:  # the shard that was asked has left
+            if not moved.done():
+                raise
+        finally:
+            moved.remove_done_callback(cancel)
+        return None
 
     async def retrying(self, attempt: Callable[[Callable[[], None]], Awaitable[T]]) -> T:
         """Tries until an attempt succeeds, or until `retry_s` have passed since the last progress.

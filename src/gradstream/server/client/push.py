@@ -43,6 +43,7 @@ class PendingPushRequest:
         self.sequence = sequence
         self.before = before
         self.pieces = pieces
+        self.lent: list[Lent] = []
 
     async def run(self) -> None:
         """Returns once every shard has answered for every chunk, and no carrier reads the vector any more.
@@ -58,7 +59,9 @@ class PendingPushRequest:
         whole = update.ready is None and vector is not None
         to = f"{links.runtime.node}: push {self.sequence}"
         with vector.all.borrowed(write=False, to=to) if whole and vector else nullcontext():
-            await links.with_each(lambda rank, name: _ToShard(self, rank, name).run())
+            await links.with_chunks(lambda name, left: _ToShard(self, name, left).run())
+            for one in self.lent:  # shards have read these chunks, but what returns them may be on its way
+                await one.back(links.silence_s)
         links.traffic.pushes += 1
         links.report("push", begun_ns, _size_bytes(vector, self.pieces))
         if update.on_done is not None:
@@ -96,24 +99,19 @@ class _ToShard:
 
     Args:
         push: the push.
-        rank: rank of the shard.
         name: node name of the shard.
+        left: its chunks without a result.
     """
 
-    def __init__(self, push: PendingPushRequest, rank: int, name: str) -> None:
+    def __init__(self, push: PendingPushRequest, name: str, left: dict[int, None]) -> None:
         self._push = push
         self._links = push.links
         self._name = name
         self._traffic = push.links.traffic.links[name]
-        self._left = dict.fromkeys(push.links.chunks.chunks_of(rank))  # chunks without a result
-        self._lent: list[Lent] = []
+        self._left = left
 
     async def run(self) -> None:
         await self._links.retrying(self._attempt)
-        for one in (
-            self._lent
-        ):  # the shard has read these chunks, but the message that returns them may be on its way
-            await one.back(self._links.silence_s)
 
     async def _attempt(self, progressed: Callable[[], None]) -> None:
         if not self._left:
@@ -167,7 +165,7 @@ class _ToShard:
         header.elems = len(span)
         header.dtype = to_wire(update.vector.tensor.dtype)
         self._traffic.pushed_bytes += len(span) * itemsize_bytes
-        self._lent.append(await stream.lend(v1.Frame(chunk=header), span, self._links.silence_s))
+        self._push.lent.append(await stream.lend(v1.Frame(chunk=header), span, self._links.silence_s))
         return True
 
     async def _take_results(

@@ -26,7 +26,7 @@ from google.protobuf.message import DecodeError
 from gradstream.errors import DataError, DiskError
 from gradstream.memory import Span
 from gradstream.runtime.base import Buffer, Runtime, Work
-from gradstream.server.shard.backup import Destination
+from gradstream.server.shard.copies import Destination
 from gradstream.wire import v1
 
 __all__ = ["FOLDER", "BackupLog"]

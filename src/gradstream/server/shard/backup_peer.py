@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Sequence
 
 import torch
+from google.protobuf.message import Message
 
 from gradstream.errors import (
     ClosedError,
@@ -22,13 +23,13 @@ from gradstream.errors import (
 )
 from gradstream.memory import Memory, Span, Vector
 from gradstream.runtime.base import Runtime, Work
-from gradstream.server.shard.backup import SUMS, Destination
+from gradstream.server.shard.copies import SUMS, Destination
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.dtypes import to_wire
 
-__all__ = ["BackupHolder", "BackupOnPeer"]
+__all__ = ["BackupHolder", "BackupOnPeer", "load_copies"]
 
 RETRY_S = 0.02
 """Seconds between two tries to reach the holder, until a notice says that it is lost."""
@@ -108,28 +109,69 @@ class BackupOnPeer:
         Raises:
             PeerLostError, DeadlineError: the holder could not be reached for `retry_s`.
         """
-        since_ns = self._runtime.now()
-        while True:
-            try:
-                await self._load(destination)
-                return
-            except GradstreamError as error:
-                if not self._may_retry(error, since_ns):
-                    raise
-            await self._runtime.sleep(RETRY_S)
+        await load_copies(
+            self._runtime,
+            self._endpoint,
+            self._holder,
+            ("backups", v1.Body()),
+            destination,
+            silence_s=self._silence_s,
+            retry_s=self._retry_s,
+        )
 
-    async def _load(self, destination: Destination) -> None:
-        stream = await self._endpoint.open(self._holder, "backups", v1.Body())
+
+async def load_copies(
+    runtime: Runtime,
+    endpoint: Endpoint,
+    peer: str,
+    request: tuple[str, Message],
+    destination: Destination,
+    *,
+    silence_s: float,
+    retry_s: float,
+) -> None:
+    """Reads copies of chunks from another shard into memory, and tries again where it cannot be reached.
+
+    Args:
+        runtime, endpoint: of the shard that reads.
+        peer: name of the other shard.
+        request: method that sends copies, and its request.
+        destination: names the memory for each copy.
+        silence_s: the longest silence of the other shard, in seconds.
+        retry_s: how long reading is tried, in seconds.
+
+    Raises:
+        PeerLostError, DeadlineError: the other shard could not be reached for `retry_s`.
+        RefusedError: it has no such copies.
+        DataError: they do not fit.
+    """
+    since_ns = runtime.now()
+    while True:
         try:
-            while (received := await stream.recv(self._silence_s)) is not None:
-                backup = v1.Backup.FromString(received.frame.body.data)
-                for tensor in destination(backup):
-                    part = await stream.recv(self._silence_s)
-                    if part is None or part.payload is None or part.payload.shape != tensor.shape:
-                        raise DataError(f"{self._holder}: a backup of chunk {backup.chunk.index} is torn")
-                    tensor.copy_(part.payload)
-        finally:
-            stream.cancel("done")
+            await _load(endpoint, peer, request, destination, silence_s)
+            return
+        except GradstreamError as error:
+            if isinstance(error, DeadlineError):
+                endpoint.redial(peer, silence_s)
+            if not _may_pass(error) or runtime.left_s(since_ns, retry_s) <= 0:
+                raise
+        await runtime.sleep(RETRY_S)
+
+
+async def _load(
+    endpoint: Endpoint, peer: str, request: tuple[str, Message], destination: Destination, silence_s: float
+) -> None:
+    stream = await endpoint.open(peer, *request)
+    try:
+        while (received := await stream.recv(silence_s)) is not None:
+            backup = v1.Backup.FromString(received.frame.body.data)
+            for tensor in destination(backup):
+                part = await stream.recv(silence_s)
+                if part is None or part.payload is None or part.payload.shape != tensor.shape:
+                    raise DataError(f"{peer}: a copy of chunk {backup.chunk.index} is torn")
+                tensor.copy_(part.payload)
+    finally:
+        stream.cancel("done")
 
 
 def _may_pass(error: GradstreamError) -> bool:
@@ -147,20 +189,27 @@ class BackupHolder:
     Args:
         runtime: runtime of this shard's node.
         chunks: the chunk map, which alone determines sizes.
-        owner: rank of the shard whose backup this is.
+        owner: name of the shard whose backup this is.
+        index: its number in the chunk map.
         dtype: element type of all vectors.
         states: names of the state vectors of the update rule.
     """
 
     def __init__(
-        self, runtime: Runtime, chunks: ChunkMap, owner: int, dtype: torch.dtype, states: Sequence[str]
+        self,
+        runtime: Runtime,
+        chunks: ChunkMap,
+        owner: str,
+        index: int,
+        dtype: torch.dtype,
+        states: Sequence[str],
     ) -> None:
         self._runtime = runtime
         self._memory: Memory = runtime.memory
         self._chunks = chunks
-        self._owner = f"shard-{owner}"
-        self._elems = chunks.shard_elems(owner)
-        self._here = chunks.chunks_of(owner)
+        self._owner = owner
+        self._elems = chunks.shard_elems(index)
+        self._here = chunks.chunks_of(index)
         self._dtype = dtype
         self._names = {"", SUMS, *states}
         self._vectors: dict[str, Vector] = {}

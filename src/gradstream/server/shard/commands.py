@@ -39,6 +39,7 @@ class VectorCommands:
         executor: has the vectors, and is told which chunks a command has changed, and which workers take part.
 
     Attributes:
+        on_vectors: whether there was a command on vectors.
         turn: lock that each command on vectors holds; no command is half done while another task holds it.
     """
 
@@ -47,6 +48,7 @@ class VectorCommands:
         self._executor = executor
         self._store = executor.store
         self.turn = asyncio.Lock()
+        self.on_vectors = False
         self._results: dict[Sender, OrderedDict[int, asyncio.Task[v1.CommandResult]]] = {}
 
     async def carry_out(self, sender: str, incarnation: int, command: v1.Command) -> v1.CommandResult:
@@ -81,6 +83,7 @@ class VectorCommands:
 
     async def _do(self, sender: str, command: v1.Command) -> v1.CommandResult:
         kind = v1.Command
+        await self._executor.thawed.wait()
         if command.kind in (kind.LEAVE, kind.ENTER):
             enters = command.kind == kind.ENTER
             change = ParticipationChange(
@@ -92,6 +95,7 @@ class VectorCommands:
 
     async def _do_on_vectors(self, command: v1.Command) -> float:
         store, kind = self._store, v1.Command
+        self.on_vectors = True
         if command.kind in (kind.CREATE, kind.DROP) and not command.out:
             raise ConfigError("CREATE and DROP need the name of a vector other than the parameters")
         async with self.turn:

@@ -11,6 +11,7 @@ from gradstream.optim.groups import GroupedRule
 from gradstream.server.aggregation import AggregationRule
 from gradstream.server.correction import Correction
 from gradstream.server.shard.event_schedule import ArrivalOrder, EventSchedule
+from gradstream.wire.placement import Placement
 
 __all__ = ["Acknowledge", "FindOptimizer", "ShardConfig"]
 
@@ -25,8 +26,8 @@ class ShardConfig:
     """One shard's part of a run.
 
     Args:
-        rank: rank of the shard, among those of its part.
-        num_shards: number of shards, of its part.
+        rank: rank of the shard.
+        num_shards: number of shards of its placement; of a split model, those of its part.
         rule: the strategy's server half.
         optimizer: update rule.
         silence_s: the longest time in which a reader may take no chunk that it asked for, in seconds. In that time
@@ -43,6 +44,7 @@ class ShardConfig:
             file or "replicated" on the next shard.
         retry_s: how long a disk that is full is waited for, in seconds.
         part: the part of a split model that it holds, with the other shards of that part.
+        first: rank of the first shard of its placement.
         decayed: whether gradients contain their weight decay already; see `Strategy.decays_gradients`.
     """
 
@@ -62,21 +64,27 @@ class ShardConfig:
     decayed: bool = False
     acknowledge: Acknowledge = "applied"
     retry_s: float = 120.0
+    first: int = 0
 
     @property
-    def node_rank(self) -> int:
-        """Rank among all shards of the run."""
-        return self.part * self.num_shards + self.rank
+    def placement(self) -> Placement:
+        """The shards that hold the parameters together with this one."""
+        return Placement(self.first, self.num_shards)
+
+    @property
+    def index(self) -> int:
+        """Number of this shard in its placement, from 0."""
+        return self.rank - self.first
 
     @property
     def backup_holder(self) -> str:
         """Name of the shard that keeps the backup of this one."""
-        return f"shard-{(self.rank + 1) % self.num_shards}"
+        return self.placement.names[(self.index + 1) % self.num_shards]
 
     @property
     def backed_up_here(self) -> int:
-        """Rank of the shard whose backup this one keeps."""
-        return (self.rank - 1) % self.num_shards
+        """Number in the placement of the shard whose backup this one keeps."""
+        return (self.index - 1) % self.num_shards
 
     @property
     def waiting_every_s(self) -> float:

@@ -66,6 +66,7 @@ class ShardExecutor:
         stragglers: the workers that made others wait.
         keep: backs a chunk up after each update, before anybody sees the result; None without backups.
         on_freed: called after an update while pushes of senders that have left are on their way into chunks.
+        thawed: set, except while the shard is held.
         failure: fails with the error of an update that could not be computed; the parameters are undefined
             then, and the node must end.
     """
@@ -92,14 +93,38 @@ class ShardExecutor:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.on_freed: Callable[[], None] = lambda: None
         self.keep: Callable[[int], Awaitable[None]] | None = None
+        self._held: list[Event] = []  # events that wait until the shard is thawed
+        self._under_way = 0  # number of updates that have begun
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.thawed = asyncio.Event()
+        self.thawed.set()
         schedule.begin(state)
 
     # ---- events -------------------------------------------------------------------------
 
     def handle(self, event: Event) -> None:
-        """Passes an event to the schedule, and carries out the events that happen now."""
+        """Passes an event to the schedule, and carries out what happens now; a held shard keeps it for later."""
+        if not self.thawed.is_set() and not isinstance(event, ChunkRead):
+            self._held.append(event)
+            return
         for admitted in self._schedule.admit(event):
             self._obey(self._transition(admitted))
+
+    def hold(self) -> None:
+        """Lets nothing happen from now on, but reads and the end of updates that have begun."""
+        self.thawed.clear()
+
+    def thaw(self) -> None:
+        """Lets all happen that was held, and what comes."""
+        self.thawed.set()
+        held, self._held = self._held, []
+        for event in held:
+            self.handle(event)
+
+    async def still(self) -> None:
+        """Returns once no update is under way on a held shard."""
+        await self._idle.wait()
 
     def _transition(self, event: Event) -> Iterable[Instruction]:
         state = self.state
@@ -193,10 +218,20 @@ class ShardExecutor:
             and not self.leases.turn(due.chunk).locked()
         ):
             return self._applied(update)
+        self._under_way += 1
+        self._idle.clear()
         self._runtime.spawn(self._apply(update), name=f"apply-{due.chunk}")
         return ()
 
     async def _apply(self, update: UpdateDue) -> None:
+        try:
+            await self._compute(update)
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._idle.set()
+
+    async def _compute(self, update: UpdateDue) -> None:
         due = update.due
         async with self.leases.turn(due.chunk):
             if due.completes:

@@ -1,4 +1,4 @@
-"""A shard's node: it joins, serves until every worker has left, and reports its work."""
+"""A shard's node: it joins, serves until the run is over or other shards have its chunks, and reports its work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -21,6 +22,7 @@ from gradstream.telemetry.events import AppliedEvent, Event, RestoredEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.wire.parts import part_map_of, role_of_part
+from gradstream.wire.placement import Placement
 
 __all__ = ["ShardMembership", "ShardNode"]
 
@@ -42,10 +44,6 @@ class ShardMembership(SnapshotMember, Protocol):
         """Returns the notice with which training begins, once all nodes have joined."""
         ...
 
-    async def over(self) -> v1.Notice:
-        """Returns at the end of the run. Raises where the run was aborted."""
-        ...
-
     async def leave(self) -> None:
         """Leaves the run."""
         ...
@@ -65,6 +63,10 @@ class ShardMembership(SnapshotMember, Protocol):
     @property
     def since(self) -> int:
         """Membership epoch in which this process has joined; 0 if it was there when training began."""
+        ...
+
+    def resharded(self, first: int, error: str = "") -> None:
+        """Reports that this shard, of the placement `first`, has all of its chunks; or why it cannot get them."""
         ...
 
     def backed_up(self, incarnation: int) -> None:
@@ -96,24 +98,29 @@ class ShardNode:
         try:
             await self._member.join()
             notice = await self._member.training()
+            placement = self._placement_in(notice)
+            if placement is None:  # a change of shards for which this one was started has failed
+                return
+            if placement.first:  # not the one of the plan
+                self._config = replace(self._config, first=placement.first, num_shards=placement.shards)
+                self._service.place(placement)
             place = part_map_of(notice.model, self._config.part)
             model = v1.ModelSpec()
             model.CopyFrom(notice.model)
             model.elems = place.elems
             self._service.register(model, opens=False)
             source = ShardSnapshot(self._service, place if notice.model.parts else None)
-            await self._restore(source)
-            backup = self._service.backup if self._member.since else None
-            if backup is not None:
-                await backup.restore(_incarnations(self._member.notice))
-            elif self._service.backup is not None:
-                await self._service.backup.begin()
+            backup = None
+            if self._holds(notice):
+                backup = await self._begin(source)
+            elif not await self._take_over(placement):
+                return
             self._service.estates.on_report = self._member.estate
             self._keep_members(self._member.notice)
             self._member.listen(self._keep_members)
             self._service.open()
             if backup is not None:
-                restored = RestoredEvent(rank=self._config.node_rank, chunks=backup.num_restored)
+                restored = RestoredEvent(rank=self._config.rank, chunks=backup.num_restored)
                 self._member.emit(restored)
             tasks = self._agree()
             snapshots = NodeSnapshots(self._runtime, self._member, source).run()
@@ -127,6 +134,8 @@ class ShardNode:
             finally:
                 for task in tasks:
                     task.cancel()
+            if self._service.backup is not None and not self._holds(self._member.notice):
+                await self._service.backup.place.clear()
             self._report()
             if self._recorder is not None:
                 self._recorder.close(self._service.store.parameters_of)
@@ -138,15 +147,79 @@ class ShardNode:
                 self._recorder.log.flush()
             await self._member.leave()
 
+    async def _begin(self, source: ShardSnapshot) -> ShardBackup | None:
+        """Begins with the checkpoint and the backup that there are. Returns the backup that it was restored from."""
+        service = self._service
+        if not self._config.first:  # later shards have begun with the chunks of others
+            await self._restore(source)
+        if service.backup is None:
+            return None
+        if not self._member.since:
+            await service.backup.place.clear()
+            return None
+        await service.backup.restore(service.backup.place.load, _incarnations(self._member.notice))
+        return service.backup
+
+    # ---- other shards -------------------------------------------------------------------
+
+    def _placement_in(self, notice: v1.Notice) -> Placement | None:
+        """The placement of this shard: the present one, or the one that the run prepares for; None for neither."""
+        found = map(Placement.of, (notice.placement, notice.resharding.to))
+        return next((one for one in found if self._config.rank in one), None)
+
+    def _holds(self, notice: v1.Notice) -> bool:
+        """Whether this shard is one of those that hold the parameters."""
+        return self._config.rank in Placement.of(notice.placement)
+
+    async def _take_over(self, placement: Placement) -> bool:
+        """Gets the chunks of this new shard when the others hand over. Returns whether it is to hold them."""
+        member, first = self._member, placement.first
+
+        def decided() -> bool:
+            notice = member.notice
+            return notice.phase == v1.Notice.FINISHED or notice.resharding.to.first != first
+
+        await member.heard(lambda: member.notice.resharding.holds or decided())
+        if not decided():
+            taking = self._runtime.spawn(self._take(), name=f"{self._runtime.node}-handover")
+            try:
+                await member.heard(decided)
+            finally:
+                taking.cancel()
+        return member.notice.phase != v1.Notice.FINISHED and self._holds(member.notice)
+
+    async def _take(self) -> None:
+        notice, service = self._member.notice, self._service
+        members = _incarnations(notice)
+        if service.peer is not None:
+            service.peer.incarnation = members.get(self._config.backup_holder)
+        try:
+            await service.take_over(Placement.of(notice.placement), members)
+        except Exception as error:
+            self._member.resharded(self._config.first, f"{type(error).__name__}: {error}")
+        else:
+            self._member.resharded(self._config.first)
+
+    def _follow_resharding(self, notice: v1.Notice) -> None:
+        """Holds this shard while others get its chunks. It does not go on where these have taken its place."""
+        if notice.resharding.holds:
+            self._service.handover.hold(Placement.of(notice.resharding.to))
+        elif self._holds(notice):
+            self._service.handover.thaw()
+
+    # ---- members ------------------------------------------------------------------------
+
     def _keep_members(self, notice: v1.Notice) -> None:
         """Stops waiting for lost nodes, and frees their state.
 
         Of a worker whose place another process has taken, the shard may hear only once that process is in: it first
         frees what it keeps of the lost one.
         """
+        self._follow_resharding(notice)  # first: what was held belongs to nodes that may be lost now
         role = role_of_part(self._config.part)
         self._service.keep_stand_ins({one.rank: one.worker for one in notice.stand_ins})
         before, self._members = self._members, _incarnations(notice)
+        self._service.copies.members = self._members
         stayed = [
             node for node in notice.nodes if before.get(node.name, node.incarnation) == node.incarnation
         ]
@@ -164,7 +237,6 @@ class ShardNode:
         backup, peer = self._service.backup, self._service.peer
         if backup is None:
             return
-        backup.members = self._members
         holder = self._members.get(self._config.backup_holder)
         if peer is None or holder == peer.incarnation:
             return
@@ -186,7 +258,7 @@ class ShardNode:
         quorum = self._service.quorum
         if quorum is None:
             return []
-        if self._config.rank == 0:
+        if self._config.index == 0:
             self._service.on_decision = lambda decision: self._member.verdict(decision.round, decision.ranks)
             return []
         return [awaited_later(self._runtime.spawn(quorum.run(), name=f"{self._runtime.node}-quorum"))]
@@ -201,8 +273,12 @@ class ShardNode:
             )
 
     async def _over(self, failed: asyncio.Task[None]) -> None:
-        """Returns at the end of the run. Raises the error of `failed` as soon as there is one."""
-        over = self._runtime.spawn(self._member.over(), name=f"{self._runtime.node}-over")
+        """Returns when this shard is not needed any more. Raises the error of `failed` as soon as there is one."""
+        member = self._member
+        ended = member.heard(
+            lambda: member.notice.phase == v1.Notice.FINISHED or not self._holds(member.notice)
+        )
+        over = self._runtime.spawn(ended, name=f"{self._runtime.node}-over")
         over.add_done_callback(lambda _: failed.cancel())
         failed.add_done_callback(lambda task: None if task.cancelled() else over.cancel())
         try:
@@ -229,7 +305,7 @@ class ShardNode:
         versions = self._service.state.versions() or [0]
         self._member.emit(
             AppliedEvent(
-                rank=self._config.node_rank,
+                rank=self._config.rank,
                 updates=new["applied"],
                 duplicates=new["duplicate"],
                 dropped=new["dropped"],

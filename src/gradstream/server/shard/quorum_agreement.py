@@ -69,8 +69,8 @@ class QuorumProtocol:
         self._decided = decided
         self._measure = measure
         self._measured: v1.Whole | None = None  # this shard's newest table
-        self._votes = QuorumVotes(len(chunks.chunks_of(config.rank)))
-        self._leader = QuorumLeader(config.quorum, self._num_shards) if config.rank == 0 else None
+        self._votes = QuorumVotes(len(chunks.chunks_of(config.index)))
+        self._leader = QuorumLeader(config.quorum, self._num_shards) if config.index == 0 else None
         self._queues: dict[_SendQueue, None] = {}  # of the open streams
         self._last = -1  # round of the last decision
         if self._leader is not None:
@@ -81,7 +81,7 @@ class QuorumProtocol:
         if not self._votes.came(round, rank, chunk):
             return
         if self._measure is None:
-            self._whole(self._config.rank, round, rank)
+            self._whole(self._config.index, round, rank)
         elif sum(one == round for one, _ in self._votes.whole) == self._config.quorum:
             name = f"{self._runtime.node}-distances-{round}"
             awaited_later(self._runtime.spawn(self._tell_distances(self._measure(round), round), name=name))
@@ -93,7 +93,7 @@ class QuorumProtocol:
             for queue in self._queues:
                 queue.put(self._measured)
         else:
-            self._publish(self._leader.measured(self._config.rank, round, distances))
+            self._publish(self._leader.measured(self._config.index, round, distances))
 
     def _whole(self, shard: int, round: int, rank: int) -> None:  # noqa: A002
         if self._leader is None:

@@ -1,7 +1,8 @@
 """A shard on the network: it builds its parts once a model is registered, and then serves streams.
 
 It serves "push", "fetch" and "command" (see wire/v1.proto), by a `PushHandler`, a `FetchHandler` and
-`VectorCommands`; for another shard it keeps backups (`BackupHolder`). Updates run on the node's arithmetic thread.
+`VectorCommands`; for another shard it keeps backups (`BackupHolder`), and to new ones it hands its chunks over
+(`HandoverSource`). Updates run on the node's arithmetic thread.
 The shard sends a chunk only between two updates of it, so a fetch gets one version of each chunk.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from gradstream.errors import ConfigError, GradstreamError
@@ -25,9 +27,11 @@ from gradstream.server.shard.backup_log import BackupLog
 from gradstream.server.shard.backup_peer import BackupHolder, BackupOnPeer
 from gradstream.server.shard.commands import VectorCommands
 from gradstream.server.shard.config import ShardConfig
+from gradstream.server.shard.copies import ChunkCopies
 from gradstream.server.shard.estates import PushEstates
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.fetch_handler import FetchHandler
+from gradstream.server.shard.handover import HandoverSource, take_over
 from gradstream.server.shard.inspection import Inspection
 from gradstream.server.shard.push_handler import PushHandler
 from gradstream.server.shard.push_pacer import PushPacer
@@ -40,6 +44,7 @@ from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.dtypes import from_wire
+from gradstream.wire.placement import Placement
 
 __all__ = ["ShardService"]
 
@@ -59,7 +64,7 @@ class ShardService:
 
     Attributes:
         on_decision: called with each decision of a quorum.
-        store, state, executor, commands, estates: exist once a model is registered.
+        store, state, executor, commands, estates, copies, handover: exist once a model is registered.
         backup: backs up each update; None where pushes are acknowledged without, or before a model is registered.
         peer: where it does so on another shard: that shard.
         quorum: agrees with the other shards on each update; None before a model is registered, and without a quorum.
@@ -79,9 +84,14 @@ class ShardService:
         endpoint.serve("push", self._push)
         endpoint.serve("fetch", self._fetch)
         endpoint.serve("command", self._command)
+        endpoint.serve("handover", self._hand_over)
         if config.acknowledge == "replicated":
             endpoint.serve("backup", self._keep_backup)
             endpoint.serve("backups", self._give_backups)
+
+    def place(self, placement: Placement) -> None:
+        """Sets the placement of this shard, before `register`."""
+        self._config = replace(self._config, first=placement.first, num_shards=placement.shards)
 
     def register(self, model: v1.ModelSpec, *, opens: bool = True) -> None:
         """Allocates the shard's vectors for the registered model, and begins to serve.
@@ -100,7 +110,7 @@ class ShardService:
         optimizer, grouped = self._update_rule(model)
         chunks, memory = ChunkMap(model.elems, model.chunk_elems, config.num_shards), runtime.memory
         rows = RowMap.of(chunks, model.rows) if model.HasField("rows") else None
-        self.store = ShardStore(memory, chunks, config.rank, dtype, optimizer, grouped, rows)
+        self.store = ShardStore(memory, chunks, config.index, dtype, optimizer, grouped, rows)
         senders = None
         if config.correction is not None:
             senders = SenderStates(memory, chunks, len(self.store.parameters), dtype, config.correction)
@@ -121,12 +131,16 @@ class ShardService:
         pacer = PushPacer() if config.rule.paced else None
         self.estates = PushEstates(self.state)
         self.executor.on_freed = self.estates.report
+        self.copies = ChunkCopies(self.executor, self.estates)
         self._make_backups(optimizer)
         self._pushes = PushHandler(
             runtime, self.executor, inspection, notifier, self.quorum, pacer, self.estates
         )
         self._fetches = FetchHandler(runtime, self.executor, inspection, notifier, config.silence_s)
         self.commands = VectorCommands(runtime, self.executor)
+        self.handover = HandoverSource(
+            endpoint.identity.name, self.executor, self.commands, self.copies, config.silence_s
+        )
         endpoint.identity.fingerprint = model.fingerprint
         self._registered.set()
         if opens:
@@ -136,7 +150,7 @@ class ShardService:
         config, runtime = self._config, self._runtime
         if config.acknowledge == "logged":
             place = BackupLog(runtime, config.retry_s)
-            self.backup = ShardBackup(self.executor, self.estates, place)
+            self.copies = self.backup = ShardBackup(self.executor, self.estates, place)
         elif config.acknowledge == "replicated":
             self.peer = BackupOnPeer(
                 runtime,
@@ -145,9 +159,15 @@ class ShardService:
                 silence_s=config.silence_s,
                 retry_s=config.retry_s,
             )
-            self.backup = ShardBackup(self.executor, self.estates, self.peer)
+            self.copies = self.backup = ShardBackup(self.executor, self.estates, self.peer)
+            owner = config.backed_up_here
             self._holder = BackupHolder(
-                runtime, self.store.chunks, config.backed_up_here, self.store.dtype, optimizer.state_names
+                runtime,
+                self.store.chunks,
+                config.placement.names[owner],
+                owner,
+                self.store.dtype,
+                optimizer.state_names,
             )
 
     def _update_rule(self, model: v1.ModelSpec) -> tuple[Optimizer, GroupedRule | None]:
@@ -235,6 +255,26 @@ class ShardService:
             await self.backup.keep_clocks()
         data = result.SerializeToString()
         await stream.send(v1.Frame(body=v1.Body(data=data)))
+
+    async def _hand_over(self, stream: Stream) -> None:
+        await self._opened.wait()
+        await self.handover.serve(stream)
+
+    async def take_over(self, before: Placement, members: Mapping[str, int]) -> None:
+        """Gets this shard's chunks from the shards of another placement, and has them backed up.
+
+        Args:
+            before: the shards that have the parameters.
+            members: incarnation of each member of the run, by name.
+
+        Raises:
+            GradstreamError: a shard does not give them, or what it gives does not fit.
+        """
+        take = partial(take_over, self._runtime, self._endpoint, self._config, before, self.store.here)
+        await self.copies.restore(take, members)
+        if self.backup is not None:
+            await self.backup.place.clear()
+            await self.backup.keep_all()
 
     async def _keep_backup(self, stream: Stream) -> None:
         await self._registered.wait()

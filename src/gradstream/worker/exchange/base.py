@@ -34,7 +34,6 @@ class ExchangeContext:
         member: the node's membership; the run has begun.
         rank: rank of this worker.
         part: the part of a split model that this process holds.
-        num_shards: number of shards of the parameter server, for this part; some may be missing for a moment.
         resume: where the run continues; None if it begins.
         late: whether this worker has joined after training had begun.
         deadlines: how long the run waits for nodes that do not answer.
@@ -48,7 +47,6 @@ class ExchangeContext:
     member: Member
     rank: int
     part: int
-    num_shards: int
     resume: Resume | None
     late: bool
     deadlines: Deadlines

@@ -15,7 +15,7 @@ from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import Event
 from gradstream.telemetry.traffic import TrafficReports
 from gradstream.wire import v1
-from gradstream.wire.chunks import ChunkMap
+from gradstream.wire.placement import Placement
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
 from gradstream.worker.exchange.errands import Errands
@@ -81,16 +81,20 @@ class ServerExchange(Exchange):
         replica: Callable[[ServerClient], ServerReplica],
         rows: v1.RowSpec | None = None,
     ) -> None:
-        first = context.num_shards * context.part  # each part has shards of its own
-        shards = [f"shard-{first + rank}" for rank in range(context.num_shards)]
         super().__init__(context)
         self._strategy = strategy
         self._accounts = TrafficReports(context.rank)
         self._transfers = Transfers(context.rank, context.member.emit)
-        chunks = ChunkMap(layout.elems, chunk_elems, len(shards))
+
+        def placed(notice: v1.Notice) -> Placement:
+            return Placement.of(notice.placement).of_part(context.part, max(1, len(notice.model.parts)))
+
+        placement = placed(context.member.notice)
+        chunks = placement.chunk_map(layout.elems, chunk_elems)
         links = ShardLinks(
-            context.runtime, context.endpoint, shards, chunks, context.deadlines, self._transfers
+            context.runtime, context.endpoint, placement, chunks, context.deadlines, self._transfers
         )
+        context.member.listen(lambda notice: links.move(placed(notice)))
         back_buffer = context.runtime.memory.allocate(
             layout.elems if rows is None else 0,
             layout.dtype,

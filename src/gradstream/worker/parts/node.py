@@ -113,7 +113,6 @@ class PartNode:
             member=member,
             rank=config.rank,
             part=config.split.part,
-            num_shards=config.num_shards,
             resume=config.resume,
             late=member.since > 0,
             deadlines=config.deadlines,

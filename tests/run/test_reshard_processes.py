@@ -1,0 +1,137 @@
+"""The shards of real runs change, from outside, and processes are killed meanwhile."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import gradstream as gs
+from gradstream.errors import ConfigError, exit_code
+from gradstream.job.files import load_job
+from gradstream.run.launcher_lock import holder_of
+from gradstream.testing import TokenAudit
+
+JOB = """
+import time
+import gradstream as gs
+from gradstream.testing import Tokens, numbered
+
+
+def job(**options):
+    model = Tokens(8)
+    inner = model.gradient
+    def gradient(*given, **more):
+        time.sleep(0.004)
+        return inner(*given, **more)
+    model.gradient = gradient
+    given = {"workers": 2, "servers": 2, "batch_size": 2, "epochs": 40, "chunk_elems": 64, "strategy": "downpour"}
+    return gs.Job(model, numbered(64), optimizer=gs.optim.SGD(lr=1.0), **(given | options))
+
+
+def logged():
+    return job(acknowledge="logged")
+
+
+def recorded():
+    return job(record=True, epochs=20)
+"""
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "job.py").write_text(JOB)
+    return tmp_path / "job.py"
+
+
+def started(job: Path, name: str) -> Path:
+    """Starts a detached run, and returns its directory once it trains."""
+    run_dir = job.parent / name
+    gs.train(load_job(f"{job}:{name}"), run_dir=run_dir, detach=True)
+    return run_dir
+
+
+def pid_of(run_dir: Path, name: str) -> int:
+    """The newest process of a node, by its log."""
+    log = (run_dir / "logs" / f"{name}.log").read_text()
+    return int(re.findall(rf"^{name}: pid (\d+)", log, re.MULTILINE)[-1])
+
+
+def kill(pid: int) -> None:
+    """Kills a process, and returns when it is gone."""
+    process = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    assert select.select([process], [], [], WAIT_S)[0]
+    os.close(process)
+
+
+def has_begun(run_dir: Path) -> bool:
+    events = run_dir / "events.jsonl"
+    return events.is_file() and b'"event":"step"' in events.read_bytes()
+
+
+@pytest.mark.limit_s(240)
+def test_a_run_changes_its_shards_and_loses_one_and_its_launcher(job: Path) -> None:
+    run_dir = started(job, "logged")
+    wait_for(run_dir)
+    said = gs.runs.reshard(run_dir, servers=3)
+    assert "shard-2, shard-3, shard-4 hold the parameters" in said
+    launcher = holder_of(run_dir)
+    assert launcher is not None
+    kill(pid_of(run_dir, "shard-3"))
+    kill(launcher)
+    # The next one starts the shard again, and the new ones.
+    assert "shard-5 hold the parameters" in gs.runs.reshard(run_dir, servers=1)
+    run = gs.runs.attach(run_dir)
+    assert TokenAudit.of(run, 64, 40).exact
+    joined = Counter(event["who"] for event in run.events if event["event"] == "joined")
+    assert {name for name in joined if name.startswith("shard")} == {f"shard-{rank}" for rank in range(6)}
+    assert joined["shard-3"] == 2
+    assert sorted(os.listdir(run_dir / "backups")) == ["shard-5.log"]
+
+
+@pytest.mark.limit_s(180)
+def test_the_command_changes_the_shards_and_names_what_it_cannot(job: Path) -> None:
+    run_dir = started(job, "job")
+    wait_for(run_dir)
+    command = [sys.executable, "-m", "gradstream", "reshard", str(run_dir), "--servers"]
+    done = subprocess.run([*command, "4"], capture_output=True, text=True, timeout=WAIT_S)
+    assert "shard-2, shard-3, shard-4, shard-5 hold the parameters" in done.stdout, done.stderr
+    done = subprocess.run([*command, "4"], capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == exit_code(ConfigError(""))
+    assert "has this number of shards already" in done.stderr or "has ended" in done.stderr
+    assert TokenAudit.of(gs.runs.attach(run_dir), 64, 40).exact
+    with pytest.raises(ConfigError, match="has ended: it has finished; resume it with servers=2"):
+        gs.runs.reshard(run_dir, servers=2)
+
+
+@pytest.mark.limit_s(120)
+def test_a_recorded_run_keeps_its_shards(job: Path) -> None:
+    run_dir = started(job, "recorded")
+    wait_for(run_dir)
+    with pytest.raises(ConfigError, match="a recording has one file for each shard"):
+        gs.runs.reshard(run_dir, servers=3)
+    gs.runs.stop(run_dir, now=True)
+
+
+def wait_for(run_dir: Path) -> None:
+    """Returns when the run trains."""
+
+    class Trains(Exception):
+        pass
+
+    def on_event(event: object) -> None:
+        if has_begun(run_dir):
+            raise Trains
+
+    with pytest.raises(Trains):
+        gs.runs.attach(run_dir, on_event=on_event)
