@@ -150,7 +150,7 @@ class ShardNode:
     async def _begin(self, source: ShardSnapshot) -> ShardBackup | None:
         """Begins with the checkpoint and the backup that there are. Returns the backup that it was restored from."""
         service = self._service
-        if not self._config.first:  # later shards have begun with the chunks of others
+        if not self._member.notice.placement.first:  # later shards have begun with the chunks of others
             await self._restore(source)
         if service.backup is None:
             return None
