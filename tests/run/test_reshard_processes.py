@@ -95,7 +95,7 @@ def test_a_run_changes_its_shards_and_loses_one_and_its_launcher(job: Path) -> N
     assert TokenAudit.of(run, 64, 40).exact
     joined = Counter(event["who"] for event in run.events if event["event"] == "joined")
     assert {name for name in joined if name.startswith("shard")} == {f"shard-{rank}" for rank in range(6)}
-    assert joined["shard-3"] == 2
+    assert joined["shard-3"] >= 2
     assert sorted(os.listdir(run_dir / "backups")) == ["shard-5.log"]
 
 

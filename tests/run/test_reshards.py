@@ -229,10 +229,9 @@ def test_every_chunk_has_every_sample_once_while_the_shards_change() -> None:
         states.update(event["state"] for event in script.events)
         if script.death is not None and script.struck:
             deaths[script.death.who, script.struck] += 1
-    assert states["switched"] >= SEEDS and states["failed"]
+    assert states["switched"] > SEEDS // 2 and states["failed"]
     assert {who for who, _ in deaths} == {"worker", "coordinator", "new", "old"}
     assert {state for _, state in deaths} >= {"preparing", "holding", "switched"}
-    print(states, deaths)
 
 
 @pytest.mark.parametrize(
