@@ -123,7 +123,7 @@ def test_the_last_minibatch_is_done_about_as_early_as_it_can_be(
 ) -> None:
     """At the worst a slow worker has done one when it is known how slow it is.
 
-    With few minibatches for each worker, one that a slow worker has begun too many weighs most at the end of each epoch.
+    With few minibatches for each worker, one too many of a slow worker weighs most, at the end of each epoch.
     """
     took_s = Workers(kind(samples, 1, len(speeds)), speeds, epochs).run()
     least_s = best_s(samples * epochs, speeds)
