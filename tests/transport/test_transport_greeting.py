@@ -388,7 +388,7 @@ def shown(proof_of: Callable[[v1.Greeting], bytes]) -> Callable[[v1.Greeting], b
         (shown(lambda greeting: greeting.nonce), RefusedError, "BAD_SECRET.*does not know this run's secret"),
         (lambda greeting: packed(0, 0, v1.Frame(end=v1.End())), PeerLostError, "no node of gradstream"),
         (lambda greeting: b"HTTP/1.1 400 Bad Request\r\n\r\n", PeerLostError, "no node of gradstream"),
-        (lambda greeting: None, PeerLostError, "no connection to .* within 0.1 s"),
+        (lambda greeting: None, PeerLostError, "no connection to .* within 0.5 s"),
     ],
 )
 def test_who_is_called_proves_it_too(
@@ -398,7 +398,7 @@ def test_who_is_called_proves_it_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And no stream is opened to whoever has not."""
-    monkeypatch.setattr(endpoint, "CONNECT_S", 0.1)
+    monkeypatch.setattr(endpoint, "CONNECT_S", 0.5)
 
     async def main() -> None:
         async with Impostor(answers) as impostor:
@@ -413,7 +413,7 @@ def test_who_is_called_proves_it_too(
 @pytest.mark.parametrize(
     ("challenge", "error", "words"),
     [
-        (None, PeerLostError, "no connection to .* within 0.1 s"),
+        (None, PeerLostError, "no connection to .* within 0.5 s"),
         (b"SSH-2.0-Other and some more\r\n", PeerLostError, "no node of gradstream"),
         (packed(0, 0, v1.Frame(challenge=v1.Challenge(protocol=PROTOCOL + 1))), RefusedError, "BAD_PROTOCOL"),
         (packed(0, 0, v1.Frame(proven=v1.Proven())), PeerLostError, "no node of gradstream"),
@@ -427,7 +427,7 @@ def test_who_is_called_proves_it_too(
 def test_a_beginning_that_is_no_challenge(
     challenge: bytes | None, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "CONNECT_S", 0.1)
+    monkeypatch.setattr(endpoint, "CONNECT_S", 0.5)
 
     async def main() -> None:
         async with Impostor(lambda greeting: None, challenge) as impostor:

@@ -41,6 +41,9 @@ __all__ = ["WorkerNode"]
 
 VITALS_EVERY_S = 1.0
 
+GONE = ("NOT_MEMBER", "BAD_CERTIFICATE")
+"""Codes by which other nodes refuse one that was a member, and is none any more."""
+
 
 class WorkerNode:
     """One worker. `run` returns when the run is over, and raises the error that ended it early."""
@@ -123,12 +126,8 @@ class WorkerNode:
             await self._runtime.gather(self._train(), self._member.over())
         except Exception as error:
             await self._failed(error)
-            if _has_left(error):  # a shard has said so before the coordinator could
-                raise EvictedError(self._runtime.node, str(error)) from error
-            if (
-                self._member.evicted is not None
-            ):  # with a lost part of its replica, whose loss was noticed first
-                raise self._member.evicted from error
+            if (evicted := eviction_of(error, self._member)) is not None:
+                raise evicted from error
             raise
         finally:
             if self._exchange is not None:
@@ -288,9 +287,17 @@ async def _nothing(replica: Replica, refs: Sequence[BatchRef]) -> None:
     """A loop of the user's evaluates by itself between two minibatches."""
 
 
-def _has_left(error: Exception) -> bool:
-    """Whether another node says that this one is no member any more."""
-    return isinstance(error, RefusedError) and error.code == "NOT_MEMBER" and error.peer != COORDINATOR
+def eviction_of(error: Exception, member: Member) -> EvictedError | None:
+    """What a node raises instead of an error, where the run has counted the node as lost; None where it has not.
+
+    The coordinator says so. Or a node says so that has heard of it earlier: the caller is no member any more, or its
+    certificate was revoked. The worker of a split replica is lost with any of its parts.
+    """
+    if member.evicted is not None:
+        return member.evicted
+    if isinstance(error, RefusedError) and error.peer != COORDINATOR:
+        return EvictedError(member.node.name, str(error)) if error.code in GONE else None
+    return None
 
 
 def _traceback_of(error: BaseException) -> str:

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from gradstream.coordinator.client.lifeline import EvictedError
 from gradstream.coordinator.client.member import Member, names_of
 from gradstream.data.base import BatchRef
-from gradstream.errors import InternalError, RefusedError, UserCodeError
+from gradstream.errors import InternalError, UserCodeError
 from gradstream.runtime.base import Runtime
 from gradstream.split.part_model import PartModel
 from gradstream.strategies.base import ServerStrategy
@@ -20,7 +19,7 @@ from gradstream.wire.parts import replica_of
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.assembly import Assembly
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
-from gradstream.worker.node import init_of
+from gradstream.worker.node import eviction_of, init_of
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.final_model import send_parameters
 from gradstream.worker.parts.follower import FollowedSchedule, FollowerGate, PartFollower
@@ -73,10 +72,8 @@ class PartNode:
             await self._runtime.gather(self._train(), member.over())
         except Exception as error:
             await self._failed(error)
-            if isinstance(error, RefusedError) and error.code == "NOT_MEMBER":
-                raise EvictedError(self._runtime.node, str(error)) from error
-            if member.evicted is not None:
-                raise member.evicted from error
+            if (evicted := eviction_of(error, member)) is not None:
+                raise evicted from error
             raise
         finally:
             if self._exchange is not None:
