@@ -105,6 +105,7 @@ FOUND_WHOLE = {
         6,
     ): "the second delivery of a request that had come too early took the caller's place in its group",
     (19, 1): "a worker that came back when no round was left that could be handed over waited for ever",
+    (1097, 2): "a run failed, the coordinator died, and its successor did not know that the run had failed",
 }
 """Bugs whose plans were not made smaller, by seed and epochs of the bench."""
 

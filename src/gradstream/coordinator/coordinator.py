@@ -159,7 +159,15 @@ class Coordinator:
             pass
         if self._writer is not None:
             await self._writer.finish()
-        return RunOutcome(self._membership.notice, self._failed)
+        return RunOutcome(self._membership.notice, self._failed or self._failed_before())
+
+    def _failed_before(self) -> FailedEvent | None:
+        """Why the run has failed, where an earlier process of the coordinator has reported that, and died."""
+        phases = self._membership.phases
+        if phases.phase != v1.Notice.ABORTED:
+            return None
+        error, _, message = phases.reason.partition(": ")
+        return FailedEvent(culprit=phases.culprit, error=error, message=message, traceback="")
 
     async def close(self) -> None:
         """Stores what is left of the state and the events. The last call."""
