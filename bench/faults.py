@@ -6,7 +6,7 @@ strategies without rounds a token model counts each sample in each chunk; under 
 parameters are compared with those of the run without faults. A run may also end because no worker is left, and must
 say so; or because a node was lost before everybody had joined.
 
-    python bench/faults.py 0 10000 --processes 1      # seeds 0 to 9999
+    python bench/faults.py 0 10000 --epochs 2         # seeds 0 to 9999
 
 Prints each violation with its seed, and keeps the counts so far in bench/results/faults.json.
 """
@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +152,15 @@ def main() -> None:
     parser.add_argument("first", type=int)
     parser.add_argument("stop", type=int)
     parser.add_argument("--processes", type=int, help="as many as there are cores")
+    parser.add_argument(
+        "--epochs", type=int, default=EPOCHS, help="length of a run; a seed draws others for another"
+    )
     given = parser.parse_args()
     kinds, violations, begun_s = Counter[str](), dict[int, str](), time.monotonic()
     with ProcessPoolExecutor(given.processes, initializer=begin) as pool:
-        for seed, found, fired in pool.map(tried, range(given.first, given.stop), chunksize=10):
+        for seed, found, fired in pool.map(
+            partial(tried, epochs=given.epochs), range(given.first, given.stop), chunksize=10
+        ):
             kinds += fired
             if found:
                 violations[seed] = found
@@ -163,6 +168,7 @@ def main() -> None:
             if (seed + 1) % KEPT_EVERY == 0 or seed + 1 == given.stop:
                 record = {
                     "seeds": [given.first, seed + 1],
+                    "epochs": given.epochs,
                     "faults": dict(sorted(kinds.items())),
                     "violations": violations,
                     "seconds": round(time.monotonic() - begun_s, 1),
