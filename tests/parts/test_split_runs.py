@@ -15,6 +15,7 @@ from torch import nn
 
 import gradstream as gs
 from gradstream._simulate import simulate
+from gradstream.errors import ConfigError
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK
 from split_jobs import CLASSES, FEATURES, difference, net, run
@@ -148,3 +149,53 @@ def test_running_statistics_and_tied_weights_of_a_split_model(strategy: str, spl
     assert [one["accuracy"] for one in split_run.evaluations] == [
         one["accuracy"] for one in whole.evaluations
     ]
+
+
+def test_an_evaluation_reads_one_batch_of_held_out_samples_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers, classes = np.random.default_rng(1).standard_normal((600, FEATURES)), np.arange(600) % CLASSES
+    samples = gs.from_arrays(numbers, classes, test_inputs=numbers, test_targets=classes)
+    read, inner = list[int](), samples.test_batch
+
+    def test_batch(ids: Any) -> Any:
+        read.append(len(ids))
+        return inner(ids)
+
+    monkeypatch.setattr(samples, "test_batch", test_batch)
+    model = gs.from_torch(net, nn.functional.cross_entropy)
+    given: dict[str, Any] = {"workers": 1, "batch_size": 300, "epochs": 1, "deadlines": QUICK}
+    whole, split_run = (simulate(model, samples, **given, evaluate_every=1, split=split) for split in (1, 2))
+    assert max(read) == 256
+    assert [one["accuracy"] for one in split_run.evaluations] == [
+        one["accuracy"] for one in whole.evaluations
+    ]
+
+
+class _Undecided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.first(x) if x.sum() > 0 else x)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (lambda: nn.Linear(FEATURES, CLASSES).double(), {"split": 50}, "expected at most split="),
+        (lambda: _Undecided().double(), {"split": 2}, r"test_split_runs\.py:\d+: .*control flow"),
+        (net, {"split": 2, "micro_batches": 7}, "a minibatch of 6 samples"),
+        (net, {"micro_batches": 2}, "without split"),
+        (net, {"split": 2, "pipeline": "pipedream"}, "unknown pipeline"),
+        (net, {"split": 2, "strategy": "hogwild"}, "share one vector"),
+        (net, {"split": 2, "accumulate": 2}, "take micro_batches=2"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_the_remedy(
+    build: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(build=build, **options)

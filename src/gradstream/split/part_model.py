@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from gradstream.errors import ConfigError, InternalError
 from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch, leaves_of
 from gradstream.model.buffers import Buffers
-from gradstream.model.built_module import Build, as_numpy
+from gradstream.model.built_module import as_numpy
 from gradstream.model.torch_module import TorchModel
 from gradstream.runtime.base import Report
 from gradstream.split.cut import TorchPlan, plan_split
@@ -26,8 +25,10 @@ from gradstream.split.stage_model import StageModel
 __all__ = ["PartModel"]
 
 
-_plans: WeakKeyDictionary[Build, dict[object, TorchPlan]] = WeakKeyDictionary()
-"""Plans that this process has made: the nodes of a simulation, and threads, share them."""
+PLANS_KEPT = 4
+
+_plans: dict[object, TorchPlan] = {}
+"""The newest plans of this process: the nodes of a simulation, and threads, share them."""
 
 
 class PartModel:
@@ -59,20 +60,31 @@ class PartModel:
         """The plan of the split.
 
         Raises:
-            ConfigError: the model cannot be divided; or it has frozen parameters.
+            ConfigError: the model cannot be divided, or not into so many parts; or it has frozen parameters.
         """
-        made = _plans.setdefault(self._model.given[0], {})
         leaves = leaves_of((self._example.inputs, self._example.targets))
-        key = (self._model.given[1:], self._parts, *((path, leaf.shape, leaf.dtype) for path, leaf in leaves))
-        if key not in made:
-            made[key] = planned = plan_split(self._model, self._example, self._parts)
+        key = (
+            *map(id, self._model.given),
+            self._parts,
+            *((path, leaf.shape, leaf.dtype) for path, leaf in leaves),
+        )
+        if key not in _plans:
+            planned = plan_split(self._model, self._example, self._parts)
             named = planned.graph.blueprint.module.named_parameters()
             if frozen := [name for name, parameter in named if not parameter.requires_grad]:
                 raise ConfigError(
                     f"split={self._parts}: {frozen[0]!r} is frozen, which a split model cannot have yet: "
-                    "keep it as a buffer, or train it with lr=0"
+                    "make it a buffer (register_buffer)"
                 )
-        return made[key]
+            if empty := [part for part in range(self._parts) if not planned.ranges_of(part)]:
+                raise ConfigError(
+                    f"split={self._parts}: {len(empty)} parts would have no parameters, since the model has too few "
+                    f"layers that can be apart; expected at most split={self._parts - len(empty)}"
+                )
+            _plans[key] = planned
+            while len(_plans) > PLANS_KEPT:
+                del _plans[next(iter(_plans))]
+        return _plans[key]
 
     @cached_property
     def stages(self) -> Mapping[int, StageModel]:

@@ -106,9 +106,9 @@ class PartLead(Agreement):
         """Returns when the parts have the final parameters."""
         await self._ask(PartTurn("finish"))
 
-    def begin_outputs(self, samples: Sequence[int], *, newest: bool) -> None:
-        """Lets the parts compute outputs for pieces of held-out samples."""
-        self._say(PartTurn("outputs", samples=tuple(samples), newest=newest))
+    def begin_outputs(self, *, newest: bool) -> None:
+        """Lets the parts compute outputs of all held-out samples."""
+        self._say(PartTurn("outputs", newest=newest))
 
     async def done(self) -> None:
         """Returns when every part has done its last turn."""

@@ -34,7 +34,6 @@ class PartTurn:
         ref: name of the minibatch, as (epoch, partition, batch, count).
         begun_before, phase: see `BatchGate`.
         newest: outputs are those of the newest parameters, not of the replica's own.
-        samples: number of samples of each piece of "outputs".
     """
 
     kind: Literal["batch", "flush", "outputs", "over", "buffers", "finish", "send"]
@@ -42,7 +41,6 @@ class PartTurn:
     begun_before: int = 0
     phase: str = ""
     newest: bool = False
-    samples: tuple[int, ...] = ()
 
     @property
     def batch(self) -> BatchRef:
@@ -99,9 +97,8 @@ def decode(kind: type[M], vector: torch.Tensor) -> M:
     data = vector.numpy().tobytes().rstrip()
     try:
         record: dict[str, Any] = parse_json(data, max_bytes=MESSAGE_ELEMS * 8)
-        for name in ("ref", "samples"):
-            if name in record:
-                record[name] = tuple(record[name])
+        if "ref" in record:
+            record["ref"] = tuple(record["ref"])
         if "refs" in record:
             record["refs"] = tuple(map(tuple, record["refs"]))
         check_record(kind, record)

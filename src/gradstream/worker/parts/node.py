@@ -25,7 +25,7 @@ from gradstream.worker.parts.final_model import send_parameters
 from gradstream.worker.parts.follower import FollowedSchedule, FollowerGate, PartFollower
 from gradstream.worker.parts.gradients import PartGradients, PartPlace
 from gradstream.worker.parts.messages import PartTurn
-from gradstream.worker.parts.outputs import compute_outputs
+from gradstream.worker.parts.outputs import compute_outputs, test_sizes
 from gradstream.worker.registration import model_spec_of, tensor_specs_of
 from gradstream.worker.replica.base import Replica
 
@@ -169,11 +169,12 @@ class PartNode:
         else:
             own = isinstance(self._config.strategy, ServerStrategy) and turn.newest
             parameters = await replica.newest() if own else replica.parameters.tensor
-            results = await compute_outputs(
-                self._runtime, self._model, self._channel, parameters, turn.samples, None
-            )
-            for result in results:
-                await self._channel.give_outputs(result)
+            for size in test_sizes(self._config.data):
+                result = await compute_outputs(
+                    self._runtime, self._model, self._channel, parameters, size, None
+                )
+                if result is not None:
+                    await self._channel.give_outputs(result)
 
     async def _keep_reporting(self, exchange: Exchange) -> None:
         while True:

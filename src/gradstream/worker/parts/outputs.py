@@ -22,7 +22,7 @@ from gradstream.worker.evaluation import BATCH_SIZE
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.gradients import Values, nothing
 
-__all__ = ["GivenOutputs", "compute_outputs", "held_out", "test_sizes"]
+__all__ = ["GivenOutputs", "compute_outputs", "test_sizes"]
 
 
 def test_sizes(data: Dataset) -> list[int]:
@@ -31,54 +31,45 @@ def test_sizes(data: Dataset) -> list[int]:
     return [min(BATCH_SIZE, total - start) for start in range(0, total, BATCH_SIZE)]
 
 
-def held_out(data: Dataset, model: PartModel, sizes: Sequence[int]) -> Values:
-    """All held-out samples, cut into batches of these sizes."""
-    whole = data.test_batch(np.arange(data.num_test_samples, dtype=np.int64))
-    return Values(model, whole, [sum(sizes[:number]) for number in range(len(sizes) + 1)])
-
-
 async def compute_outputs(
     runtime: Runtime,
     model: PartModel,
     channel: PartChannel,
     parameters: torch.Tensor,
-    sizes: Sequence[int],
-    data: Values | None,
-) -> list[Mapping[str, torch.Tensor]]:
-    """Computes this part's stages for batches of these sizes, in evaluation mode.
+    samples: int,
+    batch: Batch | None,
+) -> Mapping[str, torch.Tensor] | None:
+    """Computes this part's stages for one batch of held-out samples, in evaluation mode.
 
     Args:
         runtime, model, channel: of this part.
         parameters: its parameters.
-        sizes: number of samples of each batch.
-        data: the batches, on part 0.
+        samples: number of samples of the batch.
+        batch: the batch, on part 0.
 
     Returns:
-        "outputs", and "loss" where there is one, of each batch; on the part of the last stage alone.
+        "outputs", and "loss" where there is one, on the part of the last stage; None on others.
     """
-    stages = model.plan.stages_of(model.part)
-    reads = [StagePass("forward", DATA, batch) for batch in range(len(sizes))] if data else []
-    schedule = [
-        *reads,
-        *(StagePass("forward", stage.number, batch) for batch in range(len(sizes)) for stage in stages),
-    ]
-    found = _Forward(runtime, model, parameters, sizes)
-    channel.sizes = sizes
-    await run_schedule(model.plan, model.part, schedule, found, channel, data.of if data else nothing)
-    return found.results
+    stages = [StagePass("forward", stage.number, 0) for stage in model.plan.stages_of(model.part)]
+    found = _Forward(runtime, model, parameters, samples)
+    data = nothing
+    if batch is not None:
+        stages = [StagePass("forward", DATA, 0), *stages]
+        data = Values(model, batch, [0, samples]).of
+    channel.sizes = [samples]
+    await run_schedule(model.plan, model.part, stages, found, channel, data)
+    return found.result
 
 
 class _Forward:
     """Implements `pipeline.executor.Stages` for outputs alone."""
 
-    def __init__(
-        self, runtime: Runtime, model: PartModel, parameters: torch.Tensor, sizes: Sequence[int]
-    ) -> None:
-        self.results: list[Mapping[str, torch.Tensor]] = []
+    def __init__(self, runtime: Runtime, model: PartModel, parameters: torch.Tensor, samples: int) -> None:
+        self.result: Mapping[str, torch.Tensor] | None = None
         self._runtime = runtime
         self._model = model
         self._parameters = parameters
-        self._sizes = sizes
+        self._samples = samples
 
     async def forward(
         self, stage: int, micro_batch: int, values: Mapping[str, torch.Tensor]
@@ -87,10 +78,10 @@ class _Forward:
         model, parameters = self._model, self._model.of_stage(stage, self._parameters)
         outputs: Mapping[str, torch.Tensor] = await self._runtime.compute(
             lambda _: model.stages[stage].evaluate(parameters, values),
-            work=Work("evaluate", samples=self._sizes[micro_batch], share=model.share(stage)),
+            work=Work("evaluate", samples=self._samples, share=model.share(stage)),
         )
         if stage == len(model.plan.stages) - 1:
-            self.results.append(outputs)
+            self.result = outputs
         return outputs
 
     async def backward(
@@ -109,7 +100,7 @@ class GivenOutputs:
 
     Args:
         layout, reduction: of the model.
-        results: as `compute_outputs` returns them.
+        results: of each batch, as `compute_outputs` returns them.
     """
 
     def __init__(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 
 from gradstream.coordinator.client.member import Member
-from gradstream.data.base import Dataset
+from gradstream.data.base import Dataset, Ids
 from gradstream.data.feed import feed_of
 from gradstream.memory import Vector
+from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
-from gradstream.runtime.base import Runtime
+from gradstream.runtime.base import Runtime, Work
 from gradstream.split.part_model import PartModel
 from gradstream.transport.base import Endpoint
 from gradstream.wire.parts import replica_of
@@ -23,7 +24,7 @@ from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.final_model import write_final_parts
 from gradstream.worker.parts.gradients import PartGradients, PartPlace
 from gradstream.worker.parts.lead import PartLead
-from gradstream.worker.parts.outputs import GivenOutputs, compute_outputs, held_out, test_sizes
+from gradstream.worker.parts.outputs import GivenOutputs, compute_outputs, test_sizes
 from gradstream.worker.registration import tensor_specs_of
 
 __all__ = ["Lead"]
@@ -96,19 +97,21 @@ class Lead:
             data: has the samples.
             newest: the other parts take the newest parameters of the model, not their replica's.
         """
-        model, sizes = self._model, test_sizes(data)
+        model = self._model
         before = model.buffers() if buffers else {}
         if buffers:
             model.load_buffers(buffers)
             await self.parts.spread_buffers()
-        self.parts.begin_outputs(sizes, newest=newest)
-        results = await compute_outputs(
-            self._runtime, model, self._channel, parameters, sizes, held_out(data, model, sizes)
-        )
-        last = model.plan.stages[-1].part
-        if last != model.part:
-            has_loss = data.test_batch(np.arange(1, dtype=np.int64)).targets is not None
-            results = [await self._channel.take_outputs(last, size, has_loss=has_loss) for size in sizes]
+        self.parts.begin_outputs(newest=newest)
+        last, results, begin = model.plan.stages[-1].part, [], 0
+        for size in test_sizes(data):
+            ids = np.arange(begin, begin + size, dtype=np.int64)
+            batch = await self._runtime.compute(partial(_read, data, ids), work=Work("read", samples=size))
+            begin += size
+            result = await compute_outputs(self._runtime, model, self._channel, parameters, size, batch)
+            if result is None:
+                result = await self._channel.take_outputs(last, size, has_loss=batch.targets is not None)
+            results.append(result)
         if before:
             model.load_buffers(before)  # the parts get theirs before the next minibatch
         return GivenOutputs(model.whole, model.reduction, results)
@@ -118,3 +121,8 @@ class Lead:
         self.parts.send()
         specs = tensor_specs_of(self._model)
         await write_final_parts(self._runtime, self._channel, self._model, parameters, specs, buffers)
+
+
+def _read(data: Dataset, ids: Ids, report: object) -> Batch:
+    del report
+    return data.test_batch(ids)
