@@ -18,6 +18,7 @@ from gradstream._simulate import simulate
 from gradstream.errors import ConfigError
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK
+from gradstream.worker.parts.channel import as_it_was, as_sent
 from split_jobs import CLASSES, FEATURES, difference, net, run
 
 ROUNDS: Mapping[str, dict[str, Any]] = {
@@ -199,3 +200,28 @@ def test_what_cannot_be_split_is_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         run(build=build, **options)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([[True, False, True]]),
+        torch.tensor([-128, 127], dtype=torch.int8),
+        torch.tensor([255, 0], dtype=torch.uint8),
+        torch.tensor([1.5, -2.25e-3, torch.inf], dtype=torch.float16),
+        torch.tensor([1.5, 3e38, -0.1], dtype=torch.bfloat16),
+        torch.tensor([1, -(2**31)], dtype=torch.int32),
+        torch.tensor([2**62 + 1, -1], dtype=torch.int64),
+        torch.tensor(0.1, dtype=torch.float64),
+        torch.tensor([1 + 2j], dtype=torch.complex64),
+    ],
+    ids=lambda tensor: str(tensor.dtype),
+)
+def test_a_value_of_any_dtype_is_received_as_it_was(tensor: torch.Tensor) -> None:
+    sent = as_sent(tensor)
+    assert sent.dtype in (torch.float32, torch.float64)
+    received = as_it_was(sent.clone(), tuple(tensor.shape), tensor.dtype)
+    assert received.dtype == tensor.dtype
+    assert torch.equal(received, tensor)
+    with pytest.raises(ConfigError, match="complex128"):
+        as_sent(tensor.to(torch.complex128))

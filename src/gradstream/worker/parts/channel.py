@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradstream.errors import RefusedError
+from gradstream.errors import ConfigError, RefusedError
 from gradstream.memory import Vector
 from gradstream.pipeline.executor import TensorTransfer
 from gradstream.runtime.base import Runtime, awaited_later
@@ -22,7 +22,7 @@ from gradstream.split.plan import Value
 from gradstream.transport.base import Endpoint
 from gradstream.worker.parts.messages import MESSAGE_ELEMS, PartReport, PartTurn, PartVerdict, decode, encode
 
-__all__ = ["PartChannel"]
+__all__ = ["PartChannel", "as_it_was", "as_sent"]
 
 SILENCE_S = 86400.0
 """Parts wait for each other for any time: whether one is gone, the coordinator decides, by its lease."""
@@ -136,7 +136,7 @@ class PartChannel:
     # ---- tensors --------------------------------------------------------------------------
 
     async def _send(self, part: int, tag: int, tensor: torch.Tensor) -> None:
-        flat = _flat(tensor)
+        flat = as_sent(tensor)
         if not len(flat):
             return
         span, waited_s = Vector("value", flat).all, 0.0
@@ -153,12 +153,11 @@ class PartChannel:
             waited_s += RETRY_S
 
     async def _receive(self, part: int, tag: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype)
-        flat = _flat(tensor)
+        flat = as_sent(torch.empty(shape, dtype=dtype))
         if len(flat):
             span = Vector("value", flat).all
             await self._endpoint.recv(self._names[part], tag, span, silence_s=SILENCE_S)
-        return tensor if dtype.itemsize in _AS else flat.view(torch.int32).to(dtype).view(shape)
+        return as_it_was(flat, shape, dtype)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         async def guarded() -> None:
@@ -170,9 +169,22 @@ class PartChannel:
         return awaited_later(self._runtime.spawn(guarded(), name=f"{self._runtime.node}-{name}"))
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as carriers know them: a view of the same bytes; as numbers of 4 bytes where they are smaller."""
     flat = tensor.detach().contiguous().view(-1)
     if flat.element_size() not in _AS:
-        flat = flat.to(torch.int32)
+        flat = flat.to(_wide(tensor.dtype))
     return flat.view(_AS[flat.element_size()])
+
+
+def as_it_was(flat: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of which `as_sent` has made these elements."""
+    wide = flat.view(dtype if dtype.itemsize in _AS else _wide(dtype))
+    return wide.to(dtype).view(shape)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """A dtype of 4 bytes that holds every number of a smaller one. Raises ConfigError for a larger one."""
+    if dtype.itemsize > max(_AS):
+        raise ConfigError(f"a value of {dtype} crosses a cut; expected elements of at most {max(_AS)} bytes")
+    return torch.float32 if dtype.is_floating_point else torch.int32
