@@ -57,8 +57,8 @@ NEEDED = object()
 PROTECTIONS: dict[str, dict[str, Any]] = {  # by kind: functions, and what they return where they are replaced
     "finite": {
         "gradstream.worker.gradient:usable": True,
-        "gradstream.server.shard.inspection:usable": True,
-        "gradstream.server.shard.store:check_updated": None,
+        "gradstream.server.shard.inspection:length": 1.0,
+        "gradstream.server.shard.headroom:Headroom.updated": None,
         "gradstream.worker.replica.updater:check_updated": None,
         "gradstream.worker.replica.group:finite": True,
     },

@@ -9,7 +9,7 @@ import torch
 
 from gradstream.errors import ConfigError, NonFiniteError
 
-__all__ = ["check_option", "check_updated", "finite", "finite_loss", "usable"]
+__all__ = ["check_option", "check_updated", "finite", "finite_loss", "length", "usable"]
 
 
 def check_option(function: str, option: str, got: object, *names: str) -> None:
@@ -30,14 +30,22 @@ def finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all().item())
 
 
+def length(tensor: torch.Tensor) -> float:
+    """Euclidean length; NaN or infinite where an element is, or where the sum of squares overflows the dtype.
+
+    One pass over the memory, without a temporary.
+    """
+    flat = tensor.flatten()
+    return math.sqrt(torch.dot(flat, flat).item())
+
+
 def usable(gradient: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite, and the sum of their squares is finite in the gradient's own dtype.
 
     Norms and update rules with squares (Adam, Adagrad) need that. In float32 it holds up to a length of 1.8e19, so
-    sums of usable gradients do not overflow either. One pass over the memory, without a temporary.
+    sums of usable gradients do not overflow either.
     """
-    flat = gradient.flatten()
-    return math.isfinite(torch.dot(flat, flat).item())
+    return math.isfinite(length(gradient))
 
 
 def check_updated(vectors: Iterable[torch.Tensor], where: str, lr: float, step: int) -> None:

@@ -93,3 +93,11 @@ class Adagrad:
             eps=self.eps,
             maximize=False,
         )
+
+    def bounds_after(
+        self, bounds: Mapping[str, float], gradient: float, *, lr: float, step: int
+    ) -> dict[str, float]:
+        """See `base.Bounded`."""
+        length = gradient + self.weight_decay * bounds[""]
+        # |g| / √s ≤ 1, since s contains g²; 2 where g² is so small that most of it is rounded away.
+        return {"": bounds[""] + 2 * lr, "sum": bounds["sum"] + length**2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -81,6 +82,25 @@ class Adam:
         """One update in place; see `Optimizer.apply`."""
         self._update(torch._fused_adam_, parameters, gradient, state, lr, step)
 
+    def bounds_after(
+        self, bounds: Mapping[str, float], gradient: float, *, lr: float, step: int
+    ) -> dict[str, float]:
+        """See `base.Bounded`."""
+        return self._bounds_after(bounds, gradient + self.weight_decay * bounds[""], bounds[""], lr, step)
+
+    def _bounds_after(
+        self, bounds: Mapping[str, float], gradient: float, parameters: float, lr: float, step: int
+    ) -> dict[str, float]:
+        mean = self.beta1 * bounds["exp_avg"] + (1 - self.beta1) * gradient
+        square = self.beta2 * bounds["exp_avg_sq"] + (1 - self.beta2) * gradient**2
+        ratio = mean / (1 - self.beta1**step) / self.eps
+        if (decay := self.beta1**2 / self.beta2 if self.beta2 else 1.0) < 1:
+            # |m| ≤ (1 - beta1) · Σ beta1^i |gᵢ|, and v = (1 - beta2) · Σ beta2^i gᵢ²: by Cauchy and Schwarz; 1 more
+            # for squares so small that most of them is rounded away.
+            root = (1 - self.beta1) / math.sqrt((1 - self.beta2) * (1 - decay))
+            ratio = min(ratio, 1 + root * math.sqrt(1 - self.beta2**step) / (1 - self.beta1**step))
+        return {"": parameters + lr * ratio, "exp_avg": mean, "exp_avg_sq": square}
+
     def _update(
         self,
         kernel: Callable[..., object],
@@ -145,3 +165,9 @@ class AdamW(Adam):
     ) -> None:
         """One update in place; see `Optimizer.apply`."""
         self._update(torch._fused_adamw_, parameters, gradient, state, lr, step)
+
+    def bounds_after(
+        self, bounds: Mapping[str, float], gradient: float, *, lr: float, step: int
+    ) -> dict[str, float]:
+        """See `base.Bounded`."""
+        return self._bounds_after(bounds, gradient, abs(1 - lr * self.weight_decay) * bounds[""], lr, step)

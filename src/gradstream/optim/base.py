@@ -8,13 +8,13 @@ with each request: workers, which count steps, compute schedules.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from gradstream.optim.schedules import Rate
 
-__all__ = ["Optimizer", "skips_zeros"]
+__all__ = ["Bounded", "Optimizer", "skips_zeros"]
 
 
 class Optimizer(Protocol):
@@ -58,6 +58,24 @@ class Optimizer(Protocol):
             state: vectors (n,) by name, read and written.
             lr: learning rate of this update.
             step: number of this update of these elements, from 1.
+        """
+        ...
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """An update rule that can say how far one update can go. Others have their results looked at each time."""
+
+    def bounds_after(
+        self, bounds: Mapping[str, float], gradient: float, *, lr: float, step: int
+    ) -> dict[str, float]:
+        """Bounds of the absolute values after an update.
+
+        Args:
+            bounds: of the parameters under "", and of each state vector by its name, before the update.
+            gradient: bound of the absolute values of the gradient.
+            lr: learning rate of the update.
+            step: number of the update, from 1.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -43,6 +43,12 @@ class Add:
         """Adds the difference, which is passed as `gradient`; ignores `lr`."""
         parameters.add_(gradient)
 
+    def bounds_after(
+        self, bounds: Mapping[str, float], gradient: float, *, lr: float, step: int
+    ) -> dict[str, float]:
+        """See `base.Bounded`."""
+        return {"": bounds[""] + gradient}
+
 
 @dataclass(frozen=True, slots=True)
 class Replace(Add):
@@ -77,6 +83,12 @@ class Replace(Add):
     ) -> None:
         """Sets the parameters to the new ones, which are passed as `gradient`."""
         parameters.copy_(gradient)
+
+    def bounds_after(
+        self, bounds: Mapping[str, float], gradient: float, *, lr: float, step: int
+    ) -> dict[str, float]:
+        """See `base.Bounded`."""
+        return {**bounds, "": gradient}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +138,10 @@ class Outer:
     ) -> None:
         """Makes one update in place, at the rule's own rate; ignores `lr`."""
         self.rule.apply(parameters, gradient, state, lr=cast(float, self.rule.lr), step=step)
+
+    def bounds_after(
+        self, bounds: Mapping[str, float], gradient: float, *, lr: float, step: int
+    ) -> dict[str, float]:
+        """See `base.Bounded`; only for a rule that has bounds."""
+        rule = cast(Any, self.rule)
+        return cast(dict[str, float], rule.bounds_after(bounds, gradient, lr=self.rule.lr, step=step))

@@ -99,6 +99,18 @@ class SGD:
             is_first_step=step == 1,
         )
 
+    def bounds_after(
+        self, bounds: Mapping[str, float], gradient: float, *, lr: float, step: int
+    ) -> dict[str, float]:
+        """See `base.Bounded`."""
+        # The first update sets the velocity to g, whatever the dampening.
+        length = gradient + self.weight_decay * bounds[""]
+        if not self.momentum:
+            return {"": bounds[""] + lr * length}
+        velocity = self.momentum * bounds["momentum_buffer"] + length
+        step_length = length + self.momentum * velocity if self.nesterov else velocity
+        return {"": bounds[""] + lr * step_length, "momentum_buffer": velocity}
+
 
 def Momentum(lr: Rate, momentum: float = 0.9, *, weight_decay: float = 0.0) -> SGD:  # noqa: N802  reads as a rule
     """Gradient descent with momentum (Polyak, 1964): `SGD` with 0.9 of the velocity kept."""

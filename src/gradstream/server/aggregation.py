@@ -50,6 +50,7 @@ class PushHeader:
         loss: mean loss over the samples; NaN where unknown.
         vector: vector that the push changes: "" for the parameters, else a state vector of the update rule.
         redone: whether another worker pushes for this one, which is lost. It belongs to no clock.
+        length: Euclidean length of the elements; infinite where unknown.
     """
 
     sender: str
@@ -66,6 +67,7 @@ class PushHeader:
     loss: float = math.nan
     vector: str = ""
     redone: bool = False
+    length: float = math.inf
 
 
 def rank_of(sender: str) -> int:

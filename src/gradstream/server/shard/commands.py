@@ -137,6 +137,7 @@ class VectorCommands:
                 writes=written,
                 shape_only=0.0,
             )
+            store.headroom.forget(chunk)
             if out is store.parameters:
                 self._executor.commanded(chunk)
         return result

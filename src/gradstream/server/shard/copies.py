@@ -130,6 +130,7 @@ class ChunkCopies:
                 f"a backup of chunk {backup.index} with vectors {list(backup.vectors)[:8]}; expected chunks "
                 f"{self._store.here} with {sorted(known)}: it belongs to another run"
             )
+        self._store.headroom.forget(backup.index)
         state.version, state.summed = backup.version, backup.summed
         state.clock, state.lr = backup.clock, backup.lr
         for one in backup.windows:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from gradstream.errors import ConfigError, RefusedError
-from gradstream.model.check import usable
+from gradstream.model.check import length
 from gradstream.server.aggregation import rank_of
 from gradstream.server.rows import RowPart, unpack
 from gradstream.server.shard.row_store import Part, elements_of
@@ -160,8 +160,8 @@ class Inspection:
         if request.kind in (v1.Command.LEAVE, v1.Command.ENTER):
             self.rank(sender)
 
-    def part(self, sender: str, received: Received) -> Part | None:
-        """The content of a chunk of a push; None where the chunk is flagged absent.
+    def part(self, sender: str, received: Received) -> tuple[Part | None, float]:
+        """The content of a chunk of a push, and the length of its elements; None where the chunk is flagged absent.
 
         Raises:
             RefusedError: BAD_REQUEST where the chunk does not fit the model, NON_FINITE where it has a NaN or an
@@ -171,7 +171,7 @@ class Inspection:
         if chunk.index not in self._store.here:
             raise self.bad(sender, f"chunk {chunk.index} does not live on this shard")
         if chunk.flags & ABSENT:
-            return None
+            return None, 0.0
         start, stop = self._store.chunks.bounds(chunk.index)
         if elements is not None and elements.dtype == dtype and (chunk.rows or len(elements) == stop - start):
             part = self._rows(sender, chunk, elements) if chunk.rows else elements
@@ -183,13 +183,14 @@ class Inspection:
                 "(every node must run the same job file)",
             )
         elements = elements_of(part)
-        if not (elements.is_meta or usable(elements)):
+        size = math.inf if elements.is_meta else length(elements)
+        if not (elements.is_meta or math.isfinite(size)):
             raise self._refused(
                 "NON_FINITE",
                 f"chunk {chunk.index} of {sender} holds a NaN, an infinity, or elements whose squares overflow; "
                 "lower the learning rate or clip the gradient",
             )
-        return part
+        return part, size
 
     def _rows(self, sender: str, chunk: v1.Chunk, payload: torch.Tensor) -> RowPart:
         """The rows in a payload, which must be rows of the chunk, each at most once."""

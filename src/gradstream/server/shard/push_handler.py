@@ -85,7 +85,7 @@ class PushHandler:
                 self._check_base_version(push, index, request.base_version)
             for index in empty:
                 push.empty.add(index)
-                self._arrived(push, request, index, request.base_version, None)
+                self._arrived(push, request, index, request.base_version)
         push.ended = True
         push.wake.set()
 
@@ -94,12 +94,12 @@ class PushHandler:
         came = set[int]()
         while (received := await push.stream.recv()) is not None:
             chunk = received.frame.chunk
-            part = self._inspection.part(push.sender, received)
+            part, length = self._inspection.part(push.sender, received)
             if chunk.index in came:
                 raise self._inspection.bad(push.sender, f"chunk {chunk.index} comes twice in one push")
             came.add(chunk.index)
             self._check_base_version(push, chunk.index, chunk.version)
-            self._arrived(push, request, chunk.index, chunk.version, part)
+            self._arrived(push, request, chunk.index, chunk.version, part, length)
             await self._runtime.sleep(0)  # its update begins now, while the elements are in the cache
             if paced is not None:
                 paced.read()
@@ -110,7 +110,13 @@ class PushHandler:
         self._inspection.check_base_version(push.sender, chunk, base_version, self._state.version(chunk))
 
     def _arrived(
-        self, push: PendingPush, request: v1.Push, chunk: int, base_version: int, part: Part | None
+        self,
+        push: PendingPush,
+        request: v1.Push,
+        chunk: int,
+        base_version: int,
+        part: Part | None = None,
+        length: float = 0.0,
     ) -> None:
         """Passes one chunk of a push to the executor; the part of an empty chunk is None.
 
@@ -137,6 +143,7 @@ class PushHandler:
             loss=request.loss,
             vector=request.vector,
             redone=redone,
+            length=length,
         )
         assign = request.command == v1.Push.ASSIGN
         push.took(chunk, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule
 from gradstream.optim.merge import Add, Replace
 from gradstream.server.rows import RowMap
+from gradstream.server.shard.headroom import Headroom
 from gradstream.server.shard.row_store import ChangedRows
 from gradstream.wire.chunks import ChunkMap
 
@@ -39,6 +41,7 @@ class ShardStore:
         state: state vectors of the update rule, by name, each as long as `parameters`.
         here: numbers of the shard's chunks.
         changed: which rows have changed; None where workers exchange whole chunks.
+        headroom: how large the elements of each chunk can be. Whoever changes them but for `update` tells it.
     """
 
     def __init__(
@@ -65,9 +68,11 @@ class ShardStore:
                 vector.tensor.fill_(optimizer.state_init)
         self._scratch = memory.allocate(min(chunks.chunk_elems, self._elems), dtype, "scratch")
         self._sums: Vector | None = None  # allocated for the first push that is summed
+        self._sum_bounds: dict[int, float] = {}  # by chunk: a bound of the absolute values in its sum
         self._centre: Vector | None = None  # allocated for the first update that has one
         self._named: dict[str, Vector] = {}
         self.changed = None if rows is None else ChangedRows(rows, dtype)
+        self.headroom = Headroom(optimizer, grouped, dtype)
 
     # ---- vectors ------------------------------------------------------------------------
 
@@ -135,13 +140,21 @@ class ShardStore:
         return not isinstance(self._optimizer, Add | Replace)
 
     def gather(
-        self, chunk: int, parts: Sequence[torch.Tensor], weights: Sequence[float], *, summed: bool
+        self,
+        chunk: int,
+        parts: Sequence[torch.Tensor],
+        weights: Sequence[float],
+        *,
+        summed: bool,
+        bound: float = math.inf,
     ) -> torch.Tensor:
         """sum[chunk] += Σ weight·part, in the order given, and returns the sum. Where not `summed`, = and not +=.
 
         The sum is formed in one order, so an update with it has the bits of an update of all its parts at once.
+        `bound` is as in `update`.
         """
         (span,) = self.sum_spans(chunk)
+        self._sum_bounds[chunk] = bound + (self._sum_bounds.get(chunk, math.inf) if summed else 0.0)
         return _add_up(span.tensor, parts, weights, summed=summed)
 
     def update(
@@ -152,6 +165,7 @@ class ShardStore:
         *,
         lr: float,
         step: int,
+        bound: float = math.inf,
         summed: bool = False,
         vector: str = "",
     ) -> None:
@@ -165,6 +179,7 @@ class ShardStore:
             weights: weight of each part.
             lr: learning rate.
             step: number of the update, from 1.
+            bound: no absolute value in Σ weight·part exceeds it; infinite where unknown.
             summed: whether to add the parts to the chunk's sum, and to apply that.
             vector: name of a state vector that the sum replaces, where workers carry the update rule out; "" for
                 an update.
@@ -173,7 +188,8 @@ class ShardStore:
             NonFiniteError: the update has made a parameter, or the state, NaN or infinite.
         """
         if summed:
-            total = self.gather(chunk, parts, weights, summed=True)
+            total = self.gather(chunk, parts, weights, summed=True, bound=bound)
+            bound = self._sum_bounds[chunk]
         elif len(parts) > 1 or weights[0] != 1.0:
             scratch = self._scratch.tensor[: len(parts[0])]
             total = _add_up(scratch, parts, weights, summed=False)
@@ -181,6 +197,7 @@ class ShardStore:
             total = parts[0]
         if vector:
             self.span(self.state[vector], chunk).tensor.copy_(total)
+            self.headroom.forget(chunk)
             return
         parameters, *state = (span.tensor for span in self.update_spans(chunk)[:-1])
         named = dict(zip(self.state, state, strict=True))
@@ -189,7 +206,8 @@ class ShardStore:
         else:
             offset = self.chunks.bounds(chunk)[0]
             self._grouped.apply(offset, parameters, total, named, lr=lr, step=step)
-        check_updated([parameters, *state], f"chunk {chunk}", lr, step)
+        vectors = {"": parameters, **named}
+        self.headroom.updated(chunk, vectors, bound, where=f"chunk {chunk}", lr=lr, step=step)
 
     def update_some(
         self, chunk: int, elements: torch.Tensor, gradient: torch.Tensor, *, lr: float, step: int
@@ -215,6 +233,7 @@ class ShardStore:
             places = elements + self.chunks.bounds(chunk)[0]
             self._grouped.apply_some(places, parameters, gradient, named, lr=lr, step=step)
         check_updated(some, f"chunk {chunk}", lr, step)
+        self.headroom.forget(chunk)
         for vector, changed in zip(vectors, some, strict=True):
             vector[elements] = changed
 

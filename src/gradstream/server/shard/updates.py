@@ -97,6 +97,7 @@ class Updates:
             work=_priced("apply", len(elements)),
             writes=store.update_spans(chunk),
         )
+        store.headroom.forget(chunk)
         if store.changed is not None:
             store.changed.note(chunk, None, 0)
 
@@ -122,11 +123,17 @@ class Updates:
             if robust is not None:
                 self._combine(robust, due, present, parts, weights)
                 return
+            lengths = [
+                math.inf if self._senders else one.length for one in present
+            ]  # a correction changes them
+            bound = math.fsum(abs(weight) * one for weight, one in zip(weights, lengths, strict=True))
             if due.completes:
                 rate, step = due.lr, due.step
-                store.update(chunk, parts, weights, lr=rate, step=step, summed=summed, vector=vector)
+                store.update(
+                    chunk, parts, weights, lr=rate, step=step, bound=bound, summed=summed, vector=vector
+                )
             else:
-                store.gather(chunk, parts, weights, summed=summed)
+                store.gather(chunk, parts, weights, bound=bound, summed=summed)
 
         work = _priced("apply", len(parameters) * max(1, len(pushed)))
         await self._runtime.compute(arithmetic, work=work, reads=reads, writes=writes)
