@@ -69,13 +69,16 @@ _MESSAGES: Mapping[str, type[Message]] = {
 }
 
 
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+
+
 class StateError(ValueError):
     """A stored value that is none of the coordinator's; the message says why in a few words."""
 
 
 def encode(value: Any) -> str:
     """The JSON text of a value. Raises TypeError for a value of another kind, which is a fault of the program."""
-    return json.dumps(_plain(value), separators=(",", ":"))
+    return _ENCODE(_plain(value))
 
 
 def decode(text: str) -> Any:
