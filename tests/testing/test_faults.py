@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 import faults as bench  # type: ignore[import-not-found]  # a script, not typed
 
-SEEDS, BLOCKS, EPOCHS = 324, 12, 2
-"""On each of the nine strategies of the bench, 36 plans, in short runs. The record of the bench has more and longer."""
+SEEDS, BLOCKS, EPOCHS = 504, 14, 1
+"""On each of the nine strategies of the bench, 56 plans, in short runs. The record of the bench has more and longer."""
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))
