@@ -23,6 +23,7 @@ __all__ = [
     "LinkEvent",
     "LogEvent",
     "MemoryEvent",
+    "PartEvent",
     "RestoredEvent",
     "StepEvent",
     "TransferEvent",
@@ -97,6 +98,21 @@ class StepEvent(MemberEvent):
     )
     late: bool = False  # its gradient came after its update, and was dropped
     read_s: float = 0.0  # reading samples: in the gradient, or before it for a stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartEvent(MemberEvent):
+    """Gradients that a process of a split replica has done since its previous part event (worker, part).
+
+    The two times add up to that of the gradients. Neither has the exchange with shards or with other replicas.
+    """
+
+    name: ClassVar[str] = "part"
+    rank: int
+    part: int
+    minibatches: int
+    compute_s: float
+    wait_s: float  # for values and gradients of other parts, and for what they report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -269,7 +269,8 @@ class WorkerNode:
 
     def _report(self, exchange: Exchange) -> None:
         """Reports traffic since the last report, and the metrics of this process."""
-        for event in (*exchange.report(), *self._runtime.process_metrics("worker")):
+        parts = () if self._lead is None else self._lead.place.gradients.meter.report()
+        for event in (*exchange.report(), *parts, *self._runtime.process_metrics("worker")):
             self._member.emit(event)
         self._report_logged()
 

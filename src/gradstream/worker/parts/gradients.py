@@ -33,6 +33,7 @@ from gradstream.worker.computed import ComputedGradient, Result
 from gradstream.worker.gradient import BLOCK_ELEMS, Clip, hash_seed
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.messages import PartReport
+from gradstream.worker.parts.meter import PartMeter
 
 __all__ = ["Agreement", "PartGradients", "PartPlace", "Values", "nothing"]
 
@@ -88,6 +89,9 @@ class PartGradients:
         clip: bounds of each gradient, over all parts.
         pipeline: name of the schedule.
         micro_batches: their number, M.
+
+    Attributes:
+        meter: counts the time of this process.
     """
 
     elsewhere = False
@@ -114,6 +118,7 @@ class PartGradients:
         self._rank = rank
         self._seed = seed
         self._clip = clip
+        self.meter = PartMeter(runtime, rank, model.part)
         self._schedule = make_schedule(pipeline, model.plan, micro_batches)[model.part]
         self._micro_batches = micro_batches
 
@@ -137,14 +142,18 @@ class PartGradients:
             UserCodeError, GradientError: this part's piece of the model failed.
             PeerLostError: another part was lost.
         """
+        with self.meter.minibatch():
+            return await self._compute_jointly(parameters, gradient)
+
+    async def _compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result:
         batch, model, runtime = gradient.batch, self._model, self._runtime
         cuts = cuts_of(batch.num_samples, min(self._micro_batches, batch.num_samples))
         sizes = [stop - start for start, stop in pairwise(cuts)]
         read_s, data = 0.0, None
         if self._feed is not None:
             begun_ns, source = runtime.now(), self._feed
-            read = await runtime.compute(
-                lambda _: source.read(batch.ref), work=Work("read", samples=batch.num_samples)
+            read = await self.meter.compute(
+                lambda: source.read(batch.ref), work=Work("read", samples=batch.num_samples)
             )
             read_s, data = (runtime.now() - begun_ns) / 1e9, Values(model, read, cuts)
         passes = _Passes(self, parameters, gradient, sizes)
@@ -154,8 +163,8 @@ class PartGradients:
         )
         await self._agreement.share_buffers()
         into, num_summed = gradient.vector, batch.num_samples if model.reduction == "sum" else 1
-        mine = await runtime.compute(
-            lambda _: self._look(into.tensor, passes, num_summed),
+        mine = await self.meter.compute(
+            lambda: self._look(into.tensor, passes, num_summed),
             work=Work("copy", elems=len(into)),
             reads=[into.all],
             writes=[into.all],
@@ -164,8 +173,8 @@ class PartGradients:
         if gradient.mean and num_summed > 1:
             scale /= num_summed
         if scale != 1.0 and not refused:
-            await runtime.compute(
-                lambda _: into.tensor.mul_(scale), work=Work("copy", elems=len(into)), writes=[into.all]
+            await self.meter.compute(
+                lambda: into.tensor.mul_(scale), work=Work("copy", elems=len(into)), writes=[into.all]
             )
         if not refused:
             gradient.ready.advance(len(into))
@@ -207,11 +216,6 @@ class PartGradients:
         """The part's model."""
         return self._model
 
-    @property
-    def runtime(self) -> Runtime:
-        """The runtime of the process."""
-        return self._runtime
-
 
 class _Passes:
     """Implements `pipeline.executor.Stages` for one gradient."""
@@ -240,14 +244,14 @@ class _Passes:
         seed, size = source.stage_seed(self._gradient.step, micro_batch), self._sizes[micro_batch]
         parameters = model.of_stage(stage, self._parameters.tensor)
 
-        def compute(_: object) -> tuple[dict[str, torch.Tensor], object]:
+        def compute() -> tuple[dict[str, torch.Tensor], object]:
             try:
                 return model.stages[stage].forward(parameters, values, seed=seed, samples=size)
             except NonFiniteError as error:  # of the loss: the other parts go on, and the gradient is refused
                 self.refused = str(error)
                 return {"loss": torch.tensor(math.nan)}, None
 
-        outputs, saved = await source.runtime.compute(
+        outputs, saved = await source.meter.compute(
             compute,
             work=Work("forward", samples=size, share=model.share(stage)),
             reads=[self._parameters.all],
@@ -268,8 +272,8 @@ class _Passes:
             return self._zeros(stage, self._sizes[micro_batch])
         add = stage in self._written
         self._written.add(stage)
-        return await source.runtime.compute(
-            lambda _: model.stages[stage].backward(saved, gradients, into, weight=weight, add=add),
+        return await source.meter.compute(
+            lambda: model.stages[stage].backward(saved, gradients, into, weight=weight, add=add),
             work=Work("backward", samples=self._sizes[micro_batch], share=model.share(stage)),
             writes=[self._gradient.vector.all],
         )

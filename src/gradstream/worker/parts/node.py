@@ -25,6 +25,7 @@ from gradstream.worker.parts.final_model import send_parameters
 from gradstream.worker.parts.follower import FollowedSchedule, FollowerGate, PartFollower
 from gradstream.worker.parts.gradients import PartGradients, PartPlace
 from gradstream.worker.parts.messages import PartTurn
+from gradstream.worker.parts.meter import PartMeter
 from gradstream.worker.parts.outputs import compute_outputs, test_sizes
 from gradstream.worker.registration import model_spec_of, tensor_specs_of
 from gradstream.worker.replica.base import Replica
@@ -127,11 +128,14 @@ class PartNode:
             place=PartPlace(gradients, self._follower.pushed),
         )
         exchange = self._exchange = await assembly.exchange()
-        reporting = runtime.spawn(self._keep_reporting(exchange), name=f"{runtime.node}-vitals")
+        reporting = runtime.spawn(
+            self._keep_reporting(exchange, gradients.meter), name=f"{runtime.node}-vitals"
+        )
         try:
             await exchange.begin()
             await exchange.train()
             await exchange.flush()
+            self._report(exchange, gradients.meter)
             await runtime.gather(self._follower.rest(), self._leave_when_over())
         except _Over:
             pass
@@ -176,11 +180,14 @@ class PartNode:
                 if result is not None:
                     await self._channel.give_outputs(result)
 
-    async def _keep_reporting(self, exchange: Exchange) -> None:
+    async def _keep_reporting(self, exchange: Exchange, meter: PartMeter) -> None:
         while True:
             await self._runtime.sleep(REPORT_EVERY_S)
-            for event in (*exchange.report(), *self._runtime.process_metrics("worker")):
-                self._member.emit(event)
+            self._report(exchange, meter)
+
+    def _report(self, exchange: Exchange, meter: PartMeter) -> None:
+        for event in (*exchange.report(), *meter.report(), *self._runtime.process_metrics("worker")):
+            self._member.emit(event)
 
 
 class _Over(Exception):

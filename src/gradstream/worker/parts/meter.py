@@ -1,0 +1,67 @@
+"""`PartMeter`: divides the time that a part spends on gradients into computing and waiting for other parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from gradstream.memory import Span
+from gradstream.runtime.base import Runtime, Work
+from gradstream.telemetry.events import PartEvent
+
+__all__ = ["PartMeter"]
+
+T = TypeVar("T")
+
+
+class PartMeter:
+    """Counts the seconds of one process of a split replica.
+
+    All time of a gradient in which the process computes nothing is waiting: for values, for gradients, or for what
+    the other parts report.
+
+    Args:
+        runtime: of the process.
+        rank: rank of the replica.
+        part: the part that the process holds.
+    """
+
+    def __init__(self, runtime: Runtime, rank: int, part: int) -> None:
+        self._runtime = runtime
+        self._rank = rank
+        self._part = part
+        self._own_ns = 0  # of the gradient in progress
+        self._minibatches = self._compute_ns = self._wait_ns = 0
+
+    @contextmanager
+    def minibatch(self) -> Iterator[None]:
+        """The time of one gradient, from its begin to its end."""
+        begun_ns, self._own_ns = self._runtime.now(), 0
+        yield
+        self._minibatches += 1
+        self._compute_ns += self._own_ns
+        self._wait_ns += self._runtime.now() - begun_ns - self._own_ns
+
+    async def compute(
+        self, fn: Callable[[], T], *, work: Work, reads: Sequence[Span] = (), writes: Sequence[Span] = ()
+    ) -> T:
+        """See `Runtime.compute`."""
+        begun_ns = self._runtime.now()
+        result = await self._runtime.compute(lambda _: fn(), work=work, reads=reads, writes=writes)
+        self._own_ns += self._runtime.now() - begun_ns
+        return result
+
+    def report(self) -> list[PartEvent]:
+        """What was counted since the last call; nothing where no gradient was done."""
+        if not self._minibatches:
+            return []
+        event = PartEvent(
+            rank=self._rank,
+            part=self._part,
+            minibatches=self._minibatches,
+            compute_s=self._compute_ns / 1e9,
+            wait_s=self._wait_ns / 1e9,
+        )
+        self._minibatches = self._compute_ns = self._wait_ns = 0
+        return [event]
