@@ -23,6 +23,7 @@ from gradstream.job.validation import check_script
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher import Launcher
 from gradstream.run.local import LocalCluster
+from gradstream.run.nodes import grouped_rule
 from gradstream.run.plan import RunPlan, plan_run
 from gradstream.run.preparation import LaunchOptions, OnAddress, Preparation
 from gradstream.run.remote.address import Address
@@ -113,7 +114,7 @@ def train(
         job = spread_out(listening.spread_servers(job), "listen")
     plan = plan_run(job, secrets.token_hex(8))
     if plan.groups:
-        plan.grouped(build_model(job))  # says what is wrong before anything is started
+        grouped_rule(plan, build_model(job))  # says what is wrong before anything is started
     as_threads = processes is False or spec is None
     if not as_threads:
         check_places(plan.optimizer)

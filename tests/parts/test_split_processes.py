@@ -22,6 +22,7 @@ import gradstream as gs
 
 def net():
     layers = [nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 32), nn.Tanh()]
+    layers[4].bias.requires_grad_(False)
     return nn.Sequential(*layers, nn.Linear(32, 4)).double()
 
 def job():
@@ -29,7 +30,8 @@ def job():
     x, y = rng.standard_normal((320, 20)), rng.integers(0, 4, 320)
     data = gs.from_arrays(x[:256], y[:256], test_inputs=x[256:], test_targets=y[256:])
     model = gs.from_torch(net, nn.functional.cross_entropy)
-    return gs.Job(model, data, strategy="synchronous", workers=2, batch_size=16, epochs=2, evaluate_every=4)
+    given = {"workers": 2, "batch_size": 16, "epochs": 2, "evaluate_every": 4}
+    return gs.Job(model, data, strategy="synchronous", groups=[{"match": "2.*", "lr_scale": 0.5}], **given)
 """
 
 

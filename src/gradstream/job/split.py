@@ -51,7 +51,6 @@ def _unsupported(job: Job, strategy: Strategy) -> Iterator[str]:
             job.acknowledge != "applied",
             f"acknowledge={job.acknowledge!r}: backups know no parts; make checkpoints",
         ),
-        (bool(job.groups), "groups of parameters: shards of a part know no names; leave groups out"),
         (job.shares == MEASURED, "shares='measured': parts do not hear of new sizes; leave shares out"),
         (job.device != "cpu", f"device={job.device!r}: parts compute on the CPU only; leave device out"),
     ):

@@ -22,12 +22,13 @@ from gradstream.model.fixed import Fixed
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
-__all__ = ["Loss", "LossOf", "TorchModel", "from_torch", "usable"]
+__all__ = ["BUILD_SEED", "Loss", "LossOf", "TorchModel", "from_torch", "usable"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
 LossOf = Literal["outputs", "batch"]
 
-_BUILD_SEED = 0
+BUILD_SEED = 0
+"""Of the `build()` that gives frozen parameters and first buffers, in every process."""
 
 
 def from_torch(
@@ -237,7 +238,7 @@ class TorchModel:
 
     def _module(self) -> BuiltModule:
         if self._built is None:
-            self._built = BuiltModule(build_module(self._build, _BUILD_SEED))
+            self._built = BuiltModule(build_module(self._build, BUILD_SEED))
         return self._built
 
     def _show(self, built: BuiltModule, parameters: torch.Tensor) -> None:

@@ -135,16 +135,21 @@ class GroupedRule:
         optimizer: the rule for all parameters that no group matches.
         groups: groups that `groups_of` has checked.
         tensors: (name, start, stop) of every parameter, in the order of the vector.
+        names: of all parameters of the model, where the vector is a part of it.
 
     Raises:
         UnknownNameError: a pattern matches no name; the message gives the nearest name.
     """
 
     def __init__(
-        self, optimizer: Optimizer, groups: Sequence[ParameterGroup], tensors: Iterable[tuple[str, int, int]]
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[ParameterGroup],
+        tensors: Iterable[tuple[str, int, int]],
+        names: Sequence[str] | None = None,
     ) -> None:
         tensors = list(tensors)
-        names = [name for name, _, _ in tensors]
+        names = [name for name, _, _ in tensors] if names is None else names
         for index, group in enumerate(groups):
             for pattern in group.match:
                 if not any(fnmatchcase(name, pattern) for name in names):

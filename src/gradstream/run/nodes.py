@@ -36,6 +36,7 @@ from gradstream.errors import ConfigError
 from gradstream.job.registry import optimizer_of_text
 from gradstream.model.base import Model
 from gradstream.model.torch_module import TorchModel
+from gradstream.optim.groups import GroupedRule
 from gradstream.optim.merge import Replace
 from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.run.losses import losses_of
@@ -57,7 +58,15 @@ from gradstream.worker.node import WorkerNode
 from gradstream.worker.parts.node import PartNode
 from gradstream.worker.replica.updater import UpdateRule
 
-__all__ = ["build_coordinator", "build_replica", "build_worker", "member_of", "recording_of", "worker_config"]
+__all__ = [
+    "build_coordinator",
+    "build_replica",
+    "build_worker",
+    "grouped_rule",
+    "member_of",
+    "recording_of",
+    "worker_config",
+]
 
 
 # ---- coordinator ------------------------------------------------------------------------
@@ -225,13 +234,15 @@ def build_replica(
     rank, part = int(name.rpartition("-")[2]), part_of(name)
     if plan.parts == 1:
         return build_worker(plan, runtime, endpoint, rank, model, zero_ns=zero_ns)
-    config = worker_config(plan, rank, _part_model(plan, model, part), part)
+    config = worker_config(plan, rank, _model_of(plan, model, part), part)
     member = member_of(plan, runtime, endpoint, role_of_part(part), rank, zero_ns=zero_ns)
     return (PartNode if part else WorkerNode)(runtime, endpoint, member, config)
 
 
-def _part_model(plan: RunPlan, model: Model, part: int) -> PartModel:
-    """A part of the model. Raises ConfigError for a model that is no torch module."""
+def _model_of(plan: RunPlan, model: Model, part: int) -> Model:
+    """The model of a process of a replica: the whole one, or a part. Raises ConfigError if it cannot be divided."""
+    if plan.parts == 1:
+        return model
     if not isinstance(model, TorchModel):
         raise ConfigError(
             f"split={plan.parts}: the model is a {type(model).__name__}; only a module can be divided: make the "
@@ -239,6 +250,11 @@ def _part_model(plan: RunPlan, model: Model, part: int) -> PartModel:
         )
     ids = np.arange(min(2, plan.job.data.num_samples or 0), dtype=np.int64)
     return PartModel(model, plan.job.data.batch(ids), plan.parts, part)
+
+
+def grouped_rule(plan: RunPlan, model: Model, part: int = 0) -> GroupedRule | None:
+    """The update rule with groups, on the vector of a part of the whole model; see `RunPlan.grouped`."""
+    return plan.grouped(_model_of(plan, model, part)) if plan.groups else None
 
 
 def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> WorkerConfig:

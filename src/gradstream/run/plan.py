@@ -37,6 +37,7 @@ from gradstream.wire.chunks import CHUNK_ELEMS, shared_chunk_elems
 from gradstream.wire.parts import member_name
 from gradstream.worker.evaluation import EvaluationPlan, Metric
 from gradstream.worker.loop import OwnData
+from gradstream.worker.registration import whole_layout_of
 
 __all__ = ["COORDINATOR", "RunPlan", "metrics_of", "num_servers", "plan_run", "shard_name", "worker_name"]
 
@@ -221,7 +222,8 @@ class RunPlan:
         if not self.groups:
             return None
         tensors = [(slot.name, slot.start, slot.stop) for slot in model.layout.slots]
-        return GroupedRule(self.optimizer, self.groups, tensors)
+        names = [slot.name for slot in whole_layout_of(model).slots]
+        return GroupedRule(self.optimizer, self.groups, tensors, names)
 
     # ---- chunks -------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from gradstream.job.registry import optimizer_of_text
 from gradstream.model.base import Model
 from gradstream.optim.merge import Replace
-from gradstream.run.nodes import member_of, recording_of
+from gradstream.run.nodes import grouped_rule, member_of, recording_of
 from gradstream.run.plan import RunPlan
 from gradstream.runtime.base import Runtime
 from gradstream.server.shard.config import ShardConfig
@@ -55,7 +55,7 @@ def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
         part=part,
         rule=strategy.rule(plan.workers, model.reduction),
         optimizer=plan.shards_optimizer,
-        grouped=None if plan.workers_optimize else plan.grouped(model),
+        grouped=None if plan.workers_optimize else grouped_rule(plan, model, part),
         decayed=strategy.decays_gradients,
         silence_s=plan.job.deadlines.silence_s,
         find_optimizer=(lambda _: (Replace(), None)) if plan.gradients_only else optimizer_of_text,

@@ -17,13 +17,12 @@ from gradstream.model.batch import map_leaves
 from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import as_numpy
 from gradstream.model.fixed import Fixed
+from gradstream.model.torch_module import BUILD_SEED
 from gradstream.split.cut import TorchPlan, parameter_of, value_name
 from gradstream.split.graph import Piece, size_of
 from gradstream.split.trace import ByMode, run_node
 
 __all__ = ["Operations"]
-
-_BUILD_SEED = 0  # of frozen parameters and buffers, as in TorchModel
 
 
 class Operations:
@@ -49,7 +48,7 @@ class Operations:
             }
             used |= set(graph.first.values()) - everywhere
         self._others = used - self._trained
-        self._module = graph.blueprint.part(self._others, _BUILD_SEED)
+        self._module = graph.blueprint.part(self._others, BUILD_SEED)
         self._kept_in_eval = [part for part in self._module.modules() if not part.training]
         self._bindings = list(self._binds())
         self.random = self._is_last or any(

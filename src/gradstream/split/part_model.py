@@ -14,10 +14,11 @@ from gradstream.errors import ConfigError, InternalError
 from gradstream.model.base import Layout, Reduction
 from gradstream.model.batch import Batch, leaves_of
 from gradstream.model.buffers import Buffers
-from gradstream.model.built_module import as_numpy
-from gradstream.model.torch_module import TorchModel
+from gradstream.model.built_module import as_numpy, names_of
+from gradstream.model.fixed import Fixed
+from gradstream.model.torch_module import BUILD_SEED, TorchModel
 from gradstream.runtime.base import Report
-from gradstream.split.cut import TorchPlan, plan_split
+from gradstream.split.cut import TorchPlan, layout_of_stage, plan_split
 from gradstream.split.graph import Form, form_of, minibatch_values
 from gradstream.split.partial_build import tensor_at
 from gradstream.split.stage_model import StageModel
@@ -60,7 +61,7 @@ class PartModel:
         """The plan of the split.
 
         Raises:
-            ConfigError: the model cannot be divided, or not into so many parts; or it has frozen parameters.
+            ConfigError: the model cannot be divided, or not into so many parts.
         """
         leaves = leaves_of((self._example.inputs, self._example.targets))
         key = (
@@ -70,16 +71,10 @@ class PartModel:
         )
         if key not in _plans:
             planned = plan_split(self._model, self._example, self._parts)
-            named = planned.graph.blueprint.module.named_parameters()
-            if frozen := [name for name, parameter in named if not parameter.requires_grad]:
-                raise ConfigError(
-                    f"split={self._parts}: {frozen[0]!r} is frozen, which a split model cannot have yet: "
-                    "make it a buffer (register_buffer)"
-                )
             if empty := [part for part in range(self._parts) if not planned.ranges_of(part)]:
                 raise ConfigError(
-                    f"split={self._parts}: {len(empty)} parts would have no parameters, since the model has too few "
-                    f"layers that can be apart; expected at most split={self._parts - len(empty)}"
+                    f"split={self._parts}: {len(empty)} parts would have no trained parameters, since the model has "
+                    f"too few layers with some that can be apart; expected at most split={self._parts - len(empty)}"
                 )
             _plans[key] = planned
             while len(_plans) > PLANS_KEPT:
@@ -95,9 +90,9 @@ class PartModel:
     @cached_property
     def layout(self) -> Layout:
         """Layout of the part's own vector: the layouts of its stages, one after the other."""
-        slots = [slot for stage in self.stages.values() for slot in stage.layout.slots]
-        dtype = next(iter(self.stages.values())).layout.dtype
-        return Layout.of([(slot.name, slot.shape) for slot in slots], dtype)
+        stages = [layout_of_stage(self.plan, stage.number) for stage in self.plan.stages_of(self.part)]
+        slots = [slot for stage in stages for slot in stage.slots]
+        return Layout.of([(slot.name, slot.shape) for slot in slots], self.whole.dtype)
 
     @cached_property
     def whole(self) -> Layout:
@@ -147,10 +142,19 @@ class PartModel:
     @cached_property
     def second_names(self) -> Mapping[str, str]:
         """Further names of trained parameters of the whole model, each with its name in the layout."""
-        trained = {slot.name for slot in self.whole.slots}
-        return {
-            name: first for name, first in self.plan.graph.first.items() if name != first and first in trained
-        }
+        names, _ = names_of(self.plan.graph.blueprint.module)
+        return {name: first for name, first in names.items() if first is not None and first != name}
+
+    @cached_property
+    def frozen(self) -> Mapping[str, torch.Tensor]:
+        """Frozen parameters of the whole model, under all of their names, without values."""
+        return names_of(self.plan.graph.blueprint.module)[1]
+
+    def fixed(self) -> Fixed:
+        """The same with values, which a stage has only of what it uses: for a checkpoint, and the final model."""
+        module = self.plan.graph.blueprint.part(self.frozen, BUILD_SEED)
+        frozen = {name: as_numpy(tensor_at(module, name).detach()) for name in self.frozen}
+        return Fixed(frozen, self.second_names)
 
     def buffers_of_part(self, part: int) -> list[str]:
         """Names of the buffers that a part updates."""
@@ -168,7 +172,7 @@ class PartModel:
         own = {name: array for stage in self.stages.values() for name, array in stage.buffers().items()}
         if self.part == 0 and not self._theirs and len(own) < len(self.whole_buffers):
             names = [name for name in self.whole_buffers if name not in own]
-            module = self.plan.graph.blueprint.part(names, 0)
+            module = self.plan.graph.blueprint.part(names, BUILD_SEED)
             self._theirs = {name: as_numpy(tensor_at(module, name)).copy() for name in names}
         known = {**self._theirs, **own}
         return {name: known[name].copy() for name in self.whole_buffers if name in known}

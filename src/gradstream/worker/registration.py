@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 
-from gradstream.checkpoint.format import spec_of, to_spec
+from gradstream.checkpoint.format import TensorSpec, spec_of, to_spec
 from gradstream.memory import trim
 from gradstream.model.base import Layout, Model
 from gradstream.model.buffers import buffers_of
-from gradstream.model.fixed import Fixed, fixed_of
+from gradstream.model.built_module import as_numpy
+from gradstream.model.fixed import fixed_of
 from gradstream.runtime.base import Runtime, Work
 from gradstream.split.part_model import PartModel
 from gradstream.strategies.base import RowExchange, ServerStrategy
@@ -18,7 +22,7 @@ from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 from gradstream.worker.config import WorkerConfig
 
-__all__ = ["model_spec_of", "row_exchange_of", "row_spec_for", "tensor_specs_of"]
+__all__ = ["model_spec_of", "row_exchange_of", "row_spec_for", "tensor_specs_of", "whole_layout_of"]
 
 
 async def model_spec_of(config: WorkerConfig, runtime: Runtime) -> v1.ModelSpec:
@@ -76,18 +80,22 @@ def tensor_specs_of(model: Model) -> tuple[list[v1.TensorSpec], ...]:
     layout = whole_layout_of(model)
     tensors = [spec_of(slot.name, slot.shape, layout.dtype) for slot in layout.slots]
     if isinstance(model, PartModel):
-        fixed, of_whole = Fixed(second=model.second_names), model.whole_buffers
-        buffers = [
-            spec_of(name, one.shape, torch.empty(0, dtype=one.dtype).numpy().dtype)
-            for name, one in of_whole.items()
-        ]
+        buffers, frozen = _specs_of(model.whole_buffers), _specs_of(model.frozen)
+        seconds = model.second_names
     else:
         fixed = fixed_of(model)
-        buffers = [spec_of(name, array.shape, array.dtype) for name, array in buffers_of(model).items()]
-    frozen = [spec_of(name, array.shape, array.dtype) for name, array in fixed.frozen.items()]
+        buffers, frozen, seconds = _specs_of(buffers_of(model)), _specs_of(fixed.frozen), fixed.second
     by_name = {tensor.name: tensor for tensor in tensors}
-    second = [replace(by_name[first], name=name, same_as=first) for name, first in fixed.second.items()]
+    second = [replace(by_name[first], name=name, same_as=first) for name, first in seconds.items()]
     return tuple(list(map(to_spec, specs)) for specs in (tensors, buffers, frozen + second))
+
+
+def _specs_of(tensors: Mapping[str, np.ndarray[Any, Any] | torch.Tensor]) -> list[TensorSpec]:
+    arrays = {
+        name: as_numpy(torch.empty(0, dtype=one.dtype)) if isinstance(one, torch.Tensor) else one
+        for name, one in tensors.items()
+    }
+    return [spec_of(name, tuple(one.shape), arrays[name].dtype) for name, one in tensors.items()]
 
 
 def _build(model: Model) -> None:

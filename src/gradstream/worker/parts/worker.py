@@ -120,7 +120,8 @@ class Lead:
         """Writes the final model of all parts."""
         self.parts.send()
         specs = tensor_specs_of(self._model)
-        await write_final_parts(self._runtime, self._channel, self._model, parameters, specs, buffers)
+        others = {**buffers, **self._model.fixed().frozen}
+        await write_final_parts(self._runtime, self._channel, self._model, parameters, specs, others)
 
 
 def _read(data: Dataset, ids: Ids, report: object) -> Batch:
