@@ -9,7 +9,7 @@ import pytest
 import gradstream as gs
 from gradstream.errors import GradstreamError
 from gradstream.run.simulated import SimulatedCluster
-from gradstream.runtime.simulation import Cost, SimulationConfig
+from gradstream.runtime.simulation import Cost, Network, Partition, SimulationConfig
 from split_jobs import SAMPLES, run
 
 SLOW = SimulationConfig(costs={"gradient": Cost(base_s=0.03)})
@@ -64,3 +64,19 @@ def test_a_death_in_rounds_ends_the_run_and_names_the_process() -> None:
     script = killed("part1-1", 0.3, back_s=None, replica=())
     with pytest.raises(GradstreamError, match=r"part1-1.*nobody can compute the part"):
         run(strategy="synchronous", split=2, epochs=20, config=SLOW, script=script)
+
+
+@pytest.mark.parametrize("direction", ["to the part", "to the worker"])
+def test_parts_that_cannot_reach_each_other_end_the_run_and_say_who_waits_for_what(direction: str) -> None:
+    one, other = frozenset({"worker-0"}), frozenset({"part1-0"})
+    ends = (one, other) if direction == "to the part" else (other, one)
+    network = Network(partitions=[Partition(0.3, 1e9, *ends)])
+    config = SimulationConfig(costs={"forward": Cost(base_s=0.03)}, network=network)
+    with pytest.raises(GradstreamError, match=r"gives no answer to .*, which has waited for .* for 0.4 s"):
+        run(strategy="downpour", split=2, epochs=20, config=config)
+
+
+def test_a_part_may_compute_for_longer_than_any_silence() -> None:
+    config = SimulationConfig(costs={"forward": Cost(base_s=7.0)})
+    done = run(strategy="synchronous", split=2, epochs=1, config=config)
+    assert done.summary["samples"] == SAMPLES and done.history[-1]["time_s"] > 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 
 import torch
 
@@ -19,10 +20,13 @@ from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire, to_wire
 from gradstream.wire.window import SequenceWindow
 
-__all__ = ["PIECE_BYTES", "Mailbox", "ReceivedTensor", "TaggedTensors"]
+__all__ = ["PARKED_S", "PIECE_BYTES", "Mailbox", "ReceivedTensor", "TaggedTensors"]
 
 PIECE_BYTES = 1 << 20
 """Bytes of each chunk of a tagged tensor."""
+
+PARKED_S = 1.0
+"""How often the sender of a tensor that nobody has asked for yet hears that this node lives."""
 
 _Key = tuple[str, int]  # name of the sender, tag
 
@@ -216,10 +220,13 @@ class TaggedTensors:
         if not self._mailbox.first_time(opened.sender, opened.incarnation, request.sequence):
             raise self._bad(f"tensor {request.tag} number {request.sequence} was delivered before")
         key, arrival = (opened.sender, request.tag), ReceivedTensor(stream, request)
-        if not self._mailbox.offer(key, arrival):
-            await stream.waiting([f"{self._identity.name}: no recv posted for tag {request.tag}"])
         stream.on_release(arrival.finish)
+        parked = not self._mailbox.offer(key, arrival)
         try:
+            while parked and not arrival.done.done():
+                await stream.waiting([f"{self._identity.name}: no recv posted for tag {request.tag}"])
+                with suppress(TimeoutError):
+                    await self._runtime.within(PARKED_S, asyncio.shield(arrival.done))
             await arrival.done
         finally:
             self._mailbox.withdraw(key, arrival)

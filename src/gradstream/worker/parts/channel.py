@@ -13,19 +13,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradstream.errors import ConfigError, RefusedError
+from gradstream.errors import ConfigError, DeadlineError, RefusedError
 from gradstream.memory import Vector
 from gradstream.pipeline.executor import TensorTransfer
 from gradstream.runtime.base import Runtime, awaited_later
 from gradstream.split.part_model import PartModel
 from gradstream.split.plan import Value
-from gradstream.transport.base import Endpoint
+from gradstream.transport.base import Endpoint, Stream
+from gradstream.transport.tagged_tensors import PARKED_S
+from gradstream.wire import v1
 from gradstream.worker.parts.messages import MESSAGE_ELEMS, PartReport, PartTurn, PartVerdict, decode, encode
 
 __all__ = ["PartChannel", "as_it_was", "as_sent"]
-
-SILENCE_S = 86400.0
-"""Parts wait for each other for any time: whether one is gone, the coordinator decides, by its lease."""
 
 _TAGS: Mapping[type, int] = {PartTurn: 0, PartReport: 1, PartVerdict: 2}
 NEWS_S, RETRY_S = 60.0, 0.01
@@ -47,6 +46,7 @@ class PartChannel:
         names: node names of the replica's processes, by part.
         model: this part's model, whose plan determines the size of every value.
         failed: called with the error of something that could not be sent.
+        silence_s: a part may compute for any time, but one that is asked and gives no answer for so long is lost.
 
     Attributes:
         sizes: number of samples of each micro-batch of the present minibatch.
@@ -59,6 +59,7 @@ class PartChannel:
         names: list[str],
         model: PartModel,
         failed: Callable[[Exception], Awaitable[None]],
+        silence_s: float,
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
@@ -66,7 +67,9 @@ class PartChannel:
         self.sizes: Sequence[int] = ()
         self._failed = failed
         self._model = model
+        self._silence_s = silence_s
         endpoint.serve_tensors()
+        endpoint.serve("alive", _answer, model=False)
         self._last: dict[int, asyncio.Task[None]] = {}  # by part, what sends the last message
 
     @cached_property
@@ -84,7 +87,8 @@ class PartChannel:
         """Receives a value, or the gradient of one, whose shape and dtype the plan says."""
         _, value = self._values[transfer.value]
         shape = value.shape_of(self.sizes[transfer.micro_batch])
-        return await self._receive(transfer.source, self._tag(transfer), shape, value.dtype)
+        what = f"{'the gradient of ' * transfer.gradient}{transfer.value}, micro-batch {transfer.micro_batch}"
+        return await self._receive(transfer.source, self._tag(transfer), shape, value.dtype, what)
 
     def _tag(self, transfer: TensorTransfer) -> int:
         number, _ = self._values[transfer.value]
@@ -106,7 +110,8 @@ class PartChannel:
 
     async def hear(self, part: int, kind: type[M]) -> M:
         """The next message of this kind from a part."""
-        return decode(kind, await self._receive(part, _TAGS[kind], (MESSAGE_ELEMS,), torch.float64))
+        tag, what = _TAGS[kind], f"its next {kind.__name__}"
+        return decode(kind, await self._receive(part, tag, (MESSAGE_ELEMS,), torch.float64, what))
 
     # ---- vectors --------------------------------------------------------------------------
 
@@ -116,7 +121,7 @@ class PartChannel:
 
     async def take(self, part: int, elems: int, dtype: torch.dtype) -> torch.Tensor:
         """Receives a piece of a vector from a part."""
-        return await self._receive(part, VECTORS, (elems,), dtype)
+        return await self._receive(part, VECTORS, (elems,), dtype, "a vector")
 
     async def give_outputs(self, result: Mapping[str, torch.Tensor]) -> None:
         """Sends the worker what `compute_outputs` has found for a batch."""
@@ -128,9 +133,9 @@ class PartChannel:
         """Receives the same."""
         form, dtype = self._model.output, self._model.layout.dtype
         shape = [length * samples if axis == form.axis else length for axis, length in enumerate(form.shape)]
-        result = {"outputs": await self._receive(part, VECTORS, tuple(shape), form.dtype)}
+        result = {"outputs": await self._receive(part, VECTORS, tuple(shape), form.dtype, "outputs")}
         if has_loss:
-            result["loss"] = await self._receive(part, VECTORS, (), dtype)
+            result["loss"] = await self._receive(part, VECTORS, (), dtype, "a loss")
         return result
 
     # ---- tensors --------------------------------------------------------------------------
@@ -140,9 +145,10 @@ class PartChannel:
         if not len(flat):
             return
         span, waited_s = Vector("value", flat).all, 0.0
+        silence_s = max(self._silence_s, 4 * PARKED_S)
         while True:
             try:
-                await self._endpoint.send(self._names[part], tag, span, silence_s=SILENCE_S)
+                await self._endpoint.send(self._names[part], tag, span, silence_s=silence_s)
                 return
             except RefusedError as error:
                 if error.code != "STALE_EPOCH" or waited_s > NEWS_S:
@@ -152,12 +158,32 @@ class PartChannel:
             )  # the other part has heard of a newcomer, or of a loss, earlier
             waited_s += RETRY_S
 
-    async def _receive(self, part: int, tag: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    async def _receive(
+        self, part: int, tag: int, shape: tuple[int, ...], dtype: torch.dtype, what: str
+    ) -> torch.Tensor:
         flat = as_sent(torch.empty(shape, dtype=dtype))
-        if len(flat):
+        came = not len(flat)
+        while not came:
             span = Vector("value", flat).all
-            await self._endpoint.recv(self._names[part], tag, span, silence_s=SILENCE_S)
+            try:
+                await self._endpoint.recv(self._names[part], tag, span, silence_s=self._silence_s)
+                came = True
+            except DeadlineError:
+                await self._ask(part, what)
         return as_it_was(flat, shape, dtype)
+
+    async def _ask(self, part: int, what: str) -> None:
+        """Asks a part that this one waits for whether it is there. Raises DeadlineError where it gives no answer."""
+        name, silence_s = self._names[part], self._silence_s
+        try:
+            await self._endpoint.call(name, "alive", v1.Body(), v1.Body, silence_s=silence_s)
+        except RefusedError:
+            pass  # it is there; whether it is still a member, the coordinator says
+        except DeadlineError as error:
+            raise DeadlineError(
+                name,
+                f"gives no answer to {self._runtime.node}, which has waited for {what} for {2 * silence_s:g} s",
+            ) from error
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         async def guarded() -> None:
@@ -167,6 +193,11 @@ class PartChannel:
                 await self._failed(error)
 
         return awaited_later(self._runtime.spawn(guarded(), name=f"{self._runtime.node}-{name}"))
+
+
+async def _answer(stream: Stream) -> None:
+    """Serves "alive"."""
+    await stream.send(v1.Frame(body=v1.Body()))
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:

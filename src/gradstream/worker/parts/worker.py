@@ -58,7 +58,9 @@ class Lead:
         self._split = config.split
         self._model = config.model
         self._names = replica_of(config.rank, config.split.parts)
-        self._channel = PartChannel(runtime, endpoint, self._names, config.model, failed)
+        self._channel = PartChannel(
+            runtime, endpoint, self._names, config.model, failed, config.deadlines.silence_s
+        )
         self.parts = PartLead(runtime, self._channel, config.model, config.split.parts, gate, member.receipt)
 
     async def begin(self) -> None:
