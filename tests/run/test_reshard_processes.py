@@ -123,6 +123,59 @@ def test_a_recorded_run_keeps_its_shards(job: Path) -> None:
     gs.runs.stop(run_dir, now=True)
 
 
+SCRIPT = """
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import gradstream
+
+session = gradstream.join("downpour", servers=2)
+model = nn.Linear(4, 1, bias=False)
+nn.init.zeros_(model.weight)
+model, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=0.5))
+steps = 0
+while not Path("resharded").exists():
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    steps += 1
+print("steps", steps, flush=True)
+"""
+
+
+@pytest.mark.limit_s(180)
+def test_a_run_of_torchrun_changes_its_shards(tmp_path: Path) -> None:
+    """Each step adds -1 to every weight: what is lost or counted twice shows."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "script.py",
+    ]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as torchrun:
+        assert torchrun.stdout is not None
+        said = next((line for line in torchrun.stdout if "2 workers by torchrun" in line), "")
+        assert said
+        (run_dir,) = (tmp_path / "runs").iterdir()
+        wait_for(run_dir)
+        changed = gs.runs.reshard(run_dir, servers=3)
+        (tmp_path / "resharded").touch()
+        said += torchrun.communicate(timeout=WAIT_S)[0]
+    assert "shard-2, shard-3, shard-4 hold the parameters" in changed
+    assert torchrun.returncode == 0, said
+    steps = [int(one) for one in re.findall(r"steps (\d+)", said)]
+    assert len(steps) == 2
+    assert gs.Run.load(run_dir).parameters["weight"].tolist() == [[-sum(steps)] * 4]
+
+
 def wait_for(run_dir: Path) -> None:
     """Returns when the run trains."""
 
