@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,12 @@ from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK
 
 SAMPLES, FEATURES, CLASSES = 36, 6, 4
+
+EQUAL = gs.sim.SimulationConfig(
+    costs={"forward": gs.sim.Cost(per_sample_s=1e-3), "backward": gs.sim.Cost(per_sample_s=2e-3)},
+    network=gs.sim.Network(bandwidth_bytes_s=math.inf, link=gs.sim.Link(latency_s=0)),
+)
+"""Every stage takes equally long, whatever its size, and nothing else takes any time."""
 
 
 def net() -> nn.Module:

@@ -1,8 +1,8 @@
 """Distributed SGD over machines that may be slow, far apart, and dying.
 
 The names of `__all__` are what most users need. The rest is in public modules: `gs.optim`, `gs.schedules`,
-`gs.strategies`, `gs.data`, `gs.model`, `gs.errors`, `gs.runs`, `gs.sim`, `gs.replay`, `gs.trackers`, `gs.sparse`,
-`gs.testing`.
+`gs.strategies`, `gs.pipeline`, `gs.data`, `gs.model`, `gs.errors`, `gs.runs`, `gs.sim`, `gs.replay`, `gs.trackers`,
+`gs.sparse`, `gs.testing`.
 Each name is imported when it is first asked for, so that `import gradstream` costs nothing.
 
 Examples in docstrings use these names:
@@ -23,7 +23,19 @@ from typing import TYPE_CHECKING, Any
 from gradstream._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from gradstream import data, errors, model, optim, replay, runs, sparse, strategies, testing, trackers
+    from gradstream import (
+        data,
+        errors,
+        model,
+        optim,
+        pipeline,
+        replay,
+        runs,
+        sparse,
+        strategies,
+        testing,
+        trackers,
+    )
     from gradstream._resume import resume
     from gradstream._simulate import simulate
     from gradstream._train import train
@@ -106,6 +118,7 @@ _FACES = {
     "errors": "errors",
     "model": "model",
     "optim": "optim",
+    "pipeline": "pipeline",
     "replay": "replay",
     "runs": "runs",
     "schedules": "optim.schedules",

@@ -16,6 +16,7 @@ from gradstream.errors import ConfigError, DataError, UnknownNameError
 from gradstream.job.job import Deadlines, Job, is_script, spread_out
 from gradstream.job.registry import find_strategy
 from gradstream.job.validation import check_script
+from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.run.files import read_record
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import holder_of
@@ -39,7 +40,7 @@ class ResumeOptions(TypedDict, total=False):
     servers: int
     split: int
     micro_batches: int
-    pipeline: Literal["gpipe", "1f1b"]
+    pipeline: Literal["gpipe", "1f1b"] | SyntheticGradients
     batch_size: int | Sequence[int]
     shares: Sequence[float] | Literal["measured"] | None
     assignment: Literal["queue", "partitions"] | None

@@ -59,6 +59,21 @@ def test_split_replicas_train_as_whole_ones(place: str, tmp_path: Path, options:
     assert [one["accuracy"] for one in run.evaluations] == [one["accuracy"] for one in whole.evaluations]
 
 
+def test_parts_that_train_apart_do_the_same_in_processes_as_on_virtual_time(
+    place: str, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {
+        "split": 3,
+        "pipeline": gs.pipeline.SyntheticGradients(hidden=16, lr=0.01, inputs=True),
+    }
+    simulated = gs.simulate(load_job(place), **given)
+    run = gs.train(load_job(place), run_dir=tmp_path / "run", **given)
+    for name, array in simulated.parameters.items():
+        assert np.abs(run.parameters[name] - array).max() < 1e-12
+    assert run.summary["samples"] == 512
+    assert {event["node"] for event in run.events if event["event"] == "part"} >= {"worker-0", "part2-1"}
+
+
 def test_a_replica_comes_back_after_one_of_its_parts_was_killed(place: str, tmp_path: Path) -> None:
     log, told = tmp_path / "run" / "logs" / "part1-1.log", list[str]()
 

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
-import gradstream as gs
-from split_jobs import run
-
-EQUAL = gs.sim.SimulationConfig(
-    costs={"forward": gs.sim.Cost(per_sample_s=1e-3), "backward": gs.sim.Cost(per_sample_s=2e-3)},
-    network=gs.sim.Network(bandwidth_bytes_s=math.inf, link=gs.sim.Link(latency_s=0)),
-)
-"""Every stage takes equally long, whatever its size, and nothing else takes any time."""
+from split_jobs import EQUAL, run
 
 
 @pytest.mark.parametrize(("split", "micro_batches"), [(2, 1), (2, 3), (3, 6)])

@@ -17,6 +17,7 @@ from gradstream.model.base import Model
 from gradstream.model.device_model import on_device
 from gradstream.model.torch_module import TorchModel
 from gradstream.optim.base import Optimizer
+from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.strategies.base import Strategy
 from gradstream.transport.offers import Choice
@@ -64,7 +65,8 @@ class Job:
         micro_batches: number of pieces into which a split replica divides each minibatch, so that its parts work
             at the same time. The gradient stays that of the whole minibatch.
         pipeline: in which order the parts compute: "gpipe" (all forward passes first) or "1f1b" (a backward
-            pass as soon as possible, which keeps fewer activations).
+            pass as soon as possible, which keeps fewer activations). With `gs.pipeline.SyntheticGradients(...)`
+            parts train apart, each by a predicted gradient of its output.
         batch_size: samples per minibatch of one worker: one number, or one per worker.
         shares: relative amounts of data, one per worker: of each round, or, where the epoch is divided into
             partitions, of each epoch. Refused where workers take minibatches from a queue. "measured": the
@@ -151,7 +153,7 @@ class Job:
     servers: int | None = None
     split: int = 1
     micro_batches: int = 1
-    pipeline: Literal["gpipe", "1f1b"] = "gpipe"
+    pipeline: Literal["gpipe", "1f1b"] | SyntheticGradients = "gpipe"
     batch_size: int | Sequence[int] = DEFAULT_BATCH_SIZE
     shares: Sequence[float] | Literal["measured"] | None = None
     assignment: Literal["queue", "partitions"] | None = None
@@ -205,7 +207,7 @@ class JobOptions(TypedDict, total=False):
     servers: int | None
     split: int
     micro_batches: int
-    pipeline: Literal["gpipe", "1f1b"]
+    pipeline: Literal["gpipe", "1f1b"] | SyntheticGradients
     batch_size: int | Sequence[int]
     shares: Sequence[float] | Literal["measured"] | None
     assignment: Literal["queue", "partitions"] | None

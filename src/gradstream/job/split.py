@@ -10,6 +10,7 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.job import Job, JobOptions, is_open_ended
 from gradstream.model.torch_module import TorchModel
 from gradstream.optim.base import Optimizer
+from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 
 __all__ = ["check_split"]
@@ -17,10 +18,15 @@ __all__ = ["check_split"]
 
 def check_split(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     """Raises ConfigError where a job asks for a split model, or for a pipeline of one, that cannot be."""
-    schedules = get_args(get_type_hints(JobOptions)["pipeline"])
-    if job.pipeline not in schedules:
+    schedules = get_args(get_args(get_type_hints(JobOptions)["pipeline"])[0])
+    apart = isinstance(job.pipeline, SyntheticGradients)
+    if not apart and job.pipeline not in schedules:
         raise UnknownNameError("pipeline", str(job.pipeline), schedules)
     if job.split == 1:
+        if apart:
+            raise ConfigError(
+                "pipeline=SyntheticGradients(...) without split: expected split=2 or more, the parts"
+            )
         if job.micro_batches > 1:
             raise ConfigError(
                 f"micro_batches={job.micro_batches} without split: they are the pieces of a minibatch that go through "
@@ -44,6 +50,7 @@ def _unsupported(job: Job, strategy: Strategy) -> Iterator[str]:
         yield f"a {type(job.model).__name__}: only a module can be divided; make the model with gradstream.from_torch"
     if job.data.num_samples is None:
         yield "a stream: its minibatches have no size that all parts know; give the samples as arrays or a dataset"
+    apart, named = isinstance(job.pipeline, SyntheticGradients), "parts that train apart"
     for asked, what in (
         (job.record, "record=True: a replay knows no parts; leave record out"),
         (job.accumulate > 1, f"accumulate={job.accumulate}; take micro_batches={job.accumulate}"),
@@ -52,6 +59,11 @@ def _unsupported(job: Job, strategy: Strategy) -> Iterator[str]:
             f"acknowledge={job.acknowledge!r}: backups know no parts; make checkpoints",
         ),
         (job.shares == MEASURED, "shares='measured': parts do not hear of new sizes; leave shares out"),
+        (apart and job.micro_batches > 1, f"{named}, and micro_batches={job.micro_batches}: leave it out"),
+        (
+            apart and job.clip_norm is not None,
+            f"{named}, and clip_norm={job.clip_norm}: no part knows the length of the whole gradient; take clip_value",
+        ),
         (job.device != "cpu", f"device={job.device!r}: parts compute on the CPU only; leave device out"),
     ):
         if asked:

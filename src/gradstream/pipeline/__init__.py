@@ -1,8 +1,9 @@
-"""Pipelines: the order in which the parts of a split model compute, as data, and its executor."""
+"""Pipelines: the order in which the parts of a split model compute, as data; its executor; parts that train apart."""
 
 from gradstream.pipeline.executor import Stages, TensorChannel, TensorTransfer, run_schedule
 from gradstream.pipeline.schedule import FLUSHING, SCHEDULES, STREAMING, Schedule, StagePass, make_schedule
 from gradstream.pipeline.stash import StashedStages, WeightedStages, WeightStash
+from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.pipeline.versions import weight_versions
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "StagePass",
     "Stages",
     "StashedStages",
+    "SyntheticGradients",
     "TensorChannel",
     "TensorTransfer",
     "WeightStash",

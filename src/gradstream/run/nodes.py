@@ -38,6 +38,7 @@ from gradstream.model.base import Model
 from gradstream.model.torch_module import TorchModel
 from gradstream.optim.groups import GroupedRule
 from gradstream.optim.merge import Replace
+from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.run.losses import losses_of
 from gradstream.run.plan import RunPlan
@@ -249,7 +250,8 @@ def _model_of(plan: RunPlan, model: Model, part: int) -> Model:
             "model with gradstream.from_torch"
         )
     ids = np.arange(min(2, plan.job.data.num_samples or 0), dtype=np.int64)
-    return PartModel(model, plan.job.data.batch(ids), plan.parts, part)
+    apart = isinstance(plan.job.pipeline, SyntheticGradients)
+    return PartModel(model, plan.job.data.batch(ids), plan.parts, part, apart=apart)
 
 
 def grouped_rule(plan: RunPlan, model: Model, part: int = 0) -> GroupedRule | None:

@@ -58,6 +58,7 @@ def plan_split(
     *,
     map: Mapping[str, int | Sequence[int]] | None = None,  # noqa: A002  what users call it
     by: Literal["bytes", "seconds"] = "bytes",
+    divides: bool = True,
 ) -> TorchPlan:
     """Plans how to divide a model over parts. Each process finds the same plan by itself, unless it measures.
 
@@ -70,6 +71,7 @@ def plan_split(
             divide the module: a layer by columns or rows, a chain of convolutions by space.
         by: what to balance where there is no map: the bytes of the parameters, or the seconds that each
             operation takes for the example in this process. Others then take the map from `TorchPlan.places`.
+        divides: whether wide layers may be divided to balance bytes.
 
     Raises:
         ConfigError: the model cannot be recorded, or cannot be cut in this way.
@@ -80,7 +82,7 @@ def plan_split(
     if map is not None:
         graph, placed = _by_map(graph, parts, map)
     elif by == "bytes":
-        graph, placed = _by_weight(graph, parts)
+        graph, placed = _by_weight(graph, parts, divides)
     else:
         placed = OperationChain(graph.nodes, seconds_of(graph, example.num_samples)).place(parts)
     return _plan(graph, placed, parts)
@@ -147,11 +149,12 @@ def _path(node: fx.Node) -> str:
     return next(reversed(stack.values()))[0] if stack else ""
 
 
-def _by_weight(graph: Graph, parts: int) -> tuple[Graph, dict[fx.Node, int]]:
+def _by_weight(graph: Graph, parts: int, divides: bool) -> tuple[Graph, dict[fx.Node, int]]:
     """Contiguous groups of about equal bytes. Layers of more than 1/parts of all are divided, and fill the parts up."""
     weights = _weights(graph)
     room = graph.layout.elems / parts
-    wide = [node for node in graph.nodes if parts > 1 and weights[node] > room and divisible(graph, node)]
+    divides = divides and parts > 1
+    wide = [node for node in graph.nodes if divides and weights[node] > room and divisible(graph, node)]
     if not wide:
         return graph, OperationChain(graph.nodes, weights).place(parts)
     chain = OperationChain(graph.nodes, {**weights, **dict.fromkeys(wide, 0)})

@@ -42,17 +42,21 @@ class PartModel:
         example: a minibatch, whose shapes the plan follows.
         parts: number of parts, K.
         part: the part that this process holds.
+        apart: parts train apart: no layer is divided, and parts share no parameters and no buffers.
 
     Attributes:
         changed: on part 0, buffers of other parts were loaded, which those do not have yet.
     """
 
-    def __init__(self, model: TorchModel, example: Batch, parts: int, part: int) -> None:
+    def __init__(
+        self, model: TorchModel, example: Batch, parts: int, part: int, *, apart: bool = False
+    ) -> None:
         self.reduction: Reduction = model.reduction
         self.part = part
         self._model = model
         self._example = example
         self._parts = parts
+        self._apart = apart
         self._theirs: dict[str, np.ndarray[Any, Any]] = {}
         self.changed = False
 
@@ -67,15 +71,18 @@ class PartModel:
         key = (
             *map(id, self._model.given),
             self._parts,
+            self._apart,
             *((path, leaf.shape, leaf.dtype) for path, leaf in leaves),
         )
         if key not in _plans:
-            planned = plan_split(self._model, self._example, self._parts)
+            planned = plan_split(self._model, self._example, self._parts, divides=not self._apart)
             if empty := [part for part in range(self._parts) if not planned.ranges_of(part)]:
                 raise ConfigError(
                     f"split={self._parts}: {len(empty)} parts would have no trained parameters, since the model has "
                     f"too few layers with some that can be apart; expected at most split={self._parts - len(empty)}"
                 )
+            if self._apart:
+                _check_apart(planned)
             _plans[key] = planned
             while len(_plans) > PLANS_KEPT:
                 del _plans[next(iter(_plans))]
@@ -230,3 +237,25 @@ class PartModel:
     def tree(self, parameters: torch.Tensor) -> Mapping[str, np.ndarray[Any, Any]]:
         """The part's own parameters; a divided tensor's piece has the name of the tensor."""
         return {name: view.numpy() for name, view in self.layout.views(parameters)}
+
+
+def _check_apart(plan: TorchPlan) -> None:
+    """Raises ConfigError where a part would need more of another one than its outputs and their gradients."""
+    buffers = {name for name, _ in plan.graph.blueprint.module.named_buffers()}
+    written = {
+        piece.name
+        for node in plan.graph.nodes
+        if node.meta["writes"]
+        for piece in plan.graph.tensors_of(node)
+    }
+    for name in sorted(buffers & written):
+        raise ConfigError(
+            f"parts that train apart: the model changes buffer {name!r} while it trains, which the worker would have "
+            "to wait for; take a layer without running statistics, such as GroupNorm"
+        )
+    for value in plan.values:
+        if value.has_gradient and not value.per_sample:
+            raise ConfigError(
+                f"parts that train apart: {value.name!r} is used by several of them, and nobody can predict a "
+                "parameter's gradient from one minibatch; put its users on one part, or do not tie it"
+            )

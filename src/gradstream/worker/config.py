@@ -11,6 +11,7 @@ from gradstream.collectives.group import Group, GroupMembers
 from gradstream.data.base import BatchPlan, Dataset
 from gradstream.model.base import Layout, Model
 from gradstream.optim.schedules import Rate
+from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.recording import Log
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
@@ -49,13 +50,13 @@ class Split:
     Args:
         part: the part that it holds; part 0 is the worker.
         parts: number of parts.
-        pipeline: name of the schedule by which the parts compute.
+        pipeline: name of the schedule by which the parts compute, or how they train apart.
         micro_batches: number of micro-batches of a minibatch.
     """
 
     part: int
     parts: int
-    pipeline: str
+    pipeline: str | SyntheticGradients
     micro_batches: int
 
 

@@ -49,7 +49,7 @@ class PartChannel:
         silence_s: a part may compute for any time, but one that is asked and gives no answer for so long is lost.
 
     Attributes:
-        sizes: number of samples of each micro-batch of the present minibatch.
+        sizes: number of samples of each micro-batch: of those of the present minibatch, or of several minibatches.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class PartChannel:
         self._runtime = runtime
         self._endpoint = endpoint
         self._names = names
-        self.sizes: Sequence[int] = ()
+        self.sizes: Sequence[int] | Mapping[int, int] = ()
         self._failed = failed
         self._model = model
         self._silence_s = silence_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import astuple, dataclass
 
@@ -73,6 +74,12 @@ class PartFollower(Agreement):
         self._channel.say(LEAD, mine)
         verdict = await self._channel.hear(LEAD, PartVerdict)
         return verdict.scale, verdict.refused, 0.0, None
+
+    def note(self, mine: PartReport) -> float:
+        """See `Agreement`."""
+        if mine.loss is not None:
+            self._channel.say(LEAD, mine)
+        return math.nan
 
     async def batches(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
         """The minibatches that the worker begins, until it says that there is none any more."""

@@ -30,12 +30,13 @@ from gradstream.runtime.base import Report as Progress
 from gradstream.runtime.base import Runtime, Work
 from gradstream.split.part_model import PartModel
 from gradstream.worker.computed import ComputedGradient, Result
+from gradstream.worker.config import WorkerConfig
 from gradstream.worker.gradient import BLOCK_ELEMS, Clip, hash_seed
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.messages import PartReport
 from gradstream.worker.parts.meter import PartMeter
 
-__all__ = ["Agreement", "PartGradients", "PartPlace", "Values", "nothing"]
+__all__ = ["Agreement", "PartGradients", "PartPlace", "PartSource", "Values", "nothing"]
 
 
 class Agreement(ABC):
@@ -61,6 +62,10 @@ class Agreement(ABC):
             length are known to part 0 alone.
         """
 
+    @abstractmethod
+    def note(self, mine: PartReport) -> float:
+        """Passes on a report, and waits for nobody. Returns the newest loss that is known here; NaN where none is."""
+
 
 @dataclass(frozen=True, slots=True)
 class PartPlace:
@@ -71,24 +76,20 @@ class PartPlace:
         pushed: called with minibatches that are in the model, in this part.
     """
 
-    gradients: PartGradients
+    gradients: PartSource
     pushed: Callable[[Sequence[BatchRef]], None]
 
 
-class PartGradients:
-    """Computes one part's gradients. Implements `worker.gradient.GradientSource`.
+class PartSource(ABC):
+    """Computes one part's gradients. Implements `worker.gradient.JointSource`.
 
     Args:
+        config: of the process.
         runtime: of the process.
         model: the part's model.
         channel: to the other parts.
         agreement: see `Agreement`.
         feed: reads minibatches, on part 0; None on others.
-        rank: rank of the replica.
-        seed: seed of the run.
-        clip: bounds of each gradient, over all parts.
-        pipeline: name of the schedule.
-        micro_batches: their number, M.
 
     Attributes:
         meter: counts the time of this process.
@@ -98,29 +99,22 @@ class PartGradients:
 
     def __init__(
         self,
+        config: WorkerConfig,
         runtime: Runtime,
         model: PartModel,
         channel: PartChannel,
         agreement: Agreement,
         feed: Feed | None,
-        *,
-        rank: int,
-        seed: int,
-        clip: Clip,
-        pipeline: str,
-        micro_batches: int,
     ) -> None:
+        self.model = model
+        self.meter = PartMeter(runtime, config.rank, model.part)
         self._runtime = runtime
-        self._model = model
         self._channel = channel
         self._agreement = agreement
         self._feed = feed
-        self._rank = rank
-        self._seed = seed
-        self._clip = clip
-        self.meter = PartMeter(runtime, rank, model.part)
-        self._schedule = make_schedule(pipeline, model.plan, micro_batches)[model.part]
-        self._micro_batches = micro_batches
+        self._rank = config.rank
+        self._seed = config.seed
+        self._clip = config.clip
 
     def milestones(self, gradient: ComputedGradient) -> Sequence[int]:
         """See `GradientSource`: only the very end."""
@@ -145,17 +139,43 @@ class PartGradients:
         with self.meter.minibatch():
             return await self._compute_jointly(parameters, gradient)
 
+    @abstractmethod
+    async def _compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result: ...
+
+    async def _read(self, gradient: ComputedGradient, cuts: Sequence[int]) -> tuple[Values | None, float]:
+        """(values of the minibatch, seconds of reading); on a part that does not read, (None, 0)."""
+        if (feed := self._feed) is None:
+            return None, 0.0
+        batch, begun_ns = gradient.batch, self._runtime.now()
+        work = Work("read", samples=batch.num_samples)
+        read = await self.meter.compute(lambda: feed.read(batch.ref), work=work)
+        return Values(self.model, read, cuts), (self._runtime.now() - begun_ns) / 1e9
+
+    def where(self, gradient: ComputedGradient) -> str:
+        """The place of a gradient in the run, for messages."""
+        ref = gradient.batch.ref
+        return f"worker-{self._rank}, step {gradient.step} (data epoch {ref.epoch}, batch {ref.batch})"
+
+    def stage_seed(self, step: int, micro_batch: int) -> int:
+        """Seed of the random numbers of a micro-batch."""
+        return hash_seed(self._seed, self._rank, step, micro_batch)
+
+
+class PartGradients(PartSource):
+    """Computes the gradients of the whole model, each part its own elements, by a schedule that flushes."""
+
+    def __init__(self, config: WorkerConfig, *place: Any) -> None:
+        super().__init__(config, *place)
+        assert config.split is not None
+        self._micro_batches = config.split.micro_batches
+        schedules = make_schedule(str(config.split.pipeline), self.model.plan, self._micro_batches)
+        self._schedule = schedules[self.model.part]
+
     async def _compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result:
-        batch, model, runtime = gradient.batch, self._model, self._runtime
+        batch, model = gradient.batch, self.model
         cuts = cuts_of(batch.num_samples, min(self._micro_batches, batch.num_samples))
         sizes = [stop - start for start, stop in pairwise(cuts)]
-        read_s, data = 0.0, None
-        if self._feed is not None:
-            begun_ns, source = runtime.now(), self._feed
-            read = await self.meter.compute(
-                lambda: source.read(batch.ref), work=Work("read", samples=batch.num_samples)
-            )
-            read_s, data = (runtime.now() - begun_ns) / 1e9, Values(model, read, cuts)
+        data, read_s = await self._read(gradient, cuts)
         passes = _Passes(self, parameters, gradient, sizes)
         self._channel.sizes = sizes
         await run_schedule(
@@ -180,16 +200,11 @@ class PartGradients:
             gradient.ready.advance(len(into))
         return Result(loss, norm, read_s, refused and f"{self.where(gradient)}: {refused}")
 
-    def where(self, gradient: ComputedGradient) -> str:
-        """The place of a gradient in the run, for messages."""
-        ref = gradient.batch.ref
-        return f"worker-{self._rank}, step {gradient.step} (data epoch {ref.epoch}, batch {ref.batch})"
-
     def _look(self, into: torch.Tensor, passes: _Passes, num_summed: int) -> PartReport:
         """What this part knows of its gradient. Bounds its elements."""
         loss, refused = passes.loss, passes.refused
         if not refused and not usable(into):
-            refused = f"the gradient of part {self._model.part} has a NaN or an infinity"
+            refused = f"the gradient of part {self.model.part} has a NaN or an infinity"
         if refused:
             return PartReport("gradient", refused=refused)
         if self._clip.value is not None:
@@ -203,18 +218,9 @@ class PartGradients:
         known = None if loss is None or math.isnan(loss) else loss
         return PartReport("gradient", squares=squares, loss=known)
 
-    def stage_seed(self, step: int, micro_batch: int) -> int:
-        """Seed of the random numbers of a micro-batch."""
-        return hash_seed(self._seed, self._rank, step, micro_batch)
-
     def schedule_of(self, micro_batches: int) -> Sequence[Any]:
         """This part's passes, for a minibatch that may have fewer samples than there are micro-batches."""
         return [one for one in self._schedule if one.micro_batch < micro_batches]
-
-    @property
-    def model(self) -> PartModel:
-        """The part's model."""
-        return self._model
 
 
 class _Passes:

@@ -53,6 +53,7 @@ class PartLead(Agreement):
         self._pushed = Counter[BatchRef]()  # in how many parts a minibatch is in the model
         self._done = {part: asyncio.Queue[PartReport]() for part in self._others}
         self._gradients = {part: asyncio.Queue[PartReport]() for part in self._others}
+        self._loss: float | None = None  # the newest, where no part waits for it
         self._listening: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -159,6 +160,13 @@ class PartLead(Agreement):
                 scale = clip.norm / norm
         self._say(PartVerdict(scale=scale, refused=refused))
         return scale, refused, loss, norm
+
+    def note(self, mine: PartReport) -> float:
+        """See `Agreement`. The loss is that of a minibatch which the other parts have done."""
+        for reports in self._gradients.values():
+            while not reports.empty():
+                self._loss = reports.get_nowait().loss
+        return math.nan if self._loss is None else self._loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

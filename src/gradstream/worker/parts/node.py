@@ -21,9 +21,10 @@ from gradstream.worker.exchange.assembly import Assembly
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.node import eviction_of, init_of
 from gradstream.worker.parts.channel import PartChannel
+from gradstream.worker.parts.decoupled import gradients_of
 from gradstream.worker.parts.final_model import send_parameters
 from gradstream.worker.parts.follower import FollowedSchedule, FollowerGate, PartFollower
-from gradstream.worker.parts.gradients import PartGradients, PartPlace
+from gradstream.worker.parts.gradients import PartPlace
 from gradstream.worker.parts.messages import PartTurn
 from gradstream.worker.parts.meter import PartMeter
 from gradstream.worker.parts.outputs import compute_outputs, test_sizes
@@ -95,18 +96,7 @@ class PartNode:
         assert config.split is not None
         await member.training()
         await member.heard(self._is_whole)
-        gradients = PartGradients(
-            runtime,
-            self._model,
-            self._channel,
-            self._follower,
-            None,
-            rank=config.rank,
-            seed=config.seed,
-            clip=config.clip,
-            pipeline=config.split.pipeline,
-            micro_batches=config.split.micro_batches,
-        )
+        gradients = gradients_of(config, runtime, self._model, self._channel, self._follower, None)
         context = ExchangeContext(
             runtime=runtime,
             endpoint=self._endpoint,

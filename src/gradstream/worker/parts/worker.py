@@ -21,8 +21,9 @@ from gradstream.wire.parts import replica_of
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.parts.channel import PartChannel
+from gradstream.worker.parts.decoupled import gradients_of
 from gradstream.worker.parts.final_model import write_final_parts
-from gradstream.worker.parts.gradients import PartGradients, PartPlace
+from gradstream.worker.parts.gradients import PartPlace
 from gradstream.worker.parts.lead import PartLead
 from gradstream.worker.parts.outputs import GivenOutputs, compute_outputs, test_sizes
 from gradstream.worker.registration import tensor_specs_of
@@ -55,7 +56,6 @@ class Lead:
         self._runtime = runtime
         self._member = member
         self._config = config
-        self._split = config.split
         self._model = config.model
         self._names = replica_of(config.rank, config.split.parts)
         self._channel = PartChannel(
@@ -74,18 +74,8 @@ class Lead:
         """See `Assembly`."""
         config = self._config
         assert config.plan is not None
-        gradients = PartGradients(
-            self._runtime,
-            self._model,
-            self._channel,
-            self.parts,
-            feed_of(config.data, config.plan, config.rank, config.seed),
-            rank=config.rank,
-            seed=config.seed,
-            clip=config.clip,
-            pipeline=self._split.pipeline,
-            micro_batches=self._split.micro_batches,
-        )
+        feed = feed_of(config.data, config.plan, config.rank, config.seed)
+        gradients = gradients_of(config, self._runtime, self._model, self._channel, self.parts, feed)
         return PartPlace(gradients, self.parts.pushed)
 
     async def outputs(
