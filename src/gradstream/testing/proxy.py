@@ -123,6 +123,8 @@ class LinkProxy:
         self._active: dict[LinkFault, None] = {}
         self._ports: dict[tuple[str, ...], asyncio.Task[str]] = {}
         self._servers: list[asyncio.Server] = []
+        # asyncio refers to a task whose connection is lost by weak references alone: it may vanish with its other way.
+        self._serving: set[asyncio.Task[Any] | None] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="link-proxy", daemon=True)
 
@@ -196,7 +198,8 @@ class LinkProxy:
     ) -> None:
         """Carries one connection to its end."""
         host, port = host_and_port(address)
-        writers = [writer]
+        writers, task = [writer], asyncio.current_task()
+        self._serving.add(task)
         try:
             await self._pass_cuts(caller, called)
             await self._pass_cuts(called, caller)
@@ -210,6 +213,7 @@ class LinkProxy:
             for one in writers:
                 one.transport.abort()
         finally:
+            self._serving.discard(task)
             for one in writers:
                 one.close()
 
