@@ -16,6 +16,7 @@ from gradstream.errors import ConfigError, DataError, UnknownNameError
 from gradstream.job.job import Deadlines, Job, is_script, spread_out
 from gradstream.job.registry import find_strategy
 from gradstream.job.validation import check_script
+from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.run.files import read_record
 from gradstream.run.followed_events import OnEvent
@@ -40,7 +41,7 @@ class ResumeOptions(TypedDict, total=False):
     servers: int
     split: int
     micro_batches: int
-    pipeline: Literal["gpipe", "1f1b"] | SyntheticGradients
+    pipeline: Literal["gpipe", "1f1b"] | Hybrid | SyntheticGradients
     batch_size: int | Sequence[int]
     shares: Sequence[float] | Literal["measured"] | None
     assignment: Literal["queue", "partitions"] | None

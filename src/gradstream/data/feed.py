@@ -70,3 +70,7 @@ class IdFeed:
     def read(self, ref: BatchRef) -> Batch:
         """See `Feed`."""
         return self._data.batch(self._plan.ids(ref))
+
+    def read_some(self, ref: BatchRef, start: int, stop: int) -> Batch:
+        """Samples [start, stop) of a minibatch, where what a sample becomes does not depend on those before it."""
+        return self._data.batch(self._plan.ids(ref)[start:stop])

@@ -17,6 +17,7 @@ from gradstream.model.base import Model
 from gradstream.model.device_model import on_device
 from gradstream.model.torch_module import TorchModel
 from gradstream.optim.base import Optimizer
+from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.strategies.base import Strategy
@@ -66,7 +67,8 @@ class Job:
             at the same time. The gradient stays that of the whole minibatch.
         pipeline: in which order the parts compute: "gpipe" (all forward passes first) or "1f1b" (a backward
             pass as soon as possible, which keeps fewer activations). With `gs.pipeline.SyntheticGradients(...)`
-            parts train apart, each by a predicted gradient of its output.
+            parts train apart, each by a predicted gradient of its output. With `gs.pipeline.Hybrid(...)` each has
+            samples of its own, and only layers such as the linear ones at the end are divided.
         batch_size: samples per minibatch of one worker: one number, or one per worker.
         shares: relative amounts of data, one per worker: of each round, or, where the epoch is divided into
             partitions, of each epoch. Refused where workers take minibatches from a queue. "measured": the
@@ -153,7 +155,7 @@ class Job:
     servers: int | None = None
     split: int = 1
     micro_batches: int = 1
-    pipeline: Literal["gpipe", "1f1b"] | SyntheticGradients = "gpipe"
+    pipeline: Literal["gpipe", "1f1b"] | Hybrid | SyntheticGradients = "gpipe"
     batch_size: int | Sequence[int] = DEFAULT_BATCH_SIZE
     shares: Sequence[float] | Literal["measured"] | None = None
     assignment: Literal["queue", "partitions"] | None = None
@@ -207,7 +209,7 @@ class JobOptions(TypedDict, total=False):
     servers: int | None
     split: int
     micro_batches: int
-    pipeline: Literal["gpipe", "1f1b"] | SyntheticGradients
+    pipeline: Literal["gpipe", "1f1b"] | Hybrid | SyntheticGradients
     batch_size: int | Sequence[int]
     shares: Sequence[float] | Literal["measured"] | None
     assignment: Literal["queue", "partitions"] | None

@@ -12,6 +12,7 @@ from gradstream.coordinator.stopping import Until
 from gradstream.errors import ConfigError
 from gradstream.job.job import Deadlines, Job
 from gradstream.job.registry import place_of
+from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.untrusted import MismatchError, check_value
 from gradstream.worker.evaluation import Metric
@@ -50,7 +51,8 @@ def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
         if values.get("until") is not None:
             values["until"] = Until(**values["until"])
         if isinstance(values["pipeline"], Mapping):
-            values["pipeline"] = SyntheticGradients(**values["pipeline"])
+            kind = Hybrid if "turns" in values["pipeline"] else SyntheticGradients
+            values["pipeline"] = kind(**values["pipeline"])
         if values["run_dir"] is not None:
             values["run_dir"] = Path(values["run_dir"])
         values["metrics"] = {

@@ -10,6 +10,7 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.job import Job, JobOptions, is_open_ended
 from gradstream.model.torch_module import TorchModel
 from gradstream.optim.base import Optimizer
+from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 
@@ -19,14 +20,11 @@ __all__ = ["check_split"]
 def check_split(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     """Raises ConfigError where a job asks for a split model, or for a pipeline of one, that cannot be."""
     schedules = get_args(get_args(get_type_hints(JobOptions)["pipeline"])[0])
-    apart = isinstance(job.pipeline, SyntheticGradients)
-    if not apart and job.pipeline not in schedules:
+    if isinstance(job.pipeline, str) and job.pipeline not in schedules:
         raise UnknownNameError("pipeline", str(job.pipeline), schedules)
     if job.split == 1:
-        if apart:
-            raise ConfigError(
-                "pipeline=SyntheticGradients(...) without split: expected split=2 or more, the parts"
-            )
+        if not isinstance(job.pipeline, str):
+            raise ConfigError(f"pipeline={job.pipeline} without split: expected split=2 or more, the parts")
         if job.micro_batches > 1:
             raise ConfigError(
                 f"micro_batches={job.micro_batches} without split: they are the pieces of a minibatch that go through "
@@ -59,6 +57,10 @@ def _unsupported(job: Job, strategy: Strategy) -> Iterator[str]:
             f"acknowledge={job.acknowledge!r}: backups know no parts; make checkpoints",
         ),
         (job.shares == MEASURED, "shares='measured': parts do not hear of new sizes; leave shares out"),
+        (
+            isinstance(job.pipeline, Hybrid) and job.micro_batches > 1,
+            f"a hybrid, and micro_batches={job.micro_batches}: its parts divide the minibatch; leave it out",
+        ),
         (apart and job.micro_batches > 1, f"{named}, and micro_batches={job.micro_batches}: leave it out"),
         (
             apart and job.clip_norm is not None,

@@ -1,6 +1,7 @@
 """Pipelines: the order in which the parts of a split model compute, as data; its executor; parts that train apart."""
 
 from gradstream.pipeline.executor import Stages, TensorChannel, TensorTransfer, run_schedule
+from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.schedule import FLUSHING, SCHEDULES, STREAMING, Schedule, StagePass, make_schedule
 from gradstream.pipeline.stash import StashedStages, WeightedStages, WeightStash
 from gradstream.pipeline.synthetic import SyntheticGradients
@@ -10,6 +11,7 @@ __all__ = [
     "FLUSHING",
     "SCHEDULES",
     "STREAMING",
+    "Hybrid",
     "Schedule",
     "StagePass",
     "Stages",

@@ -60,6 +60,7 @@ class TensorTransfer:
         source: the part that sends.
         target: the part that receives.
         gradient: the value's gradient travels back, instead of the value.
+        samples: number of samples that travel; None for all of the micro-batch.
     """
 
     value: str
@@ -67,6 +68,7 @@ class TensorTransfer:
     source: int
     target: int
     gradient: bool
+    samples: int | None = None
 
 
 class TensorChannel(Protocol):

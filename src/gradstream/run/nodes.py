@@ -38,12 +38,14 @@ from gradstream.model.base import Model
 from gradstream.model.torch_module import TorchModel
 from gradstream.optim.groups import GroupedRule
 from gradstream.optim.merge import Replace
+from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.run.losses import losses_of
 from gradstream.run.plan import RunPlan
 from gradstream.run.reshards import why_shards_stay
 from gradstream.runtime.base import Runtime
+from gradstream.split.hybrid_model import HybridModel
 from gradstream.split.part_model import PartModel
 from gradstream.strategies.base import GroupStrategy
 from gradstream.telemetry.events import StartedEvent
@@ -250,8 +252,10 @@ def _model_of(plan: RunPlan, model: Model, part: int) -> Model:
             "model with gradstream.from_torch"
         )
     ids = np.arange(min(2, plan.job.data.num_samples or 0), dtype=np.int64)
-    apart = isinstance(plan.job.pipeline, SyntheticGradients)
-    return PartModel(model, plan.job.data.batch(ids), plan.parts, part, apart=apart)
+    example, pipeline = plan.job.data.batch(ids), plan.job.pipeline
+    if isinstance(pipeline, Hybrid):
+        return HybridModel(model, example, plan.parts, part, pipeline.layers)
+    return PartModel(model, example, plan.parts, part, apart=isinstance(pipeline, SyntheticGradients))
 
 
 def grouped_rule(plan: RunPlan, model: Model, part: int = 0) -> GroupedRule | None:

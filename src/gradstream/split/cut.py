@@ -23,7 +23,16 @@ from gradstream.split.seconds import seconds_of
 from gradstream.split.space import divide_space
 from gradstream.split.trace import storage, where
 
-__all__ = ["TorchPlan", "layout_of_stage", "parameter_of", "plan_split", "value_name"]
+__all__ = [
+    "TorchPlan",
+    "joined",
+    "layout_of_stage",
+    "parameter_of",
+    "plan_placed",
+    "plan_split",
+    "ranges_of",
+    "value_name",
+]
 
 _PARAMETER = "parameter "
 _RESERVED = ("inputs", "loss", "outputs", "targets")
@@ -85,7 +94,7 @@ def plan_split(
         graph, placed = _by_weight(graph, parts, divides)
     else:
         placed = OperationChain(graph.nodes, seconds_of(graph, example.num_samples)).place(parts)
-    return _plan(graph, placed, parts)
+    return plan_placed(graph, placed, parts)
 
 
 def value_name(node: fx.Node) -> str:
@@ -181,7 +190,7 @@ def _weights(graph: Graph) -> dict[fx.Node, int]:
     return weights
 
 
-def _plan(graph: Graph, placed: Mapping[fx.Node, int], parts: int) -> TorchPlan:
+def plan_placed(graph: Graph, placed: Mapping[fx.Node, int], parts: int) -> TorchPlan:
     """The plan with these operations on these parts."""
     groups: list[list[fx.Node]] = []
     made: dict[object, list[fx.Node]] = {}
@@ -224,14 +233,14 @@ def _plan(graph: Graph, placed: Mapping[fx.Node, int], parts: int) -> TorchPlan:
             names |= dict.fromkeys(name for name in graph.data if name.partition(".")[0] == "targets")
         used.append(list(names))
     travelling = {name: value for name, value in values.items() if any(name in names for names in used)}
-    pieces = tuple(tuple(sorted(own, key=lambda piece: _ranges(slots[piece.name], piece))) for own in owned)
+    pieces = tuple(tuple(sorted(own, key=lambda piece: ranges_of(slots[piece.name], piece))) for own in owned)
     stages = tuple(
         Stage(
             number,
             placed[nodes[0]],
             tuple(used[number]),
             tuple(name for name, value in travelling.items() if value.source == number),
-            _joined(bounds for piece in pieces[number] for bounds in _ranges(slots[piece.name], piece)),
+            joined(bounds for piece in pieces[number] for bounds in ranges_of(slots[piece.name], piece)),
         )
         for number, nodes in enumerate(groups)
     )
@@ -315,7 +324,7 @@ def _owners(
     return [{piece for piece, at in owner.items() if at == number} for number in range(len(groups))], borrowed
 
 
-def _ranges(slot: Slot, piece: Piece) -> list[tuple[int, int]]:
+def ranges_of(slot: Slot, piece: Piece) -> list[tuple[int, int]]:
     """[start, stop) of a piece in the whole flat vector."""
     if piece.axis is None:
         return [(slot.start, slot.stop)]
@@ -327,7 +336,7 @@ def _ranges(slot: Slot, piece: Piece) -> list[tuple[int, int]]:
     ]
 
 
-def _joined(ranges: Iterator[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def joined(ranges: Iterator[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """The same ranges, adjacent ones joined."""
     found: list[tuple[int, int]] = []
     for start, stop in ranges:

@@ -71,11 +71,11 @@ class PartModel:
         key = (
             *map(id, self._model.given),
             self._parts,
-            self._apart,
+            *self._kind,
             *((path, leaf.shape, leaf.dtype) for path, leaf in leaves),
         )
         if key not in _plans:
-            planned = plan_split(self._model, self._example, self._parts, divides=not self._apart)
+            planned = self._planned()
             if empty := [part for part in range(self._parts) if not planned.ranges_of(part)]:
                 raise ConfigError(
                     f"split={self._parts}: {len(empty)} parts would have no trained parameters, since the model has "
@@ -87,6 +87,14 @@ class PartModel:
             while len(_plans) > PLANS_KEPT:
                 del _plans[next(iter(_plans))]
         return _plans[key]
+
+    @property
+    def _kind(self) -> tuple[object, ...]:
+        """What distinguishes its plan from others of the same model."""
+        return (self._apart,)
+
+    def _planned(self) -> TorchPlan:
+        return plan_split(self._model, self._example, self._parts, divides=not self._apart)
 
     @cached_property
     def stages(self) -> Mapping[int, StageModel]:

@@ -11,6 +11,7 @@ from gradstream.collectives.group import Group, GroupMembers
 from gradstream.data.base import BatchPlan, Dataset
 from gradstream.model.base import Layout, Model
 from gradstream.optim.schedules import Rate
+from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.recording import Log
 from gradstream.runtime.base import Runtime
@@ -56,7 +57,7 @@ class Split:
 
     part: int
     parts: int
-    pipeline: str | SyntheticGradients
+    pipeline: str | Hybrid | SyntheticGradients
     micro_batches: int
 
 

@@ -86,7 +86,8 @@ class PartChannel:
     async def receive(self, transfer: TensorTransfer) -> torch.Tensor:
         """Receives a value, or the gradient of one, whose shape and dtype the plan says."""
         _, value = self._values[transfer.value]
-        shape = value.shape_of(self.sizes[transfer.micro_batch])
+        samples = self.sizes[transfer.micro_batch] if transfer.samples is None else transfer.samples
+        shape = value.shape_of(samples)
         what = f"{'the gradient of ' * transfer.gradient}{transfer.value}, micro-batch {transfer.micro_batch}"
         return await self._receive(transfer.source, self._tag(transfer), shape, value.dtype, what)
 

@@ -23,6 +23,7 @@ from gradstream.errors import ConfigError, NonFiniteError
 from gradstream.memory import Vector
 from gradstream.model.check import usable
 from gradstream.pipeline.executor import TensorTransfer
+from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import LAG, Predictor, SyntheticGradients, label_features
 from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.split.part_model import PartModel
@@ -32,6 +33,7 @@ from gradstream.worker.config import WorkerConfig
 from gradstream.worker.gradient import hash_seed
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.gradients import Agreement, PartGradients, PartSource
+from gradstream.worker.parts.hybrid import HybridGradients
 from gradstream.worker.parts.messages import PartReport
 
 __all__ = ["DecoupledGradients", "gradients_of"]
@@ -49,8 +51,14 @@ def gradients_of(
 ) -> PartSource:
     """The gradients of one part, by the `pipeline` of its run. For the arguments, see `PartSource`."""
     assert config.split is not None
-    apart = isinstance(config.split.pipeline, SyntheticGradients)
-    return (DecoupledGradients if apart else PartGradients)(config, runtime, model, channel, agreement, feed)
+    match config.split.pipeline:
+        case SyntheticGradients():
+            kind: type[PartSource] = DecoupledGradients
+        case Hybrid():
+            kind = HybridGradients
+        case _:
+            kind = PartGradients
+    return kind(config, runtime, model, channel, agreement, feed)
 
 
 @dataclass(frozen=True, slots=True)

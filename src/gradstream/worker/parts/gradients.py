@@ -36,7 +36,16 @@ from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.messages import PartReport
 from gradstream.worker.parts.meter import PartMeter
 
-__all__ = ["Agreement", "PartGradients", "PartPlace", "PartSource", "Values", "nothing"]
+__all__ = [
+    "AgreedSource",
+    "Agreement",
+    "Computed",
+    "PartGradients",
+    "PartPlace",
+    "PartSource",
+    "Values",
+    "nothing",
+]
 
 
 class Agreement(ABC):
@@ -161,30 +170,29 @@ class PartSource(ABC):
         return hash_seed(self._seed, self._rank, step, micro_batch)
 
 
-class PartGradients(PartSource):
-    """Computes the gradients of the whole model, each part its own elements, by a schedule that flushes."""
+class Computed:
+    """What a part knows of a gradient that it has computed.
 
-    def __init__(self, config: WorkerConfig, *place: Any) -> None:
-        super().__init__(config, *place)
-        assert config.split is not None
-        self._micro_batches = config.split.micro_batches
-        schedules = make_schedule(str(config.split.pipeline), self.model.plan, self._micro_batches)
-        self._schedule = schedules[self.model.part]
+    Attributes:
+        loss: of the samples for which this part computes it; None if for none.
+        refused: why the gradient cannot be used; "" if it can.
+    """
+
+    def __init__(self) -> None:
+        self.loss: float | None = None
+        self.refused = ""
+
+
+class AgreedSource(PartSource):
+    """Computes the gradients of the whole model, each part its own elements: all parts use one, or none does."""
 
     async def _compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result:
         batch, model = gradient.batch, self.model
-        cuts = cuts_of(batch.num_samples, min(self._micro_batches, batch.num_samples))
-        sizes = [stop - start for start, stop in pairwise(cuts)]
-        data, read_s = await self._read(gradient, cuts)
-        passes = _Passes(self, parameters, gradient, sizes)
-        self._channel.sizes = sizes
-        await run_schedule(
-            model.plan, model.part, passes.schedule, passes, self._channel, data.of if data else nothing
-        )
+        computed, read_s = await self._compute(parameters, gradient)
         await self._agreement.share_buffers()
         into, num_summed = gradient.vector, batch.num_samples if model.reduction == "sum" else 1
         mine = await self.meter.compute(
-            lambda: self._look(into.tensor, passes, num_summed),
+            lambda: self._look(into.tensor, computed, num_summed),
             work=Work("copy", elems=len(into)),
             reads=[into.all],
             writes=[into.all],
@@ -200,9 +208,13 @@ class PartGradients(PartSource):
             gradient.ready.advance(len(into))
         return Result(loss, norm, read_s, refused and f"{self.where(gradient)}: {refused}")
 
-    def _look(self, into: torch.Tensor, passes: _Passes, num_summed: int) -> PartReport:
+    @abstractmethod
+    async def _compute(self, parameters: Vector, gradient: ComputedGradient) -> tuple[Computed, float]:
+        """Computes this part's elements. Returns what is known of them, and the seconds of reading samples."""
+
+    def _look(self, into: torch.Tensor, computed: Computed, num_summed: int) -> PartReport:
         """What this part knows of its gradient. Bounds its elements."""
-        loss, refused = passes.loss, passes.refused
+        loss, refused = computed.loss, computed.refused
         if not refused and not usable(into):
             refused = f"the gradient of part {self.model.part} has a NaN or an infinity"
         if refused:
@@ -218,20 +230,42 @@ class PartGradients(PartSource):
         known = None if loss is None or math.isnan(loss) else loss
         return PartReport("gradient", squares=squares, loss=known)
 
+
+class PartGradients(AgreedSource):
+    """The gradients of a pipeline, by a schedule that flushes."""
+
+    def __init__(self, config: WorkerConfig, *place: Any) -> None:
+        super().__init__(config, *place)
+        assert config.split is not None
+        self._micro_batches = config.split.micro_batches
+        schedules = make_schedule(str(config.split.pipeline), self.model.plan, self._micro_batches)
+        self._schedule = schedules[self.model.part]
+
+    async def _compute(self, parameters: Vector, gradient: ComputedGradient) -> tuple[Computed, float]:
+        num_samples, plan = gradient.batch.num_samples, self.model.plan
+        cuts = cuts_of(num_samples, min(self._micro_batches, num_samples))
+        sizes = [stop - start for start, stop in pairwise(cuts)]
+        data, read_s = await self._read(gradient, cuts)
+        passes = _Passes(self, parameters, gradient, sizes)
+        self._channel.sizes = sizes
+        await run_schedule(
+            plan, self.model.part, passes.schedule, passes, self._channel, data.of if data else nothing
+        )
+        return passes, read_s
+
     def schedule_of(self, micro_batches: int) -> Sequence[Any]:
         """This part's passes, for a minibatch that may have fewer samples than there are micro-batches."""
         return [one for one in self._schedule if one.micro_batch < micro_batches]
 
 
-class _Passes:
+class _Passes(Computed):
     """Implements `pipeline.executor.Stages` for one gradient."""
 
     def __init__(
         self, source: PartGradients, parameters: Vector, gradient: ComputedGradient, sizes: Sequence[int]
     ) -> None:
+        super().__init__()
         self.schedule = source.schedule_of(len(sizes))
-        self.loss: float | None = None  # where this part computes it
-        self.refused = ""
         self._source = source
         self._parameters = parameters
         self._gradient = gradient

@@ -150,7 +150,8 @@ class PartLead(Agreement):
         """See `Agreement`: adds up what the parts report, and tells them what becomes of the gradient."""
         reports = [mine, *[await self._gradients[part].get() for part in self._others]]
         refused = next((one.refused for one in reports if one.refused), "")
-        loss = next((one.loss for one in reports if one.loss is not None), math.nan)
+        losses = [one.loss for one in reports if one.loss is not None]
+        loss = math.fsum(losses) if losses else math.nan
         scale, norm = 1.0, None
         if clip.norm is not None and not refused:
             norm = math.sqrt(math.fsum(one.squares for one in reports)) / num_summed

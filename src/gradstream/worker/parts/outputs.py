@@ -16,11 +16,13 @@ from gradstream.model.batch import Batch
 from gradstream.pipeline.executor import run_schedule
 from gradstream.pipeline.schedule import StagePass
 from gradstream.runtime.base import Report, Runtime, Work
+from gradstream.split.hybrid_model import HybridModel
 from gradstream.split.part_model import PartModel
 from gradstream.split.plan import DATA
 from gradstream.worker.evaluation import BATCH_SIZE
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.gradients import Values, nothing
+from gradstream.worker.parts.hybrid import hybrid_outputs
 
 __all__ = ["GivenOutputs", "compute_outputs", "test_sizes"]
 
@@ -50,6 +52,8 @@ async def compute_outputs(
     Returns:
         "outputs", and "loss" where there is one, on the part of the last stage; None on others.
     """
+    if isinstance(model, HybridModel):
+        return await hybrid_outputs(runtime, model, channel, parameters, samples, batch)
     stages = [StagePass("forward", stage.number, 0) for stage in model.plan.stages_of(model.part)]
     found = _Forward(runtime, model, parameters, samples)
     data = nothing
