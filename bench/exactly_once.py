@@ -3,6 +3,7 @@
     python bench/exactly_once.py                         # every carrier and strategy, one run of each
     python bench/exactly_once.py --rounds 8              # 8 runs of each: 7 kills a run
     python bench/exactly_once.py --strategies allreduce  # without servers: in shared memory, whatever the carrier
+    python bench/exactly_once.py --rounds 4 --keep       # 420 kills, kept in bench/results/exactly-once.json
     python bench/exactly_once.py --shards replicated     # shards in place of workers; or "logged"
 
 Of eight workers seven are killed, one after the other, at random times; the last one ends the run. Of two shards one is
@@ -13,11 +14,14 @@ killed again and again, whenever the backups are whole. Each sample adds 1 to it
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
+import os
 import random
 import signal
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,14 +32,18 @@ import gradstream as gs
 from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.run.local import LocalCluster, node_environment
+from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.plan import plan_run
 from gradstream.testing import TokenAudit, Tokens, numbered
 
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "bench" / "results" / "exactly-once.json"
 WORKERS, SAMPLES, EPOCHS, CHUNKS = 8, 512, 40, 8
 BATCH = 2
 STRATEGIES: dict[str, gs.Strategy] = {
     "downpour": gs.Downpour(),
     "ssp": gs.SSP(bound=3),
+    "synchronous": gs.Synchronous(),
     "allreduce": gs.AllReduce(),
     "allreduce-ring": gs.AllReduce(algorithm="ring"),
 }
@@ -58,11 +66,11 @@ def job() -> gs.Job:
 
 
 def job_of_rounds() -> gs.Job:
-    """The same without servers: a round is the mean over its samples, so the rate is their number."""
+    """The same in rounds: a round is the mean over its samples, so the rate is their number."""
     model = Tokens(CHUNKS, SAMPLES)
     model.reduction = "sum"
     rate = gs.optim.SGD(lr=float(WORKERS * BATCH))
-    return replace(job(), model=model, strategy="allreduce", servers=None, optimizer=rate)
+    return replace(job(), model=model, strategy="synchronous", optimizer=rate)
 
 
 class Killer:
@@ -125,9 +133,12 @@ def run_once(
 ) -> tuple[int, TokenAudit, Counter[str]]:
     """One run: number of kills, audit, and what became of the minibatches without a receipt."""
     chosen = STRATEGIES[strategy]
-    which = "job_of_rounds" if isinstance(chosen, gs.AllReduce) else "job"
+    rounds = isinstance(chosen, gs.AllReduce | gs.Synchronous)
+    which = "job_of_rounds" if rounds else "job"
     given = load_job(f"{Path(__file__).resolve()}:{which}")
     changed = replace(given, strategy=chosen, carrier=carrier, seed=seed, acknowledge=shards, epochs=epochs)
+    if isinstance(chosen, gs.AllReduce):
+        changed = replace(changed, servers=None)
     if shards != "applied":
         changed = replace(changed, workers=3, max_restarts=100)
     spec = plan_run(changed, f"{carrier}-{strategy}-{seed}")
@@ -153,12 +164,16 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--carriers", default="shm,tcp,grpc")
-    parser.add_argument("--strategies", default="downpour,ssp")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument(
+        "--keep", action="store_true", help="keeps the sums in bench/results/exactly-once.json"
+    )
     parser.add_argument(
         "--shards", default="applied", help="acknowledgement: kills shards in place of workers"
     )
     given = parser.parse_args()
     total: Counter[str] = Counter()
+    rows: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for seed in range(given.first_seed, given.first_seed + given.rounds):
         for carrier in given.carriers.split(","):
             for strategy in given.strategies.split(","):
@@ -167,13 +182,20 @@ def main() -> None:
                     kills, audit, settled = run_once(
                         carrier, strategy, seed, Path(folder), given.shards, given.epochs
                     )
-                total.update(kills=kills, lost=audit.lost, doubled=audit.doubled, torn=audit.torn, **settled)
+                found = {"kills": kills, "lost": audit.lost, "doubled": audit.doubled, "torn": audit.torn}
+                total.update(found | settled)
+                rows[f"{strategy}, {carrier}"].update(found)
                 took_s = time.perf_counter() - begun_s
                 print(
                     f"{carrier} {strategy} {seed}: {kills} kills, {audit}, {dict(settled)}, {took_s:.0f} s",
                     flush=True,
                 )
     print(dict(total))
+    if given.keep:
+        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        record = {"rows": rows, "all": total, "date": when, "commit": git_commit(ROOT)}
+        record |= {"load": os.getloadavg()[0], "machine": describe_machine({})["machine"]}
+        RESULT.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
