@@ -60,12 +60,6 @@ def test_the_replica_of_a_dead_process_comes_back(strategy: Any, victim: str) ->
     assert done.summary["samples"] >= 20 * SAMPLES
 
 
-def test_a_death_in_rounds_ends_the_run_and_names_the_process() -> None:
-    script = killed("part1-1", 0.3, back_s=None, replica=())
-    with pytest.raises(GradstreamError, match=r"part1-1.*nobody can compute the part"):
-        run(strategy="synchronous", split=2, epochs=20, config=SLOW, script=script)
-
-
 @pytest.mark.parametrize("direction", ["to the part", "to the worker"])
 def test_parts_that_cannot_reach_each_other_end_the_run_and_say_who_waits_for_what(direction: str) -> None:
     one, other = frozenset({"worker-0"}), frozenset({"part1-0"})

@@ -196,7 +196,9 @@ class Membership:
             return [*self._come_back(request), *self.resharding.proceed(at_s)]
         if self.phases.training:
             may_enter = self.phases.may_enter and not self.nodes.handing_over
-            return self._replace(request) if may_enter else []
+            # The worker of a split replica comes last: a replica that is in is whole.
+            whole = request.node.role != "worker" or not self.nodes.missing_parts(request.node.rank)
+            return self._replace(request) if may_enter and whole else []
         self.admission.admit(request)
         begun = [] if self.nodes.missing else self._begin(at_s)
         node = request.node

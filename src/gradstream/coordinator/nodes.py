@@ -146,6 +146,10 @@ class Nodes:
             name for name in replica_of(node.rank, self.parts) if name != node.name and name in self._nodes
         ]
 
+    def missing_parts(self, rank: int) -> list[str]:
+        """Names of the processes that a worker's replica lacks, besides the worker itself."""
+        return [name for name in replica_of(rank, self.parts)[1:] if name not in self._nodes]
+
     @property
     def unfinished(self) -> list[str]:
         """Names of the workers that are in and have not finished."""
@@ -175,9 +179,10 @@ class Nodes:
         return [name for name in self.worker_names if name not in self.entering]
 
     def enter(self, name: str, number: int) -> None:
-        """Lets a worker that waits begin with a round."""
+        """Lets a worker that waits begin with a round, with all parts of its replica."""
         self.entering.discard(name)
-        self._nodes[name].enters = number + 1
+        for one in replica_of(self._nodes[name].rank, self.parts):
+            self._nodes[one].enters = number + 1
 
     def finish(self, name: str, *, relies: bool) -> None:
         """Notes that a worker has finished.

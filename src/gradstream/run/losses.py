@@ -18,6 +18,9 @@ from gradstream.strategies.base import GroupStrategy, SharedMemoryStrategy
 
 __all__ = ["losses_of"]
 
+FLUSHING = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+"""Pipelines after which the gradient is that of the minibatch, whatever came before."""
+
 
 def losses_of(plan: RunPlan) -> LossTolerance:
     """Which losses of workers the run of a plan survives, and how."""
@@ -59,8 +62,8 @@ def _obstacles(plan: RunPlan, *, rounds: bool) -> Iterator[str]:
             if served is None
             else "what a worker pushes is more than the gradient of its minibatch"
         )
-    if rounds and plan.parts > 1:
-        yield "nobody can compute the part of a replica of several processes"
+    if rounds and plan.parts > 1 and job.pipeline not in FLUSHING:
+        yield "its parts have more than their parameters from one minibatch to the next"
     if rounds and plan.balanced:
         yield "shares follow measured speeds"
     if rounds and served is not None and served.rows(tables=True) is not None:

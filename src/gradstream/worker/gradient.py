@@ -26,10 +26,18 @@ from gradstream.model.base import Model
 from gradstream.model.batch import Batch
 from gradstream.model.check import usable
 from gradstream.model.rows import RowGradient
-from gradstream.runtime.base import Report
+from gradstream.runtime.base import Report, Runtime, Work
 from gradstream.worker.computed import ComputedGradient, Result
 
-__all__ = ["BLOCK_ELEMS", "Clip", "Differentiator", "GradientSource", "JointSource", "hash_seed"]
+__all__ = [
+    "BLOCK_ELEMS",
+    "Clip",
+    "Differentiator",
+    "GradientSource",
+    "JointSource",
+    "differentiate",
+    "hash_seed",
+]
 
 BLOCK_ELEMS = 1 << 17
 """Length of a block. A norm adds the squares of blocks in float64, so it does not depend on the number of threads."""
@@ -117,6 +125,24 @@ class JointSource(GradientSource, Protocol):
     async def compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result:
         """As `compute`, which it replaces."""
         ...
+
+
+async def differentiate(
+    runtime: Runtime, source: GradientSource, parameters: Vector, gradient: ComputedGradient
+) -> Result:
+    """Computes a gradient: on the arithmetic thread, or with the other processes of a split replica."""
+    if isinstance(source, JointSource):
+        return await source.compute_jointly(parameters, gradient)
+    vector = gradient.vector
+    return await runtime.compute(
+        lambda report: source.compute(parameters.tensor, gradient, report),
+        work=Work("gradient", samples=gradient.samples, elems=len(vector), elsewhere=source.elsewhere),
+        reads=[parameters.all],
+        writes=[vector.all],
+        milestones=source.milestones(gradient),
+        on_progress=gradient.ready.advance,
+        shape_only=Result(math.nan),
+    )
 
 
 class Differentiator:

@@ -89,12 +89,6 @@ class WorkerNode:
         if config.loop is not None:
             return LoopSource(config.loop, config.rank, config.first_step, self._member.requests)
         assert config.plan is not None
-        first_version = None
-        quorum = None
-        if isinstance(config.strategy, ServerStrategy):
-            quorum = config.strategy.quorum(config.num_workers)
-        if quorum is not None or config.stands_in:
-            first_version = config.resume.rounds if config.resume else 0
         kind = Schedule if self._lead is None else partial(LedSchedule, lead=self._lead.parts)
         return kind(
             plan=config.plan,
@@ -105,7 +99,7 @@ class WorkerNode:
             queue=self._queue,
             num_steps=config.num_steps,
             balance=self._balance,
-            first_version=first_version,
+            first_version=first_version_of(config),
         )
 
     async def run(self) -> None:
@@ -133,7 +127,7 @@ class WorkerNode:
             if self._exchange is not None:
                 await self._exchange.close()
             if self._lead is not None:
-                self._lead.parts.close()
+                self._lead.close()
             await self._member.leave()
 
     def drain(self) -> None:
@@ -277,6 +271,16 @@ class WorkerNode:
     def _report_logged(self) -> None:
         for event in () if self._config.loop is None else self._config.loop.logged():
             self._member.emit(event)
+
+
+def first_version_of(config: WorkerConfig) -> int | None:
+    """Version that a worker's first minibatch is for, where rounds may go on without it; see `Schedule`."""
+    quorum = None
+    if isinstance(config.strategy, ServerStrategy):
+        quorum = config.strategy.quorum(config.num_workers)
+    if quorum is None and not config.stands_in:
+        return None
+    return config.resume.rounds if config.resume else 0
 
 
 def init_of(config: WorkerConfig, runtime: Runtime) -> Callable[[Vector], Awaitable[None]]:

@@ -13,6 +13,7 @@ import torch
 
 from gradstream.checkpoint.snapshot import NodeSnapshots, SnapshotMember
 from gradstream.runtime.base import Runtime, Work, awaited_later
+from gradstream.server.aggregation import rank_of
 from gradstream.server.shard.backup import ShardBackup
 from gradstream.server.shard.config import ShardConfig
 from gradstream.server.shard.recorder import ShardRecorder
@@ -21,7 +22,7 @@ from gradstream.server.shard.snapshot import ShardSnapshot
 from gradstream.telemetry.events import AppliedEvent, Event, RestoredEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
-from gradstream.wire.parts import part_map_of, role_of_part
+from gradstream.wire.parts import member_name, part_map_of, role_of_part
 from gradstream.wire.placement import Placement
 
 __all__ = ["ShardMembership", "ShardNode"]
@@ -217,7 +218,10 @@ class ShardNode:
         """
         self._follow_resharding(notice)  # first: what was held belongs to nodes that may be lost now
         role = role_of_part(self._config.part)
-        self._service.keep_stand_ins({one.rank: one.worker for one in notice.stand_ins})
+        stand_ins = {
+            one.rank: member_name(self._config.part, rank_of(one.worker)) for one in notice.stand_ins
+        }
+        self._service.keep_stand_ins(stand_ins)
         before, self._members = self._members, _incarnations(notice)
         self._service.copies.members = self._members
         stayed = [

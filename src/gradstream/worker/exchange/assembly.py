@@ -15,7 +15,6 @@ import torch
 
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group, GroupMembers
-from gradstream.coordinator.client.member import names_of
 from gradstream.coordinator.receipts import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
@@ -26,7 +25,7 @@ from gradstream.model.factors import factored_layers_of
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy
 from gradstream.telemetry.events import StepEvent
 from gradstream.wire import v1
-from gradstream.wire.parts import part_map_of
+from gradstream.wire.parts import member_name, part_map_of
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
@@ -36,7 +35,9 @@ from gradstream.worker.exchange.shared import form_shared
 from gradstream.worker.gradient import Differentiator, GradientSource
 from gradstream.worker.joint_gradient import JointGradient
 from gradstream.worker.loop import LoopSource
+from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.gradients import PartPlace
+from gradstream.worker.parts.joint_gradient import PartJointGradient
 from gradstream.worker.refusals import Refusals, RefusedGradient
 from gradstream.worker.replica.base import Replica, ReplicaContext
 from gradstream.worker.replica.group import GroupReplica, GroupSetup
@@ -92,7 +93,8 @@ class Assembly:
                     server_exchange,  # only runs with servers import it
                 )
 
-                return server_exchange(config, context, strategy, self._replica_context(), self._source_of)
+                replica, agreement = self._replica_context(), self._agreement
+                return server_exchange(config, context, strategy, replica, self._source_of, agreement)
             case GroupStrategy() as strategy:
                 return await self._group_exchange(strategy)
             case SharedMemoryStrategy() as strategy:
@@ -110,6 +112,7 @@ class Assembly:
             self._form_group,
             survives=config.stands_in and not context.runtime.memory.shape_only,
             interrupt=self._batch_gate.interrupt,
+            agreement=self._agreement,
         )
         first = await forming.through(lambda group: self._group_setup(strategy, group, forming.notice))
         return GroupExchange(
@@ -117,7 +120,7 @@ class Assembly:
             strategy,
             forming,
             partial(self._group_setup, strategy),
-            partial(GroupReplica, self._replica_context(), first),
+            partial(GroupReplica, self._replica_context(), first, whole=forming.whole),
             (config.model.layout.elems, config.chunk_elems),
             None if config.split is None else part_map_of(context.member.notice.model, config.split.part),
         )
@@ -126,7 +129,8 @@ class Assembly:
         """Forms the group of the workers that are in."""
         config, context = self._config, self._context
         assert config.form_group is not None
-        names = names_of(notice.nodes, config.role)
+        part = 0 if config.split is None else config.split.part  # a worker that is in has all its parts
+        names = [member_name(part, node.rank) for node in notice.nodes if node.role == "worker"]
         rank = names.index(context.runtime.node)
         members = GroupMembers(names, rank, notice.epoch, config.deadlines.silence_s)
         return await config.form_group(
@@ -139,7 +143,8 @@ class Assembly:
         config, layout = self._config, self._config.model.layout
         sharded = strategy.sharded
         if sharded is None:  # a user's loop may look at all parameters after another worker's death
-            sharded = group.shares_memory and config.loop is None and not strategy.factors
+            alone = config.loop is None and config.split is None
+            sharded = group.shares_memory and alone and not strategy.factors
         bucket_elems = strategy.bucket_elems(layout.dtype.itemsize, config.chunk_elems)
         buckets = Buckets(layout.elems, bucket_elems, group.size)
         spare: Sequence[Vector] = ()
@@ -194,6 +199,8 @@ class Assembly:
         assert isinstance(self._source, Schedule)
         part = self._context.runtime.memory.allocate(model.layout.elems, model.layout.dtype, "part")
         sources = {rank: self._source_of(rank) for rank in (config.rank, *lost)}
+        if self._place is not None:
+            return PartJointGradient(self._context.runtime, sources, self._source, model.reduction, part)
         return JointGradient(sources, self._source, model.reduction, part)
 
     def _sufficient_factors(self, strategy: GroupStrategy, group: Group) -> SufficientFactors | None:
@@ -280,8 +287,16 @@ class Assembly:
             )
         )
 
+    @property
+    def _agreement(self) -> Agreement | None:
+        """With the other processes of this replica, where others may die and come back meanwhile."""
+        survives = self._config.stands_in and self._config.num_workers > 1
+        return self._place.agreement if self._place is not None and survives else None
+
     def _source_of(self, rank: int) -> GradientSource:
         """The source of another worker's gradients, on this worker's model."""
+        if self._place is not None:
+            return self._place.source_of(rank)
         assert isinstance(self._source, Schedule)
         return self._differentiator(self._source, rank)
 

@@ -17,6 +17,7 @@ from gradstream.coordinator.client.member import Member
 from gradstream.errors import ClosedError, DeadlineError, PeerLostError
 from gradstream.runtime.base import Runtime, awaited_later
 from gradstream.wire import v1
+from gradstream.worker.parts.agreement import Agreement, at_once
 
 __all__ = ["LOST", "GroupForming"]
 
@@ -38,6 +39,7 @@ class GroupForming:
         form: forms the group of the workers of a notice.
         survives: another group is formed when the workers change. Otherwise the loss of one ends the run.
         interrupt: called with an error when a group is abandoned.
+        agreement: with the other processes of a split replica; None where there are none.
 
     Attributes:
         notice: the notice that names the workers of the group that the caller has got last.
@@ -53,7 +55,10 @@ class GroupForming:
         *,
         survives: bool,
         interrupt: Callable[[Exception], None],
+        agreement: Agreement | None = None,
     ) -> None:
+        self.notice = member.notice
+        self._agreement = agreement
         self.survives = survives
         self._runtime = runtime
         self._member = member
@@ -83,11 +88,40 @@ class GroupForming:
         """
         while True:
             try:
-                done = await work(await self._group())
+                done = await self.jointly(self._with_group(work))
                 self._num_again = 0
                 return done
             except LOST as error:
                 await self.changed(error)
+
+    async def _with_group(self, work: Callable[[Group], Awaitable[T]]) -> T:
+        return await work(await self._group())
+
+    async def jointly(self, work: Awaitable[T]) -> T:
+        """Awaits work that counts only if all processes of this replica do theirs, in groups of one epoch.
+
+        Raises:
+            PeerLostError, DeadlineError, ClosedError: one of them does not, because it has lost its group.
+        """
+        if self._agreement is None:
+            return await work
+        try:
+            done = await work
+        except LOST:
+            await self._agreement.all_ready(False, self.notice.epoch)
+            raise
+        if not await self._agreement.all_ready(True, self.notice.epoch):
+            raise ClosedError("another part of this replica has lost its group")
+        return done
+
+    async def whole(self) -> None:
+        """Returns when all processes of this replica have come to here. Raises as `jointly` does."""
+        await self.jointly(at_once())
+
+    async def give_up(self) -> None:
+        """Lets all processes of this replica give up their round."""
+        if self._agreement is not None:
+            await self._agreement.give_up(self.notice.epoch)
 
     async def changed(self, error: Exception) -> None:
         """Returns once there is another group, since an operation of this one has raised `error`. Else raises it."""

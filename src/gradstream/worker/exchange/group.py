@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
 from hashlib import blake2b
 
 from gradstream.checkpoint.manifest import STATE, Manifest
@@ -76,17 +77,15 @@ class GroupExchange(Exchange):
         A worker that has joined late gets them from the others.
         """
         try:
-            if self._forming.notice.epoch > FIRST_EPOCH:
-                await self._level()
-            else:
-                await self._begin_together()
+            late = self._forming.notice.epoch > FIRST_EPOCH
+            (await self._forming.jointly(self._level() if late else self._begin_together()))()
         except LOST as error:
             await self._regroup(error)
         if self.replica.version < 0:
             raise self._nobody_has_them()
         self._keep_snapshots(self._snapshot_source)
 
-    async def _begin_together(self) -> None:
+    async def _begin_together(self) -> Callable[[], None]:
         replica = self.replica
         if self._context.resume is not None:
             await self._first_parameters()
@@ -97,6 +96,7 @@ class GroupExchange(Exchange):
                 await self._context.init(replica.parameters)
             await replica.group.broadcast(replica.parameters)
             replica.version = 0
+        return _nothing
 
     @property
     def _first_version(self) -> int:
@@ -119,6 +119,8 @@ class GroupExchange(Exchange):
                 await self._strategy.train(self.replica)
                 break
             except LOST as error:
+                await self.replica.at_rest()
+                await self._forming.give_up()
                 await self._regroup(error)
                 await self.replica.catch_up()
         if self._forming.survives:
@@ -145,20 +147,23 @@ class GroupExchange(Exchange):
     async def _regroup(self, error: Exception) -> None:
         """Goes on in the next group. Raises `error` if the members stay as they are."""
         await self._forming.changed(error)
-        await self._forming.through(self._enter)
+        (await self._forming.through(self._enter))()
 
-    async def _enter(self, group: Group) -> None:
+    async def _enter(self, group: Group) -> Callable[[], None]:
         replica = self.replica
         await replica.at_rest()
         self._had = self._had or replica.give_up()
         replica.regroup(await self._setup(group, self._forming.notice, replica.setup))
-        await self._level()
+        return await self._level()
 
-    async def _level(self) -> None:
+    async def _level(self) -> Callable[[], None]:
         """Gives all workers of the group the newest parameters and state that one of them has, and compares digests.
 
         Whoever is behind receives them into other memory, and takes them when they are there. So nobody is left with
         a part if the sender dies too. Where all have joined late, nobody has parameters, and all keep version -1.
+
+        Returns:
+            What takes them.
 
         Raises:
             InternalError: the digests differ.
@@ -169,7 +174,7 @@ class GroupExchange(Exchange):
         newest, rank = max(versions), setup.group.rank
         root = versions.index(newest)
         if newest < 0 and any(late for _, late in told):
-            return  # the run had parameters: nobody begins it again
+            return _nothing  # the run had parameters: nobody begins it again
         if newest < 0:  # whoever had the first parameters is gone
             newest = self._first_version
             if rank == root:
@@ -189,7 +194,10 @@ class GroupExchange(Exchange):
             raise InternalError(
                 f"after round {newest} {', '.join(wrong)} got other parameters than {setup.group.names[root]} has"
             )
-        replica.take(vectors, newest)
+        return partial(self._take, vectors, newest)
+
+    def _take(self, vectors: Sequence[Vector], version: int) -> None:
+        self.replica.take(vectors, version)
         self._had = ()
 
     def _like(self, vector: Vector) -> Vector:
@@ -250,6 +258,10 @@ class GroupExchange(Exchange):
         if self._attending is not None:
             self._attending.cancel()
         await self._forming.close()
+
+
+def _nothing() -> None:
+    """There is nothing to take."""
 
 
 class _GroupSnapshot:

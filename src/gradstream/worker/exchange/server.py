@@ -20,6 +20,8 @@ from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
 from gradstream.worker.exchange.errands import Errands
 from gradstream.worker.gradient import GradientSource
+from gradstream.worker.parts.agreement import Agreement
+from gradstream.worker.parts.stand_in import PartStandIn
 from gradstream.worker.registration import row_exchange_of, row_spec_for
 from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.rows import RowReplica
@@ -35,6 +37,7 @@ def server_exchange(
     strategy: ServerStrategy,
     parts: ReplicaContext,
     source_of: Callable[[int], GradientSource],
+    agreement: Agreement | None = None,
 ) -> ServerExchange:
     """Makes the exchange of a worker, with a replica that sends rows where the strategy asks for it.
 
@@ -44,13 +47,15 @@ def server_exchange(
         strategy: strategy of the run.
         parts: parts of its replica.
         source_of: makes the source of another rank's gradients, for which the worker may stand in.
+        agreement: with the other processes of its replica; None where there are none.
     """
     changed = row_exchange_of(config)
     kind = ServerReplica if changed is None else partial(RowReplica, exchange=changed)
     make, rows = partial(kind, parts), row_spec_for(config)
     exchange = ServerExchange(context, strategy, config.model.layout, config.chunk_elems, make, rows)
     if config.stands_in:
-        exchange.let_stand_in(parts, source_of)
+        kind_of = StandIn if agreement is None else partial(PartStandIn, agreement=agreement)
+        exchange.let_stand_in(parts, source_of, kind_of)
     if config.redoes:
         exchange.redo_torn(parts)
     return exchange
@@ -122,13 +127,18 @@ class ServerExchange(Exchange):
         if self._errands is not None:
             self._errands.cancel()
 
-    def let_stand_in(self, parts: ReplicaContext, source_of: Callable[[int], GradientSource]) -> None:
+    def let_stand_in(
+        self,
+        parts: ReplicaContext,
+        source_of: Callable[[int], GradientSource],
+        make: Callable[..., StandIn],
+    ) -> None:
         """Lets this worker compute the parts of lost workers, where the coordinator asks for it."""
         context, member = self._context, self._context.member
         allocate = partial(
             context.runtime.memory.allocate, self._layout.elems, self._layout.dtype, exchanged=True
         )
-        stand_in = StandIn(
+        stand_in = make(
             context.runtime,
             self._client,
             parts.schedule,

@@ -22,18 +22,28 @@ from gradstream.split.plan import Value
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.transport.tagged_tensors import PARKED_S
 from gradstream.wire import v1
-from gradstream.worker.parts.messages import MESSAGE_ELEMS, PartReport, PartTurn, PartVerdict, decode, encode
+from gradstream.worker.parts.messages import (
+    MESSAGE_ELEMS,
+    Message,
+    PartOutcome,
+    PartReport,
+    PartStandsIn,
+    PartTurn,
+    PartVerdict,
+    decode,
+    encode,
+)
 
 __all__ = ["PartChannel", "as_it_was", "as_sent"]
 
-_TAGS: Mapping[type, int] = {PartTurn: 0, PartReport: 1, PartVerdict: 2}
+_TAGS: Mapping[type, int] = {PartTurn: 0, PartReport: 1, PartVerdict: 2, PartOutcome: 3, PartStandsIn: 4}
 NEWS_S, RETRY_S = 60.0, 0.01
 """Seconds in which the coordinator's news reach every process, at most, and between two tries until then."""
 
-VECTORS, VALUES = 3, 4
+VECTORS, VALUES = 5, 6
 """Tags; those from VALUES on are of the model's values."""
 
-M = TypeVar("M", PartTurn, PartReport, PartVerdict)
+M = TypeVar("M", PartTurn, PartReport, PartVerdict, PartOutcome, PartStandsIn)
 
 _AS = {8: torch.float64, 4: torch.float32}  # carriers know these; a view of the same bytes
 
@@ -70,7 +80,10 @@ class PartChannel:
         self._silence_s = silence_s
         endpoint.serve_tensors()
         endpoint.serve("alive", _answer, model=False)
-        self._last: dict[int, asyncio.Task[None]] = {}  # by part, what sends the last message
+        self._last: dict[
+            tuple[int, int], asyncio.Task[None]
+        ] = {}  # by part and tag, what sends the last message
+        self._hearing: list[asyncio.Task[None]] = []
 
     @cached_property
     def _values(self) -> Mapping[str, tuple[int, Value]]:
@@ -97,17 +110,31 @@ class PartChannel:
 
     # ---- messages -------------------------------------------------------------------------
 
-    def say(self, part: int, message: PartTurn | PartReport | PartVerdict) -> None:
-        """Sends a message to a part, after those before it."""
-        before = self._last.get(part)
+    def say(self, part: int, message: Message) -> None:
+        """Sends a message to a part, after those of its kind before it."""
         tag = _TAGS[type(message)]
+        before = self._last.get((part, tag))
 
         async def in_order() -> None:
             if before is not None:
                 await asyncio.shield(before)
             await self._send(part, tag, encode(message))
 
-        self._last[part] = self._spawn(in_order(), f"message-{part}")
+        self._last[part, tag] = self._spawn(in_order(), f"message-{part}")
+
+    def follow(self, part: int, kind: type[M], heard: Callable[[M], None]) -> None:
+        """Calls `heard` with each message of this kind from a part, until `close`."""
+
+        async def keep_hearing() -> None:
+            while True:
+                heard(await self.hear(part, kind))
+
+        self._hearing.append(self._spawn(keep_hearing(), f"hears-{part}"))
+
+    def close(self) -> None:
+        """Hears no messages any more. Idempotent."""
+        for task in self._hearing:
+            task.cancel()
 
     async def hear(self, part: int, kind: type[M]) -> M:
         """The next message of this kind from a part."""

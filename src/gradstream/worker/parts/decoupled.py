@@ -31,8 +31,9 @@ from gradstream.split.plan import DATA, Value
 from gradstream.worker.computed import ComputedGradient, Result
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.gradient import hash_seed
+from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.channel import PartChannel
-from gradstream.worker.parts.gradients import Agreement, PartGradients, PartSource
+from gradstream.worker.parts.gradients import PartGradients, PartSource
 from gradstream.worker.parts.hybrid import HybridGradients
 from gradstream.worker.parts.messages import PartReport
 

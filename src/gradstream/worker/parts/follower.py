@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import astuple, dataclass
 
 from gradstream.data.base import BatchRef
-from gradstream.errors import InternalError
+from gradstream.errors import ClosedError, InternalError
 from gradstream.split.part_model import PartModel
 from gradstream.worker.batch_gate import BatchGate, Gate
 from gradstream.worker.gradient import Clip
+from gradstream.worker.parts.agreement import Agreement, at_once
 from gradstream.worker.parts.channel import PartChannel
-from gradstream.worker.parts.gradients import Agreement
-from gradstream.worker.parts.messages import PartReport, PartTurn, PartVerdict
+from gradstream.worker.parts.messages import PartOutcome, PartReport, PartStandsIn, PartTurn, PartVerdict
 from gradstream.worker.schedule import Schedule, ScheduleHooks
 
 __all__ = ["FollowedSchedule", "FollowerGate", "PartFollower"]
@@ -45,12 +45,15 @@ class PartFollower(Agreement):
 
     Attributes:
         carry_out: carries out a turn that is no minibatch and no flush.
+        epoch: membership epoch under which this part has voted last.
     """
 
     def __init__(self, channel: PartChannel, model: PartModel, gate: BatchGate) -> None:
+        super().__init__()
         self._channel = channel
         self._model = model
         self._gate = gate
+        self.epoch = 0
         self.carry_out: Callable[[PartTurn], Awaitable[None]] = _unserved
 
     def pushed(self, refs: Sequence[BatchRef]) -> None:
@@ -81,13 +84,52 @@ class PartFollower(Agreement):
             self._channel.say(LEAD, mine)
         return math.nan
 
+    @property
+    def leads(self) -> bool:
+        """See `Agreement`."""
+        return False
+
+    def start(self) -> None:
+        """Begins to hear for whom this replica stands in."""
+        self._channel.follow(LEAD, PartStandsIn, self._stands_in)
+
+    def _stands_in(self, asked: PartStandsIn) -> None:
+        if self.on_stand_in is None:
+            raise InternalError(f"a part was asked to stand in for worker-{asked.rank} before it could")
+        self.on_stand_in(asked)
+
+    async def all_ready(
+        self, ready: bool, epoch: int = 0, last: Callable[[], Awaitable[None]] = at_once
+    ) -> bool:
+        """See `Agreement`."""
+        self.in_round, self.epoch = False, epoch
+        self._channel.say(
+            LEAD, PartReport("vote", refused="" if ready else "it has lost its group", epoch=epoch)
+        )
+        outcome = await self._channel.hear(LEAD, PartOutcome)
+        await last()
+        return outcome.ready
+
+    async def give_up(self, epoch: int) -> None:
+        """See `Agreement`: the worker gives up the round too, since not all parts are ready."""
+        if self.in_round:
+            await self.all_ready(False, epoch)
+
+    def let_stand_in(self, rank: int, number: int) -> None:
+        """See `Agreement`: the worker has told this part."""
+
     async def batches(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
         """The minibatches that the worker begins, until it says that there is none any more."""
         while (turn := await self._channel.hear(LEAD, PartTurn)).kind != "over":
             if turn.kind == "batch":
                 self._gate.phase, self._gate.begun_before = turn.phase, turn.begun_before
+                hooks.skip()
                 await hooks.gate()
+                self.in_round = True
                 yield turn.batch
+            elif turn.kind == "again":
+                if turn.epoch >= self.epoch:
+                    raise ClosedError("the worker of this replica forms its group again")
             elif turn.kind == "flush":
                 await hooks.close()
                 self.done()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -31,49 +32,13 @@ from gradstream.runtime.base import Runtime, Work
 from gradstream.split.part_model import PartModel
 from gradstream.worker.computed import ComputedGradient, Result
 from gradstream.worker.config import WorkerConfig
-from gradstream.worker.gradient import BLOCK_ELEMS, Clip, hash_seed
+from gradstream.worker.gradient import BLOCK_ELEMS, hash_seed
+from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.messages import PartReport
 from gradstream.worker.parts.meter import PartMeter
 
-__all__ = [
-    "AgreedSource",
-    "Agreement",
-    "Computed",
-    "PartGradients",
-    "PartPlace",
-    "PartSource",
-    "Values",
-    "nothing",
-]
-
-
-class Agreement(ABC):
-    """What one part knows of a gradient, and what becomes of it in all parts."""
-
-    @abstractmethod
-    async def share_buffers(self) -> None:
-        """Gives the worker what computing the gradient has made of this part's buffers."""
-
-    @abstractmethod
-    async def reach(
-        self, mine: PartReport, clip: Clip, num_summed: int
-    ) -> tuple[float, str, float, float | None]:
-        """Agrees with all other parts.
-
-        Args:
-            mine: this part's report.
-            clip: bounds of the gradient.
-            num_summed: number of samples that the gradient is the sum over; 1 for a mean.
-
-        Returns:
-            (factor for each element, why it is refused or "", loss, length of the mean gradient or None). Loss and
-            length are known to part 0 alone.
-        """
-
-    @abstractmethod
-    def note(self, mine: PartReport) -> float:
-        """Passes on a report, and waits for nobody. Returns the newest loss that is known here; NaN where none is."""
+__all__ = ["AgreedSource", "Computed", "PartGradients", "PartPlace", "PartSource", "Values", "nothing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +48,18 @@ class PartPlace:
     Args:
         gradients: computes them with the other parts.
         pushed: called with minibatches that are in the model, in this part.
+        agreement: with the other parts.
+        feed_of: makes what reads the minibatches of a rank, on part 0; None on others.
     """
 
     gradients: PartSource
     pushed: Callable[[Sequence[BatchRef]], None]
+    agreement: Agreement
+    feed_of: Callable[[int], Feed | None]
+
+    def source_of(self, rank: int) -> PartSource:
+        """The source of another worker's gradients, on this replica's model."""
+        return self.gradients.of_rank(rank, self.feed_of(rank))
 
 
 class PartSource(ABC):
@@ -124,6 +97,12 @@ class PartSource(ABC):
         self._rank = config.rank
         self._seed = config.seed
         self._clip = config.clip
+
+    def of_rank(self, rank: int, feed: Feed | None) -> PartSource:
+        """Computes the gradients of another worker, with its samples and its random numbers."""
+        other = copy(self)
+        other._rank, other._feed = rank, feed
+        return other
 
     def milestones(self, gradient: ComputedGradient) -> Sequence[int]:
         """See `GradientSource`: only the very end."""

@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 
 import torch
 
 from gradstream.data.base import BatchRef
-from gradstream.runtime.base import Runtime, awaited_later
 from gradstream.split.part_model import PartModel
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.gradient import Clip
+from gradstream.worker.parts.agreement import Agreement, at_once
 from gradstream.worker.parts.channel import PartChannel
-from gradstream.worker.parts.gradients import Agreement
-from gradstream.worker.parts.messages import PartReport, PartTurn, PartVerdict
+from gradstream.worker.parts.messages import (
+    Message,
+    PartOutcome,
+    PartReport,
+    PartStandsIn,
+    PartTurn,
+    PartVerdict,
+)
 from gradstream.worker.schedule import Schedule, ScheduleHooks
 
 __all__ = ["LedSchedule", "PartLead"]
@@ -27,7 +34,6 @@ class PartLead(Agreement):
     """Leads the parts of one replica.
 
     Args:
-        runtime: of the worker.
         channel: to the parts.
         model: the worker's part of the model, which also knows the buffers of the others.
         parts: number of parts, with the worker.
@@ -37,14 +43,13 @@ class PartLead(Agreement):
 
     def __init__(
         self,
-        runtime: Runtime,
         channel: PartChannel,
         model: PartModel,
         parts: int,
         gate: BatchGate,
         on_receipt: Callable[[Sequence[BatchRef]], None],
     ) -> None:
-        self._runtime = runtime
+        super().__init__()
         self._channel = channel
         self._model = model
         self._others = range(1, parts)
@@ -54,28 +59,24 @@ class PartLead(Agreement):
         self._done = {part: asyncio.Queue[PartReport]() for part in self._others}
         self._gradients = {part: asyncio.Queue[PartReport]() for part in self._others}
         self._loss: float | None = None  # the newest, where no part waits for it
-        self._listening: list[asyncio.Task[None]] = []
+        self._votes: dict[int, PartReport] = {}
+        self._agreed = True  # the last vote has come to that all are ready
+        self._voted = asyncio.Event()
 
     def start(self) -> None:
         """Begins to hear the reports of the parts, which are in."""
         self._gate.flush_others = self.flush
-        self._listening = [
-            awaited_later(self._runtime.spawn(self._listen(part), name=f"{self._runtime.node}-hears-{part}"))
-            for part in self._others
-        ]
+        for part in self._others:
+            self._channel.follow(part, PartReport, partial(self._heard, part))
 
-    def close(self) -> None:
-        """Hears no reports any more. Idempotent."""
-        for task in self._listening:
-            task.cancel()
-
-    async def _listen(self, part: int) -> None:
-        while True:
-            report = await self._channel.hear(part, PartReport)
-            if report.kind == "pushed":
-                self.pushed([BatchRef(*ref) for ref in report.refs])
-            else:
-                (self._done if report.kind == "done" else self._gradients)[part].put_nowait(report)
+    def _heard(self, part: int, report: PartReport) -> None:
+        if report.kind == "pushed":
+            self.pushed([BatchRef(*ref) for ref in report.refs])
+        elif report.kind == "vote":
+            self._votes[part] = report
+            self._voted.set()
+        else:
+            (self._done if report.kind == "done" else self._gradients)[part].put_nowait(report)
 
     def pushed(self, refs: Sequence[BatchRef]) -> None:
         """Notes that minibatches are in the model, in one more part."""
@@ -91,6 +92,7 @@ class PartLead(Agreement):
     async def begin(self, ref: BatchRef) -> None:
         """Lets the parts begin a minibatch."""
         await self.spread_buffers()
+        self.in_round = True
         self._say(
             PartTurn("batch", ref=astuple(ref), begun_before=self._gate.begun_before, phase=self._gate.phase)
         )
@@ -124,7 +126,7 @@ class PartLead(Agreement):
         self._say(turn)
         await self.done()
 
-    def _say(self, message: PartTurn | PartVerdict) -> None:
+    def _say(self, message: Message) -> None:
         for part in self._others:
             self._channel.say(part, message)
 
@@ -168,6 +170,48 @@ class PartLead(Agreement):
             while not reports.empty():
                 self._loss = reports.get_nowait().loss
         return math.nan if self._loss is None else self._loss
+
+    # ---- rounds ---------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """See `Agreement`."""
+        return True
+
+    async def all_ready(
+        self, ready: bool, epoch: int = 0, last: Callable[[], Awaitable[None]] = at_once
+    ) -> bool:
+        """See `Agreement`. A part of an older group is told so; one of a newer group waits for this worker."""
+        votes, self.in_round = self._votes, False
+        while True:
+            for part, vote in list(votes.items()):
+                if vote.epoch < epoch:
+                    del votes[part]
+                    self._channel.say(part, PartOutcome(ready=False))
+            if any(vote.epoch > epoch for vote in votes.values()):
+                self._agreed = False
+                return False
+            if len(votes) == len(self._others):
+                break
+            self._voted.clear()
+            await self._voted.wait()
+        ready = ready and not any(vote.refused for vote in votes.values())
+        votes.clear()
+        self._agreed = ready
+        await last()
+        self._say(PartOutcome(ready=ready))
+        return ready
+
+    async def give_up(self, epoch: int) -> None:
+        """See `Agreement`."""
+        if self.in_round:
+            await self.all_ready(False, epoch)
+        elif self._agreed:  # the parts know of no failure, and wait for their next turn
+            self._say(PartTurn("again", epoch=epoch))
+
+    def let_stand_in(self, rank: int, number: int) -> None:
+        """See `Agreement`."""
+        self._say(PartStandsIn(rank, number))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
@@ -17,7 +17,17 @@ from gradstream.data.base import BatchRef
 from gradstream.errors import InternalError
 from gradstream.untrusted import MismatchError, check_record, parse_json
 
-__all__ = ["MESSAGE_ELEMS", "PartReport", "PartTurn", "PartVerdict", "decode", "encode"]
+__all__ = [
+    "MESSAGE_ELEMS",
+    "Message",
+    "PartOutcome",
+    "PartReport",
+    "PartStandsIn",
+    "PartTurn",
+    "PartVerdict",
+    "decode",
+    "encode",
+]
 
 MESSAGE_ELEMS = 128
 """Length of a message, in float64 elements of 8 bytes."""
@@ -30,17 +40,20 @@ class PartTurn:
     Args:
         kind: "batch" computes the gradient of a minibatch, by the strategy. "flush" brings all that was computed into
             the model. "outputs" computes outputs of held-out samples. "over": there is no minibatch any more.
-            "buffers" takes them from the worker. "finish" fetches the final parameters; "send" sends them.
+            "buffers" takes them from the worker. "finish" fetches the final parameters; "send" sends them. "again"
+            forms the group of this part again.
         ref: name of the minibatch, as (epoch, partition, batch, count).
         begun_before, phase: see `BatchGate`.
         newest: outputs are those of the newest parameters, not of the replica's own.
+        epoch: membership epoch of the worker's group, for "again": a part that has a newer one does nothing.
     """
 
-    kind: Literal["batch", "flush", "outputs", "over", "buffers", "finish", "send"]
+    kind: Literal["batch", "flush", "outputs", "over", "buffers", "finish", "send", "again"]
     ref: tuple[int, ...] = ()
     begun_before: int = 0
     phase: str = ""
     newest: bool = False
+    epoch: int = 0
 
     @property
     def batch(self) -> BatchRef:
@@ -53,18 +66,21 @@ class PartReport:
     """What a part says to its worker.
 
     Args:
-        kind: "pushed": minibatches are in the model. "done": of a turn. "gradient": what is known of one.
+        kind: "pushed": minibatches are in the model. "done": of a turn. "gradient": what is known of one. "vote":
+            whether this part is ready; see `Agreement.all_ready`.
         refs: the minibatches.
         squares: sum of the squares of the gradient's elements; 0 where nobody needs it.
         loss: loss of the minibatch, from the part that computes it; None from others.
-        refused: why the gradient cannot be used; "" if it can.
+        refused: why the gradient cannot be used, or the part is not ready; "" if it can, or is.
+        epoch: membership epoch of the part's group, for a vote.
     """
 
-    kind: Literal["pushed", "done", "gradient"]
+    kind: Literal["pushed", "done", "gradient", "vote"]
     refs: tuple[tuple[int, ...], ...] = ()
     squares: float = 0.0
     loss: float | None = None
     refused: str = ""
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +96,35 @@ class PartVerdict:
     refused: str = ""
 
 
-M = TypeVar("M", PartTurn, PartReport, PartVerdict)
+@dataclass(frozen=True, slots=True)
+class PartOutcome:
+    """What the votes of all parts have come to.
+
+    Args:
+        ready: whether all are.
+    """
+
+    ready: bool
 
 
-def encode(message: PartTurn | PartReport | PartVerdict) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class PartStandsIn:
+    """A part computes the minibatch of a lost worker too.
+
+    Args:
+        rank: rank of the lost worker.
+        round: number of the round.
+    """
+
+    rank: int
+    round: int
+
+
+Message: TypeAlias = PartTurn | PartReport | PartVerdict | PartOutcome | PartStandsIn
+M = TypeVar("M", PartTurn, PartReport, PartVerdict, PartOutcome, PartStandsIn)
+
+
+def encode(message: Message) -> torch.Tensor:
     """The message as a vector of `MESSAGE_ELEMS` elements of float64."""
     data = json.dumps(dataclasses.asdict(message), separators=(",", ":")).encode()
     room = MESSAGE_ELEMS * 8

@@ -19,7 +19,7 @@ from gradstream.wire.parts import replica_of
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.assembly import Assembly
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
-from gradstream.worker.node import eviction_of, init_of
+from gradstream.worker.node import eviction_of, first_version_of, init_of
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.decoupled import gradients_of
 from gradstream.worker.parts.final_model import send_parameters
@@ -63,6 +63,7 @@ class PartNode:
             steps=config.steps,
             lr=config.lr,
             num_steps=config.num_steps,
+            first_version=first_version_of(config),
             follower=self._follower,
         )
         self._exchange: Exchange | None = None
@@ -80,6 +81,7 @@ class PartNode:
                 raise evicted from error
             raise
         finally:
+            self._channel.close()
             if self._exchange is not None:
                 await self._exchange.close()
             await member.leave()
@@ -96,6 +98,7 @@ class PartNode:
         assert config.split is not None
         await member.training()
         await member.heard(self._is_whole)
+        self._follower.start()
         gradients = gradients_of(config, runtime, self._model, self._channel, self._follower, None)
         context = ExchangeContext(
             runtime=runtime,
@@ -117,7 +120,7 @@ class PartNode:
             self._gate,
             on_step=_unreported,
             on_boundary=_nothing,
-            place=PartPlace(gradients, self._follower.pushed),
+            place=PartPlace(gradients, self._follower.pushed, self._follower, lambda rank: None),
         )
         exchange = self._exchange = await assembly.exchange()
         reporting = runtime.spawn(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gradstream.coordinator.client.member import Member
-from gradstream.data.base import Dataset, Ids
+from gradstream.data.base import Dataset, Feed, Ids
 from gradstream.data.feed import feed_of
 from gradstream.memory import Vector
 from gradstream.model.batch import Batch
@@ -41,6 +41,7 @@ class Lead:
 
     Attributes:
         parts: leads the parts.
+        close: hears no reports any more.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class Lead:
         self._channel = PartChannel(
             runtime, endpoint, self._names, config.model, failed, config.deadlines.silence_s
         )
-        self.parts = PartLead(runtime, self._channel, config.model, config.split.parts, gate, member.receipt)
+        self.parts = PartLead(self._channel, config.model, config.split.parts, gate, member.receipt)
+        self.close = self._channel.close
 
     async def begin(self) -> None:
         """Returns when all parts are in the run."""
@@ -73,10 +75,10 @@ class Lead:
     def place(self) -> PartPlace:
         """See `Assembly`."""
         config = self._config
-        assert config.plan is not None
-        feed = feed_of(config.data, config.plan, config.rank, config.seed)
+        feeds = partial(_feed, config)
+        feed = feeds(config.rank)
         gradients = gradients_of(config, self._runtime, self._model, self._channel, self.parts, feed)
-        return PartPlace(gradients, self.parts.pushed)
+        return PartPlace(gradients, self.parts.pushed, self.parts, feeds)
 
     async def outputs(
         self, parameters: torch.Tensor, data: Dataset, buffers: Buffers, *, newest: bool
@@ -114,6 +116,11 @@ class Lead:
         specs = tensor_specs_of(self._model)
         others = {**buffers, **self._model.fixed().frozen}
         await write_final_parts(self._runtime, self._channel, self._model, parameters, specs, others)
+
+
+def _feed(config: WorkerConfig, rank: int) -> Feed:
+    assert config.plan is not None
+    return feed_of(config.data, config.plan, rank, config.seed)
 
 
 def _read(data: Dataset, ids: Ids, report: object) -> Batch:

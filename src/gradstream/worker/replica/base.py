@@ -8,7 +8,6 @@ data, or from a loop of the user's: see `BatchSchedule` and `GradientSource`.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
@@ -30,7 +29,7 @@ from gradstream.telemetry.events import StepEvent
 from gradstream.telemetry.wait_attribution import WaitAttribution
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
-from gradstream.worker.gradient import GradientSource, JointSource
+from gradstream.worker.gradient import GradientSource, differentiate
 from gradstream.worker.observer import Observer
 from gradstream.worker.refusals import Refusals
 from gradstream.worker.replica.attendance import Attendance
@@ -239,25 +238,12 @@ class Replica(ABC):
         return ComputedGradient(self._gradient, batch, rate, self.step, mean, self._part_sums)
 
     async def _compute(self, gradient: ComputedGradient, free: Awaitable[None] | None) -> Result:
-        source, batch, vector = self._gradients, gradient.batch, gradient.vector
+        source, batch = self._gradients, gradient.batch
         try:
             if free is not None:
                 await free
             parameters, begun_ns = self.parameters, self._runtime.now()
-            if isinstance(source, JointSource):
-                result = await source.compute_jointly(parameters, gradient)
-            else:
-                result = await self._runtime.compute(
-                    lambda report: source.compute(parameters.tensor, gradient, report),
-                    work=Work(
-                        "gradient", samples=batch.num_samples, elems=len(vector), elsewhere=source.elsewhere
-                    ),
-                    reads=[parameters.all],
-                    writes=[vector.all],
-                    milestones=source.milestones(gradient),
-                    on_progress=gradient.ready.advance,
-                    shape_only=Result(math.nan),
-                )
+            result = await differentiate(self._runtime, source, parameters, gradient)
             if result.refused:
                 self._context.refusals.refuse(gradient, result.refused)
             else:

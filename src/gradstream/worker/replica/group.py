@@ -117,6 +117,7 @@ class GroupReplica(Replica):
         context: parts of every replica.
         setup: the group, and how it exchanges.
         on_transfer: see `GroupMeter`.
+        whole: returns when all processes of this replica have the sums of a round; raises where one has lost its group.
 
     Attributes:
         setup: see above.
@@ -125,9 +126,14 @@ class GroupReplica(Replica):
     """
 
     def __init__(
-        self, context: ReplicaContext, setup: GroupSetup, on_transfer: Callable[[Transfer], None]
+        self,
+        context: ReplicaContext,
+        setup: GroupSetup,
+        on_transfer: Callable[[Transfer], None],
+        whole: Callable[[], Awaitable[None]],
     ) -> None:
         attribution = WaitAttribution()
+        self.whole = whole
         super().__init__(context, setup.group.allocate, attribution, setup.parameters)
         self.meter = GroupMeter(context.runtime, attribution, on_transfer)
         self._latest: ComputedGradient | None = None
@@ -400,6 +406,7 @@ class GroupPeers:
         """See `strategies.api.Peers`."""
         assert isinstance(gradient, ComputedGradient)
         await gradient.done()
+        await self._replica.whole()
         if self._round.sums:
             await self._apply()
         if self._setup.spare:

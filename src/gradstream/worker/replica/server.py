@@ -394,7 +394,9 @@ class ServerReplica(Replica):
         gradient.on_known = partial(_fill_in, update, gradient)
         if self.stand_in is not None:
             ref, sums = gradient.batch.ref, self._part_sums
-            self.stand_in.begin(PresentRound(self.parameters, self.version, self._base, ref, self.step, sums))
+            self.stand_in.begin(
+                PresentRound(self.parameters, self.version, self._base, ref, self.step, sums, gradient)
+            )
         return update
 
     def _acknowledged(self, update: Update, receipt: Callable[[], None]) -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from gradstream.data.base import BatchRef
 from gradstream.memory import Vector
-from gradstream.runtime.base import Runtime, Work
+from gradstream.runtime.base import Runtime
 from gradstream.server.client.client import ServerClient
 from gradstream.server.update import Update
 from gradstream.wire import v1
-from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
-from gradstream.worker.gradient import GradientSource
+from gradstream.worker.computed import ComputedGradient, SampleBatch
+from gradstream.worker.gradient import GradientSource, differentiate
 from gradstream.worker.refusals import Refusals
 from gradstream.worker.schedule import BatchSchedule
 
@@ -31,6 +31,7 @@ class PresentRound:
         ref: the worker's own minibatch.
         step: number of the worker's step.
         sums: memory for sums of parts; see `ComputedGradient`.
+        own: the gradient of the worker's own minibatch.
     """
 
     parameters: Vector
@@ -39,6 +40,7 @@ class PresentRound:
     ref: BatchRef
     step: int
     sums: Vector | None
+    own: ComputedGradient
     begun: set[int] = field(default_factory=set)  # ranks whose part is computed, or was
 
 
@@ -123,9 +125,12 @@ class StandIn:
             if rank in present.begun or (newcomer and self._handed.get(rank) == newcomer):
                 continue
             present.begun.add(rank)
-            task = self._runtime.spawn(self._part(present, rank), name=f"{self._runtime.node}-for-{rank}")
-            self._tasks[task] = None
-            task.add_done_callback(lambda done: self._tasks.pop(done, None))
+            self._spawn(present, rank)
+
+    def _spawn(self, present: PresentRound, rank: int) -> None:
+        task = self._runtime.spawn(self._part(present, rank), name=f"{self._runtime.node}-for-{rank}")
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
     async def _part(self, present: PresentRound, rank: int) -> None:
         try:
@@ -146,14 +151,7 @@ class StandIn:
             self._parts[rank] = self._source_of(rank), self._allocate(f"gradient for worker-{rank}")
         source, vector = self._parts[rank]
         gradient = ComputedGradient(vector, SampleBatch(ref, samples), rate, present.step, sums=present.sums)
-        result = await self._runtime.compute(
-            lambda report: source.compute(present.parameters.tensor, gradient, report),
-            work=Work("gradient", samples=samples, elems=len(vector), elsewhere=source.elsewhere),
-            reads=[present.parameters.all],
-            writes=[vector.all],
-            milestones=source.milestones(gradient),
-            shape_only=Result(float("nan")),
-        )
+        result = await differentiate(self._runtime, source, present.parameters, gradient)
         if result.refused:
             self._refusals.refuse(gradient, result.refused)
             update.samples = 0

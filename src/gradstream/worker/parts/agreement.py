@@ -1,0 +1,84 @@
+"""`Agreement`: what all parts of a replica decide together: what becomes of a gradient, and whether a round counts.
+
+    part ── report: finite? its length? ──▶ worker ── scaled, or refused ──▶ every part
+    part ── vote: ready, or lost its group ──▶ worker ── goes on, or not ──▶ every part
+
+An update of a round is made in all parts of a replica, or in none. So its parts have parameters of one version, and
+whoever of another replica dies, the round can be done again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+
+from gradstream.worker.gradient import Clip
+from gradstream.worker.parts.messages import PartReport, PartStandsIn
+
+__all__ = ["Agreement", "at_once"]
+
+
+async def at_once() -> None:
+    """Nothing has to be done before the parts go on."""
+
+
+class Agreement(ABC):
+    """The side of one process, which holds one part.
+
+    Attributes:
+        in_round: a minibatch has begun, and the parts have not voted on its round.
+        on_stand_in: called where the worker lets this part compute the minibatch of a lost worker.
+    """
+
+    def __init__(self) -> None:
+        self.in_round = False
+        self.on_stand_in: Callable[[PartStandsIn], None] | None = None
+
+    @property
+    @abstractmethod
+    def leads(self) -> bool:
+        """Whether this is the worker."""
+
+    @abstractmethod
+    async def share_buffers(self) -> None:
+        """Gives the worker what computing the gradient has made of this part's buffers."""
+
+    @abstractmethod
+    async def reach(
+        self, mine: PartReport, clip: Clip, num_summed: int
+    ) -> tuple[float, str, float, float | None]:
+        """Agrees on a gradient with all other parts.
+
+        Args:
+            mine: this part's report.
+            clip: bounds of the gradient.
+            num_summed: number of samples that the gradient is the sum over; 1 for a mean.
+
+        Returns:
+            (factor for each element, why it is refused or "", loss, length of the mean gradient or None). Loss and
+            length are known to part 0 alone.
+        """
+
+    @abstractmethod
+    def note(self, mine: PartReport) -> float:
+        """Passes on a report, and waits for nobody. Returns the newest loss that is known here; NaN where none is."""
+
+    @abstractmethod
+    async def all_ready(
+        self, ready: bool, epoch: int = 0, last: Callable[[], Awaitable[None]] = at_once
+    ) -> bool:
+        """Votes, and returns whether all parts are ready, the same in all of them.
+
+        Args:
+            ready: whether this part is.
+            epoch: membership epoch of its group. Parts that vote under different ones are not ready.
+            last: awaited before this part goes on: on the worker after all votes, on others after its answer.
+        """
+
+    @abstractmethod
+    async def give_up(self, epoch: int) -> None:
+        """Lets all parts give up the round, if they are in one, and form their groups again."""
+
+    @abstractmethod
+    def let_stand_in(self, rank: int, number: int) -> None:
+        """On the worker: lets the other parts compute the minibatch of a lost worker with it, in this round."""
