@@ -164,12 +164,15 @@ class Storm:
         kinds: list[tuple[str, Fault]] = [
             ("kill a worker", lambda: self._kill("worker")),
             ("kill a worker", lambda: self._kill("worker")),
-            ("kill a shard", lambda: self._kill("shard")),
             ("kill the coordinator", lambda: self._kill(COORDINATOR)),
             ("stop a worker", lambda: self._stop("worker", self._rng.choice([0.5, 1.5]))),
-            ("stop a shard", lambda: self._stop("shard", self._rng.choice([0.5, 1.5]))),
             ("stop the coordinator", lambda: self._stop(COORDINATOR, 0.5)),
         ]
+        if any(name.startswith("shard") for name in list(self._cluster.running)):
+            kinds += [
+                ("kill a shard", lambda: self._kill("shard")),
+                ("stop a shard", lambda: self._stop("shard", self._rng.choice([0.5, 1.5]))),
+            ]
         kinds += [("slow a worker", self._slow)] if self._slows else []
         kinds += [("fill the disk", self._fill)] if self._disk else []
         kinds += self._of_links()
