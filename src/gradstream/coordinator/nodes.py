@@ -108,7 +108,9 @@ class Nodes:
 
     def _holder_of(self, shard: str) -> str:
         names = self.placement.names
-        return names[(names.index(shard) + 1) % len(names)]
+        each, index = len(names) // self.parts, names.index(shard)
+        own = names[index - index % each :][:each]  # the shards of its part
+        return own[(index % each + 1) % each]
 
     @property
     def incarnations(self) -> dict[str, int]:

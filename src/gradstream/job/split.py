@@ -52,10 +52,6 @@ def _unsupported(job: Job, strategy: Strategy) -> Iterator[str]:
     for asked, what in (
         (job.record, "record=True: a replay knows no parts; leave record out"),
         (job.accumulate > 1, f"accumulate={job.accumulate}; take micro_batches={job.accumulate}"),
-        (
-            job.acknowledge != "applied",
-            f"acknowledge={job.acknowledge!r}: backups know no parts; make checkpoints",
-        ),
         (job.shares == MEASURED, "shares='measured': parts do not hear of new sizes; leave shares out"),
         (
             isinstance(job.pipeline, Hybrid) and job.micro_batches > 1,
