@@ -338,11 +338,67 @@ def pipelines() -> Places:
     }
 
 
+# ---- hybrid --------------------------------------------------------------------------------------
+
+
+def hybrid() -> Places:
+    """Speedups and bytes of two networks, and the share of weights at which the hybrid turns."""
+    record = recorded("hybrid")
+    speedups, sent = [], []
+    for name, network in record["networks"].items():
+        for row in network["rows"]:
+            head, best = [name, str(row["workers"])], max(row["speedup"].values())
+            cells = [f"{one:.2f}" for one in row["speedup"].values()]
+            marked = [f"**{cell}**" if cell == f"{best:.2f}" else cell for cell in cells]
+            speedups.append([*head, row["link"], *marked])
+            cells = [f"{one:,.1f}" for way, one in row["sent_mb"].items() if not way.endswith("behind")]
+            if row["link"] == next(iter(record["parameters"]["links_bytes_s"])):
+                sent.append([*head, *cells[:3]])
+    ways = network["rows"][0]["speedup"]
+    return {
+        "hybrid-speedup": table(["", "K", "network", *ways], speedups),
+        "hybrid-bytes": table(["", "K", "data parallel", "model parallel", "hybrid"], sent),
+        "hybrid-turning": _turning(record),
+    }
+
+
+def _turning(record: Record) -> str:
+    rows, links = [], record["parameters"]["links_bytes_s"]
+    cases = sorted({(row["workers"], row["samples"]) for row in record["turning"]})
+    for workers, samples in cases:
+        own = [row for row in record["turning"] if (row["workers"], row["samples"]) == (workers, samples)]
+        by_link = {link: [row for row in own if row["link"] == link] for link in links}
+        some = next(iter(by_link.values()))
+        cells = [
+            _between(some, lambda row: row["sent_mb"]["hybrid"] < row["sent_mb"]["data parallel, behind"])
+        ]
+        for way in ("behind", "beside"):
+            name = f"data parallel, {way}"
+            for one in by_link.values():
+                cells.append(
+                    _between(one, lambda row, name=name: row["seconds"]["hybrid"] < row["seconds"][name])
+                )
+        rows.append([str(workers), str(samples), *cells])
+    than = [f"quicker than {way}, {link}" for way in ("behind", "beside") for link in links]
+    return table(["K", "samples each", "fewer bytes", *than], rows)
+
+
+def _between(rows: list[Record], wins: Callable[[Record], bool]) -> str:
+    """The shares of the last network that loses, and of the first that wins, in %."""
+    shares = [f"{100 * row['linear_share']:.0f}" for row in rows]
+    won = [wins(row) for row in rows]
+    if not any(won):
+        return f"not at {shares[-1]}"
+    first = won.index(True)
+    return f"{shares[first - 1]} to {shares[first]}" if first else f"below {shares[0]}"
+
+
 PAGES: dict[str, Callable[[], Places]] = {
     "docs/benchmarks.md": benchmarks,
     "docs/collectives.md": collectives,
     "docs/scaling.md": scaling,
     "docs/strategies/hogwild.md": hogwild,
+    "docs/strategies/hybrid.md": hybrid,
     "docs/strategies/pipelines.md": pipelines,
     "docs/strategies/ssp.md": ssp,
 }

@@ -48,8 +48,9 @@ def place(tmp_path: Path) -> str:
         {"split": 2, "carrier": "shm"},
         {"split": 3, "carrier": "grpc", "micro_batches": 4, "pipeline": "1f1b"},
         {"split": 2, "carrier": "tcp", "strategy": "allreduce", "micro_batches": 2},
+        {"split": 3, "carrier": "tcp", "pipeline": gs.pipeline.Hybrid("slices", ("2", "6"))},
     ],
-    ids=lambda options: options["carrier"],
+    ids=["shm", "grpc", "tcp", "hybrid"],
 )
 def test_split_replicas_train_as_whole_ones(place: str, tmp_path: Path, options: dict[str, Any]) -> None:
     whole = gs.simulate(load_job(place))

@@ -234,8 +234,9 @@ class _TurnWork:
         return (start, stop) if start < stop else (0, 0)
 
     def _transfers(self, value: Value, *, out: bool) -> Iterator[tuple[int, Rows]]:
-        """(other part, samples) of a value that leaves this part, or comes to it."""
-        for other in range(self._plan.parts):
+        """(other part, samples) of a value that leaves this part, or comes to it: the next part first."""
+        for step in range(1, self._plan.parts):
+            other = (self._part + step) % self._plan.parts  # so that not all send to the same one
             ends = (self._part, other) if out else (other, self._part)
             rows = self._travelling(value, *ends)
             if other != self._part and rows[0] < rows[1]:
