@@ -16,8 +16,9 @@ one and a half times `lease_s` (from a node or from all, one way or both), and f
 frames on it together with their connections, damages bytes, delivers streams twice, or lets them overtake one another.
 Such a fault counts where something was hit. Not with `allreduce`: a group needs its connections.
 
-audit          under Downpour each sample of each epoch adds 1 to its own element of every chunk: what is lost,
-               doubled, torn. In rounds: whether the final parameters have the bits of a run without faults
+audit          each sample of each epoch adds 1 to its own element of every chunk: what is lost, doubled, torn. Under
+               `synchronous`, whose sums keep their order: whether a model of floats ends with the bits of a run
+               without faults
 participation  worker-seconds from a worker's first step to its death, and from the first step of its next process on,
                without those in which it stood still; of 4 workers for the length of the run
 throughput     steps for each of these worker-seconds, divided by the same in a run without faults
@@ -85,7 +86,7 @@ class SlowTokens(Tokens):
 
 
 def build() -> nn.Module:
-    """The model of runs in rounds, whose sums are not exact: the order of additions shows in their bits."""
+    """The model of `synchronous`: its sums are not exact, so the order of additions shows in their bits."""
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
@@ -104,8 +105,18 @@ def job() -> gs.Job:
     )  # fmt: skip
 
 
+def job_of_groups() -> gs.Job:
+    """`allreduce`, whose final parameters are a count: a round is the mean over its samples."""
+    model = SlowTokens(CHUNKS, SAMPLES)
+    model.reduction = "sum"
+    return replace(
+        job(), model=model, strategy="allreduce", servers=None, acknowledge="applied",
+        optimizer=gs.optim.SGD(lr=float(WORKERS * BATCH)),
+    )  # fmt: skip
+
+
 def job_of_rounds() -> gs.Job:
-    """`synchronous` or `allreduce`."""
+    """`synchronous`."""
     rng = np.random.default_rng(0)
     inputs = rng.normal(size=(SAMPLES, 64)).astype(np.float32)
     data = gs.from_arrays(inputs, rng.integers(0, 10, size=SAMPLES))
@@ -361,11 +372,9 @@ def present_s(events: Sequence[Mapping[str, Any]], stood: Sequence[tuple[str, fl
 
 def measured(strategy: str, minutes: float, seed: int, links: bool) -> dict[str, Any]:
     """A run without faults, one with, and the audit. With faults of links, both go through the proxy."""
-    rounds = strategy != "downpour"
-    given = load_job(f"{Path(__file__).resolve()}:{'job_of_rounds' if rounds else 'job'}")
-    given = replace(given, strategy=strategy, seed=seed)
-    if strategy == "allreduce":
-        given = replace(given, servers=None, acknowledge="applied")
+    rounds = strategy == "synchronous"
+    which = {"synchronous": "job_of_rounds", "allreduce": "job_of_groups"}.get(strategy, "job")
+    given = replace(load_job(f"{Path(__file__).resolve()}:{which}"), seed=seed)
     epochs = max(1, round(60 * minutes * STEPS_S * BATCH / SAMPLES))
     calm_epochs = max(1, round(CALM_S * STEPS_S * BATCH / SAMPLES))
     calm, _, _ = one_run(replace(given, epochs=calm_epochs), None, links=links)
