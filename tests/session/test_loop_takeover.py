@@ -392,7 +392,7 @@ def test_who_asks_hears_when_the_worker_has_ended() -> None:
         bridge.over(gs.errors.PeerLostError("coordinator", "gone"))
 
     async def begin() -> None:
-        bridge.begin(LoopContext(None, Silent()))  # type: ignore[arg-type]
+        bridge.begin(LoopContext(None, Silent(), None, None, None))  # type: ignore[arg-type]
 
     loop, others = asyncio.new_event_loop(), [threading.Thread(target=end)]
     loop.run_until_complete(begin())

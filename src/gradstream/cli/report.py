@@ -129,7 +129,7 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The rows (name, figure with unit) of a run's summary; figures that the run lacks are left out."""
     s = summary
     rows = [
-        ("model", _of(s["num_parameters"], "{:,} parameters")),
+        ("model", _of(s["num_parameters"] or None, "{:,} parameters")),
         (
             "strategy",
             _of(s["strategy"], f"{{}}, {_count(s['workers'], 'worker')}, {_count(s['servers'], 'server')}"),

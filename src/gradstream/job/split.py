@@ -43,9 +43,12 @@ def check_split(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
 def _unsupported(job: Job, strategy: Strategy) -> Iterator[str]:
     """What a split model cannot be combined with, and what to do instead."""
     if is_open_ended(job):
-        yield "a training loop of your own, which calls the whole module; describe the job to train()"
+        yield "a training loop of your own: leave split out, and call session.split in the script"
     if not isinstance(job.model, TorchModel) and not callable(job.model):
-        yield f"a {type(job.model).__name__}: only a module can be divided; make the model with gradstream.from_torch"
+        yield (
+            f"a {type(job.model).__name__}: only a module or a list of layers can be divided; make the model with "
+            "gradstream.from_torch or gradstream.model.from_layers"
+        )
     if job.data.num_samples is None:
         yield "a stream: its minibatches have no size that all parts know; give the samples as arrays or a dataset"
     apart, named = isinstance(job.pipeline, SyntheticGradients), "parts that train apart"

@@ -1,4 +1,4 @@
-"""Makes a `Model` on one flat vector out of functions, a PyTorch module, or JAX functions."""
+"""Makes a `Model` on one flat vector out of functions, a PyTorch module, JAX functions, or layers."""
 
 from gradstream.model.base import Layout, Model, Reduction, Slot
 from gradstream.model.batch import Batch
@@ -6,6 +6,7 @@ from gradstream.model.buffers import average_buffers
 from gradstream.model.check import finite
 from gradstream.model.functions import FunctionsModel, from_functions
 from gradstream.model.jax_functions import JaxModel, from_jax
+from gradstream.model.layers import from_layers
 from gradstream.model.rows import Rows
 from gradstream.model.torch_module import TorchModel, from_torch
 
@@ -23,5 +24,6 @@ __all__ = [
     "finite",
     "from_functions",
     "from_jax",
+    "from_layers",
     "from_torch",
 ]

@@ -26,6 +26,7 @@ __all__ = [
     "is_wide",
     "layout_of",
     "names_of",
+    "put_tensor",
     "trained_of",
 ]
 
@@ -173,6 +174,24 @@ def names_of(module: nn.Module) -> tuple[dict[str, str | None], dict[str, torch.
         if names[name] is None:
             frozen[name] = parameter.detach()
     return names, frozen
+
+
+def put_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Registers a parameter or buffer under a dotted name, in submodules that have nothing else.
+
+    Where the name is taken, the tensor gets the memory of the one that has it.
+    """
+    path, _, key = name.rpartition(".")
+    for child in path.split(".") if path else ():
+        if child not in module._modules:
+            module.add_module(child, nn.Module())
+        module = module.get_submodule(child)
+    if hasattr(module, key):
+        tensor.data = getattr(module, key).data
+    elif isinstance(tensor, nn.Parameter):
+        module.register_parameter(key, tensor)
+    else:
+        module.register_buffer(key, tensor)
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

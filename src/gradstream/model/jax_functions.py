@@ -24,7 +24,7 @@ from gradstream.model.batch import Batch
 from gradstream.model.check import check_option, finite_loss
 from gradstream.runtime.base import Report
 
-__all__ = ["JaxModel", "from_jax"]
+__all__ = ["JaxModel", "from_jax", "import_jax", "precision"]
 
 Init = Callable[[int], Any]
 Outputs = Callable[[Any, Any], Any]
@@ -110,8 +110,8 @@ class JaxModel:
     def init(self, seed: int, parameters: torch.Tensor) -> None:
         """Fills the flat vector with the user's initial parameters; see `Model.init`."""
         functions = self._functions
-        with self._precision():
-            named, treedef = _named(_jax(), self._init(seed))
+        with precision(self._dtype):
+            named, treedef = _named(import_jax(), self._init(seed))
         shapes = {slot.name: slot.shape for slot in functions.layout.slots}
         if treedef != functions.treedef or {name: array.shape for name, array in named.items()} != shapes:
             raise ConfigError(
@@ -143,7 +143,7 @@ class JaxModel:
             return 0.0
         inputs, targets = for_numpy(batch.inputs, self._dtype), for_numpy(batch.targets, self._dtype)
         whole = inputs if targets is None else (inputs, targets)
-        with self._precision():
+        with precision(self._dtype):
             loss, tree = functions.loss_and_gradient(self._tree(parameters), whole, _seed32(seed))
             leaves = dict(zip(functions.names, functions.treedef.flatten_up_to(tree), strict=True))
             value = finite_loss(float(loss))
@@ -157,7 +157,7 @@ class JaxModel:
 
     def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:
         """The user's outputs as a tensor; see `Model.outputs`."""
-        with self._precision():
+        with precision(self._dtype):
             found = self._functions.outputs(self._tree(parameters), for_numpy(inputs, self._dtype))
             array = np.asarray(found)
         if array.dtype.kind not in "biufc":  # bfloat16, which torch cannot read from numpy
@@ -173,18 +173,10 @@ class JaxModel:
         """The user's tree with views. JAX has finished reading them when its results are complete."""
         return self._functions.treedef.unflatten(self.tree(parameters).values())
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self._dtype != torch.float64:
-            return nullcontext()
-        jax = _jax()
-        enable: Callable[[bool], AbstractContextManager[Any]]
-        enable = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
-        return enable(True)
-
     @cached_property
     def _functions(self) -> _Functions:
-        jax = _jax()
-        with self._precision():
+        jax = import_jax()
+        with precision(self._dtype):
             named, treedef = _named(jax, self._init(0))
         if not named:
             raise ConfigError("from_jax: init(seed) returned no arrays, expected at least one to train")
@@ -199,13 +191,24 @@ class JaxModel:
         )
 
 
-def _jax() -> ModuleType:
+def import_jax(who: str = "from_jax") -> ModuleType:
+    """JAX. Raises ConfigError, which says who needs it, where it is not installed."""
     try:
         import jax
         import jax.experimental
     except ImportError as error:
-        raise ConfigError(f"from_jax needs JAX ({error}): pip install 'gradstream[jax]'") from error
+        raise ConfigError(f"{who} needs JAX ({error}): pip install 'gradstream[jax]'") from error
     return jax
+
+
+def precision(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """The context in which JAX computes in this dtype: with its 64-bit mode for float64."""
+    if dtype != torch.float64:
+        return nullcontext()
+    jax = import_jax()
+    enable: Callable[[bool], AbstractContextManager[Any]]
+    enable = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    return enable(True)
 
 
 def _takes_rng(loss: Loss) -> bool:

@@ -117,6 +117,15 @@ class LoopBridge:
         assert self._context is not None
         return self._ask(self._context.endings.take_over(epoch, begin, step, parts, per_step, oldest))
 
+    def ask(self, work: Callable[[LoopContext], Coroutine[Any, Any, T]]) -> T:
+        """Runs `work` in the event loop of the worker's node. Call it from the user's thread, between rounds.
+
+        Raises:
+            GradstreamError: the worker has ended with this error.
+        """
+        assert self._context is not None
+        return self._ask(work(self._context))
+
     def _ask(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs `work` in the worker's event loop. Raises the worker's error where it ends before."""
         assert self._event_loop is not None

@@ -11,7 +11,7 @@ that plain `python` runs, a session does nothing at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -110,6 +110,44 @@ class Session:
                 worker is missing.
         """
         return model, optimizer
+
+    def split(self, build: Callable[[], nn.Module], example: Any, *, into: int) -> nn.Module:
+        """Returns this process's part of a module that is too large for one; use it as the whole module.
+
+            model = session.split(lambda: Net(), torch.zeros(2, 784), into=2)
+            optimizer = torch.optim.Adam(model.parameters())
+
+        Every process runs the whole loop on the same minibatches: call it before `shard`. A call of the model gives
+        each process the whole model's output, so `loss.backward()`, accumulation and evaluation stay as they are. The
+        module has the parameters and buffers of its part alone, under their names; the first values are those that
+        the whole module would have. At the end, the run directory has the whole model.
+
+        It is called in place of `wrap`, once per session, under "synchronous" or "allreduce", with
+        `checkpoint_every=None`. A session of a single process returns `build()`.
+
+        Args:
+            build: builds the module; it runs without memory for the tensors of other parts.
+            example: a minibatch of inputs, with the shapes of all later ones but for the number of samples: a
+                tensor, a tuple of arguments, or a dict of keyword arguments.
+            into: number of parts, which must be that of the processes.
+
+        Raises:
+            ConfigError: the module cannot be divided, with the line at fault; or the session cannot have one.
+        """
+        del example, into
+        return build()
+
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`; of a model from `split`, by the norm over all of its parts.
+
+        Args:
+            parameters: `model.parameters()`.
+            max_norm: greatest length of the gradient, > 0.
+
+        Returns:
+            The length before.
+        """
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

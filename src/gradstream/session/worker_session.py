@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim import LBFGS
 from torch.optim import Optimizer as TorchOptimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradstream.errors import ClosedError, ConfigError
@@ -35,6 +36,8 @@ from gradstream.session.replica import ReplicaBinding
 from gradstream.session.rules import description_of
 from gradstream.session.samples import BeforeForward, SampleCount
 from gradstream.session.session import M, O, Session
+from gradstream.session.split_module import SplitModule
+from gradstream.session.splitting import LoopSplit
 from gradstream.strategies.base import Strategy
 
 __all__ = ["WorkerSession"]
@@ -62,7 +65,8 @@ class WorkerSession(Session):
         self._optimizers: Sequence[TorchOptimizer] = ()
         self._reducer: GradientReducer | None = None
         self._arrays: ArrayGradients | ArrayParameters | None = None
-        self._step_hook: RemovableHandle | None = None  # on the steps of all optimizers of this process
+        self._split: SplitModule | None = None
+        self._step_hooks: Sequence[RemovableHandle] = ()  # on the steps of all optimizers of this process
         self._closed = False
 
     @property
@@ -149,10 +153,47 @@ class WorkerSession(Session):
         hook = BeforeForward(self._samples.forward)
         for module in modules:
             module.register_forward_pre_hook(hook, with_kwargs=True)
-        self._step_hook = register_optimizer_step_pre_hook(reducer.before_other_step)
+        self._step_hooks = [register_optimizer_step_pre_hook(reducer.before_other_step)]
         for one in optimizers:
             one.register_step_pre_hook(reducer.before_step)
             one.register_step_post_hook(reducer.after_step)
+
+    def split(self, build: Callable[[], nn.Module], example: Any, *, into: int) -> nn.Module:
+        """See `Session.split`."""
+        self._check_unused()
+        if not self._gradients_only:
+            raise ConfigError(
+                f"session.split under {type(self._strategy).__name__}: parts of one model exchange no parameters; "
+                'expected gradstream.join("allreduce") or "synchronous"'
+            )
+        split = LoopSplit(self.rank, build, example, into, self.world_size, self._place.job())
+        bridge = self._begin(split.binding, split.RULE)
+        module = self._split = split.join(bridge, self._seed, self._handed_over)
+        module.register_forward_pre_hook(BeforeForward(self._samples.forward), with_kwargs=True)
+        self._step_hooks = [
+            register_optimizer_step_pre_hook(module.before_step),
+            register_optimizer_step_post_hook(self._after_split_step),
+        ]
+        return module
+
+    def _handed_over(self, samples: int) -> None:
+        """Counts a backward pass of a split model, once for all parts."""
+        del samples
+        assert self._connection.bridge is not None
+        samples = self._taken_samples()
+        self._connection.bridge.open(0 if self.rank else samples).zero_()
+        self._connection.bridge.exchange(self._log.step())
+
+    def _after_split_step(self, optimizer: TorchOptimizer, *_: Any) -> None:
+        if self._split is not None and self._split.has_any(optimizer):
+            assert self._connection.bridge is not None
+            self._connection.bridge.stepped()
+
+    def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        """See `Session.clip_grad_norm_`."""
+        if self._split is None:
+            return super().clip_grad_norm_(parameters, max_norm)
+        return self._split.clip_grad_norm(list(parameters), max_norm)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -179,7 +220,8 @@ class WorkerSession(Session):
         reassigns = strategy.survives_worker_loss and strategy.partitioning != "rounds"
         takeover = self._takeover if reassigns else None
         aligned = self._gradients_only
-        part = LoaderPart(self.rank, self.world_size, self._seed, split, note, aligned, over, takeover)
+        rank, workers = (self.rank, self.world_size) if self._split is None else (0, 1)
+        part = LoaderPart(rank, workers, self._seed, split, note, aligned, over, takeover)
         return part_of(data, part)
 
     def exchange(
@@ -260,7 +302,11 @@ class WorkerSession(Session):
             return
         self._closed = True
         self._remove_hook()
-        self._connection.leave()
+        try:
+            if self._split is not None:
+                self._split.close()
+        finally:
+            self._connection.leave()
 
     def fail(self, error: BaseException) -> None:
         """Ends the run for all workers, since the script has ended with an exception. Never raises."""
@@ -273,7 +319,7 @@ class WorkerSession(Session):
     def _check_unused(self) -> None:
         if self._connection.bridge is not None:
             raise ConfigError(
-                "session.wrap: this session has parameters already, from session.wrap or session.exchange; "
+                "session.wrap: this session has parameters already, from session.wrap, split or exchange; "
                 "one run trains one model. Wrap several modules in one call"
             )
         if self._closed:
@@ -293,8 +339,8 @@ class WorkerSession(Session):
             self._connection.check_unchanged(self._where())
 
     def _remove_hook(self) -> None:
-        if self._step_hook is not None:
-            self._step_hook.remove()
+        for hook in self._step_hooks:
+            hook.remove()
 
     def _begin(self, binding: ParameterBinding, rule: str) -> LoopBridge:
         bridge = self._connection.join(binding, rule, gradients_only=self._gradients_only)

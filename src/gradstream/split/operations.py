@@ -110,15 +110,17 @@ class Operations:
         """The tree of the minibatch's targets, in the last stage."""
         return map_leaves(lambda name: None if name is None else inputs[name], self._graph.targets)
 
-    def buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """Persistent buffers of the stage, by the module's own names."""
+    def fixed_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Frozen parameters and persistent buffers of the stage, by the module's own names."""
         return [
             (name, tensor)
             for name, tensor in self._module.state_dict(keep_vars=True).items()
-            if isinstance(tensor, torch.Tensor)
-            and not isinstance(tensor, nn.Parameter)
-            and self._graph.first.get(name) in self._others
+            if isinstance(tensor, torch.Tensor) and self._graph.first.get(name) in self._others
         ]
+
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Persistent buffers alone."""
+        return [(name, one) for name, one in self.fixed_tensors() if not isinstance(one, nn.Parameter)]
 
     def load_buffers(self, buffers: Buffers) -> None:
         """Sets the buffers of the stage; see `StageModel.load_buffers`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -28,6 +29,7 @@ __all__ = ["PartModel"]
 
 PLANS_KEPT = 4
 
+_planning = threading.Lock()  # torch.fx changes torch while it records, for all threads
 _plans: dict[object, TorchPlan] = {}
 """The newest plans of this process: the nodes of a simulation, and threads, share them."""
 
@@ -72,21 +74,25 @@ class PartModel:
             *map(id, self._model.given),
             self._parts,
             *self._kind,
-            *((path, leaf.shape, leaf.dtype) for path, leaf in leaves),
+            *((path, leaf.shape, leaf.dtype) for path, leaf in leaves if leaf is not None),
         )
-        if key not in _plans:
-            planned = self._planned()
-            if empty := [part for part in range(self._parts) if not planned.ranges_of(part)]:
-                raise ConfigError(
-                    f"split={self._parts}: {len(empty)} parts would have no trained parameters, since the model has "
-                    f"too few layers with some that can be apart; expected at most split={self._parts - len(empty)}"
-                )
-            if self._apart:
-                _check_apart(planned)
-            _plans[key] = planned
-            while len(_plans) > PLANS_KEPT:
-                del _plans[next(iter(_plans))]
-        return _plans[key]
+        with _planning:
+            if key not in _plans:
+                _plans[key] = self._checked()
+                while len(_plans) > PLANS_KEPT:
+                    del _plans[next(iter(_plans))]
+            return _plans[key]
+
+    def _checked(self) -> TorchPlan:
+        planned = self._planned()
+        if empty := [part for part in range(self._parts) if not planned.ranges_of(part)]:
+            raise ConfigError(
+                f"split={self._parts}: {len(empty)} parts would have no trained parameters, since the model has "
+                f"too few layers with some that can be apart; expected at most split={self._parts - len(empty)}"
+            )
+        if self._apart:
+            _check_apart(planned)
+        return planned
 
     @property
     def _kind(self) -> tuple[object, ...]:

@@ -280,6 +280,10 @@ class Blueprint:
                 place.copy_(tensor.flatten())
         return module
 
+    def draw(self, seed: int) -> None:
+        """Draws all random numbers of `build()` under this seed, and drops them."""
+        self._run(ShapeMode(), seed)
+
     def _tensor(self, name: str) -> torch.Tensor:
         return self._made[name] if name in self._made else tensor_at(self.module, name)
 

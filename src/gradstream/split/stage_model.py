@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -41,6 +41,7 @@ class StageModel:
     Attributes:
         layout: names, shapes and places of its parameters; a piece of a divided tensor has the tensor's name.
         reduction: whether loss and gradient are the mean or the sum over a minibatch's samples.
+        unused: names of parameters on which the loss of the last backward pass did not depend.
 
     Raises:
         ConfigError: the plan is not one of `plan_split`.
@@ -53,6 +54,7 @@ class StageModel:
             )
         self.reduction: Reduction = model.reduction
         self.layout = layout_of_stage(plan, number)
+        self.unused: Sequence[str] = ()
         self._loss = model.given[1]
         self._plan = plan
         self._stage = plan.stages[number]
@@ -142,9 +144,10 @@ class StageModel:
                 )
         with self._wide(saved):
             saved.run(roots, given)
-        for sink in saved.sinks.values():
-            if not sink.written:
-                sink.clear()
+        unused = [piece for piece, sink in saved.sinks.items() if not sink.written]
+        for piece in unused:
+            saved.sinks[piece].clear()
+        self.unused = [piece.name for piece in unused]
         return {
             name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             for name, leaf in saved.inputs.items()
@@ -180,6 +183,10 @@ class StageModel:
             ConfigError: a buffer is missing, or has another shape. Those before it have been set.
         """
         self._operations.load_buffers(buffers)
+
+    def fixed_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """The stage's frozen parameters and persistent buffers, as it uses them, by the module's own names."""
+        return self._operations.fixed_tensors()
 
     def fixed(self) -> Fixed:
         """The stage's frozen parameters, and further names of its trained ones."""

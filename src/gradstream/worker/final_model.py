@@ -40,7 +40,8 @@ async def write_final_model(
 
     def write(_: object) -> None:
         trim()
-        runtime.storage.write(FINAL_MODEL, save({**model.tree(replica.parameters.tensor), **buffers}))
+        if tree := model.tree(replica.parameters.tensor):  # none where a loop's parts have written theirs
+            runtime.storage.write(FINAL_MODEL, save({**tree, **buffers}))
 
     work = Work("checkpoint", elems=len(replica.parameters))
     size_bytes = replica.parameters.tensor.nbytes + sum(array.nbytes for array in buffers.values())

@@ -9,7 +9,7 @@ instead, the minibatch has no samples and changes nothing.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,8 +21,9 @@ from gradstream.errors import InternalError
 from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.check import usable
-from gradstream.runtime.base import Report
+from gradstream.runtime.base import Report, Runtime
 from gradstream.telemetry.events import LogEvent
+from gradstream.transport.base import Endpoint
 from gradstream.worker.computed import UNKNOWN, ComputedGradient, Result, SampleBatch
 from gradstream.worker.replica.base import Replica
 from gradstream.worker.schedule import ScheduleHooks
@@ -87,10 +88,15 @@ class LoopContext:
     Args:
         replica: the worker that asks for the loop's turns.
         endings: the coordinator.
+        runtime, endpoint: of the worker's node.
+        failed: reports an error with which this worker cannot go on.
     """
 
     replica: Replica
     endings: EndingSource
+    runtime: Runtime
+    endpoint: Endpoint
+    failed: Callable[[Exception], Awaitable[None]]
 
 
 class Loop(Protocol):

@@ -152,7 +152,8 @@ class WorkerNode:
         exchange = self._exchange = await self._assembly(late).exchange()
         replica = exchange.replica
         if config.loop is not None:
-            config.loop.begin(LoopContext(replica, self._member.requests))
+            context = LoopContext(replica, self._member.requests, runtime, self._endpoint, self._failed)
+            config.loop.begin(context)
         self._averager.follow(lambda: self._source.progress(replica.samples, replica.step))
         reporting = runtime.spawn(self._keep_reporting(exchange), name=f"{runtime.node}-vitals")
         try:

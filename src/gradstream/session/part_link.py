@@ -1,0 +1,346 @@
+"""`PartLink`: what the processes of a split model do together, for a loop of the user's own.
+
+agree     all parts are at the same point of the same script, with the same minibatch
+forward   each part computes its stages; all get the output
+backward  the last part has the gradient of the output; it goes back through the stages
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from gradstream.errors import ConfigError, InternalError, ReplicasDifferError
+from gradstream.memory import Vector
+from gradstream.model.batch import Batch
+from gradstream.pipeline.executor import run_schedule
+from gradstream.pipeline.schedule import StagePass
+from gradstream.runtime.base import Runtime, Work
+from gradstream.session.bridge import LoopBridge
+from gradstream.split.graph import Form, form_of
+from gradstream.split.part_model import PartModel
+from gradstream.split.plan import DATA
+from gradstream.worker.gradient import hash_seed
+from gradstream.worker.loop import LoopContext
+from gradstream.worker.parts.channel import PartChannel
+from gradstream.worker.parts.final_model import send_parameters, write_final_parts
+from gradstream.worker.parts.gradients import Values, nothing
+from gradstream.worker.registration import tensor_specs_of
+
+__all__ = ["OutputHook", "PartLink", "PartPass"]
+
+Act = Literal["split", "forward", "backward", "clip_grad_norm_", "close"]
+_ACTS: Sequence[Act] = ("split", "forward", "backward", "clip_grad_norm_", "close")
+
+NEAR = 1e-4
+"""Difference of two sums of an output's gradient, relative to its size, that may be rounding."""
+
+
+@dataclass(slots=True, eq=False)
+class _Outputs:
+    """The tensors among a module's outputs with their graph, and their gradients once the loop has them."""
+
+    tensors: list[torch.Tensor]
+    gradients: Sequence[torch.Tensor | None] = ()
+
+
+class OutputHook:
+    """In place of a loss: keeps the module's outputs, and begins the backward pass with their gradients."""
+
+    def __init__(self) -> None:
+        self.last = _Outputs([])
+
+    def __call__(self, outputs: Any, targets: object) -> torch.Tensor:
+        """A scalar whose backward pass is that of the outputs."""
+        del targets
+        self.last = _Outputs(_tensors_in(outputs))
+        scalar: torch.Tensor = _Begin.apply(self.last, *self.last.tensors)  # type: ignore[no-untyped-call]
+        return scalar
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: _Outputs, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.outputs = outputs
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        return None, *ctx.outputs.gradients
+
+
+@dataclass(slots=True, eq=False)
+class PartPass:
+    """A forward pass of this part.
+
+    Args:
+        number: its number.
+        samples: number of samples.
+        results: the tensors among the model's outputs.
+        saved: what the backward needs, by stage; {} where there is none, or it was made.
+        outputs: the same as `results` with their graph, on the part that has it.
+    """
+
+    number: int
+    samples: int
+    results: list[torch.Tensor]
+    saved: dict[int, object]
+    outputs: _Outputs
+
+
+class PartLink:
+    """One process of a split model. The loop's thread calls its methods.
+
+    Args:
+        bridge: the worker beside the loop.
+        model: this part's model; the loss of the whole model is `hook`.
+        hook: see `OutputHook`.
+        names: node names of the processes, by part.
+        seed: of random numbers of the passes; the same in all parts.
+        silence_s: longest silence of another part.
+
+    Attributes:
+        forms: how each tensor among the outputs depends on the number of samples.
+
+    Raises:
+        ConfigError: an output cannot travel.
+    """
+
+    def __init__(
+        self,
+        bridge: LoopBridge,
+        model: PartModel,
+        hook: OutputHook,
+        names: Sequence[str],
+        *,
+        seed: int,
+        silence_s: float,
+    ) -> None:
+        self.forms = _forms_of(model)
+        self._bridge = bridge
+        self._model = model
+        self._hook = hook
+        self._seed = seed
+        self._passes = 0
+        self._others = [part for part in range(len(names)) if part != model.part]
+        self._last = model.plan.stages[-1].part
+        self._own = [stage.number for stage in model.plan.stages_of(model.part)]
+
+        async def connect(context: LoopContext) -> PartChannel:
+            return PartChannel(context.runtime, context.endpoint, [*names], model, context.failed, silence_s)
+
+        self._channel = bridge.ask(connect)
+
+    # ---- agreement ----------------------------------------------------------------------
+
+    def agree(self, act: Act, *numbers: float, near: float = 0.0) -> None:
+        """Returns when all parts do the same.
+
+        Args:
+            act: what this part does.
+            numbers: two at most; they must be equal in all parts, up to `near`.
+
+        Raises:
+            ReplicasDifferError: another part does something else.
+        """
+        mine = torch.tensor([_ACTS.index(act), *numbers, *[0.0] * (2 - len(numbers))], dtype=torch.float64)
+        for part, theirs in zip(self._others, self._all_to_all(mine), strict=True):
+            if mine[0] != theirs[0]:
+                raise ReplicasDifferError(
+                    f"part {self._model.part} of a split model does {act}, and part {part} {_ACTS[int(theirs[0])]}: "
+                    "expected the same calls of the model in the same order in every process. Look for code that "
+                    "depends on session.rank or session.is_main: evaluate in all processes, and print in one"
+                )
+            if not torch.allclose(mine, theirs, rtol=0, atol=near, equal_nan=True):
+                what = "gradients of its output" if act == "backward" else "inputs"
+                raise ReplicasDifferError(
+                    f"{act} of a split model: part {part} has other {what} than part {self._model.part}; expected "
+                    "the same minibatch in every process: call session.shard(loader) after session.split, and seed "
+                    "what the script draws"
+                )
+
+    def sum(self, number: float) -> float:
+        """The sum of all parts' numbers, added in their order."""
+        numbers = self._all_to_all(torch.tensor([number], dtype=torch.float64))
+        numbers.insert(self._model.part, torch.tensor([number], dtype=torch.float64))
+        return float(torch.stack(numbers).sum())
+
+    def first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Part 0's tensor, of float64, in all parts."""
+        given = self._all_to_all(tensor if self._model.part == 0 else torch.zeros_like(tensor))
+        return given[0] if self._model.part else tensor
+
+    def _all_to_all(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that the other parts give for this one, in their order."""
+
+        async def exchange(context: LoopContext) -> list[torch.Tensor]:
+            give = [self._channel.give(part, mine) for part in self._others]
+            take = [self._channel.take(part, len(mine), mine.dtype) for part in self._others]
+            found: list[Any] = await context.runtime.gather(*take, *give)
+            return found[: len(take)]
+
+        return self._bridge.ask(exchange)
+
+    # ---- passes -------------------------------------------------------------------------
+
+    def forward(self, parameters: torch.Tensor, batch: Batch, *, training: bool) -> PartPass:
+        """Computes the model for a minibatch, with all other parts.
+
+        Args:
+            parameters: (E,), of this part.
+            batch: the minibatch.
+            training: in train() mode, and not in eval() mode.
+        """
+        model, samples = self._model, batch.num_samples
+        values = Values(model, batch, [0, samples])
+        digest = 0
+        for value in model.plan.values:
+            if value.source == DATA:
+                tensor = values.of(value.name, 0).contiguous()
+                digest = zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data, digest)
+        self.agree("forward", digest, 2 * samples + training)
+        seed = hash_seed(self._seed, 0, self._passes)
+        self._passes += 1
+        saved: dict[int, object] = {}
+        found = _Outputs([])
+
+        def compute(stage: int, given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            own = model.of_stage(stage, parameters)
+            if training:
+                outputs, saved[stage] = model.stages[stage].forward(own, given, seed=seed, samples=samples)
+            else:
+                outputs = model.stages[stage].evaluate(own, given)
+            return outputs
+
+        async def run(context: LoopContext) -> list[torch.Tensor]:
+            self._channel.sizes = [samples]
+            passes = [StagePass("forward", stage, 0) for stage in self._own]
+            passes = [StagePass("forward", DATA, 0), *passes] if model.part == 0 else passes
+            stages = _Stages(context.runtime, compute)
+            data = values.of if model.part == 0 else nothing
+            await run_schedule(model.plan, model.part, passes, stages, self._channel, data)
+            if model.part == self._last:
+                nonlocal found
+                found = self._hook.last if training else _Outputs(_tensors_in(stages.result["outputs"]))
+                results = [tensor.detach() for tensor in found.tensors]
+                for result in results:
+                    sends = [self._channel.give(part, result) for part in self._others]
+                    await context.runtime.gather(*sends)
+                return results
+            return [await self._take(form, samples) for form in self.forms]
+
+        results = self._bridge.ask(run)
+        return PartPass(self._passes, samples, results, saved, found)
+
+    async def _take(self, form: Form, samples: int) -> torch.Tensor:
+        shape = [length * samples if axis == form.axis else length for axis, length in enumerate(form.shape)]
+        elems = torch.Size(shape).numel()
+        return (await self._channel.take(self._last, elems, form.dtype)).view(shape)
+
+    def backward(self, made: PartPass, gradients: Sequence[torch.Tensor | None], into: torch.Tensor) -> None:
+        """Computes this part's gradient of a pass.
+
+        Args:
+            made: the pass.
+            gradients: of its results; None where nothing depends on one.
+            into: (E,), overwritten.
+        """
+        filled = [
+            torch.zeros_like(result) if one is None else one
+            for one, result in zip(gradients, made.results, strict=True)
+        ]
+        parts = [one for one in filled if one.is_floating_point()]
+        total = sum(float(one.sum(dtype=torch.float64)) for one in parts)
+        size = sum(float(one.abs().sum(dtype=torch.float64)) for one in parts)
+        self.agree("backward", made.number, total, near=min(0.5, NEAR * size))
+        saved, made.saved = made.saved, {}
+        made.outputs.gradients = gradients
+
+        def compute(stage: int, given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            return self._model.stages[stage].backward(saved[stage], given, self._model.of_stage(stage, into))
+
+        async def run(context: LoopContext) -> None:
+            self._channel.sizes = [made.samples]
+            passes = [StagePass("backward", stage, 0) for stage in reversed(self._own)]
+            stages = _Stages(context.runtime, compute)
+            await run_schedule(self._model.plan, self._model.part, passes, stages, self._channel, nothing)
+
+        self._bridge.ask(run)
+
+    # ---- the end ------------------------------------------------------------------------
+
+    def write_final(self, parameters: torch.Tensor) -> None:
+        """Writes the final model of all parts into the run directory, as the same file as an unsplit one's."""
+        model = self._model
+
+        async def run(context: LoopContext) -> None:
+            if model.part:
+                if model.buffer_elems(model.part):
+                    await self._channel.give(0, model.packed_buffers(model.part))
+                await send_parameters(self._channel, parameters)
+                return
+            for part in self._others:
+                if elems := model.buffer_elems(part):
+                    model.unpack_buffers(part, await self._channel.take(part, elems, torch.float64))
+            others = {**model.buffers(), **model.fixed().frozen}
+            vector, specs = Vector("parameters", parameters), tensor_specs_of(model)
+            await write_final_parts(context.runtime, self._channel, model, vector, specs, others)
+
+        self._bridge.ask(run)
+
+
+class _Stages:
+    """Implements `pipeline.executor.Stages`: computes beside the node, whose arithmetic thread waits for the loop."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        compute: Callable[[int, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+    ) -> None:
+        self.result: Mapping[str, Any] = {}  # of the last stage that was computed
+        self._runtime = runtime
+        self._compute = compute
+
+    async def forward(
+        self, stage: int, micro_batch: int, values: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """See `Stages`."""
+        work = Work("forward")
+        self.result = await self._runtime.beside(lambda: self._compute(stage, values), work=work)
+        return self.result
+
+    async def backward(
+        self, stage: int, micro_batch: int, gradients: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """See `Stages`."""
+        return await self._runtime.beside(lambda: self._compute(stage, gradients), work=Work("backward"))
+
+    async def weights(self, stage: int, micro_batch: int) -> None:
+        """See `Stages`: a loop has no such passes."""
+        raise InternalError(f"stage {stage}: a loop computes the gradients of weights with its backward")
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_aggregate(tree, lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None)
+    return found
+
+
+def _forms_of(model: PartModel) -> list[Form]:
+    """The form of each tensor among the outputs. Raises ConfigError for one that cannot travel to the other parts."""
+    nodes: list[fx.Node] = []
+    fx.map_arg(model.plan.graph.output.args[0], nodes.append)
+    forms = [form_of(node) for node in nodes]
+    for node, form in zip(nodes, forms, strict=True):
+        if form is None:
+            raise ConfigError(
+                f"session.split: the module's output {node} is no tensor with one axis that is the samples; expected "
+                "such tensors, or ones that do not depend on the number of samples, such as a mean loss"
+            )
+    return [form for form in forms if form is not None]
