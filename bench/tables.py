@@ -393,9 +393,38 @@ def _between(rows: list[Record], wins: Callable[[Record], bool]) -> str:
     return f"{shares[first - 1]} to {shares[first]}" if first else f"below {shares[0]}"
 
 
+def split() -> Places:
+    """Losses of split models beside those of the unsplit ones, and steps on two machines."""
+    record, rows = recorded("split-models"), []
+    titles = {"transformer": "transformer", "resnet": "ResNet", "resnet64": "ResNet, float64"}
+    for name, title in titles.items():
+        ways = [record[f"{name}, {parts}"] for parts in (1, 2, 4)]
+        rows.append(
+            [
+                title,
+                f"{ways[0]['first']:.3f}",
+                *(f"{way['last']:.4f}" for way in ways),
+                f"{max(way['apart_10'] for way in ways):.0e}",
+                f"{max(way['apart'] for way in ways):.0e}",
+            ]
+        )
+    head = ["", "first loss", "1 process", "2", "4", "apart in 10 steps", f"in {record['steps']}"]
+    exchanges = {
+        "split": "split",
+        "gradients": "data parallel, gradients",
+        "factors": "data parallel, factors",
+    }
+    steps = [[title, f"{record[way]:.2f}"] for way, title in exchanges.items()]
+    return {
+        "split-models": table(head, rows),
+        "split-apart": table(["two machines, cards of 100 Mbit/s", "seconds a step"], steps),
+    }
+
+
 PAGES: dict[str, Callable[[], Places]] = {
     "docs/benchmarks.md": benchmarks,
     "docs/collectives.md": collectives,
+    "docs/guide/split.md": split,
     "docs/scaling.md": scaling,
     "docs/strategies/hogwild.md": hogwild,
     "docs/strategies/hybrid.md": hybrid,
