@@ -33,7 +33,7 @@ LAG = 4
 """A predictor learns the target of a minibatch while its part has the fourth one after it. So the result does not
 depend on when targets come, and a part is at most so many minibatches ahead of the part above it."""
 
-KERNEL = 5
+KERNEL = 3
 """Side of the filters of a predictor of images."""
 
 

@@ -261,6 +261,8 @@ KINDS = frozenset(
         "gradient",
         "forward",
         "backward",
+        "predict",
+        "learn",
         "apply",
         "copy",
         "reduce",
@@ -294,7 +296,8 @@ class SimulationConfig:
 
     Args:
         costs: seconds by kind of work (`KINDS`); a kind that is missing costs nothing. The "forward" and "backward"
-            passes of a split model cost their share of a "gradient", unless they have costs of their own.
+            passes of a split model, and what its predictors "predict" and "learn", cost their share of a "gradient",
+            unless they have costs of their own.
         speeds: speed by node name, 1.0 where missing; a node of speed 0.5 takes twice as long.
         backprop: fraction of the gradient's duration at which the backward pass begins; 1/3 is
             a forward pass half as long. Its elements become ready linearly from there to the end.
@@ -353,9 +356,15 @@ class SimulationConfig:
     def seconds(self, node: str, work: Work, rng: random.Random, count: int) -> float:
         """Duration of one computation on a node."""
         cost, part = self.costs.get(work.kind), 1.0
-        if cost is None and work.kind in ("forward", "backward"):  # of a split model: a part of its gradient
+        passes = {
+            "forward": self.backprop,
+            "backward": 1 - self.backprop,
+            "predict": self.backprop,
+            "learn": 1.0,
+        }
+        if cost is None and work.kind in passes:  # of a split model: a part of its gradient
             cost = self.costs.get("gradient")
-            part = work.share * (self.backprop if work.kind == "forward" else 1 - self.backprop)
+            part = work.share * passes[work.kind]
         return part * cost.seconds(work, rng, count) / self.speeds.get(node, 1.0) if cost else 0.0
 
     def offset(self, bucket: int, fraction: float) -> float:

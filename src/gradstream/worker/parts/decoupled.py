@@ -230,7 +230,7 @@ class DecoupledGradients(PartSource):
     ) -> torch.Tensor:
         predictor = self._predictors[value.name]
         return await self.meter.compute(
-            lambda: predictor.predict(seen, labels).mul_(scale), work=self._work("forward", predictor, seen)
+            lambda: predictor.predict(seen, labels).mul_(scale), work=self._work("predict", predictor, seen)
         )
 
     def _expect(
@@ -262,7 +262,7 @@ class DecoupledGradients(PartSource):
             pieces = [await task for task in lesson.targets]
             await self.meter.compute(
                 partial(lesson.learn, pieces),
-                work=self._work("gradient", lesson.predictor, lesson.seen),
+                work=self._work("learn", lesson.predictor, lesson.seen),
             )
 
     def _work(self, kind: str, predictor: Predictor, seen: torch.Tensor) -> Work:
