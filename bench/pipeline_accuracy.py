@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 SIZES, PARTS, BATCH, EPOCHS, MOMENTUM = (784, 64, 64, 64, 10), 4, 32, 4, 0.9
 SEEDS, RATES = range(1, 6), (0.001, 0.003, 0.01, 0.03)
-MICRO_BATCHES = {"gpipe": 4, "pipedream": 1, "pipedream, vertical": 1, "2bw": 4, "delayed": 1}
+MICRO_BATCHES = {"gpipe": 4, "pipedream": 1, "pipedream-vertical": 1, "2bw": 4, "delayed": 1}
 
 
 async def run_all(
@@ -72,7 +72,7 @@ class Samples:
 
 async def trained(method: str, lr: float, seed: int, data: Any) -> dict[str, Any]:
     """The row of a run."""
-    name, count = method.split(",")[0], MICRO_BATCHES[method]
+    name, count = method, MICRO_BATCHES[method]
     plan, samples = chain_of_layers(SIZES, PARTS), Samples(data, seed)
     weights = dict(enumerate(initial_weights(SIZES, PARTS, seed)))
     layers = LayerStages(SIZES, plan, weights, share=1 / count, lr=lr, momentum=MOMENTUM)
@@ -93,9 +93,7 @@ async def trained(method: str, lr: float, seed: int, data: Any) -> dict[str, Any
     else:
         total = samples.minibatches * count
         schedules = make_schedule(name, plan, total)
-        versions = weight_versions(
-            name, plan, schedules, micro_batches=count, vertical_sync="vertical" in method
-        )
+        versions = weight_versions(name, plan, schedules, micro_batches=count)
         stages = [
             StashedStages(layers, {part: weights[part]}, schedules[part], versions, count)
             for part in range(PARTS)
@@ -136,13 +134,13 @@ def loaded() -> dict[str, Tensor]:
 
 def expected(method: str) -> tuple[list[int], list[int]]:
     """Micro-batches of activations and versions of weights that each stage holds, by the formulas."""
-    name, count = method.split(",")[0], MICRO_BATCHES[method]
+    name, count = method, MICRO_BATCHES[method]
     plan = chain_of_layers(SIZES, PARTS)
     activations = list(in_flight(name, plan, count if name == "gpipe" else 1 << 30))
     versions = {
         "gpipe": [1] * PARTS,
         "pipedream": list(depths(plan)),
-        "pipedream, vertical": [PARTS] * PARTS,
+        "pipedream-vertical": [PARTS] * PARTS,
         "2bw": [2] * PARTS,
         "delayed": [1] * PARTS,
     }

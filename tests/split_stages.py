@@ -69,9 +69,12 @@ class Stages:
         return whole
 
     def gradient(
-        self, vectors: list[torch.Tensor], batch: Batch, *, seed: int = 0
+        self, vectors: list[torch.Tensor], batch: Batch, *, seed: int = 0, halves: bool = False
     ) -> tuple[float, torch.Tensor]:
-        """Loss and whole gradient. What a stage does not declare as an input, it cannot use."""
+        """Loss and whole gradient. What a stage does not declare as an input, it cannot use.
+
+        With `halves`, those of the weights come when all stages have those of their inputs.
+        """
         values = minibatch_values(self.plan.graph, batch)
         self.travelled = {}
         saved = []
@@ -80,7 +83,7 @@ class Stages:
             for name, tensor in given.items():
                 if self.plan.part_of(self.plan.value(name)) != stage.part:
                     self.travelled[name, stage.part] = tensor.nbytes
-            outputs, graph = model.forward(vector, given, seed=seed, samples=batch.num_samples)
+            outputs, graph = model.forward(vector, given, seed=seed, samples=batch.num_samples, halves=halves)
             assert set(outputs) - {"loss"} == set(stage.outputs)
             values |= outputs
             saved.append(graph)
@@ -90,8 +93,14 @@ class Stages:
             list(zip(self.plan.stages, self.models, gradients, saved, strict=True))
         ):
             wanted = {name: back[name] for name in stage.outputs if self.plan.value(name).has_gradient}
-            for name, tensor in model.backward(graph, wanted, gradient).items():
+            returned = (
+                model.backward_inputs(graph, wanted) if halves else model.backward(graph, wanted, gradient)
+            )
+            for name, tensor in returned.items():
                 back[name] = back[name] + tensor if name in back else tensor
+        if halves:
+            for model, gradient, graph in zip(self.models, gradients, saved, strict=True):
+                model.backward_weights(graph, gradient)
         return float(values["loss"]), self.joined(gradients)
 
     def evaluate(self, vectors: list[torch.Tensor], batch: Batch) -> Mapping[str, Any]:

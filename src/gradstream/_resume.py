@@ -13,7 +13,7 @@ from gradstream._train import check_detached, launch
 from gradstream.checkpoint import Resume, to_resume
 from gradstream.data.lock import machine_lock
 from gradstream.errors import ConfigError, DataError, UnknownNameError
-from gradstream.job.job import Deadlines, Job, is_script, spread_out
+from gradstream.job.job import Deadlines, Job, Pipeline, is_script, spread_out
 from gradstream.job.registry import find_strategy
 from gradstream.job.validation import check_script
 from gradstream.pipeline.hybrid import Hybrid
@@ -41,7 +41,7 @@ class ResumeOptions(TypedDict, total=False):
     servers: int
     split: int
     micro_batches: int
-    pipeline: Literal["gpipe", "1f1b"] | Hybrid | SyntheticGradients
+    pipeline: Pipeline | Hybrid | SyntheticGradients
     batch_size: int | Sequence[int]
     shares: Sequence[float] | Literal["measured"] | None
     assignment: Literal["queue", "partitions"] | None

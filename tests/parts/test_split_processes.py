@@ -75,6 +75,17 @@ def test_parts_that_train_apart_do_the_same_in_processes_as_on_virtual_time(
     assert {event["node"] for event in run.events if event["event"] == "part"} >= {"worker-0", "part2-1"}
 
 
+@pytest.mark.parametrize("carrier", ["shm", "tcp"])
+def test_a_pipeline_of_several_minibatches_trains_as_on_virtual_time(
+    place: str, tmp_path: Path, carrier: Any
+) -> None:
+    options: dict[str, Any] = {"split": 3, "strategy": "allreduce", "pipeline": "pipedream"}
+    simulated = gs.simulate(load_job(place), **options)
+    run = gs.train(load_job(place), run_dir=tmp_path / "run", **options, carrier=carrier)
+    for name, array in simulated.parameters.items():
+        assert np.abs(run.parameters[name] - array).max() < 1e-12
+
+
 def test_a_replica_comes_back_after_one_of_its_parts_was_killed(place: str, tmp_path: Path) -> None:
     log, told = tmp_path / "run" / "logs" / "part1-1.log", list[str]()
 

@@ -31,7 +31,8 @@ ROUNDS: Mapping[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", ROUNDS)
 @pytest.mark.parametrize(
-    ("split", "micro_batches", "pipeline"), [(2, 1, "gpipe"), (3, 3, "1f1b"), (4, 2, "gpipe")]
+    ("split", "micro_batches", "pipeline"),
+    [(2, 1, "gpipe"), (3, 3, "1f1b"), (2, 2, "interleaved"), (4, 2, "zero-bubble")],
 )
 def test_rounds_of_split_replicas_equal_those_of_whole_ones(
     name: str, split: int, micro_batches: int, pipeline: str
@@ -190,7 +191,8 @@ class _Undecided(nn.Module):
         (lambda: _Undecided().double(), {"split": 2}, r"test_split_runs\.py:\d+: .*control flow"),
         (net, {"split": 2, "micro_batches": 7}, "a minibatch of 6 samples"),
         (net, {"micro_batches": 2}, "without split"),
-        (net, {"split": 2, "pipeline": "pipedream"}, "unknown pipeline"),
+        (net, {"split": 2, "pipeline": "pipes"}, "unknown pipeline"),
+        (net, {"split": 4, "pipeline": "interleaved"}, "expected at least one for each of 8 parts"),
         (net, {"split": 2, "strategy": "hogwild"}, "share one vector"),
         (net, {"split": 2, "accumulate": 2}, "take micro_batches=2"),
     ],

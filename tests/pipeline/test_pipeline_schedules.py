@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import pytest
 
 from gradstream.errors import ConfigError, InternalError
-from gradstream.pipeline.schedule import SCHEDULES, Schedule, StagePass, in_flight, make_schedule
+from gradstream.pipeline.schedule import (
+    SCHEDULES,
+    STREAMING,
+    Schedule,
+    StagePass,
+    endless_schedule,
+    in_flight,
+    make_schedule,
+)
 from gradstream.split.plan import DATA, SplitPlan
 from gradstream.testing.pipeline_checks import check_pipeline
 from pipeline_plans import chain, drawn_plan
@@ -91,6 +99,21 @@ def test_on_any_plan_a_schedule_is_whole_never_blocks_and_keeps_its_bound(name: 
         plan = drawn_plan(parts, 1 + seed % 11, seed)
         bounds = in_flight(name, plan, count)
         check_pipeline(plan, make_schedule(name, plan, count), count, bounds)
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_stream_without_end_has_the_passes_of_one_with_an_end(name: str) -> None:
+    for seed in range(20):
+        plan = drawn_plan(1 + seed % 3, 6 + seed % 7, seed)
+        if not all(plan.stages_of(part) for part in range(plan.parts)):
+            continue
+        taken = []
+        for part in range(plan.parts):
+            endless = list(islice(endless_schedule(name, plan, part), 300))
+            taken.append([step for step in endless if step.micro_batch < 6])
+            backwards = [step.micro_batch for step in endless if step.kind == "backward"]
+            assert backwards == sorted(backwards), "a part can make one update for all of its stages"
+        check_pipeline(plan, taken, 6, in_flight(name, plan, 6))
 
 
 def test_interleaved_schedules_are_whole_never_block_and_keep_the_bound_of_a_part() -> None:

@@ -128,6 +128,17 @@ def test_loss_and_gradient_of_the_stages_are_the_whole_models(name: str, parts: 
     torch.testing.assert_close(outputs, model.outputs(whole, batch.inputs), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("name", ["mlp", "residual", "recurrent", "transformer"])
+def test_the_halves_of_a_backward_pass_are_the_whole_of_it(name: str, parts: int) -> None:
+    build, loss, batch = case(name)
+    stages = Stages.of(from_torch(lambda: build().double(), loss), batch, parts)
+    whole_loss, whole = stages.gradient(stages.init(), batch)
+    halves_loss, halves = stages.gradient(stages.init(), batch, halves=True)
+    assert whole_loss == halves_loss
+    assert torch.allclose(halves, whole, rtol=1e-12, atol=1e-14)
+
+
 def test_only_what_crosses_a_cut_travels_and_once_to_each_part() -> None:
     build, loss, batch = case("residual")
     stages = Stages.of(from_torch(build, loss), batch, 3)

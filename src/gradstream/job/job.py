@@ -31,6 +31,7 @@ __all__ = [
     "Deadlines",
     "Job",
     "JobOptions",
+    "Pipeline",
     "build_model",
     "is_open_ended",
     "is_script",
@@ -41,6 +42,18 @@ __all__ = [
 
 Data = Dataset | str | tuple[Any, Any]
 """The data of a run: a data set, its name, or the pair (inputs, targets) of arrays."""
+
+Pipeline = Literal[
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zero-bubble",
+    "pipedream",
+    "pipedream-vertical",
+    "2bw",
+    "delayed",
+]
+"""The order in which the parts of a split model compute; see `pipeline.schedule`."""
 
 RIVALS = frozenset({"epochs", "steps"})
 """Fields that exclude each other: a later value of one removes an earlier value of the others."""
@@ -66,9 +79,12 @@ class Job:
         micro_batches: number of pieces into which a split replica divides each minibatch, so that its parts work
             at the same time. The gradient stays that of the whole minibatch.
         pipeline: in which order the parts compute: "gpipe" (all forward passes first) or "1f1b" (a backward
-            pass as soon as possible, which keeps fewer activations). With `gs.pipeline.SyntheticGradients(...)`
-            parts train apart, each by a predicted gradient of its output. With `gs.pipeline.Hybrid(...)` each has
-            samples of its own, and only layers such as the linear ones at the end are divided.
+            pass as soon as possible, which keeps fewer activations). "interleaved" gives each part two stages;
+            "zero-bubble" leaves the gradients of weights to idle time. Under "pipedream", "pipedream-vertical", "2bw"
+            and "delayed" the next minibatches begin before the update, with weights of several versions. With
+            `gs.pipeline.SyntheticGradients(...)` parts train apart, each by a predicted gradient of its output. With
+            `gs.pipeline.Hybrid(...)` each has samples of its own, and only layers such as the linear ones at the end
+            are divided.
         batch_size: samples per minibatch of one worker: one number, or one per worker.
         shares: relative amounts of data, one per worker: of each round, or, where the epoch is divided into
             partitions, of each epoch. Refused where workers take minibatches from a queue. "measured": the
@@ -155,7 +171,7 @@ class Job:
     servers: int | None = None
     split: int = 1
     micro_batches: int = 1
-    pipeline: Literal["gpipe", "1f1b"] | Hybrid | SyntheticGradients = "gpipe"
+    pipeline: Pipeline | Hybrid | SyntheticGradients = "gpipe"
     batch_size: int | Sequence[int] = DEFAULT_BATCH_SIZE
     shares: Sequence[float] | Literal["measured"] | None = None
     assignment: Literal["queue", "partitions"] | None = None
@@ -209,7 +225,7 @@ class JobOptions(TypedDict, total=False):
     servers: int | None
     split: int
     micro_batches: int
-    pipeline: Literal["gpipe", "1f1b"] | Hybrid | SyntheticGradients
+    pipeline: Pipeline | Hybrid | SyntheticGradients
     batch_size: int | Sequence[int]
     shares: Sequence[float] | Literal["measured"] | None
     assignment: Literal["queue", "partitions"] | None

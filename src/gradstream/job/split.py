@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import get_args, get_type_hints
+from typing import get_args
 
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, UnknownNameError
-from gradstream.job.job import Job, JobOptions, is_open_ended
+from gradstream.job.job import Job, Pipeline, is_open_ended
 from gradstream.model.torch_module import TorchModel
 from gradstream.optim.base import Optimizer
 from gradstream.pipeline.hybrid import Hybrid
+from gradstream.pipeline.schedule import STREAMING
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 
@@ -19,7 +20,7 @@ __all__ = ["check_split"]
 
 def check_split(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     """Raises ConfigError where a job asks for a split model, or for a pipeline of one, that cannot be."""
-    schedules = get_args(get_args(get_type_hints(JobOptions)["pipeline"])[0])
+    schedules = get_args(Pipeline)
     if isinstance(job.pipeline, str) and job.pipeline not in schedules:
         raise UnknownNameError("pipeline", str(job.pipeline), schedules)
     if job.split == 1:
@@ -33,6 +34,8 @@ def check_split(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
         return
     for what in _unsupported(job, strategy):
         raise ConfigError(f"split={job.split} with {what}")
+    for what in _unsupported_in_streams(job, strategy) if job.pipeline in STREAMING else ():
+        raise ConfigError(f"pipeline={job.pipeline!r} with {what}; or take pipeline='1f1b'")
     sizes = [job.batch_size] if isinstance(job.batch_size, int) else job.batch_size
     if min(sizes) < job.micro_batches:
         raise ConfigError(
@@ -83,3 +86,18 @@ def _unsupported_strategies(job: Job, strategy: Strategy) -> Iterator[str]:
             yield f"a quorum of {name}: parts could leave out different workers; take all of them"
         if strategy.rows(False) is not None:
             yield f"{name}, which exchanges rows; take another strategy"
+
+
+def _unsupported_in_streams(job: Job, strategy: Strategy) -> Iterator[str]:
+    """What cannot be combined with minibatches that begin before the update of those before them."""
+    name = type(strategy).__name__
+    if not strategy.pipelined:
+        yield (
+            f"{name}: the age of the weights in a pipeline is unknown to it; take strategy='allreduce', 'synchronous' "
+            "or 'downpour'"
+        )
+    if job.clip_norm is not None:
+        yield (
+            f"clip_norm={job.clip_norm}: parts make their updates before the length of the whole gradient is known; "
+            "take clip_value"
+        )

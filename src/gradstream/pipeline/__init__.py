@@ -1,8 +1,16 @@
 """Pipelines: the order in which the parts of a split model compute, as data; its executor; parts that train apart."""
 
-from gradstream.pipeline.executor import Stages, TensorChannel, TensorTransfer, run_schedule
+from gradstream.pipeline.executor import PipelineExecutor, Stages, TensorChannel, TensorTransfer, run_schedule
 from gradstream.pipeline.hybrid import Hybrid
-from gradstream.pipeline.schedule import FLUSHING, SCHEDULES, STREAMING, Schedule, StagePass, make_schedule
+from gradstream.pipeline.schedule import (
+    FLUSHING,
+    SCHEDULES,
+    STREAMING,
+    Schedule,
+    StagePass,
+    endless_schedule,
+    make_schedule,
+)
 from gradstream.pipeline.stash import StashedStages, WeightedStages, WeightStash
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.pipeline.versions import weight_versions
@@ -12,6 +20,7 @@ __all__ = [
     "SCHEDULES",
     "STREAMING",
     "Hybrid",
+    "PipelineExecutor",
     "Schedule",
     "StagePass",
     "Stages",
@@ -21,6 +30,7 @@ __all__ = [
     "TensorTransfer",
     "WeightStash",
     "WeightedStages",
+    "endless_schedule",
     "make_schedule",
     "run_schedule",
     "weight_versions",

@@ -19,7 +19,7 @@ from gradstream.pipeline.schedule import Schedule, StagePass
 from gradstream.runtime.tasks import gather, let_others_run
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
 
-__all__ = ["Stages", "TensorChannel", "TensorTransfer", "run_schedule"]
+__all__ = ["PipelineExecutor", "Stages", "TensorChannel", "TensorTransfer", "run_schedule"]
 
 
 class Stages(Protocol):
@@ -105,11 +105,14 @@ async def run_schedule(
         InternalError: `stages` leaves out a value or a gradient.
         BaseException: whatever `stages` or `channel` raises. The rest is cancelled first.
     """
-    await _Execution(plan, part, stages, channel, data).run(schedule)
+    await PipelineExecutor(plan, part, stages, channel, data).run(schedule)
 
 
-class _Execution:
-    """The tensors that a part holds between its passes: each until the last use on this part."""
+class PipelineExecutor:
+    """As `run_schedule`, for a schedule that comes piece by piece.
+
+    It holds the tensors of a part between its passes: each until the last use on this part.
+    """
 
     def __init__(
         self,
@@ -134,6 +137,7 @@ class _Execution:
         }
 
     async def run(self, schedule: Schedule) -> None:
+        """Carries out the next passes. Raises as `run_schedule`."""
         await gather(self._compute(schedule), *map(self._send_all, self._outgoing))
 
     async def _compute(self, schedule: Schedule) -> None:

@@ -24,11 +24,14 @@ delayed         2 d - 1                                   Chen, Eversole, Li, Yu
 
 M is the number of micro-batches, K of parts, v of stages of each part, p the part, from 0. d, the depth, is the
 number of parts from stage s to the loss: K - s on a chain of one stage a part. The last three do not flush: they
-are for micro-batches of successive minibatches, and read weights of several versions (`pipeline.versions`).
+are for micro-batches of successive minibatches, and read weights of several versions (`pipeline.versions`). There
+a part finishes one micro-batch in all of its stages before it goes back through the next, so that it can make one
+update for all of them. "pipedream-vertical" has the order of "pipedream".
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -46,6 +49,7 @@ __all__ = [
     "Schedule",
     "StagePass",
     "depths",
+    "endless_schedule",
     "in_flight",
     "make_schedule",
 ]
@@ -58,7 +62,7 @@ KINDS: tuple[Kind, ...] = ("forward", "backward", "weights")
 FLUSHING = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 """Schedules of one minibatch: their gradient is that of the whole model at one version of the weights."""
 
-STREAMING = ("pipedream", "2bw", "delayed")
+STREAMING = ("pipedream", "pipedream-vertical", "2bw", "delayed")
 """Schedules of successive minibatches, which are in the pipeline at once: `pipeline.versions`."""
 
 SCHEDULES = (*FLUSHING, *STREAMING)
@@ -103,7 +107,23 @@ def make_schedule(name: str, plan: SplitPlan, micro_batches: int) -> tuple[Sched
         raise ConfigError(f"micro_batches is {micro_batches}: a schedule needs at least 1")
     if name == "interleaved":
         return _interleaved(plan, micro_batches)
-    return _ListScheduling(name, plan, micro_batches).run()
+    schedules: tuple[list[StagePass], ...] = tuple([] for _ in range(plan.parts))
+    for part, step in _ListScheduling(name, plan, micro_batches).passes():
+        schedules[part].append(step)
+    return schedules
+
+
+def endless_schedule(name: str, plan: SplitPlan, part: int) -> Iterator[StagePass]:
+    """The passes of one part for a stream without end.
+
+    A stream of M micro-batches may take from it the passes of these: a pass needs none of later ones.
+
+    Args:
+        name: one of STREAMING.
+        plan: plan of the split model.
+        part: number of the part.
+    """
+    return (step for its, step in _ListScheduling(name, plan, sys.maxsize).passes() if its == part)
 
 
 def depths(plan: SplitPlan) -> tuple[int, ...]:
@@ -176,13 +196,14 @@ class _Reads:
 
     def __init__(self, plan: SplitPlan, micro_batches: int) -> None:
         travels = any(value.source == DATA and plan.parts_using(value) for value in plan.values)
-        self._left = list(range(micro_batches if travels else 0))[::-1]
+        self._next, self._count = 0, micro_batches if travels else 0
 
     def before(self, steps: Iterable[StagePass]) -> Iterator[StagePass]:
         """The reads of part 0 before these passes of any parts."""
         last = max(step.micro_batch for step in steps) + 1
-        while self._left and self._left[-1] <= last:
-            yield StagePass("forward", DATA, self._left.pop())
+        while self._next <= min(last, self._count - 1):
+            yield StagePass("forward", DATA, self._next)
+            self._next += 1
 
 
 class _ListScheduling:
@@ -190,6 +211,7 @@ class _ListScheduling:
 
     def __init__(self, name: str, plan: SplitPlan, micro_batches: int) -> None:
         self._plan, self._count, self._flushes = plan, micro_batches, name == "gpipe"
+        self._streams = name in STREAMING
         self._limits, self._depths = in_flight(name, plan, micro_batches), depths(plan)
         self._users = [_users(plan, stage) for stage in plan.stages]
         self._sources = [
@@ -197,21 +219,20 @@ class _ListScheduling:
         ]
         self._done = {kind: [0] * len(plan.stages) for kind in KINDS[: 3 if name == "zero-bubble" else 2]}
         self._reads = _Reads(plan, micro_batches)
-        self._schedules: tuple[list[StagePass], ...] = tuple([] for _ in range(plan.parts))
 
-    def run(self) -> tuple[Schedule, ...]:
+    def passes(self) -> Iterator[tuple[int, StagePass]]:
+        """The passes of all parts, tick by tick, each after the number of its part."""
         left = self._count * len(self._plan.stages) * len(self._done)
         while left:
             ready = [self._best(part) for part in range(self._plan.parts)]
             chosen = [(part, step) for part, step in enumerate(ready) if step]
             if not chosen:
                 raise InternalError(f"no pass may begin, and {left} are left, after {self._done}")
-            self._schedules[0].extend(self._reads.before(step for _, step in chosen))
+            yield from ((0, step) for step in self._reads.before(step for _, step in chosen))
             for part, step in chosen:
-                self._schedules[part].append(step)
+                yield part, step
                 self._done[step.kind][step.stage] += 1
             left -= len(chosen)
-        return self._schedules
 
     def _best(self, part: int) -> StagePass | None:
         """The pass that a part computes in this tick."""
@@ -237,17 +258,23 @@ class _ListScheduling:
         admitted = forward < self._count and forward - backward < self._limits[number]
         if admitted and all(done["forward"][source] > forward for source in self._sources[number]):
             yield StagePass("forward", number, forward)
-        if backward < self._count and self._turned(stage):
+        if backward < self._count and self._may_turn(stage):
             after = all(done["backward"][user.number] > backward for user in self._users[number])
             if after and forward > self._order(backward):
                 yield StagePass("backward", number, self._order(backward))
         if "weights" in done and done["weights"][number] < backward:
             yield StagePass("weights", number, done["weights"][number])
 
-    def _turned(self, stage: Stage) -> bool:
-        """Whether backwards may begin. With GPipe, a part computes all forwards first."""
-        stages = self._plan.stages_of(stage.part) if self._flushes else ()
-        return all(self._done["forward"][other.number] == self._count for other in stages)
+    def _may_turn(self, stage: Stage) -> bool:
+        """Whether the next backward may begin.
+
+        With GPipe, a part computes all forwards first; in a stream, all backwards of the micro-batch before.
+        """
+        own, done = self._plan.stages_of(stage.part), self._done
+        if self._flushes:
+            return all(done["forward"][other.number] == self._count for other in own)
+        before = done["backward"][stage.number]
+        return not self._streams or all(done["backward"][other.number] >= before for other in own)
 
     def _due(self, number: int) -> bool:
         """Whether weights' gradients cannot wait: no stage holds more micro-batches than the first does."""

@@ -108,6 +108,7 @@ class StashedStages:
                 reads[step.stage].append(versions[step])
         self.stashes = {number: WeightStash(weights[number], reads[number]) for number in weights}
         self.trace: list[tuple[StagePass, int]] = []
+        self._left = len(self.stashes)  # stages with backwards of the minibatch to come
 
     async def forward(
         self, stage: int, micro_batch: int, values: Mapping[str, torch.Tensor]
@@ -119,12 +120,15 @@ class StashedStages:
     async def backward(
         self, stage: int, micro_batch: int, gradients: Mapping[str, torch.Tensor]
     ) -> Mapping[str, torch.Tensor]:
-        """See `Stages.backward`. The last one of a minibatch updates the weights."""
+        """See `Stages.backward`. The last one of a minibatch updates the weights of all stages."""
         weights = self._read("backward", stage, micro_batch)
         results = await self._stages.backward(stage, micro_batch, gradients, weights)
         minibatch, number = divmod(micro_batch, self._micro_batches)
-        if number == self._micro_batches - 1:
-            await self._stages.update(stage, minibatch, self.stashes[stage].advance())
+        self._left -= number == self._micro_batches - 1
+        if not self._left:
+            self._left = len(self.stashes)
+            for each, stash in self.stashes.items():
+                await self._stages.update(each, minibatch, stash.advance())
         return results
 
     async def weights(self, stage: int, micro_batch: int) -> None:

@@ -13,13 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradstream.coordinator.phases import LossTolerance
+from gradstream.pipeline.schedule import FLUSHING
 from gradstream.run.plan import RunPlan
 from gradstream.strategies.base import GroupStrategy, SharedMemoryStrategy
 
 __all__ = ["losses_of"]
-
-FLUSHING = ("gpipe", "1f1b", "interleaved", "zero-bubble")
-"""Pipelines after which the gradient is that of the minibatch, whatever came before."""
 
 
 def losses_of(plan: RunPlan) -> LossTolerance:

@@ -255,7 +255,8 @@ def _model_of(plan: RunPlan, model: Model, part: int) -> Model:
     example, pipeline = plan.job.data.batch(ids), plan.job.pipeline
     if isinstance(pipeline, Hybrid):
         return HybridModel(model, example, plan.parts, part, pipeline.layers)
-    return PartModel(model, example, plan.parts, part, apart=isinstance(pipeline, SyntheticGradients))
+    apart, rounds = isinstance(pipeline, SyntheticGradients), 2 if pipeline == "interleaved" else 1
+    return PartModel(model, example, plan.parts, part, apart=apart, rounds=rounds)
 
 
 def grouped_rule(plan: RunPlan, model: Model, part: int = 0) -> GroupedRule | None:

@@ -68,6 +68,7 @@ def plan_split(
     map: Mapping[str, int | Sequence[int]] | None = None,  # noqa: A002  what users call it
     by: Literal["bytes", "seconds"] = "bytes",
     divides: bool = True,
+    rounds: int = 1,
 ) -> TorchPlan:
     """Plans how to divide a model over parts. Each process finds the same plan by itself, unless it measures.
 
@@ -81,6 +82,7 @@ def plan_split(
         by: what to balance where there is no map: the bytes of the parameters, or the seconds that each
             operation takes for the example in this process. Others then take the map from `TorchPlan.places`.
         divides: whether wide layers may be divided to balance bytes.
+        rounds: number of stages of each part, which go round the parts. Above 1 no layer is divided.
 
     Raises:
         ConfigError: the model cannot be recorded, or cannot be cut in this way.
@@ -90,6 +92,9 @@ def plan_split(
     graph = record(model, example)
     if map is not None:
         graph, placed = _by_map(graph, parts, map)
+    elif rounds > 1:
+        groups = OperationChain(graph.nodes, _weights(graph)).place(parts * rounds)
+        placed = {node: group % parts for node, group in groups.items()}
     elif by == "bytes":
         graph, placed = _by_weight(graph, parts, divides)
     else:

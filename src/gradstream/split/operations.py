@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradstream.errors import ConfigError
 from gradstream.model.batch import map_leaves
@@ -20,6 +20,7 @@ from gradstream.model.fixed import Fixed
 from gradstream.model.torch_module import BUILD_SEED
 from gradstream.split.cut import TorchPlan, parameter_of, value_name
 from gradstream.split.graph import Piece, size_of
+from gradstream.split.halves import Use
 from gradstream.split.trace import ByMode, run_node
 
 __all__ = ["Operations"]
@@ -61,6 +62,7 @@ class Operations:
         inputs: Mapping[str, torch.Tensor],
         samples: int,
         seed: int | None,
+        uses: list[Use] | None = None,
     ) -> dict[str, Any]:
         """Carries out all operations.
 
@@ -69,6 +71,7 @@ class Operations:
             inputs: the stage's inputs by name.
             samples: number of samples of the minibatch.
             seed: of random numbers; None means eval() mode.
+            uses: gets the operations that read the stage's own parameters.
 
         Returns:
             The stage's outputs by name. The last stage's have "outputs", the tree of the module's outputs.
@@ -91,6 +94,10 @@ class Operations:
                 torch.manual_seed(_stream(seed, node.name))
             with nullcontext() if node.meta["grad"] else torch.no_grad():
                 scope.results[node] = run_node(node, self._module, args, kwargs)
+            read = [piece for piece in self._graph.tensors_of(node) if piece in tensors]
+            if uses is not None and read:
+                results = tree_leaves(scope.results[node])
+                uses.append(Use([one for one in results if isinstance(one, torch.Tensor)], read))
         names = {value_name(node): node for node in self._nodes}
         found: dict[str, Any] = {}
         for name in self._outputs:

@@ -45,13 +45,21 @@ class PartModel:
         parts: number of parts, K.
         part: the part that this process holds.
         apart: parts train apart: no layer is divided, and parts share no parameters and no buffers.
+        rounds: number of stages of each part; see `plan_split`.
 
     Attributes:
         changed: on part 0, buffers of other parts were loaded, which those do not have yet.
     """
 
     def __init__(
-        self, model: TorchModel, example: Batch, parts: int, part: int, *, apart: bool = False
+        self,
+        model: TorchModel,
+        example: Batch,
+        parts: int,
+        part: int,
+        *,
+        apart: bool = False,
+        rounds: int = 1,
     ) -> None:
         self.reduction: Reduction = model.reduction
         self.part = part
@@ -59,6 +67,7 @@ class PartModel:
         self._example = example
         self._parts = parts
         self._apart = apart
+        self._rounds = rounds
         self._theirs: dict[str, np.ndarray[Any, Any]] = {}
         self.changed = False
 
@@ -97,10 +106,12 @@ class PartModel:
     @property
     def _kind(self) -> tuple[object, ...]:
         """What distinguishes its plan from others of the same model."""
-        return (self._apart,)
+        return self._apart, self._rounds
 
     def _planned(self) -> TorchPlan:
-        return plan_split(self._model, self._example, self._parts, divides=not self._apart)
+        return plan_split(
+            self._model, self._example, self._parts, divides=not self._apart, rounds=self._rounds
+        )
 
     @cached_property
     def stages(self) -> Mapping[int, StageModel]:

@@ -20,6 +20,7 @@ from gradstream.model.torch_module import TorchModel, usable
 from gradstream.model.wide_linear import WideLinear
 from gradstream.split.cut import TorchPlan, layout_of_stage
 from gradstream.split.graph import Piece
+from gradstream.split.halves import LateWeights, Use, first_half
 from gradstream.split.operations import Operations
 from gradstream.split.partial_build import tensor_at
 from gradstream.split.plan import SplitPlan
@@ -79,7 +80,13 @@ class StageModel:
                 view.copy_(piece.of(tensor_at(module, piece.name)).detach())
 
     def forward(
-        self, parameters: torch.Tensor, values: Mapping[str, torch.Tensor], *, seed: int, samples: int
+        self,
+        parameters: torch.Tensor,
+        values: Mapping[str, torch.Tensor],
+        *,
+        seed: int,
+        samples: int,
+        halves: bool = False,
     ) -> tuple[dict[str, torch.Tensor], object]:
         """Computes the stage for a minibatch.
 
@@ -88,6 +95,7 @@ class StageModel:
             values: the stage's inputs, by name.
             seed: of random numbers; each operation draws its own, from (seed, its name).
             samples: number of samples of the minibatch.
+            halves: the backward pass comes as `backward_inputs` and `backward_weights`.
 
         Returns:
             (the stage's outputs by name, what `backward` needs). The last stage's outputs have "loss", a scalar.
@@ -96,14 +104,14 @@ class StageModel:
             ConfigError: a value is missing, or has another shape or dtype than the plan says.
             GradientError: the loss is not one finite number that depends on the parameters.
         """
-        saved = _Saved(self._pieces, self.layout.views(parameters))
+        saved = _Saved(self._pieces, self.layout.views(parameters), halves)
         inputs = self._checked(values, samples)
         for name, tensor in inputs.items():
             if self._plan.value(name).has_gradient:
                 inputs[name] = saved.inputs[name] = tensor.detach().requires_grad_()
         fork = torch.random.fork_rng(devices=[]) if self._operations.random else nullcontext()
         with torch.enable_grad(), fork, self._wide(saved):
-            results = self._operations.run(saved.leaves, inputs, samples, seed)
+            results = self._operations.run(saved.leaves, inputs, samples, seed, saved.uses)
             saved.outputs = {name: results[name] for name in self._stage.outputs}
             if self._is_last:
                 loss = usable(self._loss(results["outputs"], self._operations.targets(inputs)))
@@ -133,25 +141,36 @@ class StageModel:
             Gradients of the stage's inputs, without the factor: of all whose `Value.has_gradient` is true.
         """
         assert isinstance(saved, _Saved)
-        for sink, (_, view) in zip(saved.sinks.values(), self.layout.views(gradient), strict=True):
-            sink.into(view, weight, add)
-        roots, given = [], []
-        for name, output in saved.outputs.items():
-            if output.requires_grad:
-                roots.append(output)
-                given.append(
-                    torch.ones_like(output) if name == "loss" else gradients[name].view(output.shape)
-                )
+        self._land(saved, gradient, weight, add)
         with self._wide(saved):
-            saved.run(roots, given)
-        unused = [piece for piece, sink in saved.sinks.items() if not sink.written]
-        for piece in unused:
-            saved.sinks[piece].clear()
-        self.unused = [piece.name for piece in unused]
+            saved.run(*saved.roots(gradients))
+        self.unused = saved.clear()
         return {
             name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
             for name, leaf in saved.inputs.items()
         }
+
+    def backward_inputs(
+        self, saved: object, gradients: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The half of `backward` for which other stages wait; see `split.halves`."""
+        assert isinstance(saved, _Saved)
+        found, saved.late = first_half(*saved.roots(gradients), saved.inputs, saved.leaves, saved.uses or ())
+        return {name: found.get(name, torch.zeros_like(leaf)) for name, leaf in saved.inputs.items()}
+
+    def backward_weights(
+        self, saved: object, gradient: torch.Tensor, *, weight: float = 1.0, add: bool = False
+    ) -> None:
+        """The other half: the gradient of the parameters. The arguments are those of `backward`."""
+        assert isinstance(saved, _Saved) and saved.late is not None
+        self._land(saved, gradient, weight, add)
+        for piece, one in saved.late.gradients():
+            saved.sinks[piece].add(one)
+        self.unused = saved.clear()
+
+    def _land(self, saved: _Saved, gradient: torch.Tensor, weight: float, add: bool) -> None:
+        for sink, (_, view) in zip(saved.sinks.values(), self.layout.views(gradient), strict=True):
+            sink.into(view, weight, add)
 
     def evaluate(
         self, parameters: torch.Tensor, values: Mapping[str, torch.Tensor]
@@ -212,6 +231,8 @@ class StageModel:
 
     def _wide(self, saved: _Saved) -> AbstractContextManager[object]:
         """The context in which gradients of wide layers are written directly."""
+        if saved.uses is not None:
+            return nullcontext()
         wide = [
             (leaf, sink)
             for slot, leaf, sink in zip(
@@ -243,8 +264,10 @@ class _Sink(Sink):
 class _Saved:
     """The graph of one forward pass of a stage."""
 
-    def __init__(self, pieces: tuple[Piece, ...], views: Any) -> None:
+    def __init__(self, pieces: tuple[Piece, ...], views: Any, halves: bool) -> None:
         self._pass = Pass()
+        self.uses: list[Use] | None = [] if halves else None
+        self.late: LateWeights | None = None
         self.inputs: dict[str, torch.Tensor] = {}
         self.outputs: dict[str, torch.Tensor] = {}
         # .data: an update of the parameters in place is nobody's error, if the caller wants it between the passes.
@@ -254,6 +277,22 @@ class _Saved:
         self.sinks = {piece: _Sink(leaf, self._pass) for piece, leaf in self.leaves.items()}
         for leaf, sink in zip(self.leaves.values(), self.sinks.values(), strict=True):
             leaf.register_post_accumulate_grad_hook(_moved(sink))
+
+    def roots(self, gradients: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(outputs that have gradients, the gradients)."""
+        roots = {name: output for name, output in self.outputs.items() if output.requires_grad}
+        given = [
+            torch.ones_like(output) if name == "loss" else gradients[name].view(output.shape)
+            for name, output in roots.items()
+        ]
+        return list(roots.values()), given
+
+    def clear(self) -> list[str]:
+        """Zeroes the gradients of parameters on which the outputs do not depend. Returns their names."""
+        unused = [piece for piece, sink in self.sinks.items() if not sink.written]
+        for piece in unused:
+            self.sinks[piece].clear()
+        return [piece.name for piece in unused]
 
     def run(self, roots: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         """Runs the backward pass. The engine itself does not suspend an active function mode."""

@@ -81,6 +81,7 @@ class AllReduce(GroupStrategy):
 
     partitioning: ClassVar[Partitioning] = "rounds"
     survives_worker_loss: ClassVar[bool] = True
+    pipelined: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.exchange not in EXCHANGES:

@@ -87,6 +87,10 @@ class Strategy(ABC):
     plain: ClassVar[Mapping[str, object] | None] = None
     """Options with which one worker is plain SGD; None lets `testing.check_strategy` search for them."""
 
+    pipelined: ClassVar[bool] = False
+    """Whether it may run in pipelines that do not flush, where gradients are those of older parameters than
+    `Worker.version` says: it does not look at their age, nor wait for other workers before a minibatch."""
+
     @property
     def stands_in(self) -> bool:
         """Whether another worker can compute the part of a lost one in a round.

@@ -86,6 +86,7 @@ class Downpour(StagedStrategy):
     significance_of: Literal["relative", "absolute"] = "relative"
     block_elems: int = 16
 
+    pipelined: ClassVar[bool] = True
     plain: ClassVar[Mapping[str, object] | None] = {
         "push_every": 1,
         "fetch_every": 1,

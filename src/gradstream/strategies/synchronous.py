@@ -157,6 +157,7 @@ class Synchronous(ServerStrategy):
 
     partitioning: ClassVar[Partitioning] = "rounds"
     survives_worker_loss: ClassVar[bool] = True
+    pipelined: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.backup < 0:

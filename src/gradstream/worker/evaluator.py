@@ -12,6 +12,7 @@ from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import EvaluatedEvent
 from gradstream.worker.buffer_averager import BufferAverager
 from gradstream.worker.config import WorkerConfig
+from gradstream.worker.due_evaluations import DueEvaluations
 from gradstream.worker.evaluation import Evaluation, check_outputs, evaluate
 from gradstream.worker.parts.worker import Lead
 from gradstream.worker.replica.base import Replica
@@ -55,8 +56,7 @@ class Evaluator:
         self._is_lowest = is_lowest
         self._lead = lead
         self._last_ref: BatchRef | None = None
-        self._late = False
-        self._num_due: int | None = None  # number of evaluations up to the last minibatch
+        self._due = DueEvaluations(config.evaluation, schedule)
 
     async def at_begin(self, replica: Replica, *, late: bool = False) -> None:
         """Checks before training that the model gives the outputs that metrics need.
@@ -68,7 +68,7 @@ class Evaluator:
         Raises:
             UserCodeError: the model does not.
         """
-        self._late = late
+        self._due.late = late
         plan, model = self._config.evaluation, self._config.model
         if plan.every is not None and plan.metrics and getattr(model, "calls_itself", False):
             await self._runtime.compute(
@@ -80,31 +80,13 @@ class Evaluator:
     async def at_boundary(self, replica: Replica, refs: Sequence[BatchRef]) -> None:
         """Evaluates if an evaluation became due with these minibatches, which are done."""
         self._last_ref = ref = refs[-1]
-        step = self._newly_due(refs)
+        step = self._due.newly_due(refs)
         if step is None:
             return
         if self._is_lowest():
             await self._evaluate(replica, ref, step)
         else:
             await self._averager.keep(step)
-
-    def _newly_due(self, refs: Sequence[BatchRef]) -> int | None:
-        """The step after which an evaluation has become due with these minibatches; None for none.
-
-        A worker that takes minibatches from a queue may get none of that step: then its first one of a later step
-        counts. No evaluation is due after the very last step, since the final parameters are evaluated anyway.
-        """
-        last = self._schedule.position(refs[-1])
-        period = self._config.evaluation.period(last)
-        if period is None:
-            return None
-        if self._num_due is None:
-            begin = self._schedule.position(refs[0]) if self._late else self._schedule.first
-            self._num_due = begin.step // period
-        before = self._num_due
-        self._num_due = max(before, (last.step + 1) // period)
-        over = last.step + 1 >= last.num_steps
-        return self._num_due * period if self._num_due > before and not over else None
 
     async def at_end(self, replica: Replica, *, early: bool) -> None:
         """Evaluates the final parameters, if the run evaluates at all.

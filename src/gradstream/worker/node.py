@@ -89,7 +89,10 @@ class WorkerNode:
         if config.loop is not None:
             return LoopSource(config.loop, config.rank, config.first_step, self._member.requests)
         assert config.plan is not None
-        kind = Schedule if self._lead is None else partial(LedSchedule, lead=self._lead.parts)
+        kind: Callable[..., Schedule] = Schedule
+        if self._lead is not None:
+            lead, runtime = self._lead.parts, self._runtime
+            kind = partial(LedSchedule, lead=lead, runtime=runtime, evaluation=config.evaluation)
         return kind(
             plan=config.plan,
             rank=config.rank,

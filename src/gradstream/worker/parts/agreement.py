@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from gradstream.worker.gradient import Clip
 from gradstream.worker.parts.messages import PartReport, PartStandsIn
+from gradstream.worker.parts.window import Window
 
 __all__ = ["Agreement", "at_once"]
 
@@ -26,11 +27,13 @@ class Agreement(ABC):
     """The side of one process, which holds one part.
 
     Attributes:
+        window: the minibatches that this part may compute.
         in_round: a minibatch has begun, and the parts have not voted on its round.
         on_stand_in: called where the worker lets this part compute the minibatch of a lost worker.
     """
 
     def __init__(self) -> None:
+        self.window = Window()
         self.in_round = False
         self.on_stand_in: Callable[[PartStandsIn], None] | None = None
 
@@ -62,6 +65,10 @@ class Agreement(ABC):
     @abstractmethod
     def note(self, mine: PartReport) -> float:
         """Passes on a report, and waits for nobody. Returns the newest loss that is known here; NaN where none is."""
+
+    async def loss(self, mine: PartReport) -> float:
+        """As `note`, but the worker waits for the loss of the same minibatch."""
+        return self.note(mine)
 
     @abstractmethod
     async def all_ready(

@@ -24,6 +24,7 @@ from gradstream.memory import Vector
 from gradstream.model.check import usable
 from gradstream.pipeline.executor import TensorTransfer
 from gradstream.pipeline.hybrid import Hybrid
+from gradstream.pipeline.schedule import STREAMING
 from gradstream.pipeline.synthetic import LAG, Predictor, SyntheticGradients, label_features
 from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.split.part_model import PartModel
@@ -36,6 +37,7 @@ from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.gradients import PartGradients, PartSource
 from gradstream.worker.parts.hybrid import HybridGradients
 from gradstream.worker.parts.messages import PartReport
+from gradstream.worker.parts.stream import StreamedGradients
 
 __all__ = ["DecoupledGradients", "gradients_of"]
 
@@ -52,13 +54,14 @@ def gradients_of(
 ) -> PartSource:
     """The gradients of one part, by the `pipeline` of its run. For the arguments, see `PartSource`."""
     assert config.split is not None
+    kind: type[PartSource]
     match config.split.pipeline:
         case SyntheticGradients():
-            kind: type[PartSource] = DecoupledGradients
+            kind = DecoupledGradients
         case Hybrid():
             kind = HybridGradients
-        case _:
-            kind = PartGradients
+        case name:
+            kind = StreamedGradients if name in STREAMING else PartGradients
     return kind(config, runtime, model, channel, agreement, feed)
 
 

@@ -44,7 +44,7 @@ class PartFollower(Agreement):
         gate: of this part, which takes the worker's phase.
 
     Attributes:
-        carry_out: carries out a turn that is no minibatch and no flush.
+        carry_out: carries out a turn that begins no minibatch, and no flush.
         epoch: membership epoch under which this part has voted last.
     """
 
@@ -118,15 +118,23 @@ class PartFollower(Agreement):
     def let_stand_in(self, rank: int, number: int) -> None:
         """See `Agreement`: the worker has told this part."""
 
-    async def batches(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
+    async def batches(
+        self, hooks: ScheduleHooks, size: Callable[[BatchRef], int | None]
+    ) -> AsyncGenerator[BatchRef, None]:
         """The minibatches that the worker begins, until it says that there is none any more."""
+        window = self.window
         while (turn := await self._channel.hear(LEAD, PartTurn)).kind != "over":
-            if turn.kind == "batch":
-                self._gate.phase, self._gate.begun_before = turn.phase, turn.begun_before
-                hooks.skip()
-                await hooks.gate()
-                self.in_round = True
-                yield turn.batch
+            if turn.kind in ("batch", "drain"):
+                if turn.kind == "drain":
+                    window.closing = True
+                else:
+                    self._gate.phase, self._gate.begun_before = turn.phase, turn.begun_before
+                    hooks.skip()
+                    window.admit(turn.batch, size(turn.batch))
+                while window.ready:
+                    await hooks.gate()
+                    self.in_round = True
+                    yield window.take()
             elif turn.kind == "again":
                 if turn.epoch >= self.epoch:
                     raise ClosedError("the worker of this replica forms its group again")
@@ -158,7 +166,7 @@ class FollowedSchedule(Schedule):
 
     async def refs(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
         """See `BatchSchedule`."""
-        async for ref in self.follower.batches(hooks):
+        async for ref in self.follower.batches(hooks, self.size):
             yield ref
 
 

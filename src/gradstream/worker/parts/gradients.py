@@ -26,7 +26,7 @@ from gradstream.memory import Vector
 from gradstream.model.batch import Batch
 from gradstream.model.check import usable
 from gradstream.pipeline.executor import run_schedule
-from gradstream.pipeline.schedule import make_schedule
+from gradstream.pipeline.schedule import Schedule, make_schedule
 from gradstream.runtime.base import Report as Progress
 from gradstream.runtime.base import Runtime, Work
 from gradstream.split.part_model import PartModel
@@ -38,7 +38,16 @@ from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.messages import PartReport
 from gradstream.worker.parts.meter import PartMeter
 
-__all__ = ["AgreedSource", "Computed", "PartGradients", "PartPlace", "PartSource", "Values", "nothing"]
+__all__ = [
+    "AgreedSource",
+    "Computed",
+    "PartGradients",
+    "PartPlace",
+    "PartSource",
+    "Passes",
+    "Values",
+    "nothing",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +139,46 @@ class PartSource(ABC):
     @abstractmethod
     async def _compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result: ...
 
+    async def _report(self, gradient: ComputedGradient, computed: Computed) -> tuple[PartReport, int]:
+        """(what this part knows of its gradient, number of samples that it is the sum over). Bounds its elements."""
+        into, num_summed = gradient.vector, gradient.batch.num_samples if self.model.reduction == "sum" else 1
+        report = await self.meter.compute(
+            lambda: self._look(into.tensor, computed, num_summed),
+            work=Work("copy", elems=len(into)),
+            reads=[into.all],
+            writes=[into.all],
+        )
+        return report, num_summed
+
+    async def _scale(self, gradient: ComputedGradient, scale: float, num_summed: int) -> None:
+        """Makes the gradient final: times a factor, and a mean where that is asked for."""
+        into = gradient.vector
+        if gradient.mean and num_summed > 1:
+            scale /= num_summed
+        if scale != 1.0:
+            await self.meter.compute(
+                lambda: into.tensor.mul_(scale), work=Work("copy", elems=len(into)), writes=[into.all]
+            )
+        gradient.ready.advance(len(into))
+
+    def _look(self, into: torch.Tensor, computed: Computed, num_summed: int) -> PartReport:
+        """What this part knows of its gradient. Bounds its elements."""
+        loss, refused = computed.loss, computed.refused
+        if not refused and not usable(into):
+            refused = f"the gradient of part {self.model.part} has a NaN or an infinity"
+        if refused:
+            return PartReport("gradient", refused=refused)
+        if self._clip.value is not None:
+            into.clamp_(-self._clip.value * num_summed, self._clip.value * num_summed)
+        squares = 0.0
+        if self._clip.norm is not None:
+            parts = range(0, len(into), BLOCK_ELEMS)
+            squares = math.fsum(
+                torch.linalg.vector_norm(into[start : start + BLOCK_ELEMS]).item() ** 2 for start in parts
+            )
+        known = None if loss is None or math.isnan(loss) else loss
+        return PartReport("gradient", squares=squares, loss=known)
+
     async def _read(self, gradient: ComputedGradient, cuts: Sequence[int]) -> tuple[Values | None, float]:
         """(values of the minibatch, seconds of reading); on a part that does not read, (None, 0)."""
         if (feed := self._feed) is None:
@@ -166,48 +215,17 @@ class AgreedSource(PartSource):
     """Computes the gradients of the whole model, each part its own elements: all parts use one, or none does."""
 
     async def _compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result:
-        batch, model = gradient.batch, self.model
         computed, read_s = await self._compute(parameters, gradient)
         await self._agreement.share_buffers()
-        into, num_summed = gradient.vector, batch.num_samples if model.reduction == "sum" else 1
-        mine = await self.meter.compute(
-            lambda: self._look(into.tensor, computed, num_summed),
-            work=Work("copy", elems=len(into)),
-            reads=[into.all],
-            writes=[into.all],
-        )
+        mine, num_summed = await self._report(gradient, computed)
         scale, refused, loss, norm = await self._agreement.reach(mine, self._clip, num_summed)
-        if gradient.mean and num_summed > 1:
-            scale /= num_summed
-        if scale != 1.0 and not refused:
-            await self.meter.compute(
-                lambda: into.tensor.mul_(scale), work=Work("copy", elems=len(into)), writes=[into.all]
-            )
         if not refused:
-            gradient.ready.advance(len(into))
+            await self._scale(gradient, scale, num_summed)
         return Result(loss, norm, read_s, refused and f"{self.where(gradient)}: {refused}")
 
     @abstractmethod
     async def _compute(self, parameters: Vector, gradient: ComputedGradient) -> tuple[Computed, float]:
         """Computes this part's elements. Returns what is known of them, and the seconds of reading samples."""
-
-    def _look(self, into: torch.Tensor, computed: Computed, num_summed: int) -> PartReport:
-        """What this part knows of its gradient. Bounds its elements."""
-        loss, refused = computed.loss, computed.refused
-        if not refused and not usable(into):
-            refused = f"the gradient of part {self.model.part} has a NaN or an infinity"
-        if refused:
-            return PartReport("gradient", refused=refused)
-        if self._clip.value is not None:
-            into.clamp_(-self._clip.value * num_summed, self._clip.value * num_summed)
-        squares = 0.0
-        if self._clip.norm is not None:
-            parts = range(0, len(into), BLOCK_ELEMS)
-            squares = math.fsum(
-                torch.linalg.vector_norm(into[start : start + BLOCK_ELEMS]).item() ** 2 for start in parts
-            )
-        known = None if loss is None or math.isnan(loss) else loss
-        return PartReport("gradient", squares=squares, loss=known)
 
 
 class PartGradients(AgreedSource):
@@ -219,53 +237,80 @@ class PartGradients(AgreedSource):
         self._micro_batches = config.split.micro_batches
         schedules = make_schedule(str(config.split.pipeline), self.model.plan, self._micro_batches)
         self._schedule = schedules[self.model.part]
+        self._halves = any(step.kind == "weights" for step in self._schedule)
 
     async def _compute(self, parameters: Vector, gradient: ComputedGradient) -> tuple[Computed, float]:
         num_samples, plan = gradient.batch.num_samples, self.model.plan
         cuts = cuts_of(num_samples, min(self._micro_batches, num_samples))
         sizes = [stop - start for start, stop in pairwise(cuts)]
         data, read_s = await self._read(gradient, cuts)
-        passes = _Passes(self, parameters, gradient, sizes)
-        self._channel.sizes = sizes
+        passes = Passes(self, parameters, gradient, sizes, halves=self._halves)
+        self._channel.sizes, schedule = sizes, self._schedule_of(len(sizes))
         await run_schedule(
-            plan, self.model.part, passes.schedule, passes, self._channel, data.of if data else nothing
+            plan, self.model.part, schedule, passes, self._channel, data.of if data else nothing
         )
         return passes, read_s
 
-    def schedule_of(self, micro_batches: int) -> Sequence[Any]:
+    def _schedule_of(self, micro_batches: int) -> Schedule:
         """This part's passes, for a minibatch that may have fewer samples than there are micro-batches."""
         return [one for one in self._schedule if one.micro_batch < micro_batches]
 
 
-class _Passes(Computed):
+class Passes(Computed):
     """Implements `pipeline.executor.Stages` for one gradient."""
 
     def __init__(
-        self, source: PartGradients, parameters: Vector, gradient: ComputedGradient, sizes: Sequence[int]
+        self,
+        source: PartSource,
+        parameters: Vector,
+        gradient: ComputedGradient,
+        sizes: Sequence[int] | Mapping[int, int],
+        *,
+        halves: bool = False,
     ) -> None:
         super().__init__()
-        self.schedule = source.schedule_of(len(sizes))
+        self._halves = halves
         self._source = source
         self._parameters = parameters
+        self._reads = [parameters.all]
         self._gradient = gradient
         self._sizes = sizes
         self._saved: dict[tuple[int, int], object] = {}
         self._written: set[int] = set()  # stages whose gradient has begun
-        mean = source.model.reduction == "mean"
-        total = gradient.batch.num_samples
-        self._weights = [size / total if mean else 1.0 for size in sizes]
+
+    def weight(self, micro_batch: int) -> float:
+        """The weight of a micro-batch in the gradient of its minibatch."""
+        if self._source.model.reduction == "sum":
+            return 1.0
+        return self._sizes[micro_batch] / self._gradient.batch.num_samples
+
+    def seed(self, micro_batch: int) -> int:
+        """The seed of its random numbers."""
+        return self._source.stage_seed(self._gradient.step, micro_batch)
+
+    def read(self, stage: int, micro_batch: int) -> torch.Tensor:
+        """The parameters of a stage that a forward reads."""
+        del micro_batch
+        return self._source.model.of_stage(stage, self._parameters.tensor)
+
+    def add_loss(self, micro_batch: int, loss: float) -> None:
+        """Adds a micro-batch's share of the loss."""
+        del micro_batch
+        self.loss = (self.loss or 0.0) + loss
 
     async def forward(
         self, stage: int, micro_batch: int, values: Mapping[str, torch.Tensor]
     ) -> Mapping[str, torch.Tensor]:
         """See `Stages`."""
         source, model = self._source, self._source.model
-        seed, size = source.stage_seed(self._gradient.step, micro_batch), self._sizes[micro_batch]
-        parameters = model.of_stage(stage, self._parameters.tensor)
+        seed, size = self.seed(micro_batch), self._sizes[micro_batch]
+        parameters = self.read(stage, micro_batch)
 
         def compute() -> tuple[dict[str, torch.Tensor], object]:
             try:
-                return model.stages[stage].forward(parameters, values, seed=seed, samples=size)
+                return model.stages[stage].forward(
+                    parameters, values, seed=seed, samples=size, halves=self._halves
+                )
             except NonFiniteError as error:  # of the loss: the other parts go on, and the gradient is refused
                 self.refused = str(error)
                 return {"loss": torch.tensor(math.nan)}, None
@@ -273,11 +318,11 @@ class _Passes(Computed):
         outputs, saved = await source.meter.compute(
             compute,
             work=Work("forward", samples=size, share=model.share(stage)),
-            reads=[self._parameters.all],
+            reads=self._reads,
         )
         self._saved[stage, micro_batch] = saved
         if "loss" in outputs:
-            self.loss = (self.loss or 0.0) + self._weights[micro_batch] * float(outputs["loss"])
+            self.add_loss(micro_batch, self.weight(micro_batch) * float(outputs["loss"]))
         return outputs
 
     async def backward(
@@ -285,15 +330,22 @@ class _Passes(Computed):
     ) -> Mapping[str, torch.Tensor]:
         """See `Stages`."""
         source, model = self._source, self._source.model
-        saved, weight = self._saved.pop((stage, micro_batch)), self._weights[micro_batch]
+        saved, weight = self._saved.pop((stage, micro_batch)), self.weight(micro_batch)
         into = model.of_stage(stage, self._gradient.vector.tensor)
         if saved is None:
             return self._zeros(stage, self._sizes[micro_batch])
+        size, share = self._sizes[micro_batch], model.share(stage)
+        if self._halves:
+            self._saved[stage, micro_batch] = saved
+            return await source.meter.compute(
+                lambda: model.stages[stage].backward_inputs(saved, gradients),
+                work=Work("backward", samples=size, share=share / 2),
+            )
         add = stage in self._written
         self._written.add(stage)
         return await source.meter.compute(
             lambda: model.stages[stage].backward(saved, gradients, into, weight=weight, add=add),
-            work=Work("backward", samples=self._sizes[micro_batch], share=model.share(stage)),
+            work=Work("backward", samples=size, share=share),
             writes=[self._gradient.vector.all],
         )
 
@@ -307,8 +359,18 @@ class _Passes(Computed):
         }
 
     async def weights(self, stage: int, micro_batch: int) -> None:
-        """See `Stages`: no schedule here has these passes."""
-        raise InternalError(f"stage {stage} has no gradients of its weights left to compute")
+        """See `Stages`."""
+        model, saved = self._source.model, self._saved.pop((stage, micro_batch), None)
+        if saved is None:  # the loss was not finite
+            return
+        into = model.of_stage(stage, self._gradient.vector.tensor)
+        weight, add = self.weight(micro_batch), stage in self._written
+        self._written.add(stage)
+        await self._source.meter.compute(
+            lambda: model.stages[stage].backward_weights(saved, into, weight=weight, add=add),
+            work=Work("backward", samples=self._sizes[micro_batch], share=model.share(stage) / 2),
+            writes=[self._gradient.vector.all],
+        )
 
 
 class Values:

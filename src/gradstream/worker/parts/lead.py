@@ -6,15 +6,20 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import astuple, dataclass
 from functools import partial
 
 import torch
 
 from gradstream.data.base import BatchRef
+from gradstream.runtime.base import Runtime
 from gradstream.split.part_model import PartModel
 from gradstream.worker.batch_gate import BatchGate
+from gradstream.worker.due_evaluations import DueEvaluations
+from gradstream.worker.evaluation import EvaluationPlan
 from gradstream.worker.gradient import Clip
+from gradstream.worker.parts.admission import BatchAdmission
 from gradstream.worker.parts.agreement import Agreement, at_once
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.messages import (
@@ -39,6 +44,9 @@ class PartLead(Agreement):
         parts: number of parts, with the worker.
         gate: of the worker; parts take its phase.
         on_receipt: called with minibatches that are in the model, in all of its parts.
+
+    Attributes:
+        admission: admits minibatches to a pipeline that is not empty between them; None where it is.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class PartLead(Agreement):
         on_receipt: Callable[[Sequence[BatchRef]], None],
     ) -> None:
         super().__init__()
+        self.admission: BatchAdmission | None = None
         self._channel = channel
         self._model = model
         self._others = range(1, parts)
@@ -89,6 +98,17 @@ class PartLead(Agreement):
 
     # ---- turns ----------------------------------------------------------------------------
 
+    def admit(
+        self,
+        runtime: Runtime,
+        refs: AsyncGenerator[BatchRef, None],
+        size: Callable[[BatchRef], int | None],
+        ends_stream: Callable[[BatchRef], bool],
+    ) -> AsyncGenerator[BatchRef, None]:
+        """The same minibatches, which enter the pipeline earlier; see `BatchAdmission`."""
+        self.admission = BatchAdmission(runtime, self.window, size, self.begin, ends_stream)
+        return self.admission.through(refs, self.drain)
+
     async def begin(self, ref: BatchRef) -> None:
         """Lets the parts begin a minibatch."""
         await self.spread_buffers()
@@ -98,8 +118,15 @@ class PartLead(Agreement):
         )
 
     async def flush(self) -> None:
-        """Returns when everything that the parts have computed is in the model."""
+        """Returns when everything that was begun is computed, and what the parts have of it is in the model."""
+        await self.drain()
         await self._ask(PartTurn("flush"))
+
+    async def drain(self) -> None:
+        """Returns when all minibatches that were admitted to the pipeline are done."""
+        if self.admission is not None:
+            self._say(PartTurn("drain"))
+            await self.admission.drain()
 
     def over(self) -> None:
         """Tells the parts that there is no minibatch any more."""
@@ -171,6 +198,12 @@ class PartLead(Agreement):
                 self._loss = reports.get_nowait().loss
         return math.nan if self._loss is None else self._loss
 
+    async def loss(self, mine: PartReport) -> float:
+        """See `Agreement`: the part of the last stage knows it."""
+        if mine.loss is None:
+            mine = await self._gradients[self._model.plan.stages[-1].part].get()
+        return math.nan if mine.loss is None else mine.loss
+
     # ---- rounds ---------------------------------------------------------------------------
 
     @property
@@ -220,13 +253,23 @@ class LedSchedule(Schedule):
 
     Args:
         lead: leads the parts.
+        runtime: of the worker.
+        evaluation: says when the run evaluates: then the pipeline is empty.
     """
 
     lead: PartLead
+    runtime: Runtime
+    evaluation: EvaluationPlan
 
     async def refs(self, hooks: ScheduleHooks) -> AsyncGenerator[BatchRef, None]:
         """See `BatchSchedule`: the parts begin each minibatch with the worker."""
-        async for ref in Schedule.refs(self, hooks):
-            await self.lead.begin(ref)
-            yield ref
-        self.lead.over()
+        lead, source = self.lead, Schedule.refs(self, hooks)
+        if lead.window.ahead:
+            due = DueEvaluations(self.evaluation, self)
+            source = lead.admit(self.runtime, source, self.size, lambda ref: due.newly_due([ref]) is not None)
+        async with aclosing(source) as refs:
+            async for ref in refs:
+                if lead.admission is None:
+                    await lead.begin(ref)
+                yield ref
+        lead.over()

@@ -38,17 +38,17 @@ class PartTurn:
     """What a part does next.
 
     Args:
-        kind: "batch" computes the gradient of a minibatch, by the strategy. "flush" brings all that was computed into
-            the model. "outputs" computes outputs of held-out samples. "over": there is no minibatch any more.
-            "buffers" takes them from the worker. "finish" fetches the final parameters; "send" sends them. "again"
-            forms the group of this part again.
+        kind: "batch" computes the gradient of a minibatch, by the strategy. "drain": the minibatches so far are done
+            before another one begins. "flush" brings all that was computed into the model. "outputs" computes outputs
+            of held-out samples. "over": there is no minibatch any more. "buffers" takes them from the worker. "finish"
+            fetches the final parameters; "send" sends them. "again" forms the group of this part again.
         ref: name of the minibatch, as (epoch, partition, batch, count).
         begun_before, phase: see `BatchGate`.
         newest: outputs are those of the newest parameters, not of the replica's own.
         epoch: membership epoch of the worker's group, for "again": a part that has a newer one does nothing.
     """
 
-    kind: Literal["batch", "flush", "outputs", "over", "buffers", "finish", "send", "again"]
+    kind: Literal["batch", "drain", "flush", "outputs", "over", "buffers", "finish", "send", "again"]
     ref: tuple[int, ...] = ()
     begun_before: int = 0
     phase: str = ""

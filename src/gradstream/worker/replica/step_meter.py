@@ -58,6 +58,9 @@ class StepMeter:
             lr: its learning rate.
         """
         late, self.late = self.late, False
+        now_ns = self._runtime.now()
+        times = self._stopwatch.times(now_ns)
+        self._stopwatch.begin(now_ns)  # unless `begin` is called, the next step begins here
         return StepEvent(
             rank=rank,
             step=step,
@@ -68,5 +71,5 @@ class StepMeter:
             gradient_norm=self.result.norm,
             late=late,
             read_s=batch.read_s + (self.result.read_s if batch.num_samples else 0.0),
-            **self._stopwatch.times(self._runtime.now()),
+            **times,
         )
