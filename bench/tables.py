@@ -421,6 +421,33 @@ def split() -> Places:
     }
 
 
+# ---- synthetic gradients -------------------------------------------------------------------------
+
+
+def synthetic_gradients() -> Places:
+    """Accuracy of parts that train apart, and the time that they wait."""
+    record, accuracy = recorded("synthetic-gradients"), []
+    for method, by_rate in record["found"].items():
+        for rate, one in by_rate.items():
+            below = "{:.1f} ± {:.1f}".format(*one["below"]) if "below" in one else "–"
+            *curve, last = (f"{value:.1f}" for value in one["curve"])
+            accuracy.append([method, rate, *curve, f"{last} ± {one['sd']:.1f}", below])
+    waits = {(row["schedule"], row["latency"]): row for row in record["waiting"]}
+    latencies = sorted({latency for _, latency in waits})
+    names = list(dict.fromkeys(name for name, _ in waits))
+    waiting = []
+    for name in names:
+        rows = [waits[name, latency] for latency in latencies]
+        cells = ([", ".join(f"{share:.0f}" for share in row["wait"]), f"{row['speed']:.1f}"] for row in rows)
+        waiting.append([name, *(cell for pair in cells for cell in pair)])
+    heads = [[f"% of waiting, latency {latency:g}", "speed"] for latency in latencies]
+    epochs = [f"epoch {epoch}" for epoch in range(1, record["epochs"] + 1)]
+    return {
+        "accuracy": table(["accuracy in %", "rate", *epochs, "below backpropagation"], accuracy),
+        "waiting": table(["", *(cell for pair in heads for cell in pair)], waiting),
+    }
+
+
 PAGES: dict[str, Callable[[], Places]] = {
     "docs/benchmarks.md": benchmarks,
     "docs/collectives.md": collectives,
@@ -430,6 +457,7 @@ PAGES: dict[str, Callable[[], Places]] = {
     "docs/strategies/hybrid.md": hybrid,
     "docs/strategies/pipelines.md": pipelines,
     "docs/strategies/ssp.md": ssp,
+    "docs/strategies/synthetic-gradients.md": synthetic_gradients,
 }
 
 if __name__ == "__main__":
