@@ -34,7 +34,7 @@ from gradstream.runtime.tasks import let_others_run
 from gradstream.split.hybrid import EVERYWHERE
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
 
-__all__ = ["HYBRIDS", "Hybrid", "HybridStages", "Turn", "make_turns", "run_turns"]
+__all__ = ["HYBRIDS", "Hybrid", "HybridStages", "HybridTurn", "make_turns", "run_turns"]
 
 Rows = tuple[int, int]
 
@@ -68,7 +68,7 @@ class Hybrid:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class HybridTurn:
     """Samples that go through the model-parallel layers together.
 
     Args:
@@ -94,7 +94,7 @@ class Turn:
         return self.behind[-1]
 
 
-def make_turns(turns: str, num_samples: int, parts: int) -> tuple[Turn, ...]:
+def make_turns(turns: str, num_samples: int, parts: int) -> tuple[HybridTurn, ...]:
     """The turns of a minibatch, without empty ones.
 
     Args:
@@ -111,10 +111,10 @@ def make_turns(turns: str, num_samples: int, parts: int) -> tuple[Turn, ...]:
             rows = [one if part == number else (one[0], one[0]) for part, one in enumerate(own)]
         else:
             rows = [list(pairwise(_edges(*one, parts)))[number] for one in own]
-        turn = Turn(tuple(rows), ())
+        turn = HybridTurn(tuple(rows), ())
         behind = _edges(0, turn.first[-1], parts) if turns == "broadcast" else turn.first
         if behind[-1]:
-            found.append(Turn(turn.samples, tuple(behind)))
+            found.append(HybridTurn(turn.samples, tuple(behind)))
     return tuple(found)
 
 
@@ -141,7 +141,7 @@ class HybridStages(Protocol):
 async def run_turns(
     plan: SplitPlan,
     part: int,
-    turns: Sequence[Turn],
+    turns: Sequence[HybridTurn],
     stages: HybridStages,
     channel: TensorChannel,
     data: Callable[[str, Rows], torch.Tensor],
@@ -183,7 +183,7 @@ class _TurnWork:
         plan: SplitPlan,
         part: int,
         number: int,
-        turn: Turn,
+        turn: HybridTurn,
         stages: HybridStages,
         channel: TensorChannel,
         data: Callable[[str, Rows], torch.Tensor],

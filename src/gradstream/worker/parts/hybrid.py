@@ -18,7 +18,7 @@ from gradstream.data.feed import IdFeed, feed_of
 from gradstream.errors import InternalError, NonFiniteError
 from gradstream.memory import Vector
 from gradstream.model.batch import Batch
-from gradstream.pipeline.hybrid import Hybrid, Turn, make_turns, run_turns
+from gradstream.pipeline.hybrid import Hybrid, HybridTurn, make_turns, run_turns
 from gradstream.runtime.base import Runtime, Work
 from gradstream.split.hybrid_model import HybridModel
 from gradstream.split.part_model import PartModel
@@ -193,7 +193,7 @@ async def hybrid_outputs(
     values = {} if batch is None else model.values(batch)
     found = _Outputs(runtime, model, common, own)
     edges = (0, *[samples] * model.plan.parts)
-    turn = Turn(tuple(pairwise(edges)), edges)
+    turn = HybridTurn(tuple(pairwise(edges)), edges)
     data: Callable[[str, tuple[int, int]], torch.Tensor] = lambda name, rows: values[name]  # noqa: E731
     await run_turns(model.plan, model.part, [turn], found, channel, data, backward=False)
     return found.result
