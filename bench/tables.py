@@ -335,6 +335,23 @@ def pipelines() -> Places:
             ["", "seconds of a minibatch, divided by torch's"],
             [[name, f"{row['ratio']:.2f}"] for name, row in recorded("pipeline-stages")["found"].items()],
         ),
+        "runs": table(
+            [
+                "",
+                "ms of a minibatch",
+                "ms that the slower part computes",
+                "allowed time, divided by that of a minibatch",
+            ],
+            [
+                [
+                    name,
+                    f"{1e3 * row['minibatch_s']:.0f}",
+                    f"{1e3 * row['slowest_s']:.0f}",
+                    f"{row['share']:.2f}",
+                ]
+                for name, row in recorded("pipeline-runs")["found"].items()
+            ],
+        ),
     }
 
 

@@ -241,6 +241,17 @@ def test_a_snapshot_empties_the_pipeline() -> None:
     assert difference(streamed("pipedream", epochs=30), done) > 1e-9, "it was empty in between"
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zero-bubble", "2bw"])
+def test_micro_batches_are_averaged_and_not_added(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a planted sum, a pipeline that is empty after each minibatch is not SGD."""
+    given: dict[str, Any] = {"pipeline": name, "micro_batches": 3, "evaluate_every": 1}
+    whole = run(**{**PLAIN, "split": 1})
+    assert difference(whole, run(**PLAIN, **given)) < 1e-12
+    monkeypatch.setattr(Passes, "weight", lambda this, micro_batch: 1.0)
+    monkeypatch.setattr(f"{STREAM}._Stream.weight", lambda this, micro_batch: 1.0)
+    assert difference(whole, run(**PLAIN, **given)) > 1e-3
+
+
 def normed() -> nn.Module:
     """With running statistics in several parts."""
     layers = [m for _ in range(3) for m in (nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())]
