@@ -95,15 +95,15 @@ def wide() -> nn.Module:
 
 
 class Spare(nn.Module):
-    """A network that uses a layer for one of its outputs alone."""
+    """A network whose first layer makes one of its outputs, and nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head, self.spare = nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(5, 3)
+        self.spare, self.body, self.head = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(5, 4)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        hidden = torch.tanh(self.body(x))
-        return {"head": self.head(hidden), "spare": self.spare(hidden)}
+        spare = self.spare(x)
+        return {"head": self.head(torch.tanh(self.body(x))), "spare": spare}
 
 
 class Undecided(nn.Module):
