@@ -388,14 +388,18 @@ def test_a_run_in_which_nothing_was_learnt_fails() -> None:
 
 
 def test_three_lines_of_defence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that does not look is refused by the shard; a shard that does not look either does not go on."""
+    """A worker that does not look is refused by the shard; a shard that does not look at pushes looks at updates.
+
+    It does so after every `LOOK_EVERY` updates, where the lengths of the pushes give no reason to do it earlier.
+    """
     monkeypatch.setattr("gradstream.worker.gradient.usable", lambda _: True)
     with pytest.raises(RefusedError, match="NON_FINITE"):
         sums("downpour", Broken(once))
-    monkeypatch.setattr("gradstream.server.shard.inspection.usable", lambda _: True)
+    monkeypatch.setattr("gradstream.server.shard.inspection.length", lambda _: 1.0)
+    monkeypatch.setattr("gradstream.server.shard.headroom.LOOK_EVERY", 2)
     with pytest.raises(NonFiniteError, match="although no gradient was"):
         sums("downpour", Broken(once))
-    monkeypatch.setattr("gradstream.server.shard.store.check_updated", lambda *_: None)
+    monkeypatch.setattr("gradstream.server.shard.headroom.Headroom.updated", lambda *_, **__: None)
     with pytest.raises(gs.errors.GradstreamError):  # `Broken` itself finds a parameter that is not finite
         sums("downpour", Broken(once))
 
