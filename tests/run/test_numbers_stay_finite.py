@@ -284,14 +284,15 @@ def test_a_model_that_has_diverged_ends_the_run_with_the_parameters_before(strat
 def test_offences() -> None:
     offences = Offences(2)
     workers = ["worker-0", "worker-1"]
-    assert offences.refused("worker-0", 1, "a NaN", workers) == "tolerated"
+    assert offences.refused("worker-0", 1, "a NaN", workers) == ""
     assert offences.reason("worker-0") == ""
     offences.sound("worker-0")
-    assert offences.refused("worker-1", 1, "a NaN", workers) == "tolerated"
-    assert offences.refused("worker-1", 2, "a NaN", workers) == "quarantine"
+    assert offences.refused("worker-1", 1, "a NaN", workers) == ""
+    assert offences.reason("worker-1") == ""
+    assert offences.refused("worker-1", 2, "a NaN", workers) == ""
     assert offences.reason("worker-1") == "quarantined, since its last 2 gradients were not finite (a NaN)"
-    assert offences.refused("worker-0", 1, "a NaN", workers) == "tolerated"
-    assert offences.refused("worker-1", 3, "a NaN", workers) == "diverged"
+    assert offences.refused("worker-0", 1, "a NaN", workers) == ""
+    assert "3 in a row: the model has diverged" in offences.refused("worker-1", 3, "a NaN", workers)
 
 
 def test_the_ledger_drops_a_refused_minibatch_once() -> None:

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from gradstream.errors import RefusedError
+from gradstream.errors import NonFiniteError, RefusedError
 from gradstream.memory import Vector
 from gradstream.memory.segments import SharedMemory, supported
 from gradstream.optim import SGD
@@ -75,7 +75,7 @@ class There:
 
 
 @asynccontextmanager
-async def there(rule: AggregationRule) -> AsyncIterator[There]:
+async def there(rule: AggregationRule, optimizer: SGD = SGD(lr=1.0)) -> AsyncIterator[There]:  # noqa: B008
     names = ("shard-0", "worker-0", "worker-1")
     ends = {
         name: ShmEndpoint(
@@ -84,7 +84,7 @@ async def there(rule: AggregationRule) -> AsyncIterator[There]:
         for at, name in enumerate(names, 1)
     }
     shard, worker, reader = ends.values()
-    service = ShardService(shard.runtime, shard, ShardConfig(0, 1, rule, SGD(lr=1.0)))
+    service = ShardService(shard.runtime, shard, ShardConfig(0, 1, rule, optimizer))
     service.register(v1.ModelSpec(fingerprint=1, elems=ELEMS, dtype=v1.FLOAT32, chunk_elems=CHUNK_ELEMS))
     for end in ends.values():
         await end.start()
@@ -179,6 +179,24 @@ def test_commands_and_pushes_take_turns() -> None:
             assert here.service.state.versions() == [60, 60]
 
     asyncio.run(both())
+
+
+def test_an_overflow_after_a_command_is_found() -> None:
+    """A command changes the parameters beyond the bounds that the shard knows of them."""
+
+    async def run() -> None:
+        async with there(EveryPush(), SGD(lr=1.0, weight_decay=3.0)) as here:
+            update = Update(here.ones, samples=1, lr=1.0, base_version=[0, 0])
+            await here.client.push_soon(update)
+            await here.client.flush()
+            await here.command(KIND.SCALE, alpha=1e38)
+            pushing = asyncio.ensure_future(here.client.push_soon(update))
+            with pytest.raises(NonFiniteError, match="update"):
+                await asyncio.wait_for(here.service.executor.failure, 20)
+            pushing.cancel()
+            await asyncio.gather(pushing, return_exceptions=True)
+
+    asyncio.run(run())
 
 
 def test_where_versions_are_rounds_a_command_makes_none() -> None:

@@ -345,16 +345,9 @@ class Membership:
             what=what,
             in_a_row=refused.in_a_row,
         )
-        judgement = self._offences.refused(who, refused.in_a_row, what, self.nodes.worker_names)
-        if judgement != "diverged":
-            return [Emit(event)]
-        whose = "of every worker" if len(self.nodes.workers) > 1 else "of the worker"
-        message = (
-            f"{what}. The newest gradients {whose} are not finite, {refused.in_a_row} in a row: the model has "
-            "diverged. Lower the learning rate, scale the inputs, or clip the gradient. None of them is in the "
-            "parameters"
-        )
-        return [Emit(event), *self.phases.abort(who, NonFiniteError.__name__, message)]
+        diverged = self._offences.refused(who, refused.in_a_row, what, self.nodes.worker_names)
+        end = self.phases.abort(who, NonFiniteError.__name__, diverged) if diverged else []
+        return [Emit(event), *end]
 
     def quarantined(self, who: str) -> str:
         """Why a member counts as lost from now on, although it lives; "" if it does not."""

@@ -10,12 +10,9 @@ A worker counts its own refused gradients in a row, since it alone knows their o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Collection
 
 __all__ = ["Offences"]
-
-Judgement = Literal["tolerated", "quarantine", "diverged"]
 
 
 class Offences:
@@ -33,8 +30,8 @@ class Offences:
         self._in_a_row: dict[str, int] = {}
         self._reasons: dict[str, str] = {}
 
-    def refused(self, who: str, in_a_row: int, what: str, workers: Iterable[str]) -> Judgement:
-        """Takes note of a refused gradient.
+    def refused(self, who: str, in_a_row: int, what: str, workers: Collection[str]) -> str:
+        """Takes note of a refused gradient. Returns why the run ends with it; "" if it goes on.
 
         Args:
             who: the worker.
@@ -44,10 +41,16 @@ class Offences:
         """
         self._in_a_row[who] = in_a_row
         if in_a_row < self._limit:
-            return "tolerated"
+            return ""
         gradients = "its last gradient was" if in_a_row == 1 else f"its last {in_a_row} gradients were"
         self._reasons[who] = f"quarantined, since {gradients} not finite ({what})"
-        return "diverged" if all(self._in_a_row.get(one) for one in workers) else "quarantine"
+        if not all(self._in_a_row.get(one) for one in workers):
+            return ""
+        whose = "of every worker" if len(workers) > 1 else "of the worker"
+        return (
+            f"{what}. The newest gradients {whose} are not finite, {in_a_row} in a row: the model has diverged. Lower "
+            "the learning rate, scale the inputs, or clip the gradient. None of them is in the parameters"
+        )
 
     def sound(self, who: str) -> None:
         """Takes note that a worker's newest gradient is finite: the row ends."""

@@ -102,15 +102,6 @@ class HybridModel(PartModel):
             view.copy_(share[at : at + len(view)])
             at += len(view)
 
-    def zeros(self, number: int, samples: int) -> dict[str, torch.Tensor]:
-        """Gradients of a stage's inputs that are all zero."""
-        values = map(self.plan.value, self.plan.stages[number].inputs)
-        return {
-            one.name: torch.zeros(one.shape_of(samples), dtype=one.dtype)
-            for one in values
-            if one.has_gradient
-        }
-
     def share_elems(self, part: int) -> int:
         """Length of a part's share, with which its own vector begins."""
         return sum(stop - start for start, stop in self.plan.stages[part].ranges)

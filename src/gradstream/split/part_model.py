@@ -143,6 +143,15 @@ class PartModel:
         """The elements of a stage, in a vector of this part."""
         return vector[self._places[number]]
 
+    def zeros(self, number: int, samples: int) -> dict[str, torch.Tensor]:
+        """Gradients of a stage's inputs that are all zero."""
+        values = map(self.plan.value, self.plan.stages[number].inputs)
+        return {
+            one.name: torch.zeros(one.shape_of(samples), dtype=one.dtype)
+            for one in values
+            if one.has_gradient
+        }
+
     def share(self, number: int) -> float:
         """The share of a stage in the model's arithmetic, as its parameters say: for simulations."""
         return float(self.stages[number].layout.elems / max(1, self.whole.elems))

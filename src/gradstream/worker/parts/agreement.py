@@ -11,16 +11,34 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from gradstream.worker.gradient import Clip
 from gradstream.worker.parts.messages import PartReport, PartStandsIn
 from gradstream.worker.parts.window import Window
 
-__all__ = ["Agreement", "at_once"]
+__all__ = ["Agreed", "Agreement", "at_once"]
 
 
 async def at_once() -> None:
     """Nothing has to be done before the parts go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What becomes of a gradient.
+
+    Args:
+        scale: factor of each element.
+        refused: why the gradient is left out; "" if it is not.
+        loss: of the minibatch. Known to part 0 alone; 0 in others.
+        norm: length of the mean gradient before it was clipped, on part 0; None where nobody needs it.
+    """
+
+    scale: float
+    refused: str
+    loss: float = 0.0
+    norm: float | None = None
 
 
 class Agreement(ABC):
@@ -47,19 +65,13 @@ class Agreement(ABC):
         """Gives the worker what computing the gradient has made of this part's buffers."""
 
     @abstractmethod
-    async def reach(
-        self, mine: PartReport, clip: Clip, num_summed: int
-    ) -> tuple[float, str, float, float | None]:
+    async def reach(self, mine: PartReport, clip: Clip, num_summed: int) -> Agreed:
         """Agrees on a gradient with all other parts.
 
         Args:
             mine: this part's report.
             clip: bounds of the gradient.
             num_summed: number of samples that the gradient is the sum over; 1 for a mean.
-
-        Returns:
-            (factor for each element, why it is refused or "", loss, length of the mean gradient or None). Loss and
-            length are known to part 0 alone.
         """
 
     @abstractmethod

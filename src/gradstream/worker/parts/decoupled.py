@@ -18,51 +18,23 @@ from typing import Any
 
 import torch
 
-from gradstream.data.base import Feed
 from gradstream.errors import ConfigError, NonFiniteError
 from gradstream.memory import Vector
 from gradstream.model.check import usable
 from gradstream.pipeline.executor import TensorTransfer
-from gradstream.pipeline.hybrid import Hybrid
-from gradstream.pipeline.schedule import STREAMING
 from gradstream.pipeline.synthetic import LAG, Predictor, SyntheticGradients, label_features
-from gradstream.runtime.base import Runtime, Work, awaited_later
+from gradstream.runtime.base import Work, awaited_later
 from gradstream.split.part_model import PartModel
 from gradstream.split.plan import DATA, Value
 from gradstream.worker.computed import ComputedGradient, Result
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.gradient import hash_seed
-from gradstream.worker.parts.agreement import Agreement
-from gradstream.worker.parts.channel import PartChannel
-from gradstream.worker.parts.gradients import PartGradients, PartSource
-from gradstream.worker.parts.hybrid import HybridGradients
+from gradstream.worker.parts.gradients import PartSource
 from gradstream.worker.parts.messages import PartReport
-from gradstream.worker.parts.stream import StreamedGradients
 
-__all__ = ["DecoupledGradients", "gradients_of"]
+__all__ = ["DecoupledGradients"]
 
 TARGETS = "targets"
-
-
-def gradients_of(
-    config: WorkerConfig,
-    runtime: Runtime,
-    model: PartModel,
-    channel: PartChannel,
-    agreement: Agreement,
-    feed: Feed | None,
-) -> PartSource:
-    """The gradients of one part, by the `pipeline` of its run. For the arguments, see `PartSource`."""
-    assert config.split is not None
-    kind: type[PartSource]
-    match config.split.pipeline:
-        case SyntheticGradients():
-            kind = DecoupledGradients
-        case Hybrid():
-            kind = HybridGradients
-        case name:
-            kind = StreamedGradients if name in STREAMING else PartGradients
-    return kind(config, runtime, model, channel, agreement, feed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from gradstream.errors import ClosedError, InternalError
 from gradstream.split.part_model import PartModel
 from gradstream.worker.batch_gate import BatchGate, Gate
 from gradstream.worker.gradient import Clip
-from gradstream.worker.parts.agreement import Agreement, at_once
+from gradstream.worker.parts.agreement import Agreed, Agreement, at_once
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.messages import PartOutcome, PartReport, PartStandsIn, PartTurn, PartVerdict
 from gradstream.worker.schedule import Schedule, ScheduleHooks
@@ -70,13 +70,11 @@ class PartFollower(Agreement):
         if self._model.buffer_elems(self._model.part):
             await self._channel.give(LEAD, self._model.packed_buffers(self._model.part))
 
-    async def reach(
-        self, mine: PartReport, clip: Clip, num_summed: int
-    ) -> tuple[float, str, float, float | None]:
+    async def reach(self, mine: PartReport, clip: Clip, num_summed: int) -> Agreed:
         """See `Agreement`: reports to the worker, and hears what becomes of the gradient."""
         self._channel.say(LEAD, mine)
         verdict = await self._channel.hear(LEAD, PartVerdict)
-        return verdict.scale, verdict.refused, 0.0, None
+        return Agreed(verdict.scale, verdict.refused)
 
     def note(self, mine: PartReport) -> float:
         """See `Agreement`."""

@@ -218,10 +218,11 @@ class AgreedSource(PartSource):
         computed, read_s = await self._compute(parameters, gradient)
         await self._agreement.share_buffers()
         mine, num_summed = await self._report(gradient, computed)
-        scale, refused, loss, norm = await self._agreement.reach(mine, self._clip, num_summed)
-        if not refused:
-            await self._scale(gradient, scale, num_summed)
-        return Result(loss, norm, read_s, refused and f"{self.where(gradient)}: {refused}")
+        agreed = await self._agreement.reach(mine, self._clip, num_summed)
+        if not agreed.refused:
+            await self._scale(gradient, agreed.scale, num_summed)
+        refused = agreed.refused and f"{self.where(gradient)}: {agreed.refused}"
+        return Result(agreed.loss, agreed.norm, read_s, refused)
 
     @abstractmethod
     async def _compute(self, parameters: Vector, gradient: ComputedGradient) -> tuple[Computed, float]:
@@ -333,7 +334,7 @@ class Passes(Computed):
         saved, weight = self._saved.pop((stage, micro_batch)), self.weight(micro_batch)
         into = model.of_stage(stage, self._gradient.vector.tensor)
         if saved is None:
-            return self._zeros(stage, self._sizes[micro_batch])
+            return model.zeros(stage, self._sizes[micro_batch])
         size, share = self._sizes[micro_batch], model.share(stage)
         if self._halves:
             self._saved[stage, micro_batch] = saved
@@ -348,15 +349,6 @@ class Passes(Computed):
             work=Work("backward", samples=size, share=share),
             writes=[self._gradient.vector.all],
         )
-
-    def _zeros(self, stage: int, samples: int) -> Mapping[str, torch.Tensor]:
-        plan = self._source.model.plan
-        values = map(plan.value, plan.stages[stage].inputs)
-        return {
-            one.name: torch.zeros(one.shape_of(samples), dtype=one.dtype)
-            for one in values
-            if one.has_gradient
-        }
 
     async def weights(self, stage: int, micro_batch: int) -> None:
         """See `Stages`."""

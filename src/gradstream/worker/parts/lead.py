@@ -20,7 +20,7 @@ from gradstream.worker.due_evaluations import DueEvaluations
 from gradstream.worker.evaluation import EvaluationPlan
 from gradstream.worker.gradient import Clip
 from gradstream.worker.parts.admission import BatchAdmission
-from gradstream.worker.parts.agreement import Agreement, at_once
+from gradstream.worker.parts.agreement import Agreed, Agreement, at_once
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.messages import (
     Message,
@@ -173,9 +173,7 @@ class PartLead(Agreement):
 
     # ---- gradients ------------------------------------------------------------------------
 
-    async def reach(
-        self, mine: PartReport, clip: Clip, num_summed: int
-    ) -> tuple[float, str, float, float | None]:
+    async def reach(self, mine: PartReport, clip: Clip, num_summed: int) -> Agreed:
         """See `Agreement`: adds up what the parts report, and tells them what becomes of the gradient."""
         reports = [mine, *[await self._gradients[part].get() for part in self._others]]
         refused = next((one.refused for one in reports if one.refused), "")
@@ -189,7 +187,7 @@ class PartLead(Agreement):
             elif norm > clip.norm:
                 scale = clip.norm / norm
         self._say(PartVerdict(scale=scale, refused=refused))
-        return scale, refused, loss, norm
+        return Agreed(scale, refused, loss, norm)
 
     def note(self, mine: PartReport) -> float:
         """See `Agreement`. The loss is that of a minibatch which the other parts have done."""

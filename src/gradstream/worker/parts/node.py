@@ -21,13 +21,13 @@ from gradstream.worker.exchange.assembly import Assembly
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.node import eviction_of, first_version_of, init_of
 from gradstream.worker.parts.channel import PartChannel
-from gradstream.worker.parts.decoupled import gradients_of
 from gradstream.worker.parts.final_model import send_parameters
 from gradstream.worker.parts.follower import FollowedSchedule, FollowerGate, PartFollower
 from gradstream.worker.parts.gradients import PartPlace
 from gradstream.worker.parts.messages import PartTurn
 from gradstream.worker.parts.meter import PartMeter
 from gradstream.worker.parts.outputs import compute_outputs, test_sizes
+from gradstream.worker.parts.sources import gradients_of
 from gradstream.worker.registration import model_spec_of, tensor_specs_of
 from gradstream.worker.replica.base import Replica
 

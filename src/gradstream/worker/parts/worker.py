@@ -21,11 +21,11 @@ from gradstream.wire.parts import replica_of
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.parts.channel import PartChannel
-from gradstream.worker.parts.decoupled import gradients_of
 from gradstream.worker.parts.final_model import write_final_parts
 from gradstream.worker.parts.gradients import PartPlace
 from gradstream.worker.parts.lead import PartLead
 from gradstream.worker.parts.outputs import GivenOutputs, compute_outputs, test_sizes
+from gradstream.worker.parts.sources import gradients_of
 from gradstream.worker.registration import tensor_specs_of
 
 __all__ = ["Lead"]
