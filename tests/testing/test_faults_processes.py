@@ -110,7 +110,7 @@ def test_damaged_bytes_over_tls(job: MakeJob, tmp_path: Path) -> None:
 def test_a_ring_whose_rank_is_killed_behind_a_slow_link(job: MakeJob, tmp_path: Path) -> None:
     """Its data sockets go through the proxy too."""
     ring = job(
-        strategy="allreduce", strategy_options={"algorithm": "ring"}, servers=None, batch_size=4, epochs=2
+        strategy="allreduce", strategy_options={"algorithm": "ring"}, servers=None, batch_size=2, epochs=4
     )
     faults: list[Fault] = [SlowLink("worker-0", "worker-1", 0.01), Kill("worker-2", 0.3)]
     run = FaultPlan(faults).on_processes(ring, tmp_path / "run")
