@@ -491,7 +491,7 @@ with open(HERE / f"seen-{{session.rank}}", "w", buffering=1) as seen:
         for number, (inputs,) in enumerate(loader):
             if session.rank == 1 and (epoch, number) == (1, 7):
                 if not {in_flight}:
-                    wait('"event":"step","node":"worker-1"', 27)  # behind the receipts of these steps
+                    wait('"event":"step","node":"worker-1"', 27)  # behind the receipts of all but the last
                 os.kill(os.getpid(), signal.SIGKILL)
             if session.rank != 1 and (epoch, number) == (1, 15):
                 wait('"left"')
@@ -543,7 +543,7 @@ def test_survivors_take_over_what_a_killed_worker_had_left(
     assert len(lost) == 27  # killed in the middle of its second epoch
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     (told,) = [event for event in events if event["event"] == "left_over"]
-    assert in_flight or told["steps"] == 27
+    assert in_flight or told["steps"] in {26, 27}  # a step's event may be one beat ahead of its receipt
     counts = Counter((epoch, one) for epoch, *samples in lost + others for one in samples)
     assert set(counts) == {(epoch, one) for epoch in range(3) for one in range(120)}
     # Steps of the lost worker that have no receipt come again: which ones these are is not always the last.
