@@ -45,6 +45,7 @@ from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 from gradstream.wire.checksum import checksum
 from gradstream.wire.chunks import CHUNK_ELEMS, ChunkMap
+from gradstream.wire.placement import Placement
 
 SECRET = b"the same for all nodes of a bench"
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,7 +92,7 @@ async def exchange(
         memory.allocate(elems, torch.float32, name, exchanged=True) for name in ("back", "update")
     )
     links = ShardLinks(
-        worker.runtime, worker, ["shard-0"], ChunkMap(elems, CHUNK_ELEMS, 1), Deadlines(silence_s=60)
+        worker.runtime, worker, Placement(0, 1), ChunkMap(elems, CHUNK_ELEMS, 1), Deadlines(silence_s=60)
     )
     client = ServerClient(links, back)
     update.tensor.uniform_()

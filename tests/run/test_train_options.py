@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import gradstream as gs
+from gradstream.errors import ConfigError
 from gradstream.job.files import load_job
+from gradstream.run import preparation
 
 JOB = """
 import numpy as np
@@ -108,3 +110,14 @@ def test_real_processes(
     assert broken.told == [f"start in {tmp_path / 'run'}"]
     assert capfd.readouterr().err.count("RuntimeError: no more of this") == 1
     assert recorder.told == [broken.told[0], *["evaluated"] * len(run.evaluations), "end"]
+
+
+def test_more_processes_than_fit_into_memory_are_refused_before_any_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "options.py").write_text(JOB)
+    monkeypatch.setattr(preparation, "free_memory_bytes", lambda: 6 * preparation.FORKED_BYTES - 1)
+    with pytest.raises(ConfigError, match="6 processes on this machine .* 3 shards, 2 workers"):
+        gs.train(load_job("options.py"), workers=2, servers=3, run_dir=tmp_path / "run")
+    assert not list((tmp_path / "run" / "logs").glob("*"))

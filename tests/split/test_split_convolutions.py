@@ -124,7 +124,7 @@ def test_what_cannot_be_divided_by_space_is_refused(layer: Callable[[], nn.Modul
         return nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), layer()), nn.Flatten())
 
     model = from_torch(build, lambda outputs, _: outputs.sum())
-    with pytest.raises(ConfigError, match="cannot be divided by space"):
+    with pytest.raises(ConfigError, match="cannot be split by rows of the image"):
         plan_split(model, batch_of(np.zeros((2, 3, 9, 9)), np.zeros(2)), 2, map={"0": (0, 1)})
 
 

@@ -68,26 +68,27 @@ class Membership:
         started: the run as planned; `workers` and `servers` say which nodes are expected. The registered
             model fills in `num_parameters` and `chunk_elems`.
         distribution: how the minibatches reach the workers.
-        losses: which losses the run survives.
+        losses: which lost nodes the run survives.
         software: version of gradstream that every node must have.
         policy: when checkpoints are made; None makes none, not even when the run is stopped.
-        deadlines: limit the pause for a snapshot.
-        resume: where a resumed run goes on.
-        parts: number of processes of each worker's replica, which come and go together.
-        keeps_shards: why the run cannot change its shards, with the remedy; "" if it can.
+        deadlines: among others, how long workers may be paused while a snapshot for a checkpoint is taken.
+        resume: the checkpoint from which a resumed run continues; None for a new run.
+        parts: number of processes of each worker's replica; if one is lost, all of them are replaced.
+        keeps_shards: if the run cannot change its number of shards, the message that says why and what to do; else "".
 
     Attributes:
         nodes: the members.
         admission: the model as the workers have registered it.
-        progress: what is in the model.
+        progress: the minibatches whose gradients the shards have applied.
         snapshots: checkpoints.
         resharding: the change to other shards.
-        phases: the phase of the run.
+        phases: how far the run is: gathering, training, over.
         replies: answers to workers that ask what to do.
-        balance: the shares of rounds; None where they are planned.
+        balance: how many samples of a round each worker takes, by measured speed; None if that is planned.
         participation: which workers take part; None where all do.
-        estates: what lost workers had pushed without a receipt; None where others compute all of it again.
-        stand_ins: who computes the parts of lost workers in rounds; None where nobody does.
+        estates: of each lost worker, the minibatches that it had pushed and not reported; None if other workers
+            compute all of them again.
+        stand_ins: which worker computes a lost worker's share of each round; None if nobody does.
     """
 
     def __init__(

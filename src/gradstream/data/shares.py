@@ -117,7 +117,7 @@ def divided_by_speed(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
 
 
 def better(sizes: Sequence[int], speeds: Mapping[int, WorkerSpeed]) -> tuple[int, ...]:
-    """Sizes with which all workers finish at about the same time; `sizes` itself, unless others save enough time.
+    """Minibatch sizes with which all workers finish at about the same time; `sizes` unless that saves enough time.
 
         sᵢ = samples / seconds         T(b) = maxᵢ bᵢ / sᵢ, the computing time of a round
         b* = argmin T, Σ bᵢ = Σ sizes  taken if T(b*) < (1 - m) · T(sizes)

@@ -33,9 +33,10 @@ class PipelineTimes:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The fraction of the time in which each part does not compute.
+        """The fraction of a minibatch's time in which each part does not compute, by part.
 
-        It is (K - 1) / (M + K - 1) with equal stages, under GPipe and 1F1B (Huang et al., 2019, section 2.3).
+        With K equal stages, one a part, and M micro-batches, each is (K - 1) / (M + K - 1) under GPipe and 1F1B
+        (Huang et al., 2019, section 2.3).
         """
         return tuple(1 - busy_s / self.total_s for busy_s in self.busy_s)
 

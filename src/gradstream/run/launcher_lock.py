@@ -76,7 +76,8 @@ class LauncherRecord:
             return None
         except MismatchError as error:
             raise ConfigError(
-                f"{path} is damaged: {error}; remove it once the run has ended: it says where the run goes on"
+                f"the launcher's record {path} is damaged: {error}. It says which process on which machine runs this "
+                "run. If no process of the run is alive, delete it and call this command again: nothing is lost"
             ) from None
         return cls(**record)
 

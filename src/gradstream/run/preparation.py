@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gradstream.errors import DiskError
+from gradstream.errors import ConfigError, DiskError
 from gradstream.job.job import is_script
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import LauncherRecord, launcher_lock
@@ -22,11 +22,15 @@ from gradstream.run.records import write_records, write_spec
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.runtime.event_log import disk_error
+from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.credentials import Credentials
 
 __all__ = ["Detached", "LaunchOptions", "OnAddress", "Preparation"]
 
 OnAddress = Callable[[Path, str, Sequence[str]], None]
+
+FORKED_BYTES = 25_000_000
+"""Least memory of its own of a forked node: without vectors, and without what it shares with the other nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +139,8 @@ class Preparation:
     def cluster(self) -> AbstractContextManager[Cluster]:
         """Writes the files, unless they are there, and makes the cluster. Raises DiskError where there is no room."""
         options, logs = self._options, self._run_dir / "logs"
+        if not (options.as_threads or options.adopts):
+            self._check_memory()
         if options.detached is None:
             self.write_files()
         with self._writing():
@@ -145,6 +151,20 @@ class Preparation:
             if options.as_threads:
                 return ThreadCluster(logs, partial(run_node, self._plan))
             return LocalCluster(logs, self._environment, shards=self._plan.servers > 0)
+
+    def _check_memory(self) -> None:
+        """Raises ConfigError where this machine's memory cannot hold so many processes, whatever the model."""
+        listening, shards = self._options.listening, self._plan.servers
+        if listening is not None and listening.servers_on == "all":
+            shards = -(-shards // listening.machines)
+        workers = 0 if self._options.on_address else self._per_machine
+        nodes, free = 1 + shards + workers, free_memory_bytes()
+        if free is not None and nodes * FORKED_BYTES > free:
+            raise ConfigError(
+                f"{nodes:,} processes on this machine (the coordinator, {shards:,} shards, {workers:,} workers) "
+                f"need more than {nodes * FORKED_BYTES / 1e9:,.1f} GB of memory, and {free / 1e9:,.1f} GB are "
+                "free; nothing was started: take fewer workers or servers"
+            )
 
     def spec(self, earlier: tuple[Path, ...]) -> NodeSpec:
         """The description of the plan for the nodes; `earlier` as in `LaunchOptions`."""

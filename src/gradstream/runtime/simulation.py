@@ -329,7 +329,8 @@ class SimulationConfig:
                 raise ConfigError(f"SimulationConfig.speeds[{node!r}] = {speed}: expected a positive number")
         if list(self.offsets) != sorted(self.offsets) or not all(0 <= f <= 1 for f in self.offsets):
             raise ConfigError(
-                f"SimulationConfig.offsets = {self.offsets}: expected growing fractions from 0 to 1"
+                f"SimulationConfig.offsets = {self.offsets}: expected fractions of a gradient's duration, each at "
+                "least 0, at most 1, and no smaller than the one before, such as (0.2, 0.6, 1.0)"
             )
 
     def check_names(self, nodes: Collection[str]) -> None:

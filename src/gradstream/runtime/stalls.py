@@ -39,14 +39,15 @@ class Stalls:
         self._stalls.append((begin_ns, end_ns))
 
     def left_ns(self, since_ns: int, bound_ns: int, now_ns: int) -> int:
-        """Time for which a peer may still be silent; 0 or less where it has been silent for too long.
+        """Nanoseconds for which a peer may still be silent; 0 or less if it has been silent for too long.
 
-        After a stall the peer has at least an eighth of the bound: this node reads its sockets meanwhile.
+        If this process itself has stalled, messages of the peer may wait unread in its sockets. The result is then
+        at least `bound_ns / LONG` from the end of the stall, so that they are read before the peer is judged.
 
         Args:
-            since_ns: time at which the peer was last heard.
-            bound_ns: the longest silence.
-            now_ns: the present time.
+            since_ns: when this node last heard the peer, on the clock of the event loop.
+            bound_ns: the longest silence allowed.
+            now_ns: the present time, on the same clock.
         """
         counted_ns, woke_ns = now_ns - since_ns, since_ns - bound_ns
         for begin_ns, end_ns in self._stalls:

@@ -285,8 +285,9 @@ def _carried(
     form, name = form_of(node), value_name(node)
     if form is None:
         raise ConfigError(
-            f"plan_split: the result of {where(node)} would travel to another part, and it is no tensor with one axis "
-            "that is the samples: cut elsewhere"
+            f"cannot split the model behind {where(node)}: the result would be sent to another part, and only a tensor "
+            "with exactly one axis of samples can be sent; name the part of each layer with plan_split(map=...), so "
+            "that this layer and the one that uses its result are on one part"
         )
     forms[name] = form
     values[name] = Value(

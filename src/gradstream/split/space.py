@@ -137,8 +137,8 @@ def _bounds(at: fx.Node, image: fx.Node, parts: int) -> list[tuple[int, int]]:
     form = form_of(image)
     if form is None or len(form.shape) != 4 or form.axis != 0 or form.shape[2] < parts:
         raise ConfigError(
-            f"plan_split: {where(at)}: divided by space over {parts} parts, and its tensor is {form}; expected images "
-            "(N, C, H, W) with at least as many rows as parts"
+            f"plan_split: {where(at)}: split by rows of the image over {parts} parts, and its tensor is {form}; "
+            "expected images (N, C, H, W) with at least as many rows as parts"
         )
     rows = form.shape[2]
     return [(part * rows // parts, (part + 1) * rows // parts) for part in range(parts)]
@@ -163,6 +163,7 @@ def _check(graph: Graph, node: fx.Node, before: fx.Node | None) -> None:
     )
     if not (known and plain and chained):
         raise ConfigError(
-            f"plan_split: {where(node)}: {node.name} cannot be divided by space; expected a chain of Conv2d, "
-            "MaxPool2d, AvgPool2d and operations of each element alone, with zero padding in numbers: divide only these"
+            f"plan_split: {where(node)}: {node.name} cannot be split by rows of the image; this takes a chain of "
+            "Conv2d, MaxPool2d, AvgPool2d and elementwise operations, each used by the next one alone, with padding "
+            "given in numbers and padding_mode='zeros'; in map=, give several parts to such layers only"
         )

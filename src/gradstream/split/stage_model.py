@@ -221,10 +221,11 @@ class StageModel:
             if tensor is None and not with_targets and name.partition(".")[0] == "targets":
                 continue
             if tensor is None or tensor.shape != value.shape_of(samples) or tensor.dtype != value.dtype:
-                got = "nothing" if tensor is None else f"{tuple(tensor.shape)} x {tensor.dtype}"
+                got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)} of {tensor.dtype}"
                 raise ConfigError(
-                    f"stage {self._stage.number}, value {name!r}: got {got}, expected {value.shape_of(samples)} x "
-                    f"{value.dtype}, as in the example by which the model was cut"
+                    f"stage {self._stage.number}, input {name!r}: got {got}, expected {value.shape_of(samples)} of "
+                    f"{value.dtype}: the model was split for samples like those of the first minibatch, or of "
+                    "plan_split's example; only the number of samples may differ"
                 )
             inputs[name] = tensor
         return inputs

@@ -82,8 +82,8 @@ class ElasticAveraging(ServerStrategy):
         check_count(type(self).__name__, "every", self.every, "steps")
         if self.moving_rate is not None and not 0.0 <= self.moving_rate <= 1.0:
             raise ConfigError(
-                f"{type(self).__name__}(moving_rate={self.moving_rate}): expected 0 (workers do not exchange) to 1 "
-                "(workers take over the centre)"
+                f"{type(self).__name__}(moving_rate={self.moving_rate}): expected 0 to 1, the fraction of the distance "
+                "to the centre that a worker moves at each exchange: 0 not at all, 1 onto the centre"
             )
 
     def optimizer(self) -> Optimizer:

@@ -28,13 +28,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """A node's process ends before the run does.
+    """A node's process is killed.
 
     Args:
-        node: its name.
+        node: name of the node, such as "worker-1".
         at_s: when, in seconds since the run began.
-        back_s: a new process takes its place so many seconds after it has gone, in a simulation; None for none. On
-            real processes the launcher starts it again.
+        back_s: in a simulation, seconds until a new process takes its place; None: it is not replaced. Without effect
+            on real processes, which the launcher starts again.
     """
 
     node: str

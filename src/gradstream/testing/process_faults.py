@@ -141,8 +141,8 @@ def _check(faults: Sequence[Fault], plan: RunPlan) -> None:
             raise ConfigError(f"{one} is possible on virtual time alone: use `gs.simulate(..., script=plan)`")
         if carrier not in ("tcp", "grpc"):
             raise ConfigError(
-                f"{one} with carrier={carrier!r}: nodes of one machine exchange through shared memory; use "
-                "carrier='tcp' or 'grpc'"
+                f"cannot inject {one} with carrier={carrier!r}: nodes of one machine then exchange through shared "
+                "memory, and there is no connection to disturb; use carrier='tcp' or 'grpc'"
             )
         group = strategy.algorithm if isinstance(strategy, GroupStrategy) else ""
         if group in ("auto", "shared", "hierarchical") or isinstance(strategy, SharedMemoryStrategy):

@@ -346,7 +346,8 @@ def _accounted(run: Run, where: str) -> None:
     accounted = run.summary["samples_accounted"]
     if accounted != NUM_SAMPLES * EPOCHS:
         raise BrokenPropertyError(
-            f"{where}: {accounted} samples were gone through; expected {NUM_SAMPLES * EPOCHS}"
+            f"{where}: {accounted} samples were reported as applied; expected {NUM_SAMPLES * EPOCHS}, {NUM_SAMPLES} in "
+            f"each of {EPOCHS} epochs: a strategy must report each minibatch that it takes exactly once"
         )
 
 

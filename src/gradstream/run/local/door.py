@@ -32,8 +32,8 @@ def make_pipe(path: Path) -> None:
         os.mkfifo(path, 0o600)
     except OSError as error:
         raise ConfigError(
-            f"{path}: the file system makes no named pipe ({error.strerror}), which a detached run needs; name a "
-            "run directory on another one with run_dir=, or --run-dir"
+            f"{path}: a named pipe could not be made here ({error.strerror}), and a detached run needs it; put the run "
+            "directory on another file system with run_dir=, or --run-dir, or leave out --detach"
         ) from error
 
 

@@ -91,13 +91,17 @@ class ForkserverLink:
 
     @classmethod
     def entered(cls, door: Path) -> ForkserverLink | None:
-        """Takes the place of a launcher that has died; None where there is no forkserver any more.
+        """Connects a new launcher to the forkserver of one that has died. The caller already holds the launcher's lock.
 
-        The caller holds the launcher's lock.
+        Args:
+            door: the named pipe on which the forkserver takes orders.
+
+        Returns:
+            The link; None if the forkserver has ended.
 
         Raises:
-            DeadlineError: there is one, and it does not answer.
-            ConfigError: the door is no pipe of this user.
+            DeadlineError: the forkserver did not answer within `ANSWER_S`.
+            ConfigError: `door` is not a named pipe, or belongs to another user.
         """
         path = door.with_name(f".replies-{os.getpid()}")
         make_pipe(path)

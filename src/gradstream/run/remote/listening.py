@@ -63,8 +63,9 @@ class Listening:
         total = self.machines * self.workers_per_machine
         if job.split > 1 and job.workers * job.split != total:
             raise ConfigError(
-                f"workers={job.workers} with split={job.split} are {job.workers * job.split} processes, but "
-                f"{self.machines} machines with {self.workers_per_machine} processes each have {total}"
+                f"workers={job.workers} with split={job.split} are {job.workers * job.split} processes, but wait="
+                f"{self.machines} machines with workers_per_machine={self.workers_per_machine} are {total}; change one "
+                "of the four, so that both numbers are equal"
             )
         if job.split == 1 and job.workers != total:
             raise ConfigError(

@@ -15,11 +15,11 @@ __all__ = ["ShardSnapshot"]
 
 
 class ShardSnapshot:
-    """Implements `checkpoint.snapshot.SnapshotSource`: a piece is a chunk.
+    """Reads a shard's vectors for a checkpoint. Implements `checkpoint.snapshot.SnapshotSource`: each piece is a chunk.
 
     Args:
         service: the shard's service, with a registered model.
-        place: the place of the shard's part in a split model; None where the model is not split.
+        place: which parameters of a split model the shard's part has; None if the model is not split.
     """
 
     def __init__(self, service: ShardService, place: PartMap | None = None) -> None:

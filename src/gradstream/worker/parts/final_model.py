@@ -41,17 +41,19 @@ async def write_final_parts(
     specs: tuple[list[v1.TensorSpec], ...],
     others: Buffers,
 ) -> None:
-    """Writes the final model: the worker's own parameters, and those that the parts send meanwhile.
+    """Writes the final model of a split replica. Runs on part 0, while the other parts send their parameters.
 
     Args:
-        runtime, channel, model: of the worker.
-        parameters: its own.
-        specs: the tensors of the whole model, its buffers, and its fixed tensors: see `tensor_specs_of`.
-        others: buffers and frozen parameters, by name.
+        runtime: runtime of part 0.
+        channel: over which the other parts send.
+        model: the model of part 0.
+        parameters: the parameters of part 0.
+        specs: of the whole model, the parameters, the buffers and the frozen parameters: see `tensor_specs_of`.
+        others: the buffers and frozen parameters themselves, by name.
 
     Raises:
-        OSError: the disk is full or broken; the file is missing then, or an older one.
-        PeerLostError: a part was lost.
+        OSError: the file could not be written; an older one, if there was any, is unchanged.
+        PeerLostError: the process of another part was lost before it had sent everything.
     """
     tensors, *rest = [[of_spec(spec) for spec in one] for one in specs]
     behind = [spec for one in rest for spec in one]

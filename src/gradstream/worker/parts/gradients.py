@@ -52,13 +52,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class PartPlace:
-    """What a replica's process has in the place of gradients and receipts of its own.
+    """The objects that one process of a split replica uses to work with the other processes of that replica.
+
+    No such process can compute a gradient, or report a minibatch, without the others.
 
     Args:
-        gradients: computes them with the other parts.
-        pushed: called with minibatches that are in the model, in this part.
-        agreement: with the other parts.
-        feed_of: makes what reads the minibatches of a rank, on part 0; None on others.
+        gradients: computes this part's gradients together with the other parts.
+        pushed: callback; gets the minibatches whose gradients this part's shards have applied.
+        agreement: lets the parts agree on whether a gradient is finite, and how long it is.
+        feed_of: from a worker's rank, makes the object that reads that worker's minibatches; returns None on all
+            parts but part 0, which alone reads data.
     """
 
     gradients: PartSource
