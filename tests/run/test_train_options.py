@@ -118,6 +118,6 @@ def test_more_processes_than_fit_into_memory_are_refused_before_any_starts(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "options.py").write_text(JOB)
     monkeypatch.setattr(preparation, "free_memory_bytes", lambda: 6 * preparation.FORKED_BYTES - 1)
-    with pytest.raises(ConfigError, match="6 processes on this machine .* 3 shards, 2 workers"):
+    with pytest.raises(ConfigError, match=r"6 processes on this machine .* 3 shards, 2 workers"):
         gs.train(load_job("options.py"), workers=2, servers=3, run_dir=tmp_path / "run")
     assert not list((tmp_path / "run" / "logs").glob("*"))
