@@ -109,14 +109,10 @@ def script_of(scenario: Scenario, stop: bool) -> Script:
             cluster.stop()
         for _ in range(2000 if scenario.follows else 0):
             estates = cluster.coordinator._membership.estates if cluster.coordinator else None
-            heirs = [
-                errand.heir
-                for one in (estates._open.values() if estates else ())
-                for errand in one.errands.values()
-            ]
-            if heirs:
+            if estates and estates.errands:
+                heir = estates.errands[0].heir
                 await director.sleep(rng.uniform(0.0, 0.03))
-                cluster.kill(heirs[0])
+                cluster.kill(f"worker-{heir}")
                 return
             await director.sleep(5e-4)
 

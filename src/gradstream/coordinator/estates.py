@@ -9,12 +9,17 @@ do not. A living worker, the heir, then computes its minibatches again, and push
 under the same sequence number. Chunks that have it already leave it out, so each chunk takes it once. If the heir dies,
 another one does all of it again.
 
+The replica of a worker may be several processes, which push their parts of the same gradients to shards of their own
+(`wire.parts`). They are the senders of one estate: whole is a push that all chunks of all parts have. Each process of
+the heir's replica then redoes the push of one sender.
+
 A shard that does not report is lost itself after its lease, which ends the run. Pure: no I/O.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gradstream.coordinator.instructions import Emit, Instruction, Notify
@@ -24,16 +29,39 @@ from gradstream.data.base import BatchRef
 from gradstream.data.ledger import Ledger
 from gradstream.telemetry.events import SettledEvent
 from gradstream.wire import v1
+from gradstream.wire.parts import member_name, part_of
 
-__all__ = ["Errand", "Estate", "Estates"]
+__all__ = ["Errand", "Estate", "Estates", "LostPush"]
+
+
+@dataclass(slots=True)
+class LostPush:
+    """What shards have reported of a push of a lost worker.
+
+    Args:
+        sequences: by sender, its number.
+        applied: number of chunks that have applied it.
+    """
+
+    sequences: dict[str, int] = field(default_factory=dict)
+    applied: int = 0
 
 
 @dataclass(slots=True)
 class Errand:
-    """A torn push of a lost worker, which the worker `heir` redoes."""
+    """A torn push of a lost worker, which another one redoes.
 
-    heir: str
+    Args:
+        heir: rank of that worker.
+        batches: minibatches of the push.
+        sequences: by sender, its number.
+        left: senders whose push is not redone yet.
+    """
+
+    heir: int
     batches: tuple[BatchRef, ...]
+    sequences: dict[str, int]
+    left: set[str]
 
 
 @dataclass(slots=True)
@@ -42,19 +70,21 @@ class Estate:
 
     Args:
         rank: rank of the worker.
+        senders: by name, the incarnation of each process of its replica.
         held: its minibatches of which nothing is known yet, or that belong to an errand.
         awaited: names of the shards that have not reported.
         chunks: number of chunks of those that have.
-        pushes: by sequence number, the minibatches of a push, and how many chunks have applied it.
-        errands: by sequence number.
+        pushes: what is known of its pushes, by their minibatches.
+        errands: pushes that are to be redone.
     """
 
     rank: int
+    senders: dict[str, int]
     held: set[BatchRef]
     awaited: set[str]
     chunks: int = 0
-    pushes: dict[int, tuple[tuple[BatchRef, ...], int]] = field(default_factory=dict)
-    errands: dict[int, Errand] = field(default_factory=dict)
+    pushes: dict[tuple[BatchRef, ...], LostPush] = field(default_factory=dict)
+    errands: list[Errand] = field(default_factory=list)
 
 
 class Estates:
@@ -71,7 +101,7 @@ class Estates:
     def __init__(self, ledger: Ledger, nodes: Nodes) -> None:
         self._ledger = ledger
         self._nodes = nodes
-        self._open: dict[tuple[str, int], Estate] = {}  # by name and incarnation
+        self._open: list[Estate] = []
 
     @property
     def settled(self) -> bool:
@@ -79,91 +109,125 @@ class Estates:
         return not self._open
 
     @property
+    def errands(self) -> list[Errand]:
+        """All pushes that are to be redone."""
+        return [errand for estate in self._open for errand in estate.errands]
+
+    @property
     def awaited(self) -> list[str]:
         """Names of the nodes that have to report, or to redo a push."""
-        shards = {name for estate in self._open.values() for name in estate.awaited}
-        return sorted(
-            shards | {one.heir for estate in self._open.values() for one in estate.errands.values()}
-        )
+        shards = {name for estate in self._open for name in estate.awaited}
+        return sorted(shards | {_heir_of(one, sender) for one in self.errands for sender in one.left})
 
-    def lost(self, node: v1.Node) -> None:
-        """Fences a lost worker, and gives the errands that it had to others. It is no member any more."""
-        held = set(self._ledger.fence(node.rank))
+    def lost(self, rank: int, senders: Mapping[str, int]) -> None:
+        """Fences a lost worker, and gives the errands that it had to others. It is no member any more.
+
+        Args:
+            rank: its rank.
+            senders: by name, the incarnation of each process of its replica.
+        """
+        held = set(self._ledger.fence(rank))
         if held:
-            self._open[node.name, node.incarnation] = Estate(node.rank, held, set(self._nodes.holders))
-        for estate in self._open.values():
-            for errand in estate.errands.values():
-                if errand.heir == node.name:
-                    errand.heir = self._heir()
+            self._open.append(Estate(rank, dict(senders), held, set(self._nodes.holders)))
+        for errand in self.errands:
+            if errand.heir == rank:
+                errand.heir, errand.left = self._heir(), set(errand.sequences)
 
     def report(self, shard: str, report: v1.Estate) -> list[Instruction]:
         """Takes in what the chunks of a shard have applied. A repeated report changes nothing."""
-        estate = self._open.get((report.sender, report.incarnation))
+        estate = self._of(report.sender, report.incarnation)
         if estate is None or shard not in estate.awaited:
             return []
         estate.awaited.remove(shard)
         estate.chunks += report.chunks
         for push in report.pushes:
-            batches, applied = estate.pushes.get(push.sequence, (tuple(map(ref_of, push.batches)), 0))
-            estate.pushes[push.sequence] = batches, applied + push.applied
-        return [] if estate.awaited else self._decide(report.sender, report.incarnation, estate)
+            found = estate.pushes.setdefault(tuple(map(ref_of, push.batches)), LostPush())
+            found.sequences[report.sender] = push.sequence
+            found.applied += push.applied
+        return [] if estate.awaited else self._decide(estate)
 
-    def _decide(self, who: str, incarnation: int, estate: Estate) -> list[Instruction]:
+    def _decide(self, estate: Estate) -> list[Instruction]:
         counts: defaultdict[str, int] = defaultdict(int)
-        for sequence, (batches, applied) in sorted(estate.pushes.items()):
+        for batches, push in sorted(estate.pushes.items(), key=lambda item: min(item[1].sequences.values())):
             known = [ref for ref in batches if ref in estate.held]  # the others have their receipt
-            if not known or not applied:
+            if not known or not push.applied:
                 continue
-            if applied == estate.chunks:
+            if push.applied == estate.chunks:
                 counts["in_model"] += len(known)
                 self._receipt(estate, known)
             else:
                 counts["torn"] += len(known)
-                estate.errands[sequence] = Errand(self._heir(), batches)
-        torn = {ref for errand in estate.errands.values() for ref in errand.batches}
+                sequences = {**_unused(estate), **push.sequences}
+                estate.errands.append(Errand(self._heir(), batches, sequences, set(estate.senders)))
+        torn = {ref for errand in estate.errands for ref in errand.batches}
         for ref in sorted(estate.held - torn):
             counts["again"] += 1
             estate.held.remove(ref)
             self._ledger.give_back(ref)
+        who = member_name(0, estate.rank)
         event = SettledEvent(who=who, in_model=counts["in_model"], torn=counts["torn"], again=counts["again"])
-        self._close(who, incarnation, estate)
+        self._close(estate)
         return [Emit(event), Notify()]
 
     def redone(self, heir: str, done: v1.Redone) -> list[Instruction]:
-        """Takes in that every chunk has a torn push now. From a worker that is not its heir it changes nothing."""
-        estate = self._open.get((done.sender, done.incarnation))
-        errand = None if estate is None else estate.errands.get(done.sequence)
-        if estate is None or errand is None or errand.heir != heir:
+        """Takes in that every chunk of a part has a torn push now. From a process that is no heir it changes nothing."""
+        estate = self._of(done.sender, done.incarnation)
+        if estate is None:
             return []
-        del estate.errands[done.sequence]
-        self._receipt(estate, [ref for ref in errand.batches if ref in estate.held])
-        self._close(done.sender, done.incarnation, estate)
-        return [Notify()]
+        for errand in estate.errands:
+            if errand.sequences[done.sender] == done.sequence and _heir_of(errand, done.sender) == heir:
+                errand.left.discard(done.sender)
+        done_errands = [one for one in estate.errands if not one.left]
+        for errand in done_errands:
+            estate.errands.remove(errand)
+            self._receipt(estate, [ref for ref in errand.batches if ref in estate.held])
+            self._close(estate)
+        return [Notify()] if done_errands else []
 
     def as_notice(self) -> list[v1.Fenced]:
-        """Returns the open estates as notices list them."""
+        """Returns the open estates as notices list them: sender by sender."""
         return [
             v1.Fenced(
                 sender=who,
                 incarnation=incarnation,
                 errands=[
-                    v1.Errand(sequence=sequence, heir=one.heir, batches=map(receipt_of, one.batches))
-                    for sequence, one in estate.errands.items()
+                    v1.Errand(
+                        sequence=one.sequences[who],
+                        heir=_heir_of(one, who),
+                        batches=map(receipt_of, one.batches),
+                    )
+                    for one in estate.errands
                 ],
             )
-            for (who, incarnation), estate in self._open.items()
+            for estate in self._open
+            for who, incarnation in estate.senders.items()
         ]
 
-    def _receipt(self, estate: Estate, refs: list[BatchRef]) -> None:
+    def _of(self, sender: str, incarnation: int) -> Estate | None:
+        return next((one for one in self._open if one.senders.get(sender) == incarnation), None)
+
+    def _receipt(self, estate: Estate, refs: Iterable[BatchRef]) -> None:
         for ref in refs:
             estate.held.remove(ref)
             self._ledger.receipt(ref, estate.rank)
 
-    def _close(self, who: str, incarnation: int, estate: Estate) -> None:
+    def _close(self, estate: Estate) -> None:
         if not estate.errands:
-            del self._open[who, incarnation]
+            self._open.remove(estate)
 
-    def _heir(self) -> str:
-        """The worker with the fewest errands, of the lowest rank."""
-        heirs = [one.heir for estate in self._open.values() for one in estate.errands.values()]
-        return min(self._nodes.worker_names, key=heirs.count)
+    def _heir(self) -> int:
+        """Rank of the worker with the fewest errands, the lowest of several."""
+        heirs = [one.heir for one in self.errands]
+        return min((node.rank for node in self._nodes.workers), key=heirs.count)
+
+
+def _heir_of(errand: Errand, sender: str) -> str:
+    """Name of the process that redoes a sender's push: the one that holds the same part."""
+    return member_name(part_of(sender), errand.heir)
+
+
+def _unused(estate: Estate) -> dict[str, int]:
+    """By sender, a number that no push of the replica has had: for a sender that had not begun a push which is torn."""
+    used = [number for push in estate.pushes.values() for number in push.sequences.values()]
+    used += [number for errand in estate.errands for number in errand.sequences.values()]
+    return dict.fromkeys(estate.senders, max(used) + 1)

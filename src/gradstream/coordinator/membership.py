@@ -380,7 +380,9 @@ class Membership:
         if self.phases.gathering:
             return [Emit(left), Notify()]
         self.nodes.epoch += 1
-        out: list[Instruction] = [Emit(replace(left, epoch=self.nodes.epoch)), *self._rest_lost(node)]
+        rest = [one for name in self.nodes.rest_of_replica(node) if (one := self.nodes.remove(name))]
+        out: list[Instruction] = [Emit(replace(left, epoch=self.nodes.epoch))]
+        out += [Emit(self._left_with(node, one.name)) for one in rest]
         out += self.resharding.lost(who, at_s)
         if node.role == "shard" and node.rank not in self.nodes.placement:
             return [*out, Notify()]  # it holds no parameters
@@ -394,7 +396,7 @@ class Membership:
         if self.estates is None or who in self.nodes.leaving:
             self.progress.ledger.lost(node.rank)
         if self.estates is not None:
-            self.estates.lost(node)
+            self.estates.lost(node.rank, {one.name: one.incarnation for one in (node, *rest)})
         if self.stand_ins is not None:
             self.stand_ins.lost(node.rank)
             self._settle_rounds()
@@ -403,15 +405,10 @@ class Membership:
         out += self.snapshots.lost(who, at_s)
         return out + self.after_snapshot() + self.replies.rebalance() + self.phases.conclude()
 
-    def _rest_lost(self, gone: v1.Node) -> list[Instruction]:
-        """Removes the other processes of a lost one's replica, which end when they hear of it."""
-        out: list[Instruction] = []
-        for who in self.nodes.rest_of_replica(gone):
-            self.nodes.remove(who)
-            reason = f"{gone.name} of its replica has left"
-            lost = gone.name not in self.nodes.leaving
-            out.append(Emit(LeftEvent(who=who, lost=lost, reason=reason, epoch=self.nodes.epoch)))
-        return out
+    def _left_with(self, gone: v1.Node, who: str) -> LeftEvent:
+        """Tells that another process of a lost one's replica is removed with it; it ends when it hears of that."""
+        lost, reason = gone.name not in self.nodes.leaving, f"{gone.name} of its replica has left"
+        return LeftEvent(who=who, lost=lost, reason=reason, epoch=self.nodes.epoch)
 
     def overdue(self) -> list[Instruction]:
         """Aborts a run in which nodes are missing when the deadline for joining has passed."""

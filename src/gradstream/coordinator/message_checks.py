@@ -97,7 +97,7 @@ class MessageChecks:
             raise _impossible(node.name, f"a gradient of {refused.samples} samples in step {refused.step}")
 
     def _check_estates(self, node: v1.Node, beat: v1.Beat) -> None:
-        if (beat.estates and node.role != "shard") or (beat.redone and node.role != "worker"):
+        if (beat.estates and node.role != "shard") or (beat.redone and node.role == "shard"):
             raise _impossible(node.name, "only shards report estates, and only workers redo pushes")
         if (beat.backed_up or beat.HasField("resharded")) and node.role != "shard":
             raise _impossible(node.name, "only shards have backups, or get chunks of others")

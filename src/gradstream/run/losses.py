@@ -3,7 +3,8 @@
 the others go on without it        as the strategy says; in rounds only where others stand in for it
 a new process takes its place      unless one of `_obstacles` holds
 until then others stand in for it  in rounds, where a new process may come
-its torn pushes are redone         elsewhere, where it pushed gradients to servers and a new process may come
+its torn pushes are redone         elsewhere, where it pushed gradients to servers and a new process may come;
+                                   of a split replica, where its processes compute one gradient at a time
 
 The reasons are ends of a sentence, for messages. docs/assumptions.md says the same in words.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradstream.coordinator.phases import LossTolerance
+from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.schedule import FLUSHING
 from gradstream.run.plan import RunPlan
 from gradstream.strategies.base import GroupStrategy, SharedMemoryStrategy
@@ -24,20 +26,23 @@ def losses_of(plan: RunPlan) -> LossTolerance:
     """Which losses of workers the run of a plan survives, and how."""
     served, rounds = plan.served, plan.strategy.partitioning == "rounds"
     obstacle = next(_obstacles(plan, rounds=rounds), "")
-    redoes = (
-        served is not None and served.pushes == "gradients" and not rounds and plan.workers > 1 == plan.parts
-    )
+    redoes = served is not None and served.pushes == "gradients" and not rounds and plan.workers > 1
     return LossTolerance(
         survives_worker_loss=not obstacle if rounds else plan.strategy.survives_worker_loss,
         quorum=None if served is None else served.quorum(plan.workers),
         allow_lost=plan.job.allow_lost,
         quarantine_after=plan.job.quarantine_after,
         obstacle=obstacle,
-        redoes=redoes and not obstacle,
+        redoes=redoes and not obstacle and (plan.parts == 1 or _joint(plan)),
         stands_in=rounds and not obstacle,
         acknowledge=plan.job.acknowledge,
         regroups=isinstance(plan.strategy, GroupStrategy),
     )
+
+
+def _joint(plan: RunPlan) -> bool:
+    """Whether the processes of a split replica agree on each gradient, and have nothing else in the pipeline."""
+    return plan.job.pipeline in FLUSHING or isinstance(plan.job.pipeline, Hybrid)
 
 
 def _obstacles(plan: RunPlan, *, rounds: bool) -> Iterator[str]:

@@ -7,6 +7,7 @@ lost, applied twice, torn between chunks, or sent to the wrong chunk, whatever h
     audit = TokenAudit.of(run, num_samples=24, epochs=2)      # lost 0, doubled 0, torn 0
 
 The update rule has to be plain SGD at rate 1, and the strategy has to push gradients that the shards add up.
+`token_layers` is the same as a module of torch, for replicas that are split over processes.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from gradstream.data import from_arrays
 from gradstream.data.arrays import ArrayDataset
 from gradstream.model.base import Batch, Layout, Reduction
+from gradstream.model.torch_module import TorchModel, from_torch
 from gradstream.run.result import Run
 from gradstream.runtime.base import Report
 
@@ -32,6 +35,7 @@ __all__ = [
     "check_exactly_once",
     "numbered",
     "token_counts",
+    "token_layers",
 ]
 
 TOKENS_PER_CHUNK = 64
@@ -97,9 +101,49 @@ class Tokens(Silent):
         return 0.0
 
 
+class _TokenLayer(nn.Module):
+    """Adds its parameters at the number of each sample to the last column. The columns before say the number."""
+
+    def __init__(self, num_chunks: int, tokens: int) -> None:
+        super().__init__()
+        self.tokens = nn.Parameter(torch.zeros(num_chunks, tokens))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number, total = x[:, :-1], x[:, -1:]
+        return torch.cat([number, total + (number @ self.tokens.T).sum(1, keepdim=True)], dim=1)
+
+
+class _OneHot(nn.Module):
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.register_buffer("numbers", torch.arange(tokens + 1))  # that of the last column is no sample's
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.unsqueeze(1) == self.numbers).float()
+
+
+def token_layers(num_layers: int, num_chunks: int, tokens: int = TOKENS_PER_CHUNK) -> TorchModel:
+    """As `Tokens`, in layers that can be split over the processes of a replica.
+
+    Gradients are sums over the samples of a micro-batch, and the gradient of a minibatch is the mean over its
+    micro-batches: so the update rule is plain SGD at a rate of their number, where all have equally many samples.
+
+    Args:
+        num_layers: number of layers.
+        num_chunks: number of chunks of each layer.
+        tokens: elements of a chunk; see `Tokens`.
+    """
+
+    def build() -> nn.Module:
+        return nn.Sequential(_OneHot(tokens), *(_TokenLayer(num_chunks, tokens) for _ in range(num_layers)))
+
+    return from_torch(build, lambda outputs, targets: -outputs[:, -1].sum())
+
+
 def token_counts(run: Run, num_samples: int) -> np.ndarray[Any, Any]:
-    """How often each sample is in the model of a run of `Tokens`: shape (chunks, samples)."""
-    counts: np.ndarray[Any, Any] = np.rint(run.parameters["tokens"]).astype(np.int64)
+    """How often each sample is in the model of a run of `Tokens`, or of layers of them: shape (chunks, samples)."""
+    whole = np.concatenate([array for name, array in run.parameters.items() if name.endswith("tokens")])
+    counts: np.ndarray[Any, Any] = np.rint(whole).astype(np.int64)
     return counts[:, :num_samples]
 
 

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError, Message
 
 from gradstream.checkpoint.draft import VectorPlace
 from gradstream.checkpoint.manifest import Evaluated
-from gradstream.coordinator.estates import Errand, Estate
+from gradstream.coordinator.estates import Errand, Estate, LostPush
 from gradstream.coordinator.participation import Interval
 from gradstream.coordinator.snapshot import Snapshot
 from gradstream.data.base import BatchRef
@@ -58,6 +58,7 @@ _RECORDS: Mapping[str, type] = {
         Interval,
         LoopEpochs,
         LoopSequence,
+        LostPush,
         Placement,
         Snapshot,
         VectorPlace,

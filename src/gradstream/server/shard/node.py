@@ -22,7 +22,7 @@ from gradstream.server.shard.snapshot import ShardSnapshot
 from gradstream.telemetry.events import AppliedEvent, Event, RestoredEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
-from gradstream.wire.parts import member_name, part_map_of, role_of_part
+from gradstream.wire.parts import member_name, part_map_of, part_of, role_of_part
 from gradstream.wire.placement import Placement
 
 __all__ = ["ShardMembership", "ShardNode"]
@@ -222,6 +222,7 @@ class ShardNode:
             one.rank: member_name(self._config.part, rank_of(one.worker)) for one in notice.stand_ins
         }
         self._service.keep_stand_ins(stand_ins)
+        fenced = [one for one in notice.fenced if part_of(one.sender) == self._config.part]
         before, self._members = self._members, _incarnations(notice)
         self._service.copies.members = self._members
         stayed = [
@@ -229,7 +230,7 @@ class ShardNode:
         ]
         for members in (stayed, notice.nodes) if len(stayed) < len(notice.nodes) else (notice.nodes,):
             self._service.executor.keep_workers({node.rank for node in members if node.role == role})
-            self._service.keep_senders({(node.name, node.incarnation) for node in members}, notice.fenced)
+            self._service.keep_senders({(node.name, node.incarnation) for node in members}, fenced)
         self._follow_backups(first=not before)
 
     def _follow_backups(self, *, first: bool) -> None:

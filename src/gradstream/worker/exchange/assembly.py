@@ -290,7 +290,7 @@ class Assembly:
     @property
     def _agreement(self) -> Agreement | None:
         """With the other processes of this replica, where others may die and come back meanwhile."""
-        survives = self._config.stands_in and self._config.num_workers > 1
+        survives = (self._config.stands_in or self._config.redoes) and self._config.num_workers > 1
         return self._place.agreement if self._place is not None and survives else None
 
     def _source_of(self, rank: int) -> GradientSource:

@@ -5,14 +5,17 @@
 An errand runs beside the strategy, in memory of its own, which is freed afterwards: so a worker redoes pushes also
 while it stands for a snapshot, is paused, or waits for minibatches. The arithmetic thread computes one thing at a
 time, so the errand comes between two gradients of the worker's own.
+
+Where the replica is several processes, each redoes the pushes of its own part, and they compute the gradients
+together: the worker chooses when (`worker.parts.agreement`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,8 +27,9 @@ from gradstream.runtime.base import Work
 from gradstream.server.client.client import ServerClient
 from gradstream.server.update import Update
 from gradstream.wire import v1
-from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
+from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.exchange.base import ExchangeContext
+from gradstream.worker.gradient import differentiate
 from gradstream.worker.replica.arithmetic import add_scaled
 from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.next_update import NextUpdate
@@ -37,25 +41,32 @@ Key = tuple[str, int, int]
 
 
 class Errands:
-    """The errands of one worker.
+    """The errands of one worker, or of another process of its replica.
 
     Args:
-        context: the worker's place in the run.
+        context: the process's place in the run.
         parts: parts of its replica.
         server: its client of the parameter server.
+        turn: the time in which a push of these minibatches may be redone.
     """
 
-    def __init__(self, context: ExchangeContext, parts: ReplicaContext, server: ServerClient) -> None:
+    def __init__(
+        self,
+        context: ExchangeContext,
+        parts: ReplicaContext,
+        server: ServerClient,
+        turn: Callable[[Sequence[BatchRef]], AbstractAsyncContextManager[None]],
+    ) -> None:
         self._context = context
         self._parts = parts
         self._server = server
         self._runtime = context.runtime
         self._layout = parts.model.layout
         self._tasks: dict[Key, asyncio.Task[None]] = {}
-        self._turn = asyncio.Lock()
+        self._turn = turn
 
     def hear(self, notice: v1.Notice) -> None:
-        """Begins the errands that the coordinator asks this worker for."""
+        """Begins the errands that the coordinator asks this process for."""
         named = dict[Key, v1.Errand]()
         for lost in notice.fenced:
             for errand in lost.errands:
@@ -76,11 +87,11 @@ class Errands:
     async def _run(self, key: Key, errand: v1.Errand) -> None:
         sender, incarnation, sequence = key
         behalf = v1.Behalf(sender=sender, incarnation=incarnation)
+        refs = [ref_of(one) for one in errand.batches]
         try:
-            async with self._turn:
+            async with self._turn(refs):
                 with self._memory() as (parameters, gradient, total, sums):
                     base = await self._server.fetch_into(parameters)
-                    refs = [ref_of(one) for one in errand.batches]
                     update = await self._sum(refs, base, parameters, gradient, total, sums)
                     await self._server.redo(update, behalf, sequence)
         except Exception as error:
@@ -153,23 +164,16 @@ class Errands:
         )
         if not size:
             return one
-        decays = parts.rule.decays
-
-        def compute(report: object) -> Result:
-            result = source.compute(parameters.tensor, one, lambda elems: None)
-            if decays and not result.refused:
-                add_scaled(vector.tensor, parameters.tensor, decays)
-            return result
-
-        result = await self._runtime.compute(
-            compute,
-            work=Work("gradient", samples=size, elems=len(vector), elsewhere=source.elsewhere),
-            reads=[parameters.all],
-            writes=[vector.all, *([] if sums is None else [sums.all])],
-            shape_only=Result(math.nan),
-        )
+        result = await differentiate(self._runtime, source, parameters, one)
         if result.refused:
             parts.refusals.refuse(one, result.refused)
+        elif decays := parts.rule.decays:
+            await self._runtime.compute(
+                lambda _: add_scaled(vector.tensor, parameters.tensor, decays),
+                work=Work("copy", elems=len(vector)),
+                reads=[parameters.all],
+                writes=[vector.all],
+            )
         return one
 
 

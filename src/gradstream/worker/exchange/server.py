@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -57,7 +58,7 @@ def server_exchange(
         kind_of = StandIn if agreement is None else partial(PartStandIn, agreement=agreement)
         exchange.let_stand_in(parts, source_of, kind_of)
     if config.redoes:
-        exchange.redo_torn(parts)
+        exchange.redo_torn(parts, agreement)
     return exchange
 
 
@@ -111,13 +112,19 @@ class ServerExchange(Exchange):
         self._layout = layout
         self.replica = replica(self._client)
 
-    def redo_torn(self, parts: ReplicaContext) -> None:
-        """Lets this worker redo pushes of lost workers, and others redo its own if it is lost."""
+    def redo_torn(self, parts: ReplicaContext, agreement: Agreement | None) -> None:
+        """Lets this worker redo pushes of lost workers, and others redo its own if it is lost.
+
+        Receipts of a split replica are in the order in which each of its processes pushes.
+        """
         member = self._context.member
-        self._client.settled = SettledPushes(
-            lambda: member.num_receipts, lambda: member.num_heard_receipts, receipt_of
-        )
-        self._errands = Errands(self._context, parts, self._client)
+        if agreement is None:
+            counts, one_by_one = (lambda: member.num_receipts, lambda: member.num_heard_receipts), asyncio.Lock()
+            self._errands = Errands(self._context, parts, self._client, lambda refs: one_by_one)
+        else:
+            counts, agreement.takes_turns = (lambda: agreement.num_pushed, lambda: agreement.num_heard), True
+            self._errands = Errands(self._context, parts, self._client, agreement.errand)
+        self._client.settled = SettledPushes(*counts, receipt_of)
         member.listen(self._errands.hear)
         self._errands.hear(member.notice)
 

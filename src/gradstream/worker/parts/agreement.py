@@ -2,17 +2,23 @@
 
     part ── report: finite? its length? ──▶ worker ── scaled, or refused ──▶ every part
     part ── vote: ready, or lost its group ──▶ worker ── goes on, or not ──▶ every part
+    worker ── the gradient of which minibatch comes next ──▶ every part
 
 An update of a round is made in all parts of a replica, or in none. So its parts have parameters of one version, and
 whoever of another replica dies, the round can be done again.
+
+Without rounds, a replica also computes gradients of lost workers (`worker.exchange.errands`), at any time. The worker
+then tells before each gradient whose turn it is, so that all parts compute the same one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
+from gradstream.data.base import BatchRef
 from gradstream.worker.gradient import Clip
 from gradstream.worker.parts.messages import PartReport, PartStandsIn
 from gradstream.worker.parts.window import Window
@@ -48,17 +54,38 @@ class Agreement(ABC):
         window: the minibatches that this part may compute.
         in_round: a minibatch has begun, and the parts have not voted on its round.
         on_stand_in: called where the worker lets this part compute the minibatch of a lost worker.
+        takes_turns: gradients of lost workers come between those of the replica.
+        num_pushed: number of minibatches that are in the model, in this part.
     """
 
     def __init__(self) -> None:
         self.window = Window()
         self.in_round = False
         self.on_stand_in: Callable[[PartStandsIn], None] | None = None
+        self.takes_turns = False
+        self.num_pushed = 0
 
     @property
     @abstractmethod
     def leads(self) -> bool:
         """Whether this is the worker."""
+
+    @property
+    @abstractmethod
+    def num_heard(self) -> int:
+        """Number of the replica's receipts that the coordinator has, as far as this part knows."""
+
+    @abstractmethod
+    def turn(self, ref: BatchRef | None) -> AbstractAsyncContextManager[None]:
+        """The turn of one gradient, in the order of the worker. Does nothing unless the replica `takes_turns`.
+
+        Args:
+            ref: its minibatch. None, on the worker alone: no gradient may be computed meanwhile.
+        """
+
+    @abstractmethod
+    def errand(self, refs: Sequence[BatchRef]) -> AbstractAsyncContextManager[None]:
+        """The time in which all parts redo a lost worker's push of these minibatches; the worker chooses it."""
 
     @abstractmethod
     async def share_buffers(self) -> None:

@@ -25,6 +25,7 @@ from gradstream.wire import v1
 from gradstream.worker.parts.messages import (
     MESSAGE_ELEMS,
     Message,
+    PartGradientTurn,
     PartOutcome,
     PartReport,
     PartStandsIn,
@@ -36,14 +37,21 @@ from gradstream.worker.parts.messages import (
 
 __all__ = ["PartChannel", "as_it_was", "as_sent"]
 
-_TAGS: Mapping[type, int] = {PartTurn: 0, PartReport: 1, PartVerdict: 2, PartOutcome: 3, PartStandsIn: 4}
+_TAGS: Mapping[type, int] = {
+    PartTurn: 0,
+    PartReport: 1,
+    PartVerdict: 2,
+    PartOutcome: 3,
+    PartStandsIn: 4,
+    PartGradientTurn: 5,
+}
 NEWS_S, RETRY_S = 60.0, 0.01
 """Seconds in which the coordinator's news reach every process, at most, and between two tries until then."""
 
-VECTORS, VALUES = 5, 6
+VECTORS, VALUES = 6, 7
 """Tags; those from VALUES on are of the model's values."""
 
-M = TypeVar("M", PartTurn, PartReport, PartVerdict, PartOutcome, PartStandsIn)
+M = TypeVar("M", PartTurn, PartReport, PartVerdict, PartOutcome, PartStandsIn, PartGradientTurn)
 
 _AS = {8: torch.float64, 4: torch.float32}  # carriers know these; a view of the same bytes
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import astuple, dataclass
 
 from gradstream.data.base import BatchRef
@@ -13,7 +16,14 @@ from gradstream.worker.batch_gate import BatchGate, Gate
 from gradstream.worker.gradient import Clip
 from gradstream.worker.parts.agreement import Agreed, Agreement, at_once
 from gradstream.worker.parts.channel import PartChannel
-from gradstream.worker.parts.messages import PartOutcome, PartReport, PartStandsIn, PartTurn, PartVerdict
+from gradstream.worker.parts.messages import (
+    PartGradientTurn,
+    PartOutcome,
+    PartReport,
+    PartStandsIn,
+    PartTurn,
+    PartVerdict,
+)
 from gradstream.worker.schedule import Schedule, ScheduleHooks
 
 __all__ = ["FollowedSchedule", "FollowerGate", "PartFollower"]
@@ -55,9 +65,13 @@ class PartFollower(Agreement):
         self._gate = gate
         self.epoch = 0
         self.carry_out: Callable[[PartTurn], Awaitable[None]] = _unserved
+        self._num_heard = 0
+        self._turns = deque[BatchRef]()  # of gradients, the present one first
+        self._turned = asyncio.Event()
 
     def pushed(self, refs: Sequence[BatchRef]) -> None:
         """Reports that minibatches are in the model, in this part."""
+        self.num_pushed += len(refs)
         for ref in refs:
             self._channel.say(LEAD, PartReport("pushed", refs=(astuple(ref),)))
 
@@ -88,13 +102,46 @@ class PartFollower(Agreement):
         return False
 
     def start(self) -> None:
-        """Begins to hear for whom this replica stands in."""
+        """Begins to hear for whom this replica stands in, and whose gradients it computes."""
         self._channel.follow(LEAD, PartStandsIn, self._stands_in)
+        self._channel.follow(LEAD, PartGradientTurn, self._add_turn)
 
     def _stands_in(self, asked: PartStandsIn) -> None:
         if self.on_stand_in is None:
             raise InternalError(f"a part was asked to stand in for worker-{asked.rank} before it could")
         self.on_stand_in(asked)
+
+    @property
+    def num_heard(self) -> int:
+        """See `Agreement`."""
+        return self._num_heard
+
+    def _add_turn(self, turn: PartGradientTurn) -> None:
+        self._turns.append(BatchRef(*turn.ref))
+        self._turned.set()
+
+    async def _until(self, refs: Sequence[BatchRef]) -> None:
+        """Returns when the gradient of one of these minibatches is due."""
+        while not self._turns or self._turns[0] not in refs:
+            self._turned.clear()
+            await self._turned.wait()
+
+    @asynccontextmanager
+    async def turn(self, ref: BatchRef | None) -> AsyncIterator[None]:
+        """See `Agreement`: waits for the worker's word."""
+        if not self.takes_turns or ref is None:
+            yield
+            return
+        await self._until([ref])
+        yield
+        self._turns.popleft()
+        self._turned.set()
+
+    @asynccontextmanager
+    async def errand(self, refs: Sequence[BatchRef]) -> AsyncIterator[None]:
+        """See `Agreement`: begins with the turn of the first one."""
+        await self._until(refs)
+        yield
 
     async def all_ready(
         self, ready: bool, epoch: int = 0, last: Callable[[], Awaitable[None]] = at_once
@@ -127,6 +174,7 @@ class PartFollower(Agreement):
                     window.closing = True
                 else:
                     self._gate.phase, self._gate.begun_before = turn.phase, turn.begun_before
+                    self._num_heard = turn.heard
                     hooks.skip()
                     window.admit(turn.batch, size(turn.batch))
                 while window.ready:

@@ -136,8 +136,10 @@ class PartSource(ABC):
             UserCodeError, GradientError: this part's piece of the model failed.
             PeerLostError: another part was lost.
         """
-        with self.meter.minibatch():
-            return await self._compute_jointly(parameters, gradient)
+        begun_ns = self._runtime.now()
+        async with self._agreement.turn(gradient.batch.ref):
+            with self.meter.minibatch(begun_ns):
+                return await self._compute_jointly(parameters, gradient)
 
     @abstractmethod
     async def _compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result: ...

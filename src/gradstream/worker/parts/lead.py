@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import astuple, dataclass
 from functools import partial
 
 import torch
 
+from gradstream.coordinator.client.member import Member
 from gradstream.data.base import BatchRef
 from gradstream.runtime.base import Runtime
 from gradstream.split.part_model import PartModel
@@ -24,6 +25,7 @@ from gradstream.worker.parts.agreement import Agreed, Agreement, at_once
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.messages import (
     Message,
+    PartGradientTurn,
     PartOutcome,
     PartReport,
     PartStandsIn,
@@ -43,7 +45,7 @@ class PartLead(Agreement):
         model: the worker's part of the model, which also knows the buffers of the others.
         parts: number of parts, with the worker.
         gate: of the worker; parts take its phase.
-        on_receipt: called with minibatches that are in the model, in all of its parts.
+        member: gets the receipts of minibatches that are in the model, in all of its parts.
 
     Attributes:
         admission: admits minibatches to a pipeline that is not empty between them; None where it is.
@@ -55,7 +57,7 @@ class PartLead(Agreement):
         model: PartModel,
         parts: int,
         gate: BatchGate,
-        on_receipt: Callable[[Sequence[BatchRef]], None],
+        member: Member,
     ) -> None:
         super().__init__()
         self.admission: BatchAdmission | None = None
@@ -63,7 +65,7 @@ class PartLead(Agreement):
         self._model = model
         self._others = range(1, parts)
         self._gate = gate
-        self._on_receipt = on_receipt
+        self._member = member
         self._pushed = Counter[BatchRef]()  # in how many parts a minibatch is in the model
         self._done = {part: asyncio.Queue[PartReport]() for part in self._others}
         self._gradients = {part: asyncio.Queue[PartReport]() for part in self._others}
@@ -71,6 +73,7 @@ class PartLead(Agreement):
         self._votes: dict[int, PartReport] = {}
         self._agreed = True  # the last vote has come to that all are ready
         self._voted = asyncio.Event()
+        self._gradient_turn, self._errand_turn = asyncio.Lock(), asyncio.Lock()
 
     def start(self) -> None:
         """Begins to hear the reports of the parts, which are in."""
@@ -80,7 +83,7 @@ class PartLead(Agreement):
 
     def _heard(self, part: int, report: PartReport) -> None:
         if report.kind == "pushed":
-            self.pushed([BatchRef(*ref) for ref in report.refs])
+            self._pushed_by_one([BatchRef(*ref) for ref in report.refs])
         elif report.kind == "vote":
             self._votes[part] = report
             self._voted.set()
@@ -88,13 +91,17 @@ class PartLead(Agreement):
             (self._done if report.kind == "done" else self._gradients)[part].put_nowait(report)
 
     def pushed(self, refs: Sequence[BatchRef]) -> None:
-        """Notes that minibatches are in the model, in one more part."""
+        """Notes that minibatches are in the model, in the worker's part."""
+        self.num_pushed += len(refs)
+        self._pushed_by_one(refs)
+
+    def _pushed_by_one(self, refs: Sequence[BatchRef]) -> None:
         self._pushed.update(refs)
         whole = [ref for ref in refs if self._pushed[ref] > len(self._others)]
         for ref in whole:
             del self._pushed[ref]
         if whole:
-            self._on_receipt(whole)
+            self._member.receipt(whole)
 
     # ---- turns ----------------------------------------------------------------------------
 
@@ -113,8 +120,11 @@ class PartLead(Agreement):
         """Lets the parts begin a minibatch."""
         await self.spread_buffers()
         self.in_round = True
+        gate, heard = self._gate, self.num_heard
         self._say(
-            PartTurn("batch", ref=astuple(ref), begun_before=self._gate.begun_before, phase=self._gate.phase)
+            PartTurn(
+                "batch", ref=astuple(ref), begun_before=gate.begun_before, phase=gate.phase, heard=heard
+            )
         )
 
     async def flush(self) -> None:
@@ -172,6 +182,26 @@ class PartLead(Agreement):
                 self._model.unpack_buffers(part, await self._channel.take(part, elems, torch.float64))
 
     # ---- gradients ------------------------------------------------------------------------
+
+    @property
+    def num_heard(self) -> int:
+        """See `Agreement`."""
+        return self._member.num_heard_receipts
+
+    @asynccontextmanager
+    async def turn(self, ref: BatchRef | None) -> AsyncIterator[None]:
+        """See `Agreement`: tells the parts."""
+        if not self.takes_turns:
+            yield
+            return
+        async with self._gradient_turn:
+            if ref is not None:
+                self._say(PartGradientTurn(astuple(ref)))
+            yield
+
+    def errand(self, refs: Sequence[BatchRef]) -> AbstractAsyncContextManager[None]:
+        """See `Agreement`: one after the other."""
+        return self._errand_turn
 
     async def reach(self, mine: PartReport, clip: Clip, num_summed: int) -> Agreed:
         """See `Agreement`: adds up what the parts report, and tells them what becomes of the gradient."""

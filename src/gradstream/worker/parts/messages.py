@@ -20,6 +20,7 @@ from gradstream.untrusted import MismatchError, check_record, parse_json
 __all__ = [
     "MESSAGE_ELEMS",
     "Message",
+    "PartGradientTurn",
     "PartOutcome",
     "PartReport",
     "PartStandsIn",
@@ -46,6 +47,7 @@ class PartTurn:
         begun_before, phase: see `BatchGate`.
         newest: outputs are those of the newest parameters, not of the replica's own.
         epoch: membership epoch of the worker's group, for "again": a part that has a newer one does nothing.
+        heard: number of the replica's receipts that the coordinator has, for "batch".
     """
 
     kind: Literal["batch", "drain", "flush", "outputs", "over", "buffers", "finish", "send", "again"]
@@ -54,6 +56,7 @@ class PartTurn:
     phase: str = ""
     newest: bool = False
     epoch: int = 0
+    heard: int = 0
 
     @property
     def batch(self) -> BatchRef:
@@ -108,6 +111,17 @@ class PartOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class PartGradientTurn:
+    """All parts compute one gradient next: that of a minibatch of theirs, or of a lost worker's.
+
+    Args:
+        ref: name of the minibatch.
+    """
+
+    ref: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PartStandsIn:
     """A part computes the minibatch of a lost worker too.
 
@@ -120,8 +134,8 @@ class PartStandsIn:
     round: int
 
 
-Message: TypeAlias = PartTurn | PartReport | PartVerdict | PartOutcome | PartStandsIn
-M = TypeVar("M", PartTurn, PartReport, PartVerdict, PartOutcome, PartStandsIn)
+Message: TypeAlias = PartTurn | PartReport | PartVerdict | PartOutcome | PartStandsIn | PartGradientTurn
+M = TypeVar("M", PartTurn, PartReport, PartVerdict, PartOutcome, PartStandsIn, PartGradientTurn)
 
 
 def encode(message: Message) -> torch.Tensor:

@@ -15,6 +15,7 @@ from gradstream.split.part_model import PartModel
 from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import StepEvent
 from gradstream.transport.base import Endpoint
+from gradstream.wire import v1
 from gradstream.wire.parts import replica_of
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.assembly import Assembly
@@ -97,7 +98,9 @@ class PartNode:
         config, member, runtime = self._config, self._member, self._runtime
         assert config.split is not None
         await member.training()
-        await member.heard(self._is_whole)
+        await member.heard(lambda: self._is_whole() or member.notice.phase == v1.Notice.FINISHED)
+        if not self._is_whole():
+            return  # the run was over before the worker of this replica came back
         self._follower.start()
         gradients = gradients_of(config, runtime, self._model, self._channel, self._follower, None)
         context = ExchangeContext(

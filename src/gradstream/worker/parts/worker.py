@@ -62,7 +62,7 @@ class Lead:
         self._channel = PartChannel(
             runtime, endpoint, self._names, config.model, failed, config.deadlines.silence_s
         )
-        self.parts = PartLead(self._channel, config.model, config.split.parts, gate, member.receipt)
+        self.parts = PartLead(self._channel, config.model, config.split.parts, gate, member)
         self.close = self._channel.close
 
     async def begin(self) -> None:
@@ -91,6 +91,12 @@ class Lead:
             data: has the samples.
             newest: the other parts take the newest parameters of the model, not their replica's.
         """
+        async with self.parts.turn(None):
+            return await self._outputs(parameters, data, buffers, newest=newest)
+
+    async def _outputs(
+        self, parameters: torch.Tensor, data: Dataset, buffers: Buffers, *, newest: bool
+    ) -> GivenOutputs:
         model = self._model
         before = model.buffers() if buffers else {}
         if buffers:

@@ -1,0 +1,243 @@
+"""Processes of split replicas die at any instant, and every chunk of every part has every sample exactly once.
+
+A scenario is a seed: replicas, parts, shards, strategy, checkpoints, deaths. A replica may come back, and a process of
+the heir may die while its replica redoes a push. Faults that are planted must show in the counts.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+
+import gradstream as gs
+from gradstream._simulate import simulate
+from gradstream.coordinator.estates import Estates
+from gradstream.run.losses import losses_of
+from gradstream.run.simulated import SimulatedCluster
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
+from gradstream.server.client.client import ServerClient
+from gradstream.server.client.push import PendingPushRequest
+from gradstream.testing import TokenAudit, numbered
+from gradstream.testing.runs import QUICK
+from gradstream.testing.tokens import token_layers
+from gradstream.wire.parts import member_name, part_of, replica_of
+
+SAMPLES, EPOCHS = 36, 2
+SEEDS = int(os.environ.get("ONCE_SEEDS", "9"))
+
+STRATEGIES: tuple[gs.strategies.ServerStrategy, ...] = (
+    gs.Downpour(),
+    gs.SSP(bound=1),
+    gs.Downpour(overlap=False),
+    gs.SSP(bound=0),
+    gs.Downpour(push_every=3, fetch_every=2),
+    gs.AsySG(gradients=2),
+)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a seed stands for."""
+
+    seed: int
+    strategy: gs.strategies.ServerStrategy
+    workers: int
+    split: int
+    servers: int
+    micro_batches: int
+    slow: int | None  # the part whose pushes take longer than those of the others
+    deaths: tuple[tuple[float, int, int, bool], ...]  # seconds, rank, part, whether it comes back
+    follows: bool  # a process of the heir dies, too
+    checkpoints: int | None
+
+    @classmethod
+    def of(cls, seed: int) -> Scenario:
+        rng = random.Random(seed)
+        workers, split = rng.randint(2, 3), rng.randint(2, 3)
+        deaths = [
+            (rng.uniform(0.05, 0.6), rng.randrange(workers), rng.randrange(split), rng.random() < 0.5)
+            for _ in range(rng.randint(1, 3))
+        ]
+        return cls(
+            seed,
+            STRATEGIES[seed % len(STRATEGIES)],
+            workers,
+            split,
+            rng.randint(1, 2),
+            rng.choice((1, 2)),
+            rng.choice((None, *range(split))),
+            tuple(sorted(deaths)),
+            rng.random() < 0.4,
+            rng.choice((None, None, 5)),
+        )
+
+
+class Deaths:
+    """The script of a scenario. The last replica is spared."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._rng = random.Random(scenario.seed)
+        self.count = 0
+
+    async def __call__(self, cluster: SimulatedCluster) -> None:
+        director, now = cluster.virtual.runtime("director"), 0.0
+        for at_s, rank, part, comes_back in self._scenario.deaths:
+            await director.sleep(at_s - now)
+            now = at_s
+            self._kill(cluster, rank, part, comes_back)
+        while self._scenario.follows and cluster.coordinator is not None:
+            estates = cluster.coordinator._membership.estates
+            if estates is not None and estates.errands:
+                heir = estates.errands[0].heir
+                await director.sleep(self._rng.uniform(0.0, 0.05))
+                self._kill(cluster, heir, self._rng.randrange(self._scenario.split), True)
+                return
+            await director.sleep(5e-4)
+
+    def _kill(self, cluster: SimulatedCluster, rank: int, part: int, comes_back: bool) -> None:
+        assert cluster.coordinator is not None
+        replica = replica_of(rank, self._scenario.split)
+        active = cluster.coordinator._membership.nodes.active_workers
+        if len(active) < 2 or replica[0] not in active or not all(map(cluster.is_running, replica)):
+            return
+        self.count += 1
+        cluster.kill(replica[part])
+        if comes_back:
+            director = cluster.virtual.runtime("director")
+            director.spawn(self._again(cluster, replica), name=f"{replica[0]} again")
+
+    async def _again(self, cluster: SimulatedCluster, replica: list[str]) -> None:
+        director = cluster.virtual.runtime("director")
+        while any(cluster.is_running(one) for one in replica):
+            await director.sleep(0.01)
+        await director.sleep(self._rng.uniform(0.0, 0.1))
+        for one in replica:
+            await cluster.restart(one)
+
+
+@dataclass
+class Outcome:
+    """What became of a scenario."""
+
+    audit: TokenAudit
+    deaths: int
+    minibatches: Counter[str]
+
+
+def once(scenario: Scenario) -> Outcome:
+    """Simulates a scenario."""
+    jitter = Exponential()
+    costs = {"forward": Cost(base_s=4e-3, jitter=jitter), "backward": Cost(base_s=4e-3, jitter=jitter)}
+    links = dict[tuple[str, str], Link]()
+    if (part := scenario.slow) is not None:
+        shards = range(part * scenario.servers, (part + 1) * scenario.servers)
+        for rank, shard in product(range(scenario.workers), shards):
+            links[member_name(part, rank), f"shard-{shard}"] = Link(latency_s=0.02, jitter_s=0.02)
+    link = Link(latency_s=1e-3, jitter_s=4e-3)
+    network = Network(bandwidth_bytes_s=3e5, link=link, links=links)
+    deaths = Deaths(scenario)
+    run = simulate(
+        token_layers(2 * scenario.split, 2),
+        numbered(SAMPLES),
+        strategy=scenario.strategy,
+        optimizer=gs.optim.SGD(lr=float(scenario.micro_batches)),
+        workers=scenario.workers,
+        split=scenario.split,
+        servers=scenario.servers,
+        micro_batches=scenario.micro_batches,
+        batch_size=2,
+        epochs=EPOCHS,
+        chunk_elems=64,
+        seed=scenario.seed,
+        deadlines=QUICK,
+        config=SimulationConfig(costs={**costs, "apply": Cost(base_s=3e-3, jitter=jitter)}, network=network),
+        checkpoint_every=scenario.checkpoints,
+        script=deaths,
+    )
+    minibatches: Counter[str] = Counter()
+    for event in (event for event in run.events if event["event"] == "settled"):
+        minibatches.update({what: event[what] for what in ("in_model", "torn", "again")})
+    return Outcome(TokenAudit.of(run, SAMPLES, EPOCHS), deaths.count, minibatches)
+
+
+@pytest.mark.limit_s(60 + 10 * SEEDS)
+def test_every_chunk_of_every_part_has_every_sample_once_whenever_processes_die() -> None:
+    total, deaths = Counter[str](), 0
+    for seed in range(SEEDS):
+        outcome = once(Scenario.of(seed))
+        assert outcome.audit.exact, (Scenario.of(seed), outcome)
+        total += outcome.minibatches
+        deaths += outcome.deaths
+    print(f"{SEEDS} seeds, {deaths} deaths: {dict(total)}")
+    assert deaths > SEEDS // 2
+    assert total["torn"] > SEEDS // 4  # the hard case did happen
+
+
+# ---- planted faults -------------------------------------------------------------------------
+
+
+def handed_out_again(patch: pytest.MonkeyPatch) -> None:
+    """What a lost replica had without a receipt is handed out again, without a question: as it was before."""
+    inner = losses_of
+    patch.setattr("gradstream.run.nodes.losses_of", lambda plan: replace(inner(plan), redoes=False))
+
+
+def not_redone(patch: pytest.MonkeyPatch) -> None:
+    """What some chunks have gets a receipt as if all had it."""
+    report = Estates.report
+
+    def generous(self: Estates, shard: str, estate: Any) -> Any:
+        for one in estate.pushes:
+            one.applied = estate.chunks if one.applied else 0
+        return report(self, shard, estate)
+
+    patch.setattr(Estates, "report", generous)
+
+
+def new_identity(patch: pytest.MonkeyPatch) -> None:
+    """The heir redoes a torn push as a push of its own."""
+
+    async def redo(self: ServerClient, update: Any, behalf: Any, sequence: int) -> None:
+        self._sequence += 1
+        await PendingPushRequest(self._links, update, self._sequence, None).run()
+
+    patch.setattr(ServerClient, "redo", redo)
+
+
+def one_part_decides(patch: pytest.MonkeyPatch) -> None:
+    """What a lost replica had is decided over the shards of its worker alone."""
+    report = Estates.report
+
+    def of_workers(self: Estates, shard: str, estate: Any) -> Any:
+        if part_of(estate.sender):
+            estate.chunks = 0
+            del estate.pushes[:]
+        return report(self, shard, estate)
+
+    patch.setattr(Estates, "report", of_workers)
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+FAULTS: dict[Plant, str] = {
+    handed_out_again: "doubled",
+    not_redone: "lost",
+    new_identity: "doubled",
+    one_part_decides: "torn",
+}
+
+
+@pytest.mark.limit_s(120)
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_an_audit_shows_every_planted_fault(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one of some scenarios."""
+    plant(monkeypatch)
+    audits = (once(Scenario.of(seed)).audit for seed in range(12))
+    assert any(getattr(audit, FAULTS[plant]) for audit in audits)
