@@ -5,6 +5,7 @@
     python bench/exactly_once.py --strategies allreduce  # without servers: in shared memory, whatever the carrier
     python bench/exactly_once.py --rounds 4 --keep       # 420 kills, kept in bench/results/exactly-once.json
     python bench/exactly_once.py --shards replicated     # shards in place of workers; or "logged"
+    python bench/exactly_once.py --split 2 --strategies downpour,ssp  # a process of a replica of two: seven of eight
 
 Of eight workers seven are killed, one after the other, at random times; the last one ends the run. Of two shards one is
 killed again and again, whenever the backups are whole. Each sample adds 1 to its own element of every chunk
@@ -35,6 +36,8 @@ from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.plan import plan_run
 from gradstream.testing import TokenAudit, Tokens, numbered
+from gradstream.testing.tokens import token_layers
+from gradstream.wire.parts import member_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "bench" / "results" / "exactly-once.json"
@@ -73,19 +76,28 @@ def job_of_rounds() -> gs.Job:
     return replace(job(), model=model, strategy="synchronous", optimizer=rate)
 
 
+def job_of_layers() -> gs.Job:
+    """The same for replicas that are split."""
+    return replace(job(), model=token_layers(4, CHUNKS // 4, SAMPLES), servers=1)
+
+
 class Killer:
-    """Kills all workers but one at random steps of the run.
+    """Kills all workers but one at random steps of the run, or a process of each of their replicas.
 
     Args:
         cluster: the nodes.
         seed: of the steps, and of the order of the workers.
         epochs: length of the run.
+        split: number of processes of a replica.
     """
 
-    def __init__(self, cluster: LocalCluster, seed: int, epochs: int) -> None:
+    def __init__(self, cluster: LocalCluster, seed: int, epochs: int, split: int) -> None:
         rng = random.Random(seed)
         self._cluster = cluster
-        self._victims = rng.sample(range(WORKERS), WORKERS - 1)
+        self._victims = [
+            member_name(rng.randrange(split) if split > 1 else 0, rank)
+            for rank in rng.sample(range(WORKERS), WORKERS - 1)
+        ]
         total = SAMPLES * epochs // BATCH
         self._at = sorted(rng.randrange(50, total * 3 // 4) for _ in self._victims)
         self._steps = 0.0
@@ -95,7 +107,7 @@ class Killer:
         """Counts minibatches, and kills whoever is due."""
         self._steps += event["samples"] / BATCH if event["event"] == "step" else 0
         while self.kills < len(self._at) and self._steps >= self._at[self.kills]:
-            self._cluster.signal(f"worker-{self._victims[self.kills]}", signal.SIGKILL)
+            self._cluster.signal(self._victims[self.kills], signal.SIGKILL)
             self.kills += 1
 
 
@@ -129,21 +141,29 @@ class ShardKiller:
 
 
 def run_once(
-    carrier: str, strategy: str, seed: int, folder: Path, shards: Any = "applied", epochs: int = EPOCHS
+    carrier: str,
+    strategy: str,
+    seed: int,
+    folder: Path,
+    shards: Any = "applied",
+    epochs: int = EPOCHS,
+    split: int = 1,
 ) -> tuple[int, TokenAudit, Counter[str]]:
     """One run: number of kills, audit, and what became of the minibatches without a receipt."""
     chosen = STRATEGIES[strategy]
     rounds = isinstance(chosen, gs.AllReduce | gs.Synchronous)
-    which = "job_of_rounds" if rounds else "job"
+    which = "job_of_layers" if split > 1 else "job_of_rounds" if rounds else "job"
     given = load_job(f"{Path(__file__).resolve()}:{which}")
-    changed = replace(given, strategy=chosen, carrier=carrier, seed=seed, acknowledge=shards, epochs=epochs)
+    changed = replace(
+        given, strategy=chosen, carrier=carrier, seed=seed, acknowledge=shards, epochs=epochs, split=split
+    )
     if isinstance(chosen, gs.AllReduce):
         changed = replace(changed, servers=None)
     if shards != "applied":
         changed = replace(changed, workers=3, max_restarts=100)
     spec = plan_run(changed, f"{carrier}-{strategy}-{seed}")
     with LocalCluster(folder / "logs", node_environment(WORKERS)) as cluster:
-        killer: Killer | ShardKiller = Killer(cluster, seed, epochs)
+        killer: Killer | ShardKiller = Killer(cluster, seed, epochs, split)
         if shards != "applied":
             killer = ShardKiller(cluster, seed, "backed_up" if shards == "replicated" else "restored")
         with patch("gradstream.run.restarts.CALM_S", 0.0):  # each restart counts as the first one
@@ -162,6 +182,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--split", type=int, default=1, help="processes of a replica; not in rounds")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--carriers", default="shm,tcp,grpc")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
@@ -180,7 +201,7 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     begun_s = time.perf_counter()
                     kills, audit, settled = run_once(
-                        carrier, strategy, seed, Path(folder), given.shards, given.epochs
+                        carrier, strategy, seed, Path(folder), given.shards, given.epochs, given.split
                     )
                 found = {"kills": kills, "lost": audit.lost, "doubled": audit.doubled, "torn": audit.torn}
                 total.update(found | settled)

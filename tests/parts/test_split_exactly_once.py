@@ -106,7 +106,12 @@ class Deaths:
         assert cluster.coordinator is not None
         replica = replica_of(rank, self._scenario.split)
         active = cluster.coordinator._membership.nodes.active_workers
-        if len(active) < 2 or replica[0] not in active or not all(map(cluster.is_running, replica)):
+        whole = [
+            name
+            for name in active
+            if all(map(cluster.is_running, replica_of(int(name.split("-")[1]), self._scenario.split)))
+        ]
+        if len(whole) < 2 or replica[0] not in whole:
             return
         self.count += 1
         cluster.kill(replica[part])
@@ -192,14 +197,14 @@ def handed_out_again(patch: pytest.MonkeyPatch) -> None:
 
 def not_redone(patch: pytest.MonkeyPatch) -> None:
     """What some chunks have gets a receipt as if all had it."""
-    report = Estates.report
+    decide = Estates._decide
 
-    def generous(self: Estates, shard: str, estate: Any) -> Any:
-        for one in estate.pushes:
-            one.applied = estate.chunks if one.applied else 0
-        return report(self, shard, estate)
+    def generous(self: Estates, estate: Any) -> Any:
+        for push in estate.pushes.values():
+            push.applied = estate.chunks if push.applied else 0
+        return decide(self, estate)
 
-    patch.setattr(Estates, "report", generous)
+    patch.setattr(Estates, "_decide", generous)
 
 
 def new_identity(patch: pytest.MonkeyPatch) -> None:
@@ -239,5 +244,5 @@ FAULTS: dict[Plant, str] = {
 def test_an_audit_shows_every_planted_fault(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one of some scenarios."""
     plant(monkeypatch)
-    audits = (once(Scenario.of(seed)).audit for seed in range(12))
+    audits = (once(Scenario.of(seed)).audit for seed in range(2, 12))
     assert any(getattr(audit, FAULTS[plant]) for audit in audits)

@@ -14,6 +14,7 @@ import pytest
 
 import gradstream as gs
 from gradstream.job.files import load_job
+from gradstream.testing import TokenAudit
 
 JOB = """
 import numpy as np
@@ -112,3 +113,30 @@ def test_a_replica_comes_back_after_one_of_its_parts_was_killed(place: str, tmp_
         )
     assert told[:3] == ["struck", "lost part1-1", "lost worker-1"]
     assert sorted(told[3:5]) == ["back part1-1", "back worker-1"]
+
+
+TOKENS = """
+import gradstream as gs
+from gradstream.testing import numbered
+from gradstream.testing.tokens import token_layers
+
+def job():
+    given = {"workers": 3, "split": 2, "batch_size": 2, "epochs": 20, "chunk_elems": 64, "max_restarts": 0}
+    return gs.Job(token_layers(4, 2), numbered(64), strategy="downpour", optimizer=gs.optim.SGD(lr=1.0), **given)
+"""
+
+
+def test_a_part_is_killed_and_every_chunk_has_every_sample_once(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(TOKENS)
+    log, steps = tmp_path / "run" / "logs" / "part1-1.log", list[int]()
+
+    def on_event(event: Mapping[str, Any]) -> None:
+        if event["event"] == "step":
+            steps.append(event["samples"])
+            if len(steps) == 40:
+                os.kill(int(re.findall(r"part1-1: pid (\d+)", log.read_text())[-1]), signal.SIGKILL)
+
+    run = gs.train(load_job(f"{tmp_path / 'job.py'}:job"), run_dir=tmp_path / "run", on_event=on_event)
+    assert run.summary["workers_lost"] == ["worker-1"]
+    assert [event["who"] for event in run.events if event["event"] == "settled"] == ["worker-1"]
+    assert TokenAudit.of(run, 64, 20).exact

@@ -170,7 +170,7 @@ class Estates:
         return [Emit(event), Notify()]
 
     def redone(self, heir: str, done: v1.Redone) -> list[Instruction]:
-        """Takes in that every chunk of a part has a torn push now. From a process that is no heir it changes nothing."""
+        """Takes in that every chunk of a part has a torn push now. From no heir it changes nothing."""
         estate = self._of(done.sender, done.incarnation)
         if estate is None:
             return []

@@ -116,10 +116,11 @@ class _TokenLayer(nn.Module):
 class _OneHot(nn.Module):
     def __init__(self, tokens: int) -> None:
         super().__init__()
+        self.numbers: torch.Tensor
         self.register_buffer("numbers", torch.arange(tokens + 1))  # that of the last column is no sample's
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.unsqueeze(1) == self.numbers).float()
+        return x.unsqueeze(1).eq(self.numbers).float()
 
 
 def token_layers(num_layers: int, num_chunks: int, tokens: int = TOKENS_PER_CHUNK) -> TorchModel:

@@ -119,7 +119,10 @@ class ServerExchange(Exchange):
         """
         member = self._context.member
         if agreement is None:
-            counts, one_by_one = (lambda: member.num_receipts, lambda: member.num_heard_receipts), asyncio.Lock()
+            counts, one_by_one = (
+                (lambda: member.num_receipts, lambda: member.num_heard_receipts),
+                asyncio.Lock(),
+            )
             self._errands = Errands(self._context, parts, self._client, lambda refs: one_by_one)
         else:
             counts, agreement.takes_turns = (lambda: agreement.num_pushed, lambda: agreement.num_heard), True

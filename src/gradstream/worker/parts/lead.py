@@ -122,9 +122,7 @@ class PartLead(Agreement):
         self.in_round = True
         gate, heard = self._gate, self.num_heard
         self._say(
-            PartTurn(
-                "batch", ref=astuple(ref), begun_before=gate.begun_before, phase=gate.phase, heard=heard
-            )
+            PartTurn("batch", ref=astuple(ref), begun_before=gate.begun_before, phase=gate.phase, heard=heard)
         )
 
     async def flush(self) -> None:
