@@ -42,6 +42,8 @@ class ResumeOptions(TypedDict, total=False):
     split: int
     micro_batches: int
     pipeline: Pipeline | Hybrid | SyntheticGradients
+    recompute: bool
+    pipeline_dtype: Literal["float16", "bfloat16"] | None
     batch_size: int | Sequence[int]
     shares: Sequence[float] | Literal["measured"] | None
     assignment: Literal["queue", "partitions"] | None

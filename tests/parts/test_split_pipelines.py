@@ -20,7 +20,8 @@ from gradstream.run.result import Run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.split.graph import Piece
 from gradstream.split.part_model import PartModel
-from gradstream.worker.parts.gradients import Passes, Values
+from gradstream.worker.parts.gradients import Values
+from gradstream.worker.parts.pipelined import Passes
 from split_jobs import difference, net, run
 
 PARTS, LR = 4, 0.3

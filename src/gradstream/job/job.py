@@ -85,6 +85,10 @@ class Job:
             `gs.pipeline.SyntheticGradients(...)` parts train apart, each by a predicted gradient of its output. With
             `gs.pipeline.Hybrid(...)` each has samples of its own, and only layers such as the linear ones at the end
             are divided.
+        recompute: whether parts of a split model drop the activations of a forward pass, and compute them again
+            before its backward: less memory, and up to one more forward pass in time. The gradient has the same bits.
+        pipeline_dtype: "float16" or "bfloat16" sends float32 activations, and their gradients, between parts in two
+            bytes a number. None sends them as they are.
         batch_size: samples per minibatch of one worker: one number, or one per worker.
         shares: relative amounts of data, one per worker: of each round, or, where the epoch is divided into
             partitions, of each epoch. Refused where workers take minibatches from a queue. "measured": the
@@ -172,6 +176,8 @@ class Job:
     split: int = 1
     micro_batches: int = 1
     pipeline: Pipeline | Hybrid | SyntheticGradients = "gpipe"
+    recompute: bool = False
+    pipeline_dtype: Literal["float16", "bfloat16"] | None = None
     batch_size: int | Sequence[int] = DEFAULT_BATCH_SIZE
     shares: Sequence[float] | Literal["measured"] | None = None
     assignment: Literal["queue", "partitions"] | None = None
@@ -226,6 +232,8 @@ class JobOptions(TypedDict, total=False):
     split: int
     micro_batches: int
     pipeline: Pipeline | Hybrid | SyntheticGradients
+    recompute: bool
+    pipeline_dtype: Literal["float16", "bfloat16"] | None
     batch_size: int | Sequence[int]
     shares: Sequence[float] | Literal["measured"] | None
     assignment: Literal["queue", "partitions"] | None

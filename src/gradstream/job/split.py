@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import get_args
 
+from gradstream.codec import DTYPES
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.job import Job, Pipeline, is_open_ended
@@ -23,6 +24,8 @@ def check_split(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     schedules = get_args(Pipeline)
     if isinstance(job.pipeline, str) and job.pipeline not in schedules:
         raise UnknownNameError("pipeline", str(job.pipeline), schedules)
+    if job.pipeline_dtype not in (None, *DTYPES):
+        raise UnknownNameError("pipeline_dtype", str(job.pipeline_dtype), [*DTYPES])
     if job.split == 1:
         if not isinstance(job.pipeline, str):
             raise ConfigError(f"pipeline={job.pipeline} without split: expected split=2 or more, the parts")
@@ -31,6 +34,13 @@ def check_split(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
                 f"micro_batches={job.micro_batches} without split: they are the pieces of a minibatch that go through "
                 "the parts of a split model; accumulate= sums gradients of several minibatches in one process"
             )
+        if job.recompute:
+            raise ConfigError(
+                "recompute=True without split: it is for the parts of a split model; in one process, call "
+                "torch.utils.checkpoint in the module"
+            )
+        if job.pipeline_dtype is not None:
+            raise ConfigError(f"pipeline_dtype={job.pipeline_dtype!r} without split: no activations travel")
         return
     for what in _unsupported(job, strategy):
         raise ConfigError(f"split={job.split} with {what}")
@@ -55,7 +65,23 @@ def _unsupported(job: Job, strategy: Strategy) -> Iterator[str]:
     if job.data.num_samples is None:
         yield "a stream: its minibatches have no size that all parts know; give the samples as arrays or a dataset"
     apart, named = isinstance(job.pipeline, SyntheticGradients), "parts that train apart"
+    scheduled = isinstance(job.pipeline, str)
     for asked, what in (
+        (
+            job.recompute and not scheduled,
+            f"recompute=True, and pipeline={job.pipeline}: activations of one minibatch are all that it keeps; "
+            "leave recompute out",
+        ),
+        (
+            job.pipeline_dtype is not None and not scheduled,
+            f"pipeline_dtype={job.pipeline_dtype!r}, and pipeline={job.pipeline}: only schedules of micro-batches "
+            "know it; leave it out",
+        ),
+        (
+            job.recompute and job.pipeline == "delayed",
+            "recompute=True, and pipeline='delayed': a backward pass needs activations of older weights, which no "
+            "part has any more; take pipeline='2bw' or '1f1b'",
+        ),
         (job.record, "record=True: a replay knows no parts; leave record out"),
         (job.accumulate > 1, f"accumulate={job.accumulate}; take micro_batches={job.accumulate}"),
         (job.shares == MEASURED, "shares='measured': parts do not hear of new sizes; leave shares out"),

@@ -273,7 +273,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> Work
         how = strategy.algorithm if strategy.exchange == "auto" else strategy.exchange
     split = None
     if plan.parts > 1:
-        split = Split(part, plan.parts, job.pipeline, job.micro_batches)
+        split = Split(part, plan.parts, job.pipeline, job.micro_batches, job.recompute, job.pipeline_dtype)
     return WorkerConfig(
         rank=rank,
         split=split,

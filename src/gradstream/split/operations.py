@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from gradstream.model.torch_module import BUILD_SEED
 from gradstream.split.cut import TorchPlan, parameter_of, value_name
 from gradstream.split.graph import Piece, size_of
 from gradstream.split.halves import Use
+from gradstream.split.partial_build import tensor_at
 from gradstream.split.trace import ByMode, run_node
 
 __all__ = ["Operations"]
@@ -52,6 +53,9 @@ class Operations:
         self._module = graph.blueprint.part(self._others, BUILD_SEED)
         self._kept_in_eval = [part for part in self._module.modules() if not part.training]
         self._bindings = list(self._binds())
+        others = (tensor_at(self._module, name) for name in sorted(self._others))
+        self._changing = [tensor for tensor in others if not isinstance(tensor, nn.Parameter)]
+        self._copies: list[torch.Tensor | None] = [None] * len(self._changing)
         self.random = self._is_last or any(
             node.meta["random"] for node in self._nodes
         )  # a loss may draw numbers
@@ -140,6 +144,20 @@ class Operations:
                     "is this the model that the run trained?"
                 )
             buffer.copy_(torch.from_numpy(np.array(array)))
+
+    def state(self) -> list[torch.Tensor]:
+        """Copies of all buffers. One that has not changed since the last call is the same copy."""
+        copies = [
+            buffer.clone() if copy is None or not torch.equal(copy, buffer) else copy
+            for buffer, copy in zip(self._changing, self._copies, strict=True)
+        ]
+        self._copies = [*copies]
+        return copies
+
+    def set_state(self, state: Sequence[torch.Tensor]) -> None:
+        """Sets all buffers, also between a forward pass that has read them and its backward."""
+        for buffer, copy in zip(self._changing, state, strict=True):
+            buffer.data.copy_(copy)  # .data: autograd is to take it as the same value
 
     def fixed(self) -> Fixed:
         """Frozen parameters of the stage, and further names of those that it trains."""

@@ -261,7 +261,7 @@ class PartModel:
     def gradient(
         self, parameters: torch.Tensor, batch: Batch, gradient: torch.Tensor, *, seed: int, report: Report
     ) -> float:
-        """Raises InternalError: a gradient needs all parts; see `worker.parts.gradients`."""
+        """Raises InternalError: a gradient needs all parts; see `worker.parts`."""
         raise InternalError(f"part {self.part} alone was asked for a gradient")
 
     def outputs(self, parameters: torch.Tensor, inputs: Any) -> torch.Tensor:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from gradstream.errors import ConfigError
-from gradstream.model.backprop import Pass, Sink
 from gradstream.model.base import Reduction
 from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import as_numpy, is_wide
@@ -19,11 +19,11 @@ from gradstream.model.fixed import Fixed
 from gradstream.model.torch_module import TorchModel, usable
 from gradstream.model.wide_linear import WideLinear
 from gradstream.split.cut import TorchPlan, layout_of_stage
-from gradstream.split.graph import Piece
-from gradstream.split.halves import LateWeights, Use, first_half
+from gradstream.split.halves import first_half
 from gradstream.split.operations import Operations
 from gradstream.split.partial_build import tensor_at
 from gradstream.split.plan import SplitPlan
+from gradstream.split.saved import DroppedPass, SavedPass
 
 __all__ = ["StageModel"]
 
@@ -87,6 +87,7 @@ class StageModel:
         seed: int,
         samples: int,
         halves: bool = False,
+        recompute: bool = False,
     ) -> tuple[dict[str, torch.Tensor], object]:
         """Computes the stage for a minibatch.
 
@@ -96,6 +97,7 @@ class StageModel:
             seed: of random numbers; each operation draws its own, from (seed, its name).
             samples: number of samples of the minibatch.
             halves: the backward pass comes as `backward_inputs` and `backward_weights`.
+            recompute: the activations are dropped; `recompute` computes them again.
 
         Returns:
             (the stage's outputs by name, what `backward` needs). The last stage's outputs have "loss", a scalar.
@@ -104,20 +106,22 @@ class StageModel:
             ConfigError: a value is missing, or has another shape or dtype than the plan says.
             GradientError: the loss is not one finite number that depends on the parameters.
         """
-        saved = _Saved(self._pieces, self.layout.views(parameters), halves)
-        inputs = self._checked(values, samples)
-        for name, tensor in inputs.items():
-            if self._plan.value(name).has_gradient:
-                inputs[name] = saved.inputs[name] = tensor.detach().requires_grad_()
-        fork = torch.random.fork_rng(devices=[]) if self._operations.random else nullcontext()
-        with torch.enable_grad(), fork, self._wide(saved):
-            results = self._operations.run(saved.leaves, inputs, samples, seed, saved.uses)
-            saved.outputs = {name: results[name] for name in self._stage.outputs}
-            if self._is_last:
-                loss = usable(self._loss(results["outputs"], self._operations.targets(inputs)))
-                saved.outputs["loss"] = loss
-                finite_loss(float(loss.detach()))
-        return {name: tensor.detach() for name, tensor in saved.outputs.items()}, saved
+        compute = partial(self._computed, parameters, values, seed, samples, halves)
+        state = self._operations.state() if recompute else ()
+        saved = compute()
+        outputs = {name: tensor.detach() for name, tensor in saved.outputs.items()}
+        return outputs, DroppedPass(compute, state) if recompute else saved
+
+    def recompute(self, saved: object) -> None:
+        """Computes the activations of a forward pass that has dropped them. The backward pass must follow at once.
+
+        The random numbers are those of the first time, and so are the buffers that the pass finds. Buffers that a
+        pass changes, such as running statistics, are changed once: the backward pass leaves them as they were before.
+        """
+        assert isinstance(saved, DroppedPass)
+        saved.newest = self._operations.state()
+        self._operations.set_state(saved.state)
+        saved.again = saved.compute()
 
     def backward(
         self,
@@ -140,35 +144,66 @@ class StageModel:
         Returns:
             Gradients of the stage's inputs, without the factor: of all whose `Value.has_gradient` is true.
         """
-        assert isinstance(saved, _Saved)
-        self._land(saved, gradient, weight, add)
-        with self._wide(saved):
-            saved.run(*saved.roots(gradients))
-        self.unused = saved.clear()
+        graph = _graph_of(saved)
+        self._land(graph, gradient, weight, add)
+        with self._wide(graph):
+            graph.run(*graph.roots(gradients))
+        self.unused = graph.clear()
+        self._restore(saved)
         return {
             name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            for name, leaf in saved.inputs.items()
+            for name, leaf in graph.inputs.items()
         }
 
     def backward_inputs(
         self, saved: object, gradients: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """The half of `backward` for which other stages wait; see `split.halves`."""
-        assert isinstance(saved, _Saved)
-        found, saved.late = first_half(*saved.roots(gradients), saved.inputs, saved.leaves, saved.uses or ())
-        return {name: found.get(name, torch.zeros_like(leaf)) for name, leaf in saved.inputs.items()}
+        graph = _graph_of(saved)
+        found, graph.late = first_half(*graph.roots(gradients), graph.inputs, graph.leaves, graph.uses or ())
+        self._restore(saved)
+        return {name: found.get(name, torch.zeros_like(leaf)) for name, leaf in graph.inputs.items()}
 
     def backward_weights(
         self, saved: object, gradient: torch.Tensor, *, weight: float = 1.0, add: bool = False
     ) -> None:
         """The other half: the gradient of the parameters. The arguments are those of `backward`."""
-        assert isinstance(saved, _Saved) and saved.late is not None
-        self._land(saved, gradient, weight, add)
-        for piece, one in saved.late.gradients():
-            saved.sinks[piece].add(one)
-        self.unused = saved.clear()
+        graph = _graph_of(saved)
+        assert graph.late is not None
+        self._land(graph, gradient, weight, add)
+        for piece, one in graph.late.gradients():
+            graph.sinks[piece].add(one)
+        self.unused = graph.clear()
 
-    def _land(self, saved: _Saved, gradient: torch.Tensor, weight: float, add: bool) -> None:
+    def _computed(
+        self,
+        parameters: torch.Tensor,
+        values: Mapping[str, torch.Tensor],
+        seed: int,
+        samples: int,
+        halves: bool,
+    ) -> SavedPass:
+        """A forward pass, with its graph."""
+        saved = SavedPass(self._pieces, self.layout.views(parameters), halves)
+        inputs = self._checked(values, samples)
+        for name, tensor in inputs.items():
+            if self._plan.value(name).has_gradient:
+                inputs[name] = saved.inputs[name] = tensor.detach().requires_grad_()
+        fork = torch.random.fork_rng(devices=[]) if self._operations.random else nullcontext()
+        with torch.enable_grad(), fork, self._wide(saved):
+            results = self._operations.run(saved.leaves, inputs, samples, seed, saved.uses)
+            saved.outputs = {name: results[name] for name in self._stage.outputs}
+            if self._is_last:
+                loss = usable(self._loss(results["outputs"], self._operations.targets(inputs)))
+                saved.outputs["loss"] = loss
+                finite_loss(float(loss.detach()))
+        return saved
+
+    def _restore(self, saved: object) -> None:
+        if isinstance(saved, DroppedPass):
+            self._operations.set_state(saved.newest)
+
+    def _land(self, saved: SavedPass, gradient: torch.Tensor, weight: float, add: bool) -> None:
         for sink, (_, view) in zip(saved.sinks.values(), self.layout.views(gradient), strict=True):
             sink.into(view, weight, add)
 
@@ -230,7 +265,7 @@ class StageModel:
             inputs[name] = tensor
         return inputs
 
-    def _wide(self, saved: _Saved) -> AbstractContextManager[object]:
+    def _wide(self, saved: SavedPass) -> AbstractContextManager[object]:
         """The context in which gradients of wide layers are written directly."""
         if saved.uses is not None:
             return nullcontext()
@@ -244,71 +279,7 @@ class StageModel:
         return WideLinear(*zip(*wide, strict=True)) if wide else nullcontext()
 
 
-class _Sink(Sink):
-    """Collects weight × one parameter's gradient."""
-
-    __slots__ = ("weight",)
-
-    def into(self, view: torch.Tensor, weight: float, add: bool) -> None:
-        """Sets where it goes, before a backward pass."""
-        self.view, self.weight, self.written = view, weight, add
-
-    def add(self, gradient: torch.Tensor) -> None:
-        """Adds a contribution that exists as a tensor."""
-        super().add(gradient if self.weight == 1 else gradient * self.weight)
-
-    def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Adds the contribution left @ right, without a temporary tensor of its size."""
-        super().add_product(left if self.weight == 1 else left * self.weight, right)
-
-
-class _Saved:
-    """The graph of one forward pass of a stage."""
-
-    def __init__(self, pieces: tuple[Piece, ...], views: Any, halves: bool) -> None:
-        self._pass = Pass()
-        self.uses: list[Use] | None = [] if halves else None
-        self.late: LateWeights | None = None
-        self.inputs: dict[str, torch.Tensor] = {}
-        self.outputs: dict[str, torch.Tensor] = {}
-        # .data: an update of the parameters in place is nobody's error, if the caller wants it between the passes.
-        self.leaves = {
-            piece: view.data.requires_grad_() for piece, (_, view) in zip(pieces, views, strict=True)
-        }
-        self.sinks = {piece: _Sink(leaf, self._pass) for piece, leaf in self.leaves.items()}
-        for leaf, sink in zip(self.leaves.values(), self.sinks.values(), strict=True):
-            leaf.register_post_accumulate_grad_hook(_moved(sink))
-
-    def roots(self, gradients: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(outputs that have gradients, the gradients)."""
-        roots = {name: output for name, output in self.outputs.items() if output.requires_grad}
-        given = [
-            torch.ones_like(output) if name == "loss" else gradients[name].view(output.shape)
-            for name, output in roots.items()
-        ]
-        return list(roots.values()), given
-
-    def clear(self) -> list[str]:
-        """Zeroes the gradients of parameters on which the outputs do not depend. Returns their names."""
-        unused = [piece for piece, sink in self.sinks.items() if not sink.written]
-        for piece in unused:
-            self.sinks[piece].clear()
-        return [piece.name for piece in unused]
-
-    def run(self, roots: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        """Runs the backward pass. The engine itself does not suspend an active function mode."""
-        for root in roots:
-            root.register_hook(self._pass.begin)  # type: ignore[no-untyped-call]
-        if roots:
-            torch.autograd.Variable._execution_engine.run_backward(
-                tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
-
-
-def _moved(sink: _Sink) -> Callable[[torch.Tensor], None]:
-    def hook(leaf: torch.Tensor) -> None:
-        if leaf.grad is not None:  # None where a wide layer has written it already
-            sink.add(leaf.grad)
-            leaf.grad = None
-
-    return hook
+def _graph_of(saved: object) -> SavedPass:
+    graph = saved.again if isinstance(saved, DroppedPass) else saved
+    assert isinstance(graph, SavedPass)
+    return graph

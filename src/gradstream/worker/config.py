@@ -53,12 +53,16 @@ class Split:
         parts: number of parts.
         pipeline: name of the schedule by which the parts compute, or how they train apart.
         micro_batches: number of micro-batches of a minibatch.
+        recompute: whether parts drop activations, and compute them again before a backward pass.
+        pipeline_dtype: dtype of activations, and of their gradients, on their way between parts; None is their own.
     """
 
     part: int
     parts: int
     pipeline: str | Hybrid | SyntheticGradients
     micro_batches: int
+    recompute: bool = False
+    pipeline_dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

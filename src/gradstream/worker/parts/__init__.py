@@ -3,7 +3,7 @@
     worker (part 0)                                   part 1, 2, ...
     its schedule, gate and reports, as ever
       `lead.py` ── turns: which minibatch is next ──▶ `follower.py`
-      `gradients.py` ◀── values and gradients ──────▶ `gradients.py`     (the pipeline; see `channel.py`)
+      `pipelined.py` ◀── values and gradients ──────▶ `pipelined.py`     (the pipeline; see `channel.py`)
       its strategy, with its own shards               the same strategy, with its own shards
 
 Every process runs the strategy on its own part. So no strategy knows of parts, and a part talks only to the shards

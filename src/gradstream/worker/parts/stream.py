@@ -30,7 +30,8 @@ from gradstream.split.plan import SplitPlan
 from gradstream.worker.computed import ComputedGradient, Result
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.parts.channel import PartChannel
-from gradstream.worker.parts.gradients import PartSource, Passes, Values, nothing
+from gradstream.worker.parts.gradients import PartSource, Values, nothing
+from gradstream.worker.parts.pipelined import Passes, dropped
 from gradstream.worker.parts.window import Window
 
 __all__ = ["StreamedGradients", "ahead_of"]
@@ -78,6 +79,7 @@ class StreamedGradients(PartSource):
         super().__init__(config, *place)
         assert config.split is not None
         self.name, self.micro_batches = str(config.split.pipeline), config.split.micro_batches
+        self.recompute = config.split.recompute
         self._agreement.window = Window(ahead_of(self.name, self.model, self.micro_batches))
         self._stream: _Stream | None = None
 
@@ -138,6 +140,7 @@ class _Stream(Passes):
         self._reads = []  # but of the copies
         self.number, self.admitted, self.done = window.number, 0, 0
         self._window, self._name, self._micro_batches = window, source.name, source.micro_batches
+        self._recompute = source.recompute
         self._schedule = endless_schedule(source.name, model.plan, model.part)
         self._versions = [torch.empty(0)] * versions_held(source.name, model.plan, model.part)
         self._steps: dict[int, tuple[int, int]] = {}  # (step, number of samples) of a minibatch
@@ -164,8 +167,10 @@ class _Stream(Passes):
         self._gradient, self._written = gradient, set()
         await self._keep(parameters)
         stages, end = len(self._source.model.stages), (self.done + 1) * self._micro_batches
-        passes = _until(self._schedule, stages, end)
-        await self._executor.run([step for step in passes if self._exists(step)])
+        passes = [step for step in _until(self._schedule, stages, end) if self._exists(step)]
+        if self._recompute:
+            self._drops = dropped(passes)
+        await self._executor.run(passes)
         first = self.done * self._micro_batches
         for micro_batch in range(first, first + self._micro_batches):
             self._own_sizes.pop(micro_batch, None)

@@ -1,0 +1,197 @@
+"""The gradients of a pipeline: each part computes the passes of its schedule.
+
+    minibatch ─ micro-batches ─▶ passes of the schedule ─▶ each part has its part of the gradient
+
+The gradient is that of the whole minibatch: micro-batch m counts n_m / n where the loss is a mean, and 1 where it is a
+sum. A run may let parts drop the activations of a forward pass, and compute them again before its backward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from gradstream.collectives.schedule import cuts_of
+from gradstream.errors import NonFiniteError
+from gradstream.memory import Vector
+from gradstream.pipeline.executor import run_schedule
+from gradstream.pipeline.schedule import Schedule, StagePass, make_schedule
+from gradstream.runtime.base import Work
+from gradstream.split.plan import DATA
+from gradstream.split.saved import DroppedPass
+from gradstream.worker.computed import ComputedGradient
+from gradstream.worker.config import WorkerConfig
+from gradstream.worker.parts.gradients import AgreedSource, Computed, PartSource, nothing
+
+__all__ = ["PartGradients", "Passes", "dropped"]
+
+
+class PartGradients(AgreedSource):
+    """The gradients of a pipeline, by a schedule that flushes."""
+
+    def __init__(self, config: WorkerConfig, *place: Any) -> None:
+        super().__init__(config, *place)
+        assert config.split is not None
+        self._micro_batches = config.split.micro_batches
+        schedules = make_schedule(str(config.split.pipeline), self.model.plan, self._micro_batches)
+        self._schedule = schedules[self.model.part]
+        self._halves = any(step.kind == "weights" for step in self._schedule)
+        self._recompute = config.split.recompute
+
+    async def _compute(self, parameters: Vector, gradient: ComputedGradient) -> tuple[Computed, float]:
+        num_samples, plan = gradient.batch.num_samples, self.model.plan
+        cuts = cuts_of(num_samples, min(self._micro_batches, num_samples))
+        sizes = [stop - start for start, stop in pairwise(cuts)]
+        data, read_s = await self._read(gradient, cuts)
+        self._channel.sizes, schedule = sizes, self._schedule_of(len(sizes))
+        drops = dropped(schedule) if self._recompute else ()
+        passes = Passes(self, parameters, gradient, sizes, halves=self._halves, drops=drops)
+        await run_schedule(
+            plan, self.model.part, schedule, passes, self._channel, data.of if data else nothing
+        )
+        return passes, read_s
+
+    def _schedule_of(self, micro_batches: int) -> Schedule:
+        """This part's passes, for a minibatch that may have fewer samples than there are micro-batches."""
+        return [one for one in self._schedule if one.micro_batch < micro_batches]
+
+
+def dropped(schedule: Schedule) -> Collection[StagePass]:
+    """The forwards whose activations are worth dropping: all but those that their backward follows at once."""
+    return {
+        step
+        for step, after in pairwise(schedule)
+        if step.stage != DATA
+        and step.kind == "forward"
+        and after != StagePass("backward", step.stage, step.micro_batch)
+    }
+
+
+class Passes(Computed):
+    """Implements `pipeline.executor.Stages` for one gradient.
+
+    Args:
+        source: computes the gradient.
+        parameters: of the part.
+        gradient: the gradient.
+        sizes: number of samples of each micro-batch.
+        halves: the gradients of the weights are passes of their own.
+        drops: the forwards that drop their activations, which are computed again before the backward.
+    """
+
+    def __init__(
+        self,
+        source: PartSource,
+        parameters: Vector,
+        gradient: ComputedGradient,
+        sizes: Sequence[int] | Mapping[int, int],
+        *,
+        halves: bool = False,
+        drops: Collection[StagePass] = (),
+    ) -> None:
+        super().__init__()
+        self._halves = halves
+        self._drops = drops
+        self._source = source
+        self._parameters = parameters
+        self._reads = [parameters.all]
+        self._gradient = gradient
+        self._sizes = sizes
+        self._saved: dict[tuple[int, int], object] = {}
+        self._written: set[int] = set()  # stages whose gradient has begun
+
+    def weight(self, micro_batch: int) -> float:
+        """The weight of a micro-batch in the gradient of its minibatch."""
+        if self._source.model.reduction == "sum":
+            return 1.0
+        return self._sizes[micro_batch] / self._gradient.batch.num_samples
+
+    def seed(self, micro_batch: int) -> int:
+        """The seed of its random numbers."""
+        return self._source.stage_seed(self._gradient.step, micro_batch)
+
+    def read(self, stage: int, micro_batch: int) -> torch.Tensor:
+        """The parameters of a stage that a forward reads."""
+        del micro_batch
+        return self._source.model.of_stage(stage, self._parameters.tensor)
+
+    def add_loss(self, micro_batch: int, loss: float) -> None:
+        """Adds a micro-batch's share of the loss."""
+        del micro_batch
+        self.loss = (self.loss or 0.0) + loss
+
+    async def forward(
+        self, stage: int, micro_batch: int, values: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """See `Stages`."""
+        source, model = self._source, self._source.model
+        seed, size = self.seed(micro_batch), self._sizes[micro_batch]
+        parameters = self.read(stage, micro_batch)
+        drop = StagePass("forward", stage, micro_batch) in self._drops
+
+        def compute() -> tuple[dict[str, torch.Tensor], object]:
+            try:
+                return model.stages[stage].forward(
+                    parameters, values, seed=seed, samples=size, halves=self._halves, recompute=drop
+                )
+            except NonFiniteError as error:  # of the loss: the other parts go on, and the gradient is refused
+                self.refused = str(error)
+                return {"loss": torch.tensor(math.nan)}, None
+
+        outputs, saved = await source.meter.compute(
+            compute,
+            work=Work("forward", samples=size, share=model.share(stage)),
+            reads=self._reads,
+        )
+        self._saved[stage, micro_batch] = saved
+        if "loss" in outputs:
+            self.add_loss(micro_batch, self.weight(micro_batch) * float(outputs["loss"]))
+        return outputs
+
+    async def backward(
+        self, stage: int, micro_batch: int, gradients: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """See `Stages`."""
+        source, model = self._source, self._source.model
+        saved, weight = self._saved.pop((stage, micro_batch)), self.weight(micro_batch)
+        into = model.of_stage(stage, self._gradient.vector.tensor)
+        if saved is None:
+            return model.zeros(stage, self._sizes[micro_batch])
+        size, share = self._sizes[micro_batch], model.share(stage)
+        if isinstance(saved, DroppedPass):
+            await source.meter.compute(
+                lambda: model.stages[stage].recompute(saved),
+                work=Work("forward", samples=size, share=share),
+                reads=self._reads,
+            )
+        if self._halves:
+            self._saved[stage, micro_batch] = saved
+            return await source.meter.compute(
+                lambda: model.stages[stage].backward_inputs(saved, gradients),
+                work=Work("backward", samples=size, share=share / 2),
+            )
+        add = stage in self._written
+        self._written.add(stage)
+        return await source.meter.compute(
+            lambda: model.stages[stage].backward(saved, gradients, into, weight=weight, add=add),
+            work=Work("backward", samples=size, share=share),
+            writes=[self._gradient.vector.all],
+        )
+
+    async def weights(self, stage: int, micro_batch: int) -> None:
+        """See `Stages`."""
+        model, saved = self._source.model, self._saved.pop((stage, micro_batch), None)
+        if saved is None:  # the loss was not finite
+            return
+        into = model.of_stage(stage, self._gradient.vector.tensor)
+        weight, add = self.weight(micro_batch), stage in self._written
+        self._written.add(stage)
+        await self._source.meter.compute(
+            lambda: model.stages[stage].backward_weights(saved, into, weight=weight, add=add),
+            work=Work("backward", samples=self._sizes[micro_batch], share=model.share(stage) / 2),
+            writes=[self._gradient.vector.all],
+        )
