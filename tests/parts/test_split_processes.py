@@ -87,6 +87,19 @@ def test_a_pipeline_of_several_minibatches_trains_as_on_virtual_time(
         assert np.abs(run.parameters[name] - array).max() < 1e-12
 
 
+@pytest.mark.parametrize("carrier", ["shm", "tcp"])
+def test_activations_are_computed_again_and_travel_in_two_bytes(
+    place: str, tmp_path: Path, carrier: Any
+) -> None:
+    (tmp_path / "job.py").write_text(JOB.replace(".double()", ""))
+    given: dict[str, Any] = {"split": 3, "pipeline": "1f1b", "micro_batches": 4, "recompute": True}
+    given["pipeline_dtype"] = "bfloat16"
+    simulated = gs.simulate(load_job(place), **given)
+    run = gs.train(load_job(place), run_dir=tmp_path / "run", **given, carrier=carrier)
+    for name, array in simulated.parameters.items():
+        assert np.abs(run.parameters[name] - array).max() < 1e-5
+
+
 def test_a_replica_comes_back_after_one_of_its_parts_was_killed(place: str, tmp_path: Path) -> None:
     log, told = tmp_path / "run" / "logs" / "part1-1.log", list[str]()
 

@@ -18,7 +18,7 @@ from gradstream._simulate import simulate
 from gradstream.errors import ConfigError
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK
-from gradstream.worker.parts.channel import as_it_was, as_sent
+from gradstream.worker.parts.value_forms import as_it_was, as_sent
 from split_jobs import CLASSES, FEATURES, difference, net, run
 
 ROUNDS: Mapping[str, dict[str, Any]] = {

@@ -196,6 +196,34 @@ def test_a_divided_layer_trains_by_optimizers_that_step_each_element() -> None:
         in_two(lambda session: loop(session, torch.optim.Adafactor))
 
 
+def test_activations_of_training_may_travel_in_two_bytes() -> None:
+    def loop(session: gs.Session, dtype: str | None) -> list[float]:
+        model = session.split(
+            lambda: build().float(), EXAMPLE.float(), into=session.world_size, pipeline_dtype=dtype
+        )
+        trainer, losses = torch.optim.Adam(model.parameters(), lr=0.01), list[float]()
+        for x, y in batches(12):
+            if not losses:
+                losses.append(float(model.eval()(x.float())[0].detach().sum()))
+            loss = nn.functional.cross_entropy(model.train()(x.float())[0], y)
+            losses.append(float(loss.detach()))
+            trainer.zero_grad()
+            backward(loss)
+            trainer.step()
+        return losses
+
+    exact = torch.tensor(loop(gs.join(), None))
+    (first, *curve), other = in_two(lambda session: loop(session, "bfloat16"))
+    assert [first, *curve] == other
+    assert abs(first - exact[0]) < 1e-5, "an evaluation is not rounded"
+    assert 1e-5 < (torch.tensor(curve) - exact[1:]).abs().max() < 0.02
+
+
+def test_activations_that_are_not_float32_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"torch\.float64, and only torch\.float32"):
+        in_two(lambda session: session.split(build, EXAMPLE, into=2, pipeline_dtype="float16"))
+
+
 def other_inputs(session: gs.Session, model: Any, x: torch.Tensor) -> None:
     model(x + session.rank)
 

@@ -102,6 +102,7 @@ class PartLink:
         model: this part's model; the loss of the whole model is `hook`.
         hook: see `OutputHook`.
         names: node names of the processes, by part.
+        pipeline_dtype: see `Session.split`.
         seed: of random numbers of the passes; the same in all parts.
         silence_s: longest silence of another part.
 
@@ -118,6 +119,7 @@ class PartLink:
         model: PartModel,
         hook: OutputHook,
         names: Sequence[str],
+        pipeline_dtype: str | None,
         *,
         seed: int,
         silence_s: float,
@@ -136,6 +138,7 @@ class PartLink:
             return PartChannel(context.runtime, context.endpoint, [*names], model, context.failed, silence_s)
 
         self._channel = bridge.ask(connect)
+        self._encoded = self._channel.encoded(pipeline_dtype)
 
     # ---- agreement ----------------------------------------------------------------------
 
@@ -219,12 +222,13 @@ class PartLink:
             return outputs
 
         async def run(context: LoopContext) -> list[torch.Tensor]:
-            self._channel.sizes = [samples]
+            channel = self._encoded if training else self._channel
+            channel.sizes = [samples]
             passes = [StagePass("forward", stage, 0) for stage in self._own]
             passes = [StagePass("forward", DATA, 0), *passes] if model.part == 0 else passes
             stages = _Stages(context.runtime, compute)
             data = values.of if model.part == 0 else nothing
-            await run_schedule(model.plan, model.part, passes, stages, self._channel, data)
+            await run_schedule(model.plan, model.part, passes, stages, channel, data)
             if model.part == self._last:
                 nonlocal found
                 found = self._hook.last if training else _Outputs(_tensors_in(stages.result["outputs"]))
@@ -266,10 +270,10 @@ class PartLink:
             return self._model.stages[stage].backward(saved[stage], given, self._model.of_stage(stage, into))
 
         async def run(context: LoopContext) -> None:
-            self._channel.sizes = [made.samples]
+            self._encoded.sizes = [made.samples]
             passes = [StagePass("backward", stage, 0) for stage in reversed(self._own)]
             stages = _Stages(context.runtime, compute)
-            await run_schedule(self._model.plan, self._model.part, passes, stages, self._channel, nothing)
+            await run_schedule(self._model.plan, self._model.part, passes, stages, self._encoded, nothing)
 
         self._bridge.ask(run)
 

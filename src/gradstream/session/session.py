@@ -111,7 +111,9 @@ class Session:
         """
         return model, optimizer
 
-    def split(self, build: Callable[[], nn.Module], example: Any, *, into: int) -> nn.Module:
+    def split(
+        self, build: Callable[[], nn.Module], example: Any, *, into: int, pipeline_dtype: str | None = None
+    ) -> nn.Module:
         """Returns this process's part of a module that is too large for one; use it as the whole module.
 
             model = session.split(lambda: Net(), torch.zeros(2, 784), into=2)
@@ -130,11 +132,13 @@ class Session:
             example: a minibatch of inputs, with the shapes of all later ones but for the number of samples: a
                 tensor, a tuple of arguments, or a dict of keyword arguments.
             into: number of parts, which must be that of the processes.
+            pipeline_dtype: "float16" or "bfloat16" sends float32 activations of a training pass, and their
+                gradients, between parts in two bytes a number. None sends them as they are.
 
         Raises:
             ConfigError: the module cannot be divided, with the line at fault; or the session cannot have one.
         """
-        del example, into
+        del example, into, pipeline_dtype
         return build()
 
     def clip_grad_norm_(self, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:

@@ -24,6 +24,7 @@ from gradstream.session.gradient_vector import GradientVector
 from gradstream.session.part_link import OutputHook, PartLink
 from gradstream.session.split_module import SplitModule, batch_of
 from gradstream.split.part_model import PartModel
+from gradstream.worker.parts.value_forms import check_encodable
 
 __all__ = ["LoopSplit"]
 
@@ -33,7 +34,7 @@ class LoopSplit:
 
     Args:
         part: of this process.
-        build, example, into: see `Session.split`.
+        build, example, into, pipeline_dtype: see `Session.split`.
         processes: number of processes of the session.
         job: of the run.
 
@@ -48,7 +49,14 @@ class LoopSplit:
     """In the place of the description of an optimizer, which the session does not see before its first step."""
 
     def __init__(
-        self, part: int, build: Callable[[], nn.Module], example: Any, into: int, processes: int, job: Job
+        self,
+        part: int,
+        build: Callable[[], nn.Module],
+        example: Any,
+        into: int,
+        processes: int,
+        job: Job,
+        pipeline_dtype: str | None,
     ) -> None:
         if isinstance(build, nn.Module) or not callable(build):
             raise ConfigError(
@@ -66,10 +74,12 @@ class LoopSplit:
                 "not have the parts; expected join(checkpoint_every=None): save model.state_dict() of each part"
             )
         self._deadlines, self._example, self._batch = job.deadlines, example, batch_of(example)
-        self._build, self._hook = _Seeded(build), OutputHook()
+        self._build, self._hook, self._dtype = _Seeded(build), OutputHook(), pipeline_dtype
         model = TorchModel(self._build, self._hook, "mean", "outputs", spread=True)
         self._model = PartModel(model, self._batch, into, part)
-        self._model.plan  # noqa: B018  raises before this process joins
+        check_encodable(
+            self._model.plan, pipeline_dtype
+        )  # raises before this process joins, as the plan does
         self.binding = _NoExchange()
 
     def join(self, bridge: LoopBridge, seed: int, stepped: Callable[[int], None]) -> SplitModule:
@@ -83,7 +93,7 @@ class LoopSplit:
         model = self._model
         names = [worker_name(part) for part in range(model.plan.parts)]
         silence_s = self._deadlines.silence_s
-        link = PartLink(bridge, model, self._hook, names, seed=seed, silence_s=silence_s)
+        link = PartLink(bridge, model, self._hook, names, self._dtype, seed=seed, silence_s=silence_s)
         bridge.open(1, silent=True).zero_()
         bridge.exchange(math.nan)  # now all parts answer
         shapes = repr([(path, leaf.shape, leaf.dtype) for path, leaf in leaves_of(self._batch.inputs)])

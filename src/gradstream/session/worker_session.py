@@ -158,7 +158,9 @@ class WorkerSession(Session):
             one.register_step_pre_hook(reducer.before_step)
             one.register_step_post_hook(reducer.after_step)
 
-    def split(self, build: Callable[[], nn.Module], example: Any, *, into: int) -> nn.Module:
+    def split(
+        self, build: Callable[[], nn.Module], example: Any, *, into: int, pipeline_dtype: str | None = None
+    ) -> nn.Module:
         """See `Session.split`."""
         self._check_unused()
         if not self._gradients_only:
@@ -166,7 +168,7 @@ class WorkerSession(Session):
                 f"session.split under {type(self._strategy).__name__}: parts of one model exchange no parameters; "
                 'expected gradstream.join("allreduce") or "synchronous"'
             )
-        split = LoopSplit(self.rank, build, example, into, self.world_size, self._place.job())
+        split = LoopSplit(self.rank, build, example, into, self.world_size, self._place.job(), pipeline_dtype)
         bridge = self._begin(split.binding, split.RULE)
         module = self._split = split.join(bridge, self._seed, self._handed_over)
         module.register_forward_pre_hook(BeforeForward(self._samples.forward), with_kwargs=True)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 
-from gradstream.errors import ConfigError, DeadlineError, RefusedError
+from gradstream.codec import CastCodec, Codec
+from gradstream.errors import DeadlineError, RefusedError
 from gradstream.memory import Vector
 from gradstream.pipeline.executor import TensorTransfer
-from gradstream.runtime.base import Runtime, awaited_later
+from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.split.part_model import PartModel
 from gradstream.split.plan import Value
 from gradstream.transport.base import Endpoint, Stream
@@ -34,8 +36,9 @@ from gradstream.worker.parts.messages import (
     decode,
     encode,
 )
+from gradstream.worker.parts.value_forms import as_it_was, as_sent, check_encodable, is_encodable
 
-__all__ = ["PartChannel", "as_it_was", "as_sent"]
+__all__ = ["PartChannel"]
 
 _TAGS: Mapping[type, int] = {
     PartTurn: 0,
@@ -51,9 +54,10 @@ NEWS_S, RETRY_S = 60.0, 0.01
 VECTORS, VALUES = 6, 7
 """Tags; those from VALUES on are of the model's values."""
 
-M = TypeVar("M", PartTurn, PartReport, PartVerdict, PartOutcome, PartStandsIn, PartGradientTurn)
+BRIEF_ELEMS = 1 << 17
+"""So many elements are encoded without a change of thread."""
 
-_AS = {8: torch.float64, 4: torch.float32}  # carriers know these; a view of the same bytes
+M = TypeVar("M", PartTurn, PartReport, PartVerdict, PartOutcome, PartStandsIn, PartGradientTurn)
 
 
 class PartChannel:
@@ -88,6 +92,7 @@ class PartChannel:
         self._silence_s = silence_s
         endpoint.serve_tensors()
         endpoint.serve("alive", _answer, model=False)
+        self._codec: Codec | None = None
         self._last: dict[
             tuple[int, int], asyncio.Task[None]
         ] = {}  # by part and tag, what sends the last message
@@ -99,10 +104,34 @@ class PartChannel:
 
     # ---- values of the model --------------------------------------------------------------
 
+    def encoded(self, dtype: str | None) -> PartChannel:
+        """The same channel, which sends and receives activations and their gradients in another dtype.
+
+        Inputs, targets and parameters that cross a cut stay as they are.
+
+        Args:
+            dtype: one of `codec.DTYPES`; None is their own.
+
+        Raises:
+            ConfigError: see `check_encodable`.
+        """
+        check_encodable(self._model.plan, dtype)
+        channel = copy(self)
+        channel._codec = None if dtype is None else CastCodec(dtype)
+        return channel
+
+    def _codec_of(self, value: Value) -> Codec | None:
+        return self._codec if self._codec is not None and is_encodable(value) else None
+
     async def send(self, transfer: TensorTransfer, tensor: torch.Tensor) -> None:
         """Begins to send a value, or the gradient of one, to another part. The tensor must not change any more."""
-        sending = self._send(transfer.target, self._tag(transfer), tensor)
-        self._spawn(sending, f"{transfer.value}-{transfer.micro_batch}")
+        codec = self._codec_of(self._values[transfer.value][1])
+
+        async def sending() -> None:
+            sent = tensor if codec is None else await self._encode(codec, tensor)
+            await self._send(transfer.target, self._tag(transfer), sent)
+
+        self._spawn(sending(), f"{transfer.value}-{transfer.micro_batch}")
 
     async def receive(self, transfer: TensorTransfer) -> torch.Tensor:
         """Receives a value, or the gradient of one, whose shape and dtype the plan says."""
@@ -110,7 +139,28 @@ class PartChannel:
         samples = self.sizes[transfer.micro_batch] if transfer.samples is None else transfer.samples
         shape = value.shape_of(samples)
         what = f"{'the gradient of ' * transfer.gradient}{transfer.value}, micro-batch {transfer.micro_batch}"
-        return await self._receive(transfer.source, self._tag(transfer), shape, value.dtype, what)
+        source, tag, codec = transfer.source, self._tag(transfer), self._codec_of(value)
+        if codec is None:
+            return await self._receive(source, tag, shape, value.dtype, what)
+        tensor = torch.empty(shape, dtype=value.dtype)
+        size = codec.encoded_bytes(tensor.numel())
+        came = await self._receive(source, tag, (-(-size // 4),), torch.float32, what)
+        await self._code(lambda: codec.decode(came.view(torch.uint8)[:size], tensor.view(-1)), tensor)
+        return tensor
+
+    async def _encode(self, codec: Codec, tensor: torch.Tensor) -> torch.Tensor:
+        """The encoded tensor as elements that carriers know, the last of them filled up with zeros."""
+        size = codec.encoded_bytes(tensor.numel())
+        encoded = torch.empty(-(-size // 4), dtype=torch.float32)
+        room = encoded.view(torch.uint8)
+        room[size:].zero_()
+        await self._code(lambda: codec.encode(tensor.reshape(-1), room[:size]), tensor)
+        return encoded
+
+    async def _code(self, fn: Callable[[], None], tensor: torch.Tensor) -> None:
+        elems = tensor.numel()
+        work = Work("copy", elems=elems, brief=elems < BRIEF_ELEMS)
+        await self._runtime.compute(lambda _: fn(), work=work, lane="exchange")
 
     def _tag(self, transfer: TensorTransfer) -> int:
         number, _ = self._values[transfer.value]
@@ -234,24 +284,3 @@ class PartChannel:
 async def _answer(stream: Stream) -> None:
     """Serves "alive"."""
     await stream.send(v1.Frame(body=v1.Body()))
-
-
-def as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as carriers know them: a view of the same bytes; as numbers of 4 bytes where they are smaller."""
-    flat = tensor.detach().contiguous().view(-1)
-    if flat.element_size() not in _AS:
-        flat = flat.to(_wide(tensor.dtype))
-    return flat.view(_AS[flat.element_size()])
-
-
-def as_it_was(flat: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The tensor of which `as_sent` has made these elements."""
-    wide = flat.view(dtype if dtype.itemsize in _AS else _wide(dtype))
-    return wide.to(dtype).view(shape)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """A dtype of 4 bytes that holds every number of a smaller one. Raises ConfigError for a larger one."""
-    if dtype.itemsize > max(_AS):
-        raise ConfigError(f"a value of {dtype} crosses a cut; expected elements of at most {max(_AS)} bytes")
-    return torch.float32 if dtype.is_floating_point else torch.int32

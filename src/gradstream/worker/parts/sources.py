@@ -12,8 +12,9 @@ from gradstream.worker.config import WorkerConfig
 from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.decoupled import DecoupledGradients
-from gradstream.worker.parts.gradients import PartGradients, PartSource
+from gradstream.worker.parts.gradients import PartSource
 from gradstream.worker.parts.hybrid import HybridGradients
+from gradstream.worker.parts.pipelined import PartGradients
 from gradstream.worker.parts.stream import StreamedGradients
 
 __all__ = ["gradients_of"]
@@ -37,4 +38,5 @@ def gradients_of(
             kind = HybridGradients
         case name:
             kind = StreamedGradients if name in STREAMING else PartGradients
+    channel = channel.encoded(config.split.pipeline_dtype)
     return kind(config, runtime, model, channel, agreement, feed)

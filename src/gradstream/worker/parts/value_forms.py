@@ -1,0 +1,54 @@
+"""The form in which values of the model travel between parts: which may be encoded, and elements that carriers know."""
+
+from __future__ import annotations
+
+import torch
+
+from gradstream.codec import DTYPES, CastCodec
+from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.split.plan import DATA, SplitPlan, Value
+
+__all__ = ["as_it_was", "as_sent", "check_encodable", "is_encodable"]
+
+_AS = {8: torch.float64, 4: torch.float32}  # carriers know these; a view of the same bytes
+
+
+def check_encodable(plan: SplitPlan, dtype: str | None) -> None:
+    """Raises UnknownNameError or ConfigError if activations of a plan cannot travel in this dtype."""
+    if dtype is None:
+        return
+    if dtype not in DTYPES:
+        raise UnknownNameError("pipeline_dtype", str(dtype), [*DTYPES])
+    crossing = [value for value, _ in plan.crossings()]
+    if not any(map(is_encodable, crossing)):
+        kinds = ", ".join(sorted({str(value.dtype) for value in crossing if value.source != DATA}))
+        raise ConfigError(
+            f"pipeline_dtype={dtype!r}: what parts send each other is {kinds or 'no activations'}, and only "
+            f"{CastCodec.dtype} is sent in another dtype; leave it out"
+        )
+
+
+def is_encodable(value: Value) -> bool:
+    """Whether a value is an activation of the dtype that codecs know."""
+    return value.source != DATA and value.per_sample and value.dtype == CastCodec.dtype
+
+
+def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as carriers know them: a view of the same bytes; as numbers of 4 bytes where they are smaller."""
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.element_size() not in _AS:
+        flat = flat.to(_wide(tensor.dtype))
+    return flat.view(_AS[flat.element_size()])
+
+
+def as_it_was(flat: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of which `as_sent` has made these elements."""
+    wide = flat.view(dtype if dtype.itemsize in _AS else _wide(dtype))
+    return wide.to(dtype).view(shape)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """A dtype of 4 bytes that holds every number of a smaller one. Raises ConfigError for a larger one."""
+    if dtype.itemsize > max(_AS):
+        raise ConfigError(f"a value of {dtype} crosses a cut; expected elements of at most {max(_AS)} bytes")
+    return torch.float32 if dtype.is_floating_point else torch.int32
