@@ -2,11 +2,13 @@
 
 Two parts of one thread each, a module of 8 layers of 1,024 units cut in the middle, minibatches of 256 samples in 8
 micro-batches, by `gs.train`. A minibatch cannot take less than c (M + K - 1) / M where the pipeline flushes, and c
-where it does not: c is the time that the slower part computes for a minibatch, as the run reports it.
+where it does not: c is the time that the slower part computes for a minibatch, as the run reports it. By turns, two
+processes train the same stages by the schedules of torch.distributed.pipelining over gloo, with torch.optim.SGD.
 
-    python bench/pipeline_runs.py [--steps 120] [--repeats 3]
+    python bench/pipeline_runs.py [--steps 120] [--repeats 3] [--only 1f1b 2bw]
 
-Prints, and keeps in bench/results/pipeline-runs.json, milliseconds of a minibatch, and what is allowed divided by it.
+Prints, and keeps in bench/results/pipeline-runs.json, milliseconds of a minibatch, what is allowed divided by it, and
+torch's divided by it (those without a flush beside torch's 1F1B, zero-bubble beside it too).
 """
 
 from __future__ import annotations
@@ -15,13 +17,22 @@ import argparse
 import datetime
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 import gradstream as gs
 from gradstream.job.files import load_job
@@ -29,8 +40,13 @@ from gradstream.pipeline.schedule import FLUSHING
 from gradstream.run.local.machine import describe_machine, git_commit
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH, LAYERS, SAMPLES, PARTS, SKIPPED = 1024, 8, 256, 2, 10
+WIDTH, LAYERS, SAMPLES, PARTS, SKIPPED, LR = 1024, 8, 256, 2, 10, 0.001
 MICRO_BATCHES = {"gpipe": 8, "1f1b": 8, "interleaved": 8, "zero-bubble": 8, "pipedream": 1, "2bw": 8}
+TORCHS: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+}
 
 
 def build() -> nn.Module:
@@ -38,16 +54,21 @@ def build() -> nn.Module:
     return nn.Sequential(*(one for _ in range(LAYERS) for one in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
 
 
-def job() -> gs.Job:
-    """What all runs have in common."""
+def samples() -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of eight minibatches."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(8 * SAMPLES, WIDTH, generator=generator)
-    targets = torch.randint(WIDTH, (8 * SAMPLES,), generator=generator)
+    return inputs, torch.randint(WIDTH, (8 * SAMPLES,), generator=generator)
+
+
+def job() -> gs.Job:
+    """What all runs have in common."""
+    inputs, targets = samples()
     return gs.Job(
         gs.from_torch(build, nn.functional.cross_entropy),
         gs.from_arrays(inputs.numpy(), targets.numpy()),
         strategy="allreduce",
-        optimizer=gs.optim.SGD(lr=0.001),
+        optimizer=gs.optim.SGD(lr=LR),
         workers=1,
         split=PARTS,
         batch_size=SAMPLES,
@@ -78,6 +99,52 @@ def measured(pipeline: Any, steps: int) -> dict[str, float]:
     return {"minibatch_s": minibatch_s, "slowest_s": slowest_s, "share": allowed_s / minibatch_s}
 
 
+def torch_measured(name: str, steps: int) -> float:
+    """Seconds of a minibatch of a pair of processes that run torch's schedule."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--steps", str(steps), "--torch", name, folder]
+        pair = [
+            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
+            for rank in range(PARTS)
+        ]
+        outputs = [process.communicate(timeout=300)[0] for process in pair]
+        return float(outputs[0].splitlines()[-1])
+
+
+def torch_part(name: str, folder: str, rank: int, steps: int) -> float:
+    """One process of the pair. Returns its seconds of a minibatch."""
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", PARTS)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=PARTS)
+    torch.manual_seed(0)
+    layers, (inputs, targets) = [*build().children()], samples()
+    count, rounds, example = MICRO_BATCHES[name], 1 + (name == "interleaved"), torch.empty(32, WIDTH)
+    each = len(layers) // (PARTS * rounds)
+    numbers = range(rank, PARTS * rounds, PARTS)
+    modules = [nn.Sequential(*layers[number * each : (number + 1) * each]) for number in numbers]
+    stages = [
+        PipelineStage(module, number, PARTS * rounds, torch.device("cpu"), input_args=(example,))
+        for number, module in zip(numbers, modules, strict=True)
+    ]
+    schedule = TORCHS[name](stages if rounds > 1 else stages[0], count, loss_fn=nn.functional.cross_entropy)
+    optimizer = torch.optim.SGD([one for module in modules for one in module.parameters()], lr=LR)
+    times = []
+    for step in range(steps):
+        rows = slice(step % 8 * SAMPLES, (step % 8 + 1) * SAMPLES)
+        optimizer.zero_grad()
+        if rank:
+            losses: list[torch.Tensor] = []
+            schedule.step(target=targets[rows], losses=losses)
+            torch.stack(losses).mean().item()
+        else:
+            schedule.step(inputs[rows])
+        optimizer.step()
+        times.append(time.perf_counter())
+    torch.distributed.destroy_process_group()
+    times = times[SKIPPED:]
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
 def main() -> None:
     """Measures each pipeline, in turn."""
     parser = argparse.ArgumentParser(
@@ -85,18 +152,27 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=MICRO_BATCHES, default=[*MICRO_BATCHES])
+    parser.add_argument("--torch", nargs=3, metavar=("NAME", "FOLDER", "RANK"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in MICRO_BATCHES}
+    if asked.torch:
+        name, folder, rank = asked.torch
+        print(torch_part(name, folder, int(rank), asked.steps))
+        return
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in asked.only}
     for _ in range(asked.repeats):
-        for name in MICRO_BATCHES:
-            rows[name].append(measured(name, asked.steps))
+        for name in asked.only:
+            row = measured(name, asked.steps)
+            torch_s = torch_measured(name if name in TORCHS else "1f1b", asked.steps)
+            rows[name].append({**row, "torch_s": torch_s, "torch_ratio": torch_s / row["minibatch_s"]})
     found = {
         name: {key: statistics.median(row[key] for row in mine) for key in mine[0]}
         for name, mine in rows.items()
     }
     for name, row in found.items():
         print(
-            f"{name:<12} {1e3 * row['minibatch_s']:6.1f} ms a minibatch, {row['share']:.2f} of what is allowed"
+            f"{name:<12} {1e3 * row['minibatch_s']:6.1f} ms a minibatch, {row['share']:.2f} of what is allowed; torch "
+            f"{1e3 * row['torch_s']:6.1f} ms, {row['torch_ratio']:.2f} times ours"
         )
     record = {
         "question": (__doc__ or "").splitlines()[0],
