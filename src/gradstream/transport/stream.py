@@ -97,6 +97,7 @@ class StreamCore:
         self._carrier = carrier
         self._channel = channel
         self._credit = opened.window if called else 0  # chunks that this side may send
+        self._early = 0  # of these, sent or to be sent before the Accept that grants them
         self._inbox = inbox
         self._landing: Landing | None = None
         self._state = _State()
@@ -183,6 +184,14 @@ class StreamCore:
         self._credit -= 1
         self._carrier.transmit(_referring(frame, lent[0]), None)
         return lent[1]
+
+    def send_early(self) -> None:
+        """Calling side, once: the first chunk does not wait for the Accept, which saves a round trip.
+
+        The called side has room for it, since it grants at least one; where it refuses the stream, the chunk is lost.
+        """
+        self._early = 1
+        self._credit += 1
 
     async def credit(self, silence_s: float | None = None) -> None:
         """See `Stream.credit`."""
@@ -311,7 +320,7 @@ class StreamCore:
         if kind == "chunk" or kind == "body":
             self._enqueue(Received(frame, payload, landed))
         elif kind == "credit" or kind == "accept":
-            self._credit += frame.credit.frames if kind == "credit" else frame.accept.window
+            self._credit += frame.credit.frames if kind == "credit" else frame.accept.window - self._early
             self._writable.ring()
         elif kind == "waiting":
             self._state.peer_waits_for = list(frame.waiting.on)

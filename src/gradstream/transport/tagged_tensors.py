@@ -147,6 +147,7 @@ class TaggedTensors:
         with tensor.borrowed(write=False, to=f"{me}: send to {peer}, tag {tag}") as elements:
             stream = await open_stream(peer, "tensor", request)
             try:
+                stream.send_early()
                 step = PIECE_BYTES // elements.element_size()
                 for index, start in enumerate(range(0, len(tensor), step)):
                     piece = elements[start : start + step]
@@ -224,9 +225,10 @@ class TaggedTensors:
         parked = not self._mailbox.offer(key, arrival)
         try:
             while parked and not arrival.done.done():
-                await stream.waiting([f"{self._identity.name}: no recv posted for tag {request.tag}"])
                 with suppress(TimeoutError):
                     await self._runtime.within(PARKED_S, asyncio.shield(arrival.done))
+                    break
+                await stream.waiting([f"{self._identity.name}: no recv posted for tag {request.tag}"])
             await arrival.done
         finally:
             self._mailbox.withdraw(key, arrival)
