@@ -16,7 +16,6 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
@@ -141,12 +140,7 @@ class Segment:
     def __enter__(self) -> Segment:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 

@@ -19,7 +19,6 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Literal, Self
 
 from gradstream.errors import ConfigError
@@ -158,9 +157,7 @@ class NetworkCut:
         _run("tc", "-n", self._switch, "filter", "add", "dev", self._port, self._hook, *self._filter)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         _run("tc", "-n", self._switch, "filter", "del", "dev", self._port, self._hook)
         self.num_dropped += self._dropped()
         if kind is None and not self.num_dropped:
@@ -214,9 +211,7 @@ class Machines:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     def __getitem__(self, index: int) -> Machine:

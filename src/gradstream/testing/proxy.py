@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from gradstream.testing.fault_kinds import Corrupt, Cut, Duplicate, Flaw, Lose, Reorder, SlowLink
@@ -134,9 +133,7 @@ class LinkProxy:
         self.address = self._do(self._listen(self._tell))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._do(self._shut())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
-from types import TracebackType
 
 __all__ = ["CpuQuota", "no_quota"]
 
@@ -72,12 +71,7 @@ class CpuQuota:
     def __enter__(self) -> CpuQuota:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for pid in (self._group / "cgroup.procs").read_text().split():
             try:
                 (self._root / "cgroup.procs").write_text(pid)

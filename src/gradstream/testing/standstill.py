@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 from gradstream.runtime import VirtualCluster
@@ -35,8 +34,6 @@ class Standstill:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and not self._suspension.num_held:
             raise AssertionError("nothing was delayed: the node had no timers, and got no frames")

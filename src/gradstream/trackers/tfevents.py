@@ -18,7 +18,6 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self
 
 __all__ = ["EventFile", "Scalar", "crc32c"]
@@ -63,9 +62,7 @@ class EventFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def add(self, points: Iterable[Scalar]) -> None:

@@ -9,7 +9,6 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from gradstream.errors import ConfigError, JoinRefusedError, PeerLostError, RefusedError
@@ -68,9 +67,7 @@ class Entrance:
         self._endpoint.know(LAUNCHER, str(self._address))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._stream is not None and kind is not None:
             self._stream.cancel(f"left: {kind.__name__}")
         await self._endpoint.close()
