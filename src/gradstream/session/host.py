@@ -111,8 +111,8 @@ class Guest(Host):
         self._folder = tempfile.TemporaryDirectory(prefix="gradstream-", ignore_cleanup_errors=True)
 
     def _run(self) -> None:
-        reached = reach(self._address, fingerprint=self._fingerprint, insecure=False)
-        asyncio.run(self._take_part(reached.certificate))
+        certificate = reach(self._address, fingerprint=self._fingerprint, insecure=False)
+        asyncio.run(self._take_part(certificate))
 
     async def _take_part(self, authority: bytes | None) -> None:
         name, path = name_of_rank(self._rank, socket.gethostname()), Path(self._folder.name)

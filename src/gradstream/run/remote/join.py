@@ -92,9 +92,9 @@ def join(joining: Joining, on_note: OnNote) -> int:
     holds a part of the parameters (a shard) cannot leave that way: SIGTERM ends it, as Ctrl-C does.
     """
     name = check_name(joining.machine or socket.gethostname(), "this machine's name (--name)")
-    reached = reach(joining.address, fingerprint=joining.fingerprint, insecure=joining.insecure)
+    certificate = reach(joining.address, fingerprint=joining.fingerprint, insecure=joining.insecure)
     job = load_job(joining.job, argv=[joining.job, *joining.arguments])
-    once = partial(_run, joining, job, name, reached.certificate, on_note)
+    once = partial(_run, joining, job, name, certificate, on_note)
     try:
         return asyncio.run(once(False))
     except _CutOffError as error:

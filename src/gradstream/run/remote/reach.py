@@ -5,13 +5,12 @@ from __future__ import annotations
 import socket
 import ssl
 import time
-from dataclasses import dataclass
 
 from gradstream.errors import ConfigError, DeadlineError, JoinRefusedError, PeerLostError
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.certificate_authority import fingerprint_of
 
-__all__ = ["CONNECT_S", "Reached", "check_fingerprint", "connect", "reach", "resolve", "shake_hands"]
+__all__ = ["CONNECT_S", "check_fingerprint", "connect", "reach", "resolve", "shake_hands"]
 
 CONNECT_S = 5.0
 
@@ -20,22 +19,8 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 SETTINGS = 4  # the type of the first frame of the other side
 
 
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """A launcher that answers.
-
-    Args:
-        certificate: the launcher's certificate, PEM; None where it speaks plain text.
-        tcp_s, tls_s: seconds that connecting and the handshake took.
-    """
-
-    certificate: bytes | None
-    tcp_s: float
-    tls_s: float
-
-
-def reach(address: Address, *, fingerprint: str | None, insecure: bool) -> Reached:
-    """Connects to a launcher and verifies its certificate.
+def reach(address: Address, *, fingerprint: str | None, insecure: bool) -> bytes | None:
+    """Connects to a launcher, and returns its verified certificate, PEM; None where it speaks plain text.
 
     Raises:
         ConfigError: the name is unknown; or no fingerprint was given to verify the launcher by.
@@ -44,10 +29,8 @@ def reach(address: Address, *, fingerprint: str | None, insecure: bool) -> Reach
             expected (TLS), or the other way round (PLAIN_TEXT).
     """
     resolve(address)
-    tcp_s = connect(address)
-    begun = time.monotonic()
+    connect(address)
     certificate = shake_hands(address)
-    reached = Reached(certificate, tcp_s, time.monotonic() - begun)
     if insecure:
         if certificate is not None:
             raise JoinRefusedError(
@@ -56,7 +39,7 @@ def reach(address: Address, *, fingerprint: str | None, insecure: bool) -> Reach
                 "the launcher speaks TLS, and no plain text: leave --insecure out, and give the "
                 "--fingerprint that the launcher has printed",
             )
-        return reached
+        return None
     if certificate is None:
         raise JoinRefusedError(
             str(address),
@@ -65,7 +48,7 @@ def reach(address: Address, *, fingerprint: str | None, insecure: bool) -> Reach
             "with --insecure, and you trust the network, join with --insecure too",
         )
     check_fingerprint(address, certificate, fingerprint)
-    return reached
+    return certificate
 
 
 def resolve(address: Address) -> list[str]:
