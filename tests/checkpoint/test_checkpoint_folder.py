@@ -13,6 +13,7 @@ import torch
 from safetensors.numpy import load, load_file
 
 import gradstream as gs
+from broken_disks import CrashingStorage, FullStorage, PowerCutError
 from gradstream._simulate import simulate
 from gradstream.checkpoint import (
     Evaluated,
@@ -28,7 +29,6 @@ from gradstream.data.progress import DataProgress, merged
 from gradstream.errors import DataError
 from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.testing.runs import QUICK, least_squares
-from gradstream.testing.storage import CrashingStorage, FullStorage, PowerCutError
 from small_checkpoints import ELEMS, TENSORS, WORLD, write
 from whole_runs import unexpected
 

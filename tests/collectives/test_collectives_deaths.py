@@ -17,7 +17,7 @@ from gradstream.memory import Vector
 from gradstream.runtime import Link, Network, Partition, SimulationConfig
 from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.schedule_checks import check_allreduce
-from gradstream.testing.standstill import Standstill
+from standstill import Standstill
 
 SIZE, ELEMS, SILENCE_S = 4, 64, 1.0
 NETWORK = Network(bandwidth_bytes_s=1e7, link=Link(latency_s=1e-3, jitter_s=1e-3))

@@ -9,8 +9,8 @@ import pytest
 from gradstream.coordinator import EvictedError
 from gradstream.errors import GradstreamError, PeerLostError
 from gradstream.runtime import Network, Partition
-from gradstream.testing.standstill import Standstill
 from membership_cluster import DEADLINES, SPEC, Cluster
+from standstill import Standstill
 
 LEASE_S, BEGIN_S = DEADLINES.lease_s, 1.3
 DIRECTIONS = ["from the member", "to the member"]

@@ -27,7 +27,7 @@ from gradstream.model.staging import Landing
 from gradstream.run.plan import plan_run
 from gradstream.run.reopen import reopen
 from gradstream.runtime.base import Report
-from gradstream.testing.late_streams import LateStreams
+from late_streams import LateStreams
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has no CUDA device here")
 

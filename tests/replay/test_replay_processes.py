@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 import gradstream as gs
 from gradstream.cli import main
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.testing.killing import Killer
+from killing import Killer
 from whole_runs import train
 
 JOB = """

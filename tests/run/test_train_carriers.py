@@ -16,7 +16,7 @@ import gradstream._resume  # the name in the face is the function's
 from gradstream._train import launch
 from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.result import FINAL_MODEL
-from gradstream.testing.killing import Killer
+from killing import Killer
 from whole_runs import train
 
 resume_module = sys.modules["gradstream._resume"]

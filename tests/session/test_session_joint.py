@@ -19,8 +19,8 @@ import gradstream as gs
 from gradstream.errors import ConfigError, GradientError, ReplicasDifferError
 from gradstream.session.gradient_vector import GradientWriter
 from gradstream.session.gradients import GradientReducer
-from gradstream.testing.late_streams import LateStreams
 from gradstream.testing.sessions import loop_in_threads
+from late_streams import LateStreams
 
 State = dict[str, torch.Tensor]
 Batch = tuple[torch.Tensor, torch.Tensor]

@@ -16,8 +16,8 @@ from gradstream.job.files import load_job
 from gradstream.report.summary import EventDict
 from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.plan import plan_run
-from gradstream.testing.killing import Killer
 from gradstream.testing.runs import check_exactly_once
+from killing import Killer
 
 resume_module = sys.modules["gradstream._resume"]
 

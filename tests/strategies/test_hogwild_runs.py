@@ -29,12 +29,12 @@ from gradstream.sparse import SparseDataset, SparseModel
 from gradstream.strategies import SharedMemoryWorker
 from gradstream.telemetry.events import CheckpointFailedEvent
 from gradstream.testing import check_strategy
-from gradstream.testing.killing import Killer
 from gradstream.testing.properties import BrokenPropertyError, complete
 from gradstream.testing.runs import least_squares
 from gradstream.wire import v1
 from gradstream.worker.exchange.shared import Waits
 from gradstream.worker.shared_words import SharedWords
+from killing import Killer
 from whole_runs import train
 
 pytest.importorskip("numba", reason="numba is not installed: pip install 'gradstream[fast]'")
