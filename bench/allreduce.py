@@ -22,7 +22,6 @@ bring launchers of the same name, and mpi4py takes the library that it finds fir
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import shutil
@@ -36,9 +35,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from gradstream.run.local.machine import describe_machine, git_commit, node_environment
+from gradstream.run.local.machine import node_environment
+from records import RESULTS, ROOT, command_line, origin
 
-ROOT = Path(__file__).resolve().parents[1]
 RANK = Path(__file__).with_name("allreduce_rank.py")
 SIZES = (1_000, 250_000, 11_000_000, 74_770_901)
 CALLED, CORE, READ, MOVE = "as called", "core", "only read", "only move"
@@ -219,7 +218,7 @@ def show(size: int, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--elems", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=15)
@@ -236,14 +235,12 @@ def main() -> None:
             print(f"a rank that waits for {given.wait:g} s takes {found[str(size)]['waiting']:.2%} of a core")
     if not given.no_record:
         record = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": git_commit(ROOT),
-            "machine": describe_machine(node_environment(2)),
+            **origin(node_environment(2)),
             "peers": versions(given.peers, kinds),
             "rounds": given.rounds,
             "by_ranks": found,
         }
-        path = ROOT / "bench" / "results" / "allreduce-shared.json"
+        path = RESULTS / "allreduce-shared.json"
         path.write_text(json.dumps(record, indent=2) + "\n")
 
 

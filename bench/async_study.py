@@ -16,7 +16,6 @@ Keeps bench/results/async-study.json, and the plots and tables of docs/strategie
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 from collections.abc import Collection, Sequence
@@ -26,14 +25,14 @@ from typing import Any
 
 from gradstream.run.local.machine import describe_machine, git_commit
 from marks import put
+from records import RESULTS, ROOT, command_line
 from study import ledger, page, plots, subject
 from study.findings import findings
 from study.methods import BY_NAME
 from study.runs import Key, row_of
 from study.scenes import COUNTS, FIGURE_4, SCENES, Scene, warm_start
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PAGES = ROOT / "bench" / "results", ROOT / "docs" / "strategies"
+PAGES = ROOT / "docs" / "strategies"
 
 DRAWN = (
     "single",
@@ -113,9 +112,7 @@ def draw(record: dict[str, Any], folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="a small one")
     parser.add_argument("--page", action="store_true", help="run nothing")
     parser.add_argument("--only", choices=[scene.name for scene in SCENES], help="run one scene only")

@@ -16,8 +16,6 @@ so a machine of its own for each shard would hide part of the work.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import statistics
@@ -39,6 +37,7 @@ from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.plan import plan_run
 from gradstream.run.result import Run
 from gradstream.server.shard.config import Acknowledge
+from records import command_line, now
 
 SCRIPT = Path(__file__).resolve()
 ROOT = SCRIPT.parents[1]
@@ -79,9 +78,7 @@ def figures(run: Run) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--rounds", type=int, default=3)
@@ -111,7 +108,7 @@ def main() -> None:
                 for name, of in ratios.items()
             } | {"rounds": given.rounds}
             print(case, json.dumps(record["cases"][case]), flush=True)
-    record |= {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": commit}
+    record |= {"date": now(), "commit": commit}
     record |= {"machine": describe_machine({})["machine"], "load": [load, os.getloadavg()[0]]}
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
 

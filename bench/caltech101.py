@@ -13,7 +13,6 @@ Prints a table, and keeps it with machine, commit and date in bench/results/.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import resource
@@ -24,15 +23,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gradstream.run.local.machine import describe_machine, git_commit, node_environment
+from gradstream.run.local.machine import git_commit, node_environment
+from records import RESULTS, ROOT, command_line, now, origin
 
-ROOT = Path(__file__).resolve().parents[1]
 WORKERS = 2
 CHUNK_ELEMS = 1 << 20  # over shared memory a chunk costs more than its elements
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", choices=["large", "small", "cnn"], default="large")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch", type=int, default=256, help="samples of a minibatch of one worker")
@@ -72,10 +71,6 @@ def main() -> None:
         results[name] = {**measure(), "date": now(), "commit": git_commit(ROOT)}
         print(name, json.dumps(results[name]), flush=True)
     keep(given, results)
-
-
-def now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def job(model: str) -> Any:
@@ -217,16 +212,12 @@ def keep(given: argparse.Namespace, results: dict[str, Any]) -> None:
             f"{name:18s} {row['samples_per_s']:9.0f}  {ratio:>5s}  {row['train_s']:7.1f}  "
             f"{row['accuracy']:8.3f}  {peak}"
         )
-    folder = ROOT / "bench" / "results"
-    folder.mkdir(parents=True, exist_ok=True)
     seeded = f"-seed{given.seed}" if given.seed else ""
-    path = folder / f"caltech101-{given.model}{seeded}.json"
+    path = RESULTS / f"caltech101-{given.model}{seeded}.json"
     if given.only and path.exists():  # rows measured before stay, with their own date and commit
         results = {**json.loads(path.read_text())["rows"], **results}
     record = {
-        "date": now(),
-        "commit": git_commit(ROOT),
-        "machine": describe_machine(node_environment(WORKERS)),
+        **origin(node_environment(WORKERS)),
         "arguments": vars(given),
         "rows": results,
     }

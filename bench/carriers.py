@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import os
 import socket
@@ -41,15 +40,14 @@ import torch
 
 from gradstream.errors import GradstreamError
 from gradstream.memory import Vector
-from gradstream.run.local.machine import describe_machine, git_commit, node_environment
+from gradstream.run.local.machine import node_environment
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.carriers import make_endpoint, make_memory
 from gradstream.wire import v1
+from records import RESULTS, command_line, origin
 
 SECRET = b"the same for all nodes of a bench"
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results"
 SIZES = [1 << exponent for exponent in range(10, 27, 2)]
 OURS = ("grpc", "tcp", "shm")
 CHUNK_ELEMS = 1 << 18
@@ -369,9 +367,7 @@ def plot(found: dict[str, dict[int, float]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--no-record", action="store_true", help="print only")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -394,9 +390,7 @@ def main() -> None:
     show(found)
     if not given.no_record:
         record = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": git_commit(ROOT),
-            "machine": describe_machine(environment),
+            **origin(environment),
             "repeats": given.repeats,
             "median_s": found,
         }

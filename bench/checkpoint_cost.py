@@ -14,7 +14,6 @@ bench/results/checkpoint-cost.json.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -29,8 +28,8 @@ from torch import nn
 import gradstream as gs
 from gradstream.job.files import load_job
 from gradstream.run.local.machine import describe_machine, git_commit, node_environment
+from records import RESULTS, ROOT, now
 
-ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 1024
 CLASSES = 16
 ELEMS = "CHECKPOINT_COST_ELEMS"
@@ -97,13 +96,13 @@ def main() -> None:
         "share_at_10min": cost_s / 600,
         "spread_of_the_plain_runs": abs(rows[0]["samples_per_s"] - rows[2]["samples_per_s"]) / plain,
         "asked": vars(given),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "commit": git_commit(ROOT),
         "torch": torch.__version__,
         "machine": describe_machine(node_environment(2)),
     }
     print(json.dumps(record, indent=1))
-    (ROOT / "bench" / "results" / "checkpoint-cost.json").write_text(json.dumps(record, indent=2) + "\n")
+    (RESULTS / "checkpoint-cost.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ other processes of the machine add is never less than nothing. Beside it the med
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import datetime
 import json
 import os
 import statistics
@@ -29,7 +27,6 @@ from gradstream.collectives.factory import form_group
 from gradstream.collectives.group import GroupMembers
 from gradstream.memory import Vector
 from gradstream.optim import SGD
-from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.real import RealRuntime
 from gradstream.server.aggregation import EveryPush
@@ -46,10 +43,9 @@ from gradstream.wire import v1
 from gradstream.wire.checksum import checksum
 from gradstream.wire.chunks import CHUNK_ELEMS, ChunkMap
 from gradstream.wire.placement import Placement
+from records import RESULTS, command_line, origin
 
 SECRET = b"the same for all nodes of a bench"
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results"
 FINGERPRINT = 1
 HASH_BYTES = 1 << 20  # of one piece
 Work = Callable[[], Awaitable[None]]
@@ -182,7 +178,7 @@ def hash_gb_s(repeats: int) -> float:
 
 def main() -> None:
     """Measures, prints, and writes the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--elems", type=int, default=20_000_000)
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--out", default=str(RESULTS / "checksum-cost.json"), help='"" writes nothing')
@@ -199,9 +195,7 @@ def main() -> None:
             name: round(statistics.median(one / other for one, other in found), 3)
             for name, found in seconds.items()
         },
-        "machine": describe_machine({})["machine"],
-        "date": datetime.date.today().isoformat(),
-        "commit": git_commit(ROOT),
+        **origin(),
     }
     print(json.dumps(record, indent=1))
     if given.out:

@@ -15,7 +15,6 @@ Three parts, each with its figures in bench/results/collectives.json and a plot 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -35,9 +34,8 @@ from gradstream.run.local.machine import describe_machine, git_commit, node_envi
 from gradstream.runtime import Cost, Link, Network, SimulationConfig
 from gradstream.testing.group_runs import VirtualRanks
 from gradstream.testing.machines import Machines, unavailable
+from records import RESULTS, ROOT, command_line, now
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results"
 SIZES = (1_000, 250_000, 11_000_000)
 ROUNDS = 3  # of processes, alternating with gloo's
 TIMES = 7  # in each
@@ -45,9 +43,7 @@ ALPHA_S, BYTES_S, GAMMA_S_BYTE = 50e-6, 1.25e9, 1e-10  # of the virtual network:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--virtual", action="store_true", help="only the plot of formulas and virtual time")
     parser.add_argument("--gloo", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -62,7 +58,7 @@ def main() -> None:
     figures["loopback"] = loopback()
     figures["network"] = network()
     figures |= {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "commit": git_commit(ROOT),
         **describe_machine(node_environment(4)),
         "load_average": os.getloadavg(),

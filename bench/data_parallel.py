@@ -24,7 +24,6 @@ it with machine, commit and date in bench/results/.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -36,9 +35,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gradstream.run.local.machine import describe_machine, git_commit, node_environment
+from gradstream.run.local.machine import node_environment
+from records import RESULTS, ROOT, command_line, origin
 
-ROOT = Path(__file__).resolve().parents[1]
 WORKERS, BATCH = 2, 256
 STEPS = {"large": 5, "cnn": 8}  # of a window: five seconds and more
 WARM = 3
@@ -46,7 +45,7 @@ GOALS = {"large": 0.92, "cnn": 0.97}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", choices=list(STEPS), default="large")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, help="of a window")
@@ -243,18 +242,14 @@ def keep(given: argparse.Namespace, rounds: list[dict[str, float]]) -> None:
     if reached is not None:
         print(f"goal {GOALS[given.model]:.2f} of side by side: {reached:.3f}")
     record = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(ROOT),
-        "machine": describe_machine(node_environment(WORKERS)),
+        **origin(node_environment(WORKERS)),
         "arguments": {"batch": BATCH, "warm": WARM, **vars(given)},
         "rows": rows,
         "rounds": rounds,
     }
     if given.only:
         return  # a part of a table is not kept
-    folder = ROOT / "bench" / "results"
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"data-parallel-{given.model}.json"
+    path = RESULTS / f"data-parallel-{given.model}.json"
     path.write_text(json.dumps(record, indent=2, default=str) + "\n")
 
 

@@ -17,25 +17,22 @@ sample forward, and 4 back. It sends one message at a time.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import datetime
 import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
 from gradstream.pipeline.executor import TensorTransfer, run_schedule
 from gradstream.pipeline.schedule import StagePass
-from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.runtime.virtual import VirtualCluster, VirtualRuntime
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
+from records import RESULTS, command_line, origin
 
-RESULT = Path(__file__).parent / "results" / "distbelief-figure-3.json"
+RESULT = RESULTS / "distbelief-figure-3.json"
 
 CORE_FLOPS = 8e9  # of one core: SSE, float32
 CORES = 16
@@ -194,9 +191,7 @@ def speedups(
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    command_line(__doc__).parse_args()
     record = {
         "speech": {samples: speedups(speech, SPEECH_MACHINES, samples) for samples in SAMPLES},
         "images": {samples: speedups(images, IMAGE_MACHINES, samples) for samples in SAMPLES},
@@ -207,9 +202,7 @@ def main() -> None:
             "message_s": MESSAGE_S,
             "field": FIELD,
         },
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(Path(__file__).parent.parent),
-        "machine": describe_machine({})["machine"],
+        **origin(),
     }
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -14,8 +14,6 @@ killed again and again, whenever the backups are whole. Each sample adds 1 to it
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import random
@@ -38,9 +36,9 @@ from gradstream.run.plan import plan_run
 from gradstream.testing import TokenAudit, Tokens, numbered
 from gradstream.testing.tokens import token_layers
 from gradstream.wire.parts import member_name
+from records import RESULTS, ROOT, command_line, now
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "bench" / "results" / "exactly-once.json"
+RESULT = RESULTS / "exactly-once.json"
 WORKERS, SAMPLES, EPOCHS, CHUNKS = 8, 512, 40, 8
 BATCH = 2
 STRATEGIES: dict[str, gs.Strategy] = {
@@ -177,9 +175,7 @@ def run_once(
 
 def main() -> None:
     """Prints a line for each run, and the sums."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--split", type=int, default=1, help="processes of a replica; not in rounds")
@@ -213,7 +209,7 @@ def main() -> None:
                 )
     print(dict(total))
     if given.keep:
-        when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        when = now()
         record = {"rows": rows, "all": total, "date": when, "commit": git_commit(ROOT)}
         record |= {"load": os.getloadavg()[0], "machine": describe_machine({})["machine"]}
         RESULT.write_text(json.dumps(record, indent=1) + "\n")

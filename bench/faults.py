@@ -13,8 +13,6 @@ Prints each violation with its seed, and keeps the counts so far in bench/result
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import faulthandler
 import gc
 import json
@@ -23,19 +21,17 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import gradstream as gs
-from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.plan import shard_name, worker_name
 from gradstream.testing.faults import DiskFull, FaultPlan, Scene
 from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, check_exactly_once, count_tokens
 from gradstream.testing.storage import FailingStorage
+from records import RESULTS, command_line, origin
 
-ROOT = Path(__file__).resolve().parents[1]
 EPOCHS, UNTIL_S, HANGS_S = 6, 0.8, 300
 WORKERS, SHARDS, KEPT_EVERY = 3, 2, 100
 STRATEGIES: tuple[gs.Strategy, ...] = (
@@ -146,9 +142,7 @@ def begin() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("first", type=int)
     parser.add_argument("stop", type=int)
     parser.add_argument("--processes", type=int, help="as many as there are cores")
@@ -172,11 +166,9 @@ def main() -> None:
                     "faults": dict(sorted(kinds.items())),
                     "violations": violations,
                     "seconds": round(time.monotonic() - begun_s, 1),
-                    "machine": describe_machine({}),
-                    "commit": git_commit(ROOT),
-                    "date": datetime.date.today().isoformat(),
+                    **origin({}),
                 }
-                (ROOT / "bench/results/faults.json").write_text(json.dumps(record, indent=1) + "\n")
+                (RESULTS / "faults.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"{given.stop - given.first} seeds, faults {dict(kinds)}: {len(violations)} violations")
 
 

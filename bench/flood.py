@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import os
 import signal
@@ -38,7 +37,6 @@ from typing import Any
 import gradstream as gs
 from gradstream.errors import RESUMABLE, GradstreamError
 from gradstream.job.files import load_job
-from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.runtime.real import RealRuntime
 from gradstream.testing.insider import Insider, Leak
 from gradstream.testing.runs import busy
@@ -49,8 +47,8 @@ from gradstream.transport.offers import CarrierOffer
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 from gradstream.wire.frames import encode
+from records import RESULTS, origin
 
-ROOT = Path(__file__).resolve().parents[1]
 BODY_BYTES = 1 << 20
 NICE = 10
 SETTLE_S = 5.0
@@ -301,9 +299,7 @@ def main() -> None:
 def compare(given: argparse.Namespace) -> None:
     """All attacks, on a run by each carrier."""
     record: dict[str, Any] = {
-        "machine": describe_machine({}),
-        "commit": git_commit(ROOT),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        **origin({}),
         "runs": [
             run(given.seconds, given.times, carrier, given.kinds.split(","))
             for carrier in given.carrier.split(",")
@@ -314,7 +310,7 @@ def compare(given: argparse.Namespace) -> None:
             worst = max(result["grown_mb"].values())
             print(f"{one['carrier']:5} {result['kind']:9} {result['of_spin']:.2f} of steps, +{worst:.1f} MB")
     if given.keep:
-        path = ROOT / "bench/results/flood.json"
+        path = RESULTS / "flood.json"
         path.write_text(json.dumps(record, indent=1) + "\n")
 
 

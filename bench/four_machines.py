@@ -13,7 +13,6 @@ Prints figures, and keeps them with machine, commit and date in bench/results/fo
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import re
@@ -26,17 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from gradstream._train import load_job
-from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.result import Run
 from gradstream.testing.machines import Machine, Machines, unavailable
+from records import RESULTS, ROOT, command_line, origin
 
-ROOT = Path(__file__).resolve().parents[1]
 JOB = ROOT / "examples" / "caltech101.py"
 LIMIT_S = 1500.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--model", choices=["large", "small", "cnn"], default="large")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--machines", type=int, default=4)
@@ -53,12 +51,10 @@ def main() -> None:
         figures = train(given, machines, Path(folder))
     figures |= {
         "asked": vars(given),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(ROOT),
-        "machine": describe_machine({})["machine"],
+        **origin(),
     }
     print(json.dumps(figures, indent=2))
-    (ROOT / "bench" / "results" / "four-machines.json").write_text(json.dumps(figures, indent=2) + "\n")
+    (RESULTS / "four-machines.json").write_text(json.dumps(figures, indent=2) + "\n")
 
 
 def train(given: argparse.Namespace, machines: Machines, folder: Path) -> dict[str, Any]:

@@ -33,9 +33,9 @@ from gradstream.runtime import RealRuntime
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.wire import v1
+from records import RESULTS, command_line
 
 SECRET = b"the same for all nodes of a bench"
-RESULTS = Path(__file__).parent / "results"
 MESSAGE_BYTES = 1 << 20  # where a bare stream is fastest
 CHUNK_BYTES = 2 << 20  # where an Endpoint is: half the headers, and still an even flow
 NODE_ENV = {  # as gradstream's nodes have it, for both sides of the comparison
@@ -318,9 +318,7 @@ async def client(addresses: list[str], arguments: argparse.Namespace) -> dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--bytes", type=int, default=80_000_000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sweep", action="store_true", help="also message and chunk sizes, with a plot")

@@ -18,8 +18,6 @@ what the house around costs.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import multiprocessing
 import os
@@ -43,8 +41,8 @@ from gradstream.run.local.machine import describe_machine, git_commit, node_envi
 from gradstream.sparse.data import SparseDataset
 from gradstream.sparse.model import SparseModel, SweepState
 from gradstream.sparse.updates import LOOKS, UPDATES, num_locks
+from records import RESULTS, ROOT, command_line, now
 
-ROOT = Path(__file__).resolve().parents[1]
 RATES = (0.5, 0.45, 0.405)
 WAITING = ("lock", "short_lock", "round_robin")  # of `UPDATES`: what HOGWILD! does without
 AT_ONCE = 10_000  # samples between two looks at the world outside, as in a run
@@ -279,9 +277,7 @@ def show(name: str, result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--samples", type=int, default=200_000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-runs", action="store_true", help="without whole runs")
@@ -292,7 +288,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment})
     torch.set_num_threads(1)
     result: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "commit": git_commit(ROOT),
         **describe_machine(environment),
         "rounds": arguments.rounds,
@@ -318,7 +314,7 @@ def main() -> None:
         + ", ".join(f"{name}: {rate / 1e3:.1f} k" for name, rate in runs.items())
     )
     if not arguments.no_record:
-        path = ROOT / "bench/results/hogwild.json"
+        path = RESULTS / "hogwild.json"
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(path.relative_to(ROOT))
 

@@ -19,15 +19,12 @@ one at a time. The costs are below, the same for every point.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import datetime
 import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,13 +34,13 @@ from torch import Tensor, nn
 from gradstream.model import Batch, from_torch
 from gradstream.pipeline.executor import TensorTransfer
 from gradstream.pipeline.hybrid import HYBRIDS, make_turns, run_turns
-from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.runtime.virtual import VirtualCluster, VirtualRuntime
 from gradstream.split.cut import TorchPlan
 from gradstream.split.hybrid import EVERYWHERE, plan_hybrid
 from gradstream.split.trace import SAMPLES
+from records import RESULTS, command_line, origin
 
-RESULT = Path(__file__).parent / "results" / "hybrid.json"
+RESULT = RESULTS / "hybrid.json"
 
 FLOPS = 1.4e12
 """Operations a second of a worker: about what a card of the paper's time achieved on its network."""
@@ -317,10 +314,7 @@ def build_names(build: Callable[[], nn.Module]) -> list[tuple[str, nn.Module]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args()
+    command_line(__doc__).parse_args()
     networks = {}
     for name, build in (("AlexNet", alexnet), ("GoogLeNet", googlenet)):
         whole = plan_of(build, 1, ())
@@ -341,9 +335,7 @@ def main() -> None:
             "message_s": MESSAGE_S,
             "samples_each": SAMPLES_EACH,
         },
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(Path(__file__).parent.parent),
-        "machine": describe_machine({})["machine"],
+        **origin(),
     }
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
 

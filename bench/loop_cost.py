@@ -11,8 +11,6 @@ Keeps what it finds with machine, commit and date in bench/results/loop-cost.jso
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import statistics
@@ -24,10 +22,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from gradstream.run.local.machine import describe_machine, git_commit, node_environment
+from gradstream.run.local.machine import node_environment
+from records import RESULTS, ROOT, command_line, origin
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "bench" / "results" / "loop-cost.json"
+RESULT = RESULTS / "loop-cost.json"
 BATCH, WARM, GOAL = 256, 3, 1.03
 
 
@@ -92,9 +90,7 @@ def loop() -> None:
 
 def main() -> None:
     """Measures each strategy, and keeps what it finds."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=80, help="pairs of steps, for each strategy")
     given = parser.parse_args()
     rows = {}
@@ -132,9 +128,7 @@ def main() -> None:
         )
     record = {
         "question": (__doc__ or "").splitlines()[0],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(ROOT),
-        "machine": describe_machine(node_environment(1)),
+        **origin(node_environment(1)),
         "goal": GOAL,
         "rows": rows,
     }

@@ -15,7 +15,6 @@ keeps them with machine, commit and date in bench/results/overlap.json.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import re
@@ -39,8 +38,8 @@ from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.result import Run
 from gradstream.strategies import AllReduce
 from gradstream.testing.machines import Machine, Machines, unavailable
+from records import RESULTS, ROOT, command_line, now
 
-ROOT = Path(__file__).resolve().parents[1]
 WORKERS, BATCH, CLASSES = 2, 16, 10
 LAYERS, CHANNELS, PIXELS = 24, 128, 8
 WARM = 6  # steps
@@ -177,7 +176,7 @@ def rounds_of(run: Run, given: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=8, help="of a window")
     parser.add_argument("--rate", default="1gbit", help="of each network card")
@@ -204,12 +203,12 @@ def main() -> None:
         "median": middle,
         "rounds": rounds,
         "asked": {"batch": BATCH, "warm": WARM, **vars(given)},
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "commit": git_commit(ROOT),
         "torch": torch.__version__,
         "machine": describe_machine({})["machine"],
     }
-    (ROOT / "bench" / "results" / "overlap.json").write_text(json.dumps(record, indent=2) + "\n")
+    (RESULTS / "overlap.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

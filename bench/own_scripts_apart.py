@@ -11,8 +11,6 @@ Keeps what it finds with machine, commit and date in bench/results/own-scripts-a
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import re
 import shlex
@@ -26,12 +24,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.result import FINAL_MODEL, Run
 from gradstream.testing.machines import Machine, Machines, unavailable
+from records import RESULTS, ROOT, command_line, origin
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "bench" / "results" / "own-scripts-apart.json"
+RESULT = RESULTS / "own-scripts-apart.json"
 SCRIPTS = {
     "gpt": "--precision full",
     "ema": "",
@@ -117,9 +114,7 @@ def compared(before: Path, after: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Runs all, and keeps what it finds."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     given = parser.parse_args()
@@ -142,9 +137,7 @@ def main() -> None:
                 print(json.dumps(rows[-1]), flush=True)
     record = {
         "question": (__doc__ or "").splitlines()[0],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(ROOT),
-        "machine": describe_machine({**environment(), "PYTHONPATH": "src"}),  # no path of this machine
+        **origin({**environment(), "PYTHONPATH": "src"}),  # no path of this machine
         "rows": rows,
     }
     if set(given.only) == set(SCRIPTS) and set(given.strategies) == set(STRATEGIES):

@@ -9,9 +9,7 @@ shard for its status every 20 ms. Goal: a median of at most 5 ms.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import datetime
 import json
 import os
 import statistics
@@ -25,7 +23,7 @@ from typing import Any
 import torch
 
 import server_bulk
-from gradstream.run.local.machine import describe_machine, git_commit, node_environment
+from gradstream.run.local.machine import node_environment
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.real import RealRuntime
 from gradstream.server.client.client import ServerClient
@@ -35,6 +33,7 @@ from gradstream.transport.carriers import make_endpoint
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.placement import Placement
+from records import command_line, origin
 
 ELEMS, CHUNK_ELEMS, REPEATS, EVERY_S = 75_000_000, 262_144, 7, 0.02
 
@@ -89,7 +88,7 @@ async def measure(address: str, carrier: Any) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--carrier", choices=["grpc", "tcp"], default="grpc")
     carrier = parser.parse_args().carrier
     sys.setswitchinterval(2e-4)
@@ -120,9 +119,7 @@ def main() -> None:
             + ", ".join(f"{key} {value:.2f}" for key, value in row.items())
         )
     record = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(here.parent),
-        "machine": describe_machine(node_environment(2)),
+        **origin(node_environment(2)),
         "carrier": carrier,
         "rows": rows,
     }

@@ -13,15 +13,12 @@ Each run is a line of bench/results/pipeline-accuracy.jsonl; the record is bench
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import datetime
 import json
 import statistics
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,9 +33,8 @@ from gradstream.pipeline.versions import weight_versions
 from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.split.plan import SplitPlan
 from pipeline_layers import LayerStages, LocalChannel, chain_of_layers, initial_weights
+from records import RESULTS, ROOT, command_line, now
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results"
 SIZES, PARTS, BATCH, EPOCHS, MOMENTUM = (784, 64, 64, 64, 10), 4, 32, 4, 0.9
 SEEDS, RATES = range(1, 6), (0.001, 0.003, 0.01, 0.03)
 MICRO_BATCHES = {"gpipe": 4, "pipedream": 1, "pipedream-vertical": 1, "2bw": 4, "delayed": 1}
@@ -173,9 +169,7 @@ def summarised(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Runs what is missing, and keeps the record when nothing is."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "--most", type=float, default=float("inf"), help="seconds after which no run is begun"
     )
@@ -200,7 +194,7 @@ def main() -> None:
         print(f"{method:<20} {rates}  held {row['activations']} {row['versions']} {row['as the formula']}")
     record = {
         "question": (__doc__ or "").splitlines()[0],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "commit": git_commit(ROOT),
         **describe_machine({}),
         "sizes": SIZES,

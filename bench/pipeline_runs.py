@@ -14,7 +14,6 @@ torch's divided by it (those without a flush beside torch's 1F1B, zero-bubble be
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import subprocess
@@ -38,8 +37,8 @@ import gradstream as gs
 from gradstream.job.files import load_job
 from gradstream.pipeline.schedule import FLUSHING
 from gradstream.run.local.machine import describe_machine, git_commit
+from records import RESULTS, ROOT, command_line, now
 
-ROOT = Path(__file__).resolve().parents[1]
 WIDTH, LAYERS, SAMPLES, PARTS, SKIPPED, LR = 1024, 8, 256, 2, 10, 0.001
 MICRO_BATCHES = {"gpipe": 8, "1f1b": 8, "interleaved": 8, "zero-bubble": 8, "pipedream": 1, "2bw": 8}
 TORCHS: dict[str, Any] = {
@@ -147,9 +146,7 @@ def torch_part(name: str, folder: str, rank: int, steps: int) -> float:
 
 def main() -> None:
     """Measures each pipeline, in turn."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=MICRO_BATCHES, default=[*MICRO_BATCHES])
@@ -176,7 +173,7 @@ def main() -> None:
         )
     record = {
         "question": (__doc__ or "").splitlines()[0],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "commit": git_commit(ROOT),
         **describe_machine({}),
         "width": WIDTH,
@@ -186,7 +183,7 @@ def main() -> None:
         "repeats": asked.repeats,
         "found": found,
     }
-    (ROOT / "bench" / "results" / "pipeline-runs.json").write_text(json.dumps(record, indent=1) + "\n")
+    (RESULTS / "pipeline-runs.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import statistics
 import subprocess
@@ -22,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +32,8 @@ from gradstream.pipeline.schedule import make_schedule
 from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.split.plan import SplitPlan
 from pipeline_layers import chain_of_layers
+from records import RESULTS, ROOT, command_line, now
 
-ROOT = Path(__file__).resolve().parents[1]
 LAYERS, SAMPLES, MICRO_BATCHES = 4, 32, 8  # layers of a stage, samples of a micro-batch
 TORCHS = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
 
@@ -171,9 +169,7 @@ def gradient_of(module: nn.Module, call: Callable[[], None]) -> Tensor:
 
 def main() -> None:
     """Starts the pair for each schedule."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--width", type=int, default=512, help="units of a layer")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--rank", nargs=3, metavar=("RANK", "FOLDER", "SCHEDULE"), help=argparse.SUPPRESS)
@@ -204,7 +200,7 @@ def main() -> None:
         print(f"{name}: {ours}, torch {torchs} a minibatch; median ratio {row['ratio']:.2f}")
     record = {
         "question": (__doc__ or "").splitlines()[0],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "commit": git_commit(ROOT),
         **describe_machine({}),
         "width": asked.width,
@@ -213,7 +209,7 @@ def main() -> None:
         "micro_batches": MICRO_BATCHES,
         "found": found,
     }
-    (ROOT / "bench" / "results" / "pipeline-stages.json").write_text(json.dumps(record, indent=1) + "\n")
+    (RESULTS / "pipeline-stages.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ off, so that each death counts as the first one. Keeps what it finds in bench/re
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import random
@@ -49,9 +47,9 @@ from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.plan import plan_run
 from gradstream.run.result import Run
+from records import RESULTS, ROOT, command_line, now
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "bench" / "results" / "recovery.json"
+RESULT = RESULTS / "recovery.json"
 STEP_S, LEASE_S = 0.02, 2.0
 GAP_S = (0.2, 0.6)
 PATIENCE_S = 60.0
@@ -298,9 +296,7 @@ def beside_hogs(seconds: float, lease_s: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--pieces", default="; ".join(PIECES), help="separated by semicolons")
     parser.add_argument("--strikes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
@@ -325,7 +321,7 @@ def main() -> None:
         found["figures"] = figures(found.get("each", ()))
         found |= {"took_s": round(time.monotonic() - begun_s, 1), "load_before": round(load, 1)}
         found |= {"load_after": round(os.getloadavg()[0], 1), "commit": commit}
-        found["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        found["date"] = now()
         print(name, json.dumps({key: value for key, value in found.items() if key != "each"}), flush=True)
         record: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.is_file() else {"pieces": {}}
         record["pieces"][name] = found

@@ -14,9 +14,7 @@ the last quarter: by then caches and windows are full.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import datetime
 import gc
 import json
 import re
@@ -39,16 +37,15 @@ from gradstream.coordinator.durable.store import StateStore
 from gradstream.job.files import load_job
 from gradstream.run import restarts
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.plan import plan_run
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.virtual import Clock, VirtualCluster
 from gradstream.server.shard.service import ShardService
 from gradstream.testing.runs import QUICK, UNSTEADY, Tokens, least_squares, numbered
 from gradstream.transport.simulated.network import StreamQueue, VirtualNetwork
+from records import RESULTS, command_line, origin
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "bench/results/rejoins.json"
+RECORD = RESULTS / "rejoins.json"
 VICTIM = "worker-1"
 SLOW = replace(UNSTEADY, costs={**UNSTEADY.costs, "gradient": gs.sim.Cost(base_s=0.08)})
 FOREIGN = (
@@ -220,20 +217,13 @@ def processes(seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     """Prints and keeps the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("how", choices=["virtual", "processes"])
     parser.add_argument("much", type=int, help="number of rejoins, or seconds of training")
     given = parser.parse_args()
     found = virtual(given.much, gs.Downpour()) if given.how == "virtual" else processes(given.much)
     record = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
-    record[given.how] = found
-    record |= {
-        "machine": describe_machine({}),
-        "commit": git_commit(ROOT),
-        "date": datetime.date.today().isoformat(),
-    }
+    record |= {given.how: found, **origin({})}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(found["growth"]))
 

@@ -12,7 +12,6 @@ was pushed and fetched. Ends with a replay, which has to have the same bits. Kee
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import tempfile
@@ -27,11 +26,10 @@ import gradstream as gs
 from gradstream.cli.replaying import same_bits
 from gradstream.job.files import load_job
 from gradstream.recording import FOLDER
-from gradstream.run.local import describe_machine, node_environment
-from gradstream.run.local.machine import git_commit
+from gradstream.run.local import node_environment
+from records import RESULTS, origin
 
 WIDTH, CLASSES = 256, 10
-RESULTS = Path(__file__).parent / "results"
 SIZES = Path(tempfile.gettempdir()) / "gradstream-replay-cost.json"
 """Nodes read this file again: what they are told lies beside."""
 
@@ -120,9 +118,7 @@ def main() -> None:
         "updates_replayed": updates,
         "same_bits": same,
         "rows": rows,
-        "machine": describe_machine(node_environment(given.workers)),
-        "commit": git_commit(Path(__file__).parent),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
+        **origin(node_environment(given.workers)),
     }
     (RESULTS / f"replay-cost-{given.elems}.json").write_text(json.dumps(result, indent=1) + "\n")
     for name in ("step_ratio", "bytes_per_update", "share_of_traffic", "replay_over_run", "same_bits"):

@@ -11,7 +11,6 @@ in bench/results/reshard-pause.json.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import statistics
@@ -29,6 +28,7 @@ from gradstream.job.files import load_job
 from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.server.shard.config import Acknowledge
 from gradstream.testing import Tokens, numbered
+from records import command_line
 
 SCRIPT = Path(__file__).resolve()
 RESULT = SCRIPT.parents[1] / "bench/results/reshard-pause.json"
@@ -83,9 +83,7 @@ def measured(run_dir: Path, options: Sequence[str], changes: int) -> Sequence[Ma
 
 def main() -> None:
     """Measures, and prints quantiles."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64, help="elements of a chunk")
     parser.add_argument("--acknowledge", default="applied")

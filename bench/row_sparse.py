@@ -32,8 +32,8 @@ from torch import nn
 import gradstream as gs
 from gradstream.job.files import load_job
 from gradstream.run.local import describe_machine, node_environment
+from records import RESULTS
 
-RESULTS = Path(__file__).parent / "results"
 SPEC = Path("row_sparse.json")  # in the working directory: nodes read this file again
 TOUCHED = 100
 PER_SAMPLE = 5

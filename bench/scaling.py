@@ -19,7 +19,6 @@ Prints the tables, and keeps them with plots, commit and date in bench/results/.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,9 +35,8 @@ from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.strategies.allreduce import AllReduce
 from gradstream.strategies.base import Strategy
 from gradstream.testing.runs import Sized, numbered
+from records import RESULTS, ROOT, command_line
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results"
 BANDWIDTH_BYTES_S = 86.4e6 / 1.44
 LATENCY_S = 0.5e-3
 BATCH, SAMPLES = 256, 29 * 256
@@ -240,9 +238,7 @@ def _longer(found: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--most", type=int, default=64, help="workers")
     parser.add_argument("--only", default="", help="schemes whose names have this in them")
     given = parser.parse_args()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import math
 import os
@@ -30,7 +29,6 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -40,7 +38,7 @@ import torch
 
 from gradstream.memory import Vector
 from gradstream.optim import SGD
-from gradstream.run.local.machine import describe_machine, git_commit, node_environment
+from gradstream.run.local.machine import node_environment
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.process_metrics import own_bytes
 from gradstream.runtime.real import RealRuntime
@@ -55,9 +53,9 @@ from gradstream.transport.carriers import make_endpoint, make_memory
 from gradstream.wire import v1
 from gradstream.wire.chunks import CHUNK_ELEMS, ChunkMap, shared_chunk_elems
 from gradstream.wire.placement import Placement
+from records import RESULTS, command_line, origin
 
 SECRET = b"the same for all nodes of a bench"
-ROOT = Path(__file__).resolve().parents[1]
 MESSAGE_BYTES = 1 << 20
 FINGERPRINT = 1
 LISTEN = "127.0.0.1:0"
@@ -270,7 +268,7 @@ async def bare_get(channel: grpc.aio.Channel, into: np.ndarray[Any, Any]) -> Non
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--elems", type=int, default=20_000_000)
     parser.add_argument("--chunk", type=int, help="elements; 262,144, over shm as a job would have it")
     parser.add_argument("--carrier", choices=["grpc", "tcp", "shm"], default="grpc")
@@ -316,9 +314,7 @@ def main() -> None:
     for name, figures in memory.items():
         print(f"{name}: own memory {figures['own_mb']:.0f} MB, peak {figures['peak_mb']:.0f} MB")
     record = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(ROOT),
-        "machine": describe_machine(node_environment(2)),
+        **origin(node_environment(2)),
         "carrier": given.carrier,
         "elems": given.elems,
         "median_s": median,
@@ -327,10 +323,8 @@ def main() -> None:
         "chunk_elems": given.chunk,
         "memory": memory,
     }
-    folder = ROOT / "bench" / "results"
-    folder.mkdir(parents=True, exist_ok=True)
     kind = "" if given.carrier == "grpc" else f"{given.carrier}-"
-    (folder / f"server-bulk-{kind}{given.elems}.json").write_text(json.dumps(record, indent=2) + "\n")
+    (RESULTS / f"server-bulk-{kind}{given.elems}.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

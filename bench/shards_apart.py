@@ -32,7 +32,6 @@ same strategy, shards, speed and carrier.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -49,14 +48,13 @@ import numpy as np
 import gradstream as gs
 from four_machines import run_on
 from gradstream._simulate import simulate
-from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.testing.machines import Machines, unavailable
 from gradstream.testing.runs import Sized, numbered
+from records import RESULTS, ROOT, command_line, origin
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "bench" / "results" / "shards-apart.json"
+RECORD = RESULTS / "shards-apart.json"
 MACHINES = 4
 LAYERS = [1 << 20] * 32
 BYTES = 4 * sum(LAYERS)
@@ -100,7 +98,7 @@ def _steps() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=20, help="of each worker")
     parser.add_argument("--mbit", type=int, default=1000, help="speed of each card, Mbit/s")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind; the median counts")
@@ -151,9 +149,7 @@ def row(given: argparse.Namespace, kind: str, shards: int) -> dict[str, Any]:
         "cores_used": cores_used(run),
         "steps": dict(Counter(step["node"] for step in steps_of(run))),
         "all_of_bound": [speed(run, shards, given.mbit)[1] for run in runs],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(ROOT),
-        "machine": describe_machine({})["machine"],
+        **origin(),
     }
     print(
         f"{kind}, {shards} shards: {per_s:,.0f} samples/s, {of_bound:.0%} of the bound, plain sockets "

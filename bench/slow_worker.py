@@ -15,8 +15,6 @@ Prints figures, and keeps them with machine, commit and date in bench/results/sl
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import math
 import statistics
@@ -30,13 +28,12 @@ from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.report.summary import EventDict
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.plan import plan_run
 from gradstream.run.result import Run
 from gradstream.testing.quota import CpuQuota, no_quota
 from gradstream.testing.runs import busy
+from records import RESULTS, command_line, origin
 
-ROOT = Path(__file__).resolve().parents[1]
 WORKERS, SLOW = 4, "worker-3"
 CORES = {f"worker-{rank}": 0.5 for rank in range(WORKERS)} | {SLOW: 0.1}
 BATCH, SAMPLES, EPOCHS = 256, 32_768, 4
@@ -141,7 +138,7 @@ def figures_of(run: Run) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
     reason = no_quota()
@@ -173,11 +170,9 @@ def main() -> None:
         "holds": holds,
         "runs": rows,
         "asked": {**vars(given), "cores": CORES, "samples": SAMPLES, "epochs": EPOCHS, "batch": BATCH},
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(ROOT),
-        "machine": describe_machine({})["machine"],
+        **origin(),
     }
-    (ROOT / "bench" / "results" / "slow-worker.json").write_text(json.dumps(figures, indent=2) + "\n")
+    (RESULTS / "slow-worker.json").write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ Machines are network namespaces that share this one's cores.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import itertools
 import json
 import os
@@ -33,11 +31,10 @@ import gradstream as gs
 from four_machines import invitation, start
 from gradstream.job.files import load_job
 from gradstream.job.job import Job
-from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.testing.machines import Machines, unavailable
+from records import RESULTS, ROOT, command_line, origin
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "bench" / "results" / "split-models.json"
+RESULT = RESULTS / "split-models.json"
 CONTEXT, WIDTH, HEADS, BLOCKS = 32, 64, 4, 2
 UNITS, LAYERS, SAMPLES = 1024, 4, 64
 
@@ -143,9 +140,7 @@ def dense_job() -> Job:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=300, help="of each model")
     parser.add_argument("--apart", action="store_true")
     parser.add_argument("--rate", default="100mbit", help="of each card, with --apart")
@@ -153,9 +148,7 @@ def main() -> None:
     found: dict[str, Any] = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     found |= apart(given.rate) if given.apart else together(given.steps)
     found |= {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(ROOT),
-        "machine": describe_machine({})["machine"],
+        **origin(),
         "load": os.getloadavg()[0],
     }
     RESULT.write_text(json.dumps(found, indent=1) + "\n")

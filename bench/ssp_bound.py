@@ -12,10 +12,7 @@ every machine: figures are of the simulation.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
-from pathlib import Path
 from typing import Any
 
 import gradstream as gs
@@ -23,8 +20,8 @@ from gradstream._simulate import simulate
 from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.runtime.simulation import Cost, LogNormal, Network, SimulationConfig
 from gradstream.testing.runs import Sized, numbered
+from records import RESULTS, ROOT, command_line, now
 
-ROOT = Path(__file__).resolve().parents[1]
 WORKERS, STEPS, SEEDS = 16, 25, 3
 COSTS = {
     "gradient": Cost(base_s=0.1, jitter=LogNormal(0.5)),
@@ -60,9 +57,7 @@ def measured(strategy: gs.Strategy, speeds: dict[str, float]) -> dict[str, float
 
 def main() -> None:
     """Measures all."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    command_line(__doc__).parse_args()
     found = {
         world: {name: measured(strategy, speeds) for name, strategy in STRATEGIES.items()}
         for world, speeds in SPEEDS.items()
@@ -77,7 +72,7 @@ def main() -> None:
             )
     record = {
         "question": (__doc__ or "").splitlines()[0],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "commit": git_commit(ROOT),
         **describe_machine({}),
         "workers": WORKERS,
@@ -85,7 +80,7 @@ def main() -> None:
         "seeds": SEEDS,
         "found": found,
     }
-    (ROOT / "bench" / "results" / "ssp-bound.json").write_text(json.dumps(record, indent=1) + "\n")
+    (RESULTS / "ssp-bound.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

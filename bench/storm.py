@@ -29,8 +29,6 @@ Keeps them in bench/results/storm.json.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import random
@@ -63,9 +61,9 @@ from gradstream.testing.proxied_node import ProxiedCluster
 from gradstream.testing.proxy import LinkFault, LinkProxy
 from gradstream.testing.quota import CpuQuota, no_quota
 from gradstream.testing.tokens import TokenAudit, Tokens, numbered
+from records import RESULTS, ROOT, command_line, now
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "bench" / "results" / "storm.json"
+RESULT = RESULTS / "storm.json"
 WORKERS, SHARDS, SAMPLES, BATCH, CHUNKS = 4, 2, 512, 2, 4
 STEP_S, LEASE_S = 0.02, 2.0
 GAP_S = (12.0, 20.0)
@@ -410,9 +408,7 @@ def measured(strategy: str, minutes: float, seed: int, links: bool) -> dict[str,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--strategy", default="downpour", choices=["downpour", "synchronous", "allreduce"])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -423,7 +419,7 @@ def main() -> None:
     commit, load = git_commit(ROOT), os.getloadavg()[0]
     found = measured(given.strategy, given.minutes, given.seed, given.links)
     found |= {"load": [round(load, 1), round(os.getloadavg()[0], 1)], "commit": commit}
-    found["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    found["date"] = now()
     print(given.strategy, json.dumps(found), flush=True)
     record = json.loads(RESULT.read_text()) if RESULT.is_file() else {"strategies": {}}
     record["strategies"][given.strategy + (", links" if given.links else "")] = found

@@ -15,8 +15,6 @@ or torn. Keeps what it finds in bench/results/storm.json, beside `storm.py`.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import random
@@ -38,9 +36,9 @@ import gradstream as gs
 from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.testing.machines import Machine, Machines, unavailable
 from gradstream.testing.tokens import TokenAudit
+from records import RESULTS, ROOT, command_line, now
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "bench" / "results" / "storm.json"
+RESULT = RESULTS / "storm.json"
 MACHINES, SAMPLES, LEASE_S = 4, 512, 3.0
 GAP_S = (8.0, 16.0)
 STEPS_S = 60.0
@@ -223,9 +221,7 @@ def measured(minutes: float, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
@@ -233,7 +229,7 @@ def main() -> None:
         raise SystemExit(reason)
     found = measured(given.minutes, given.seed)
     found |= {"commit": git_commit(ROOT), "machine": describe_machine({})["machine"]}
-    found["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    found["date"] = now()
     print(json.dumps(found), flush=True)
     record = json.loads(RESULT.read_text()) if RESULT.is_file() else {"strategies": {}}
     record["apart"] = found

@@ -13,8 +13,6 @@ Each run is a line of bench/results/synthetic-gradients.jsonl; the record is ben
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import math
 import statistics
@@ -31,9 +29,9 @@ from torch import nn
 import gradstream as gs
 from gradstream.pipeline import SyntheticGradients
 from gradstream.run.local.machine import describe_machine, git_commit
+from records import RESULTS, ROOT, command_line, now
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS, PICTURE = ROOT / "bench" / "results", ROOT / "docs" / "strategies" / "synthetic-gradients.png"
+PICTURE = ROOT / "docs" / "strategies" / "synthetic-gradients.png"
 PARTS, BATCH, EPOCHS, HIDDEN = 4, 50, 6, 16
 SEEDS, RATES = range(1, 6), (0.0003, 0.001, 0.003)
 METHODS: dict[str, dict[str, Any]] = {
@@ -187,9 +185,7 @@ def draw(rows: list[dict[str, Any]], found: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Runs what is missing, and keeps the record."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--most", type=float, default=math.inf, help="seconds after which no run is begun")
     parser.add_argument("--page", action="store_true", help="train nothing")
     given = parser.parse_args()
@@ -208,7 +204,7 @@ def main() -> None:
     print(f"{left} runs are left")
     record = {
         "question": (__doc__ or "").splitlines()[0],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": now(),
         "commit": git_commit(ROOT),
         **describe_machine({}),
         "parts": PARTS,

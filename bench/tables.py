@@ -7,30 +7,24 @@ After a measurement. Words around a table are not rewritten: read them again.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from gradstream.pipeline.schedule import make_schedule
 from gradstream.pipeline.timing import pipeline_times
 from marks import put, table
 from pipeline_layers import chain_of_layers
+from records import RESULTS, ROOT, command_line
 from recovery_tables import recovery_table, storm_table, tax_table
-
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results"
 
 Record = Mapping[str, Any]
 Places = dict[str, str]
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    command_line(__doc__).parse_args()
     for name, places in PAGES.items():
         print(f"{name}: {'written anew' if put(ROOT / name, places()) else 'as it was'}")
 

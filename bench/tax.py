@@ -18,8 +18,6 @@ TLS are in it: no carrier makes a checksum of its own, and a run on one machine 
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import importlib
 import json
 import os
@@ -44,9 +42,9 @@ from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.plan import plan_run
 from gradstream.run.result import Run
+from records import RESULTS, ROOT, command_line, now
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULT = ROOT / "bench" / "results" / "tax.json"
+RESULT = RESULTS / "tax.json"
 WIDTH, HIDDEN, CLASSES, BATCH, WORKERS = 1024, 2042, 10, 256, 2
 HOW, FOLDER = "GRADSTREAM_TAX", "GRADSTREAM_TAX_FOLDER"
 """Variables that tell the nodes what to do with `PROTECTIONS`, and where to write times."""
@@ -208,9 +206,7 @@ def shares(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--carriers", default="shm,tcp,grpc,allreduce")
     parser.add_argument("--rounds", type=int, default=6)
     given = parser.parse_args()
@@ -233,7 +229,7 @@ def main() -> None:
         print(case, json.dumps(row), flush=True)
         record["carriers"][case] = row
         record |= {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "date": now(),
             "commit": commit,
         }
         record |= {"machine": describe_machine({})["machine"], "load": [load, os.getloadavg()[0]]}

@@ -13,8 +13,6 @@ Prints figures, and keeps them with machine, commit and date in bench/results/un
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import itertools
 import json
 import math
@@ -35,14 +33,13 @@ from gradstream._train import launch
 from gradstream.job.files import load_job
 from gradstream.report.summary import EventDict
 from gradstream.run.local import LocalCluster, node_environment
-from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.run.plan import plan_run
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.testing.quota import CpuQuota, no_quota
 from gradstream.testing.runs import Sized, busy, numbered
+from records import RESULTS, command_line, origin
 
-ROOT = Path(__file__).resolve().parents[1]
 ROUNDS = 48
 BATCH = 128
 PASSES = 600
@@ -195,7 +192,7 @@ def on_virtual_time(seeds: int, steps: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--seeds", type=int, default=30, help="first rounds")
     parser.add_argument("--steps", type=int, default=120, help="rounds in a row")
     parser.add_argument("--repeats", type=int, default=7, help="runs for real")
@@ -208,11 +205,9 @@ def main() -> None:
         figures["half_a_core"] = for_real(given.repeats)
     figures |= {
         "asked": vars(given),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": git_commit(ROOT),
-        "machine": describe_machine({})["machine"],
+        **origin(),
     }
-    (ROOT / "bench" / "results" / "uneven.json").write_text(json.dumps(figures, indent=2) + "\n")
+    (RESULTS / "uneven.json").write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":
