@@ -218,6 +218,8 @@ class Coordinator:
             if event["event"] == "evaluated":
                 evaluated = Evaluated(event["step"], event["accuracy"], event["loss"])
                 self._membership.snapshots.evaluated = evaluated
+            if event["event"] == "converged":
+                self._reached(event["reason"])
             if criterion is not None:
                 self._reached(criterion.event(event))
 

@@ -61,6 +61,9 @@ class Ledger:
             least one of the two limits must be given; with both, the smaller one counts.
         helping: whether a worker that has finished its own sequence of an epoch gets minibatches of all others.
             Otherwise it gets those of lost and paused workers only.
+        in_passes: whether no minibatch is assigned before all of the epoch before have their receipts. The last
+            minibatches of an epoch are then assigned twice (the backup tasks of Dean et al. 2012): a worker that
+            would have nothing to do gets one that another worker has had the longest.
 
     Raises:
         ConfigError: there is no limit, or one is below 1.
@@ -88,7 +91,13 @@ class Ledger:
     """See `coordinator.durable.state`."""
 
     def __init__(
-        self, plan: BatchPlan, *, epochs: int | None = None, steps: int | None = None, helping: bool = True
+        self,
+        plan: BatchPlan,
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        helping: bool = True,
+        in_passes: bool = False,
     ) -> None:
         for what, limit in (("epochs", epochs), ("steps", steps)):
             if limit is not None and limit < 1:
@@ -99,6 +108,7 @@ class Ledger:
             )
         self.plan = plan
         self.helping = helping or plan.num_partitions == 1
+        self.in_passes = in_passes
         self._sequences = []
         for partition in range(plan.num_partitions):
             limits = [plan.batches_before(partition, epochs)] if epochs is not None else []
@@ -245,13 +255,16 @@ class Ledger:
         """The minibatches that can be assigned to a worker now; none for a lost worker."""
         number = None if taker in self._lost else self._next_sequence(taker)
         if number is None:
-            return Unassigned(0, 0)
+            twice = self._twice(taker) is not None
+            return Unassigned(int(twice), int(twice))
         k = self._sequences[number].first()
         assert k is not None
         behind = self.plan.nth(number, k).epoch + 1
         open_numbers = [other for other in range(len(self._sequences)) if self._is_open(other, taker)]
         stops = {other: self.plan.batches_before(other, behind) for other in open_numbers}
         epoch = sum(self._sequences[other].num_free(stop) for other, stop in stops.items())
+        if self.in_passes:
+            return Unassigned(epoch, epoch)
         return Unassigned(epoch, sum(self._sequences[other].num_free() for other in open_numbers))
 
     def _is_open(self, number: int, taker: int) -> bool:
@@ -270,9 +283,31 @@ class Ledger:
         while len(handed) < limit and taker not in self._lost:
             number = self._next_sequence(taker)
             if number is None:
+                if not handed and (twice := self._twice(taker)) is not None:
+                    handed.append(self._hand_out_twice(*twice, taker))
                 break
             handed.append(self._hand_out(number, taker, size))
         return tuple(handed)
+
+    def _twice(self, taker: int) -> tuple[int, int, int] | None:
+        """The minibatch (sequence, k, count) that a worker without one computes beside another worker.
+
+        It is the one that was assigned first, of those that one worker alone has.
+        """
+        if not self.in_passes or taker in self._lost | self._paused:
+            return None
+        holders: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+        for worker, hand in self._hands.items():
+            for (number, k), count in hand.items():
+                if not self._sequences[number].received(k):
+                    holders[number, k, count].append(worker)
+        alone = [one for one, workers in holders.items() if len(workers) == 1 and workers != [taker]]
+        return min(alone, default=None)
+
+    def _hand_out_twice(self, number: int, k: int, count: int, taker: int) -> BatchRef:
+        self._hands[taker][number, k] = count
+        self._again.add((number, k))
+        return replace(self.plan.nth(number, k), count=count)
 
     def _hand_out(self, number: int, taker: int, size: int) -> BatchRef:
         """Assigns the first minibatch of a sequence that has one."""
@@ -368,7 +403,9 @@ class Ledger:
         A sequence that only its own worker reads fast is left to that worker, until it is lost or no other is left.
         """
         if len(self._sequences) == 1:
-            return None if self._sequences[0].first() is None else 0
+            k = self._sequences[0].first()
+            ahead = k is not None and self.in_passes and self.plan.nth(0, k).epoch > self.num_complete
+            return None if k is None or ahead else 0
         found: tuple[tuple[int, int, int], int] | None = None
         for number, sequence in enumerate(self._sequences):
             k = sequence.first()

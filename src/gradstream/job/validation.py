@@ -138,6 +138,8 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     _check_drive(job, strategy)
     if isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients":
         Outer(strategy.outer_optimizer(optimizer))
+    if isinstance(strategy, ServerStrategy) and strategy.in_passes:
+        _check_passes(job, strategy, optimizer)
     if isinstance(strategy, SharedMemoryStrategy):
         _check_shared(job, strategy, optimizer)
 
@@ -201,6 +203,25 @@ def _check_acknowledged(job: Job, strategy: Strategy) -> None:
     else:
         return
     raise ConfigError(f"acknowledge={job.acknowledge!r}: {why}; leave acknowledge out")
+
+
+def _check_passes(job: Job, strategy: ServerStrategy, optimizer: Optimizer) -> None:
+    """Raises where a data epoch cannot be a pass, whose portions any worker may compute."""
+    strategy.outer_optimizer(optimizer)
+    name = type(strategy).__name__
+    if is_open_ended(job):
+        why = "the training loop is your own, and nobody else can compute its portions"
+    elif job.data.num_samples is None:
+        why = "the data is a stream, which has no pass"
+    elif job.assignment == "partitions":
+        why = 'assignment="partitions" gives each worker its part of the data, but portions go to whoever is idle'
+    elif job.groups:
+        why = "parameter groups have rates and weight decay of their own, which a batch method does not apply"
+    elif job.record:
+        why = "a recording does not have the commands of a batch method"
+    else:
+        return
+    raise ConfigError(f"strategy={name}: {why}; leave one of the two out")
 
 
 def _check_hooks(strategy: Strategy) -> None:

@@ -4,7 +4,8 @@ the others go on without it        as the strategy says; in rounds only where ot
 a new process takes its place      unless one of `_obstacles` holds
 until then others stand in for it  in rounds, where a new process may come
 its torn pushes are redone         elsewhere, where it pushed gradients to servers and a new process may come;
-                                   of a split replica, where its processes compute one gradient at a time
+                                   of a split replica, where its processes compute one gradient at a time;
+                                   not in passes, where each chunk knows the portions that it has
 
 The reasons are ends of a sentence, for messages. docs/assumptions.md says the same in words.
 """
@@ -26,7 +27,12 @@ def losses_of(plan: RunPlan) -> LossTolerance:
     """Which losses of workers the run of a plan survives, and how."""
     served, rounds = plan.served, plan.strategy.partitioning == "rounds"
     obstacle = next(_obstacles(plan, rounds=rounds), "")
-    redoes = served is not None and served.pushes == "gradients" and not rounds and plan.workers > 1
+    redoes = (
+        served is not None
+        and served.pushes == "gradients"
+        and not (rounds or served.in_passes)
+        and plan.workers > 1
+    )
     return LossTolerance(
         survives_worker_loss=not obstacle if rounds else plan.strategy.survives_worker_loss,
         quorum=None if served is None else served.quorum(plan.workers),

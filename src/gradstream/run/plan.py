@@ -133,7 +133,13 @@ class RunPlan:
         if self.open_ended:
             return OpenLedger(self.workers, rounds=self.strategy.partitioning == "rounds")
         helping = self.strategy.partitioning_of_run() != "partitions"  # with what is left of an epoch
-        return Ledger(self.batch_plan(), epochs=self.job.epochs, steps=self.steps_left, helping=helping)
+        return Ledger(
+            self.batch_plan(),
+            epochs=self.job.epochs,
+            steps=self.steps_left,
+            helping=helping,
+            in_passes=self.served is not None and self.served.in_passes,
+        )
 
     def batch_plan(self) -> BatchPlan:
         """Which worker goes through which samples. Raises ConfigError where the numbers do not fit."""

@@ -51,6 +51,7 @@ class PushHeader:
         vector: vector that the push changes: "" for the parameters, else a state vector of the update rule.
         redone: whether another worker pushes for this one, which is lost. It belongs to no clock.
         length: Euclidean length of the elements; infinite where unknown.
+        portion: number of the portion of a pass (`round`) that the push contains; 0 where there are no passes.
     """
 
     sender: str
@@ -68,6 +69,7 @@ class PushHeader:
     vector: str = ""
     redone: bool = False
     length: float = math.inf
+    portion: int = 0
 
 
 def rank_of(sender: str) -> int:

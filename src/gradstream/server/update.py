@@ -56,6 +56,7 @@ class Update:
         pieces: makes the parts to push, by chunk; a chunk left out is not pushed. None pushes all of `vector`.
         sound: number of elements from the front that are pushed, where the gradient turned out not to be finite while
             it left; chunks behind them are pushed as absent. None: all of them.
+        portion: number of the portion of a pass (`round`) that the vector has; 0 where there are no passes.
         prompt: whether `pieces` depends on the present parameters, and so must run before the worker continues.
     """
 
@@ -80,4 +81,5 @@ class Update:
     clock: int = 0
     pieces: Callable[[], Awaitable[Mapping[int, UpdatePiece]]] | None = None
     sound: int | None = None
+    portion: int = 0
     prompt: bool = False

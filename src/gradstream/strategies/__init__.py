@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from gradstream.strategies.asysg import AsySG
     from gradstream.strategies.averaging import ParameterAveraging
     from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
+    from gradstream.strategies.batch import BatchMethod
+    from gradstream.strategies.conjugate_gradient import ConjugateGradient
     from gradstream.strategies.dc_asgd import DCASGD
     from gradstream.strategies.diloco import DiLoCo
     from gradstream.strategies.downpour import Downpour
     from gradstream.strategies.elastic import EAMSGD, ElasticAveraging
+    from gradstream.strategies.gradient_descent import GradientDescent
     from gradstream.strategies.hogwild import Hogwild
+    from gradstream.strategies.lbfgs import LBFGS
     from gradstream.strategies.softsync import Softsync
     from gradstream.strategies.ssp import SSP
     from gradstream.strategies.staged import StagedStrategy
@@ -28,12 +32,16 @@ if TYPE_CHECKING:
 __all__ = [
     "DCASGD",
     "EAMSGD",
+    "LBFGS",
     "SSP",
     "AllReduce",
     "AsySG",
+    "BatchMethod",
+    "ConjugateGradient",
     "DiLoCo",
     "Downpour",
     "ElasticAveraging",
+    "GradientDescent",
     "GroupStrategy",
     "GroupWorker",
     "Hogwild",
@@ -53,12 +61,16 @@ __all__ = [
 _MODULE_OF = {
     "DCASGD": "dc_asgd",
     "EAMSGD": "elastic",
+    "LBFGS": "lbfgs",
     "SSP": "ssp",
     "AllReduce": "allreduce",
     "AsySG": "asysg",
+    "BatchMethod": "batch",
+    "ConjugateGradient": "conjugate_gradient",
     "DiLoCo": "diloco",
     "Downpour": "downpour",
     "ElasticAveraging": "elastic",
+    "GradientDescent": "gradient_descent",
     "GroupStrategy": "base",
     "GroupWorker": "api",
     "Hogwild": "hogwild",

@@ -19,7 +19,9 @@ from gradstream.model.base import Reduction
 
 if TYPE_CHECKING:  # runs without servers import nothing of them
     from gradstream.server.client.arrival import Arrival
+    from gradstream.server.procedure import StepResult
     from gradstream.server.update import Update
+    from gradstream.wire import v1
 
 __all__ = [
     "Bucket",
@@ -48,6 +50,11 @@ class Minibatch(Protocol):
 
         In a user's own training loop it is -1 until the gradient is done.
         """
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """Number of its data epoch, from 0."""
         ...
 
 
@@ -94,6 +101,10 @@ class Server(Protocol):
             update: gradients or parameters to push.
             advance_clock: whether this update counts on the worker's clock.
         """
+        ...
+
+    async def step(self, step: v1.Procedure, commands: Sequence[v1.Command]) -> StepResult:
+        """Has every chunk carry out a step of a procedure once, whichever worker sends it; see `strategies.batch`."""
         ...
 
     async def flush(self) -> None:
@@ -312,6 +323,21 @@ class ServerWorker(Worker, Protocol):
 
     def update(self, gradient: Gradient) -> Update:
         """One gradient, to be pushed chunk by chunk while it is computed."""
+        ...
+
+    async def portion(self, gradient: Gradient) -> Update:
+        """One gradient as a portion of a pass, to be pushed: the pass is the data epoch of its minibatch.
+
+        Waits for the gradient. One that is not finite counts as a portion without samples.
+        """
+        ...
+
+    def leave_out(self, batch: Minibatch) -> Update:
+        """An update without a gradient, to be pushed: the minibatch counts as done and changes nothing."""
+        ...
+
+    def converged(self, reason: str, loss: float) -> None:
+        """Tells the coordinator that the method has ended, which ends the run."""
         ...
 
     # ---- the worker's own parameters: `pushes` other than "gradients" -------------------------

@@ -133,6 +133,13 @@ class ServerStrategy(Strategy):
     pushes: ClassVar[Pushes] = "gradients"
     """Content of the pushes; see `Pushes`."""
 
+    in_passes: ClassVar[bool] = False
+    """Whether each data epoch is one pass at fixed parameters, and each minibatch a portion of it.
+
+    No minibatch of an epoch is handed out before all of the epoch before are in the sum. The last ones are handed out
+    twice, so that a slow worker holds nobody up. `partitioning` must be "queue".
+    """
+
     @abstractmethod
     async def train(self, worker: ServerWorker) -> None:
         """The client; see `Strategy.train`."""

@@ -12,6 +12,7 @@ __all__ = [
     "GROUP",
     "AppliedEvent",
     "CarriersEvent",
+    "ConvergedEvent",
     "CpuEvent",
     "DamagedEvent",
     "DiskEvent",
@@ -39,6 +40,16 @@ class CarriersEvent(MemberEvent):
 
     name: ClassVar[str] = "carriers"
     by_peer: Mapping[str, str]  # node -> "shm", "tcp" or "grpc"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvergedEvent(MemberEvent):
+    """A batch method has ended, which ends the run (each worker that finds out)."""
+
+    name: ClassVar[str] = "converged"
+    rank: int
+    reason: str  # the tolerance or the number that was reached
+    loss: float  # mean loss over all samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

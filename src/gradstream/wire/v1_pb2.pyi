@@ -323,7 +323,7 @@ class Broken(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., culprit: _Optional[str] = ..., silent: bool = ..., message: _Optional[str] = ...) -> None: ...
 
 class Push(_message.Message):
-    __slots__ = ("command", "vector", "sequence", "samples", "lr", "round", "alpha", "num_gradients", "clock", "loss", "rows", "base_version", "stands_for", "batches", "settled", "behalf")
+    __slots__ = ("command", "vector", "sequence", "samples", "lr", "round", "alpha", "num_gradients", "clock", "loss", "rows", "base_version", "stands_for", "batches", "settled", "behalf", "portion")
     class Command(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         APPLY: _ClassVar[Push.Command]
@@ -348,6 +348,7 @@ class Push(_message.Message):
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     BEHALF_FIELD_NUMBER: _ClassVar[int]
+    PORTION_FIELD_NUMBER: _ClassVar[int]
     command: Push.Command
     vector: str
     sequence: int
@@ -364,7 +365,8 @@ class Push(_message.Message):
     batches: _containers.RepeatedCompositeFieldContainer[Receipt]
     settled: int
     behalf: Behalf
-    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., lr: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ..., clock: _Optional[int] = ..., loss: _Optional[float] = ..., rows: bool = ..., base_version: _Optional[int] = ..., stands_for: _Optional[int] = ..., batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., settled: _Optional[int] = ..., behalf: _Optional[_Union[Behalf, _Mapping]] = ...) -> None: ...
+    portion: int
+    def __init__(self, command: _Optional[_Union[Push.Command, str]] = ..., vector: _Optional[str] = ..., sequence: _Optional[int] = ..., samples: _Optional[int] = ..., lr: _Optional[float] = ..., round: _Optional[int] = ..., alpha: _Optional[float] = ..., num_gradients: _Optional[int] = ..., clock: _Optional[int] = ..., loss: _Optional[float] = ..., rows: bool = ..., base_version: _Optional[int] = ..., stands_for: _Optional[int] = ..., batches: _Optional[_Iterable[_Union[Receipt, _Mapping]]] = ..., settled: _Optional[int] = ..., behalf: _Optional[_Union[Behalf, _Mapping]] = ..., portion: _Optional[int] = ...) -> None: ...
 
 class Behalf(_message.Message):
     __slots__ = ("sender", "incarnation")
@@ -437,7 +439,7 @@ class Unchanged(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("kind", "out", "x", "y", "alpha", "sequence", "clock")
+    __slots__ = ("kind", "out", "x", "y", "alpha", "sequence", "clock", "commands", "step")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CREATE: _ClassVar[Command.Kind]
@@ -449,6 +451,8 @@ class Command(_message.Message):
         STATUS: _ClassVar[Command.Kind]
         LEAVE: _ClassVar[Command.Kind]
         ENTER: _ClassVar[Command.Kind]
+        MULTIPLY: _ClassVar[Command.Kind]
+        STEP: _ClassVar[Command.Kind]
     CREATE: Command.Kind
     DROP: Command.Kind
     COPY: Command.Kind
@@ -458,6 +462,8 @@ class Command(_message.Message):
     STATUS: Command.Kind
     LEAVE: Command.Kind
     ENTER: Command.Kind
+    MULTIPLY: Command.Kind
+    STEP: Command.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     OUT_FIELD_NUMBER: _ClassVar[int]
     X_FIELD_NUMBER: _ClassVar[int]
@@ -465,6 +471,8 @@ class Command(_message.Message):
     ALPHA_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    COMMANDS_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     kind: Command.Kind
     out: str
     x: str
@@ -472,10 +480,38 @@ class Command(_message.Message):
     alpha: float
     sequence: int
     clock: int
-    def __init__(self, kind: _Optional[_Union[Command.Kind, str]] = ..., out: _Optional[str] = ..., x: _Optional[str] = ..., y: _Optional[str] = ..., alpha: _Optional[float] = ..., sequence: _Optional[int] = ..., clock: _Optional[int] = ...) -> None: ...
+    commands: _containers.RepeatedCompositeFieldContainer[Command]
+    step: Procedure
+    def __init__(self, kind: _Optional[_Union[Command.Kind, str]] = ..., out: _Optional[str] = ..., x: _Optional[str] = ..., y: _Optional[str] = ..., alpha: _Optional[float] = ..., sequence: _Optional[int] = ..., clock: _Optional[int] = ..., commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ..., step: _Optional[_Union[Procedure, _Mapping]] = ...) -> None: ...
+
+class Procedure(_message.Message):
+    __slots__ = ("number", "note", "scalars", "pass_number", "portions", "chunk")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    SCALARS_FIELD_NUMBER: _ClassVar[int]
+    PASS_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PORTIONS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    note: bytes
+    scalars: _containers.RepeatedScalarFieldContainer[float]
+    pass_number: int
+    portions: _containers.RepeatedCompositeFieldContainer[Portion]
+    chunk: int
+    def __init__(self, number: _Optional[int] = ..., note: _Optional[bytes] = ..., scalars: _Optional[_Iterable[float]] = ..., pass_number: _Optional[int] = ..., portions: _Optional[_Iterable[_Union[Portion, _Mapping]]] = ..., chunk: _Optional[int] = ...) -> None: ...
+
+class Portion(_message.Message):
+    __slots__ = ("first", "samples", "loss")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    samples: int
+    loss: float
+    def __init__(self, first: _Optional[int] = ..., samples: _Optional[int] = ..., loss: _Optional[float] = ...) -> None: ...
 
 class CommandResult(_message.Message):
-    __slots__ = ("scalar", "min_version", "max_version", "counters", "clock")
+    __slots__ = ("scalar", "min_version", "max_version", "counters", "clock", "chunks", "note")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -488,12 +524,16 @@ class CommandResult(_message.Message):
     MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
     scalar: float
     min_version: int
     max_version: int
     counters: _containers.ScalarMap[str, int]
     clock: int
-    def __init__(self, scalar: _Optional[float] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., clock: _Optional[int] = ...) -> None: ...
+    chunks: _containers.RepeatedCompositeFieldContainer[Procedure]
+    note: bytes
+    def __init__(self, scalar: _Optional[float] = ..., min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., clock: _Optional[int] = ..., chunks: _Optional[_Iterable[_Union[Procedure, _Mapping]]] = ..., note: _Optional[bytes] = ...) -> None: ...
 
 class Backup(_message.Message):
     __slots__ = ("chunk", "workers", "number")
@@ -506,7 +546,7 @@ class Backup(_message.Message):
     def __init__(self, chunk: _Optional[_Union[ChunkBackup, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerClock, _Mapping]]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class ChunkBackup(_message.Message):
-    __slots__ = ("index", "version", "summed", "clock", "lr", "windows", "clocks", "vectors", "estates")
+    __slots__ = ("index", "version", "summed", "clock", "lr", "windows", "clocks", "vectors", "estates", "procedure")
     class ClocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -523,6 +563,7 @@ class ChunkBackup(_message.Message):
     CLOCKS_FIELD_NUMBER: _ClassVar[int]
     VECTORS_FIELD_NUMBER: _ClassVar[int]
     ESTATES_FIELD_NUMBER: _ClassVar[int]
+    PROCEDURE_FIELD_NUMBER: _ClassVar[int]
     index: int
     version: int
     summed: int
@@ -532,7 +573,8 @@ class ChunkBackup(_message.Message):
     clocks: _containers.ScalarMap[int, int]
     vectors: _containers.RepeatedScalarFieldContainer[str]
     estates: _containers.RepeatedCompositeFieldContainer[Estate]
-    def __init__(self, index: _Optional[int] = ..., version: _Optional[int] = ..., summed: _Optional[int] = ..., clock: _Optional[int] = ..., lr: _Optional[float] = ..., windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ..., clocks: _Optional[_Mapping[int, int]] = ..., vectors: _Optional[_Iterable[str]] = ..., estates: _Optional[_Iterable[_Union[Estate, _Mapping]]] = ...) -> None: ...
+    procedure: Procedure
+    def __init__(self, index: _Optional[int] = ..., version: _Optional[int] = ..., summed: _Optional[int] = ..., clock: _Optional[int] = ..., lr: _Optional[float] = ..., windows: _Optional[_Iterable[_Union[Window, _Mapping]]] = ..., clocks: _Optional[_Mapping[int, int]] = ..., vectors: _Optional[_Iterable[str]] = ..., estates: _Optional[_Iterable[_Union[Estate, _Mapping]]] = ..., procedure: _Optional[_Union[Procedure, _Mapping]] = ...) -> None: ...
 
 class Window(_message.Message):
     __slots__ = ("sender", "incarnation", "low", "above")

@@ -53,6 +53,11 @@ class SampleBatch:
     samples: tuple[Batch, ...] | None = None
     read_s: float = 0.0
 
+    @property
+    def epoch(self) -> int:
+        """Number of its data epoch."""
+        return self.ref.epoch
+
 
 @dataclass(slots=True)
 class ComputedGradient:

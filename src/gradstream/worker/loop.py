@@ -211,6 +211,10 @@ class LoopSource:
     def round_of(self, ref: BatchRef) -> None:
         """See `BatchSchedule`: the workers tell one another."""
 
+    def place(self, ref: BatchRef) -> int:
+        """See `BatchSchedule`: not called, since a loop's data has no order that is known."""
+        raise InternalError(f"{ref} of a loop of the user's has no place in a pass")
+
     def missed(self, done: int, version: int) -> Sequence[BatchRef]:
         """See `BatchSchedule`: a loop takes part in every round."""
         return ()

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gradstream.data.base import BatchPlan, BatchRef
+from gradstream.data.joined import parts_of, unjoined
+from gradstream.data.plan import EpochPlan
 from gradstream.optim.schedules import Position, Rate, rate_at
 from gradstream.worker.balance import ShareReporter
 from gradstream.worker.batch_gate import Gate
@@ -54,6 +56,10 @@ class BatchSchedule(Protocol):
 
     def round_of(self, ref: BatchRef) -> Sequence[tuple[int, float]] | None:
         """(samples, learning rate) of all workers in the round of a minibatch; None where nobody can know."""
+        ...
+
+    def place(self, ref: BatchRef) -> int:
+        """Position of a minibatch's first sample in the order of its data epoch, the same in a resumed run."""
         ...
 
     def missed(self, done: int, version: int) -> Sequence[BatchRef]:
@@ -174,6 +180,12 @@ class Schedule:
                 return None
             found.append((size, self.rate(other)))
         return found
+
+    def place(self, ref: BatchRef) -> int:
+        """See `BatchSchedule`."""
+        plan = unjoined(self.plan)
+        assert isinstance(plan, EpochPlan)
+        return plan.runs(parts_of(self.plan, ref)[0])[0][0]
 
     def missed(self, done: int, version: int) -> Sequence[BatchRef]:
         """See `BatchSchedule`."""

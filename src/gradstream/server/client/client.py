@@ -23,6 +23,7 @@ from gradstream.server.client.fetch import PendingFetchRequest
 from gradstream.server.client.links import ShardLinks
 from gradstream.server.client.push import PendingPushRequest
 from gradstream.server.client.settled import SettledPushes
+from gradstream.server.procedure import StepResult
 from gradstream.server.rows import RowMap
 from gradstream.server.update import Update
 from gradstream.wire import v1
@@ -207,7 +208,19 @@ class ServerClient:
             max_version=max(result.max_version for result in results),
             counters=counters,
             clock=max(result.clock for result in results),
+            chunks=sorted((one for result in results for one in result.chunks), key=lambda one: one.chunk),
+            note=_latest_note(results),
         )
+
+    async def step(self, step: v1.Procedure, commands: Sequence[v1.Command]) -> StepResult:
+        """Has every chunk carry out a step of a procedure, unless it has got so far already.
+
+        Args:
+            step: its number, its note, and the pass that begins after it.
+            commands: the commands of the step.
+        """
+        command = v1.Command(kind=v1.Command.STEP, step=step, commands=commands)
+        return StepResult.of(step.number, await self.command(command))
 
     async def pause(self) -> None:
         """Stops the shards from waiting for this worker's clock: the worker has nothing to do. Call `flush` before."""
@@ -237,3 +250,9 @@ class ServerClient:
         zero = [0] * self.chunks.num_chunks
         await self.push_soon(Update(vector, samples=0, lr=0.0, base_version=zero, assign=True))
         await self.flush()
+
+
+def _latest_note(results: Sequence[v1.CommandResult]) -> bytes:
+    """The note of the latest step of a procedure, of all shards."""
+    steps = [(max((one.number for one in result.chunks), default=0), result.note) for result in results]
+    return max(steps, key=lambda step: step[0], default=(0, b""))[1]

@@ -86,6 +86,7 @@ class PendingPushRequest:
             batches=update.names,
             settled=update.settled,
             behalf=update.behalf,
+            portion=update.portion,
         )
 
     async def ready(self, chunk: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -91,7 +91,76 @@ class VectorCommands:
             )
             self._executor.handle(change)
             return v1.CommandResult(clock=change.new_clock)
+        if command.kind == kind.STEP:
+            return await self._step(command)
         return v1.CommandResult(scalar=await self._do_on_vectors(command))
+
+    async def _step(self, command: v1.Command) -> v1.CommandResult:
+        """Carries a step of a procedure out on each chunk that has not got so far, and reports where all chunks are.
+
+        A chunk that has a step and one that has not may be mixed when a sender died: the next one completes it.
+        """
+        while True:
+            await self._executor.thawed.wait()
+            async with self.turn:
+                if self._executor.thawed.is_set():
+                    return await self._step_in_turn(command)
+
+    async def _step_in_turn(self, command: v1.Command) -> v1.CommandResult:
+        note, latest, chunks = b"", 0, []
+        reads = {name: self._store.vector(name) for one in command.commands for name in _reads(one)}
+        outs = {one.out: self._store.vector(one.out) for one in command.commands if one.kind != one.DOT}
+        for chunk in self._store.here:
+            async with self._executor.leases.turn(chunk):
+                procedure = self._executor.state.chunks[chunk].procedure
+                if procedure.number < command.step.number:
+                    scalars = await self._step_on_chunk(command, {**reads, **outs}, list(outs), chunk)
+                    procedure.number, procedure.note = command.step.number, command.step.note
+                    procedure.scalars = scalars
+                    if command.step.pass_number:
+                        procedure.begin(command.step.pass_number)
+                    if self._executor.keep is not None:
+                        await self._executor.keep(chunk)
+                    if "" in outs:
+                        self._executor.commanded(chunk)
+                chunks.append(procedure.summary(chunk))
+                if procedure.number > latest:
+                    latest, note = procedure.number, procedure.note
+        return v1.CommandResult(chunks=chunks, note=note)
+
+    async def _step_on_chunk(
+        self, command: v1.Command, vectors: Mapping[str, Vector], outs: Sequence[str], chunk: int
+    ) -> Sequence[float]:
+        """Carries the commands of a step out on one chunk, whose turn the caller has. Returns its scalars."""
+        store, commands = self._store, list(command.commands)
+        spans = {name: store.span(vector, chunk) for name, vector in vectors.items()}
+        if not spans:
+            return ()
+        if outs:
+            await self._executor.leases.gone(chunk)
+        elems = len(next(iter(spans.values())))
+
+        def arithmetic(_: object) -> list[float]:
+            tensors = {name: span.tensor for name, span in spans.items()}
+            results = [
+                _carry_out(
+                    one,
+                    [tensors[name] for name in _reads(one)],
+                    None if one.kind == one.DOT else tensors[one.out],
+                )
+                for one in commands
+            ]
+            return [result for one, result in zip(commands, results, strict=True) if one.kind == one.DOT]
+
+        scalars = await self._runtime.compute(
+            arithmetic,
+            work=Work("apply", elems=elems * len(commands), brief=elems * len(commands) <= BRIEF_ELEMS),
+            reads=[span for name, span in spans.items() if name not in outs],
+            writes=[spans[name] for name in outs],
+            shape_only=[0.0 for one in commands if one.kind == one.DOT],
+        )
+        store.headroom.forget(chunk)
+        return scalars
 
     async def _do_on_vectors(self, command: v1.Command) -> float:
         store, kind = self._store, v1.Command
@@ -146,9 +215,9 @@ class VectorCommands:
 def _reads(command: v1.Command) -> list[str]:
     """Names of the vectors that a command reads."""
     kind = v1.Command
-    return {kind.DOT: [command.x, command.y], kind.COPY: [command.x], kind.ADD: [command.x]}.get(
-        command.kind, []
-    )
+    if command.kind == kind.DOT:
+        return [command.x, command.y]
+    return [command.x] if command.kind in (kind.COPY, kind.ADD, kind.MULTIPLY) else []
 
 
 def _carry_out(command: v1.Command, inputs: Sequence[torch.Tensor], out: torch.Tensor | None) -> float:
@@ -162,6 +231,8 @@ def _carry_out(command: v1.Command, inputs: Sequence[torch.Tensor], out: torch.T
             out.mul_(command.alpha)
         case v1.Command.COPY:
             out.copy_(inputs[0])
+        case v1.Command.MULTIPLY:
+            out.mul_(inputs[0])
         case _:
             out.add_(inputs[0], alpha=command.alpha)
     return 0.0

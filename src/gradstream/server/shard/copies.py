@@ -16,6 +16,7 @@ from gradstream.memory import Span
 from gradstream.server.aggregation import rank_of
 from gradstream.server.shard.estates import PushEstates
 from gradstream.server.shard.executor import ShardExecutor
+from gradstream.server.shard.passes import ChunkProcedure
 from gradstream.server.shard.state import ChunkState
 from gradstream.wire import v1
 from gradstream.wire.window import SequenceWindow
@@ -66,6 +67,7 @@ class ChunkCopies:
             clocks=self._state.clocks.at(chunk),
             vectors=vectors,
             estates=self._estates.backup(),
+            procedure=state.procedure.message(chunk) if state.procedure.number else None,
         )
         return v1.Backup(chunk=copy), [self._span(name, chunk) for name in vectors]
 
@@ -140,6 +142,7 @@ class ChunkCopies:
             if (name, self.members.get(name)) in state.windows:
                 self._state.clocks.advance(backup.index, rank, clock)
         self._estates.restore(backup.estates)
+        state.procedure = ChunkProcedure.of(backup.procedure)
         return [self._span(name, backup.index).tensor for name in backup.vectors]
 
     def _span(self, name: str, chunk: int) -> Span:

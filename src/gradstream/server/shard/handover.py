@@ -77,6 +77,8 @@ class HandoverSource:
             text = f"{stream.peer} asks for chunks {chunks[:8]}...; expected some of {store.here}, each once"
             raise RefusedError(self._node, "BAD_REQUEST", text)
         await self._executor.still()
+        async with self._commands.turn:
+            pass  # a step of a procedure that was under way is over, and no other begins
         if self._commands.on_vectors:
             text = "the strategy uses commands on vectors, which no new shard would get"
             raise RefusedError(

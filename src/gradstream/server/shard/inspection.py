@@ -29,6 +29,21 @@ MAX_COUNT = 1 << 53
 """Largest number of a push, a version or a clock: no run counts further."""
 
 
+MAX_COMMANDS, MAX_NOTE_BYTES = 4096, 1 << 22
+"""Limits of a step of a procedure."""
+
+STEP_KINDS = frozenset(
+    (
+        v1.Command.CREATE,
+        v1.Command.COPY,
+        v1.Command.SCALE,
+        v1.Command.ADD,
+        v1.Command.DOT,
+        v1.Command.MULTIPLY,
+    )
+)
+
+
 class Inspection:
     """Compares requests with the registered model and the members of the run.
 
@@ -122,7 +137,8 @@ class Inspection:
             )
         if not 0 < request.sequence < MAX_COUNT:
             raise self.bad(sender, f"push number {request.sequence}; expected 1 or more")
-        if max(request.samples, request.round, request.clock, request.base_version) > MAX_COUNT:
+        counts = request.samples, request.round, request.clock, request.base_version, request.portion
+        if max(counts) > MAX_COUNT:
             raise self.bad(sender, "a count of more than 2^53")
         if not math.isfinite(request.lr) or math.isinf(request.loss):
             raise self._refused(
@@ -157,8 +173,27 @@ class Inspection:
             raise self.bad(sender, f"a command with alpha = {request.alpha}; expected a finite number")
         if request.clock > MAX_COUNT or request.sequence > MAX_COUNT:
             raise self.bad(sender, "a count of more than 2^53")
-        if request.kind in (v1.Command.LEAVE, v1.Command.ENTER):
+        if request.kind in (v1.Command.LEAVE, v1.Command.ENTER, v1.Command.STEP):
             self.rank(sender)
+        if request.kind == v1.Command.STEP:
+            self._check_step(sender, request)
+
+    def _check_step(self, sender: str, request: v1.Command) -> None:
+        """Refuses a step with commands that have no place in one."""
+        step = request.step
+        if step.number > MAX_COUNT or step.pass_number > MAX_COUNT:
+            raise self.bad(sender, f"step {step.number} of a procedure; expected less than 2^53")
+        if len(step.note) > MAX_NOTE_BYTES or len(request.commands) > MAX_COMMANDS:
+            raise self.bad(
+                sender,
+                f"a step of {len(request.commands)} commands with a note of {len(step.note)} bytes; expected at most "
+                f"{MAX_COMMANDS} and {MAX_NOTE_BYTES}",
+            )
+        for command in request.commands:
+            if command.kind not in STEP_KINDS:
+                raise self.bad(sender, f"command {command.kind} in a step; expected arithmetic on vectors")
+            if not math.isfinite(command.alpha):
+                raise self.bad(sender, f"a command with alpha = {command.alpha}; expected a finite number")
 
     def part(self, sender: str, received: Received) -> tuple[Part | None, float]:
         """The content of a chunk of a push, and the length of its elements; None where the chunk is flagged absent.

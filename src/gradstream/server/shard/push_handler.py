@@ -144,6 +144,7 @@ class PushHandler:
             vector=request.vector,
             redone=redone,
             length=length,
+            portion=request.portion,
         )
         assign = request.command == v1.Push.ASSIGN
         push.took(chunk, part)

@@ -48,8 +48,8 @@ from gradstream.wire.placement import Placement
 
 __all__ = ["ShardService"]
 
-_WITHOUT_VECTORS = (v1.Command.STATUS, v1.Command.LEAVE, v1.Command.ENTER)
-_WRITING = (v1.Command.COPY, v1.Command.SCALE, v1.Command.ADD)
+_BACKED_UP = (v1.Command.STATUS, v1.Command.LEAVE, v1.Command.ENTER, v1.Command.STEP)
+_WRITING = (v1.Command.COPY, v1.Command.SCALE, v1.Command.ADD, v1.Command.MULTIPLY, v1.Command.STEP)
 
 
 class ShardService:
@@ -245,7 +245,7 @@ class ShardService:
             raise ConfigError(
                 "a command on the parameters, of which only the rows that pushes change are sent"
             )
-        if self.backup is not None and request.kind not in _WITHOUT_VECTORS:
+        if self.backup is not None and request.kind not in _BACKED_UP:
             raise ConfigError(
                 f"a command on vectors, which are in no backup: acknowledge={self._config.acknowledge!r} does not "
                 "hold for strategies that use them; leave it out"

@@ -27,6 +27,7 @@ from typing import Literal
 from gradstream.server.aggregation import AggregationRule, FetchTerms, PushHeader
 from gradstream.server.quorum import QuorumDecision
 from gradstream.server.shard.clocks import Clocks
+from gradstream.server.shard.passes import ChunkProcedure
 from gradstream.wire.window import SequenceWindow
 
 __all__ = [
@@ -138,6 +139,9 @@ class ChunkState:
     arrivals: list[Parked] = field(default_factory=list)  # arrived while the chunk was busy
     fetches: list[tuple[FetchTerms, Token]] = field(default_factory=list)
     windows: dict[Sender, SequenceWindow] = field(default_factory=dict)
+    procedure: ChunkProcedure = field(
+        default_factory=ChunkProcedure
+    )  # portions are taken where there are passes
 
     @property
     def busy(self) -> bool:
@@ -238,6 +242,7 @@ class ShardState:
         for parked in due.update:
             done = parked.header
             self._window_of(state, done).add(done.sequence)
+            state.procedure.take(done)
             if done.clock and (not self._members or _sender_of(done) in self._members):
                 self.clocks.advance(chunk, done.rank, done.clock)
         state.committed = True
@@ -389,6 +394,8 @@ class ShardState:
         return []
 
     def _late(self, state: ChunkState, header: PushHeader) -> bool:
+        if state.procedure.refuses(header):
+            return True
         return self._rule.drops(state.version, header) or self._left_out(header)
 
     def _left_out(self, header: PushHeader) -> bool:

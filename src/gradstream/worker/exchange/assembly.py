@@ -258,6 +258,7 @@ class Assembly:
             refusals=self._refusals(),
             watch=config.watch,
             late=context.late,
+            on_converged=context.member.emit,
         )
 
     def _gradients(self) -> GradientSource:

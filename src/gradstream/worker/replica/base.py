@@ -25,7 +25,7 @@ from gradstream.model.base import Layout, Model
 from gradstream.model.batch import Batch
 from gradstream.runtime.base import Runtime, Work, awaited_later
 from gradstream.strategies import api
-from gradstream.telemetry.events import StepEvent
+from gradstream.telemetry.events import ConvergedEvent, StepEvent
 from gradstream.telemetry.wait_attribution import WaitAttribution
 from gradstream.worker.batch_gate import BatchGate
 from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
@@ -63,6 +63,7 @@ class ReplicaContext:
         refusals: refuses gradients that are not finite.
         watch: called for each gradient and each update.
         late: whether the worker has joined after training had begun.
+        on_converged: called when the strategy says that it has ended.
     """
 
     runtime: Runtime
@@ -81,6 +82,7 @@ class ReplicaContext:
     refusals: Refusals = field(default_factory=Refusals)
     watch: Observer = field(default_factory=Observer)
     late: bool = False
+    on_converged: Callable[[ConvergedEvent], None] = lambda event: None
 
 
 class Replica(ABC):

@@ -25,7 +25,8 @@ from gradstream.server.client.arrival import Arrival
 from gradstream.server.client.client import ServerClient
 from gradstream.server.update import Update
 from gradstream.strategies import api
-from gradstream.worker.computed import ComputedGradient
+from gradstream.telemetry.events import ConvergedEvent
+from gradstream.worker.computed import ComputedGradient, SampleBatch
 from gradstream.worker.replica.arithmetic import ElasticPull, LocalStep, add_scaled
 from gradstream.worker.replica.attendance import Attendance
 from gradstream.worker.replica.base import Replica, ReplicaContext, vector_of
@@ -398,6 +399,26 @@ class ServerReplica(Replica):
                 PresentRound(self.parameters, self.version, self._base, ref, self.step, sums, gradient)
             )
         return update
+
+    async def portion(self, gradient: api.Gradient) -> Update:
+        """See `strategies.api.ServerWorker`."""
+        assert isinstance(gradient, ComputedGradient)
+        await gradient.done()
+        update, ref = self.update(gradient), gradient.batch.ref
+        per_sample = gradient.samples if self.reduction == "sum" else 1
+        update.ready, update.loss = None, self._meter.result.loss / (per_sample or 1)
+        update.round, update.portion = ref.epoch, 1 + self._context.schedule.place(ref)
+        return update
+
+    def leave_out(self, batch: api.Minibatch) -> Update:
+        """See `strategies.api.ServerWorker`."""
+        assert isinstance(batch, SampleBatch)
+        done = self._handed_out((batch.ref,))
+        return Update(None, 0, 0.0, self._base, num_gradients=0, refs=(batch.ref,), on_done=done)
+
+    def converged(self, reason: str, loss: float) -> None:
+        """See `strategies.api.ServerWorker`."""
+        self._context.on_converged(ConvergedEvent(rank=self.rank, reason=reason, loss=loss))
 
     def _acknowledged(self, update: Update, receipt: Callable[[], None]) -> None:
         self._meter.late = update.late

@@ -1,0 +1,163 @@
+"""Procedures on the vectors of the shards: batch methods as pure generators of commands.
+
+    state ─▶ iteration ─▶ Round(commands) ─▶ shards, chunk by chunk ─▶ Reply(scalars) ─▶ iteration ─▶ … ─▶ state
+
+A procedure never sees an element of a vector. It yields rounds of commands, gets the scalars of their dot products,
+and asks for passes over the data, each of which leaves Σ over all portions in the vectors `SUM` and `LOW`. It is pure:
+from the same state and the same replies it yields the same rounds. So every worker may run it at once, and each chunk
+carries out a round for the first worker that brings it (`server/shard/procedures.py`).
+
+Source: Dean et al. 2012 (DistBelief, section 4.2: a coordinator of L-BFGS that sends commands to the shards).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gradstream.wire import v1
+
+__all__ = [
+    "LOW",
+    "SUM",
+    "Procedure",
+    "Reply",
+    "Round",
+    "State",
+    "StepResult",
+    "Steps",
+    "add",
+    "combine",
+    "copy",
+    "dot",
+    "multiply",
+    "scale",
+    "zero",
+]
+
+SUM, LOW = "sum", "low"
+"""Vectors of a pass: the sum of the portions' gradients as it is rounded, and the sum of what rounding has lost."""
+
+State = dict[str, Any]
+"""Where a procedure is between two iterations: values that JSON can hold. `done` says why it has ended; "" before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Commands that the shards carry out in one exchange.
+
+    Args:
+        commands: the commands, in order; each chunk carries all of them out together.
+        evaluate: whether a pass over the data at the new parameters follows. The reply comes after it.
+    """
+
+    commands: Sequence[v1.Command] = ()
+    evaluate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The answer of all shards to a round.
+
+    Args:
+        scalars: results of the dot products, in the order of the commands.
+        loss: after a pass, the mean loss over its samples; infinite where it was not finite for each of them.
+        samples: after a pass, number of its samples.
+    """
+
+    scalars: Sequence[float] = field(default=())
+    loss: float = 0.0
+    samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Where all chunks are after a step was sent to them.
+
+    Args:
+        number: number of the latest step; above that of the step sent, its sender is behind and has nothing else here.
+        note: from which that step is known.
+        scalars: the step's results, added up over the chunks in their order, so with the same bits for any number
+            of shards.
+        pass_number: 1 + number of the pass whose portions the chunks take; 0 before the first.
+        portions: number of portions of that pass that every chunk has.
+        samples: number of their samples.
+        loss: mean loss over these; infinite where one was not finite.
+    """
+
+    number: int
+    note: bytes
+    scalars: Sequence[float] = ()
+    pass_number: int = 0
+    portions: int = 0
+    samples: int = 0
+    loss: float = 0.0
+
+    @classmethod
+    def of(cls, sent: int, result: v1.CommandResult) -> StepResult:
+        """Adds up the results of all chunks."""
+        latest = max((one.number for one in result.chunks), default=sent)
+        if latest > sent or not result.chunks:
+            return cls(latest, result.note)
+        fewest = min(result.chunks, key=lambda one: one.portions[0].first)
+        total = fewest.portions[0]
+        return cls(
+            latest,
+            result.note,
+            [sum(values) for values in zip(*(one.scalars for one in result.chunks), strict=True)],
+            fewest.pass_number,
+            total.first,
+            total.samples,
+            total.loss,
+        )
+
+
+Steps = Generator[Round, Reply, State]
+
+
+class Procedure(Protocol):
+    """A method as a sequence of iterations."""
+
+    def begin(self) -> State:
+        """The state before the first iteration."""
+        ...
+
+    def iteration(self, state: State) -> Steps:
+        """One iteration: yields rounds, gets their replies, and returns the next state. Does not change `state`."""
+        ...
+
+
+def dot(x: str, y: str) -> v1.Command:
+    """x·y, summed in float64."""
+    return v1.Command(kind=v1.Command.DOT, x=x, y=y)
+
+
+def add(out: str, alpha: float, x: str) -> v1.Command:
+    """out ← out + alpha·x."""
+    return v1.Command(kind=v1.Command.ADD, out=out, alpha=alpha, x=x)
+
+
+def scale(out: str, alpha: float) -> v1.Command:
+    """out ← alpha·out."""
+    return v1.Command(kind=v1.Command.SCALE, out=out, alpha=alpha)
+
+
+def copy(out: str, x: str) -> v1.Command:
+    """out ← x."""
+    return v1.Command(kind=v1.Command.COPY, out=out, x=x)
+
+
+def multiply(out: str, x: str) -> v1.Command:
+    """out ← out ∘ x, element by element."""
+    return v1.Command(kind=v1.Command.MULTIPLY, out=out, x=x)
+
+
+def zero(out: str) -> v1.Command:
+    """out ← 0, whatever it holds."""
+    return v1.Command(kind=v1.Command.CREATE, out=out)
+
+
+def combine(out: str, terms: Sequence[tuple[float, str]]) -> list[v1.Command]:
+    """out ← Σ alpha·x, where no x is `out`."""
+    return [zero(out), *(add(out, alpha, x) for alpha, x in terms)]

@@ -1,0 +1,183 @@
+"""Line searches of batch methods: a step length t along a direction d, from values and slopes of φ(t) = f(x + t·d).
+
+Each trial is one pass over the data. Trials are generators of rounds, see `server/procedure.py`: pure, without a
+network. The sum of a pass is in vector "sum", and becomes the mean gradient at the trial.
+
+    armijo         φ(t) ≤ φ(0) + c₁·t·φ'(0)                          halves t, or less by interpolation
+    strong_wolfe   the same, and |φ'(t)| ≤ c₂·|φ'(0)|                bracket, then zoom
+    exact          t = -φ'(0) / (φ'(1) - φ'(0))                      the minimum, where f is quadratic
+
+c₁ = 1e-4, and c₂ = 0.9 for quasi-Newton methods, 0.1 for conjugate gradients.
+
+Reference: Nocedal, Wright, "Numerical optimization", 2006, algorithms 3.5 and 3.6, and equation 3.59; the cubic
+interpolation is that of `torch.optim.LBFGS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+
+from gradstream.server.procedure import LOW, SUM, Reply, Round, add, copy, dot, scale, zero
+from gradstream.wire import v1
+
+__all__ = ["C1", "LINE_SEARCHES", "Found", "Search", "Trial", "evaluate", "search"]
+
+C1 = 1e-4
+MOST_TRIALS = 25
+
+LINE_SEARCHES = ("armijo", "strong_wolfe", "exact")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """φ at one t: its value, and its slope where it is known."""
+
+    t: float
+    value: float
+    slope: float = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A step that was accepted. The parameters are x + t·d, and "sum" has the mean gradient there.
+
+    Args:
+        t: step length; 0 where no trial was good enough: the parameters are undefined then.
+        value: φ(t).
+        passes: number of trials.
+        pending: commands that make the gradient of "sum"; the next round begins with them.
+    """
+
+    t: float
+    value: float
+    passes: int
+    pending: Sequence[v1.Command] = ()
+
+
+Trials = Generator[Round, Reply, Trial]
+Search = Generator[Round, Reply, Found]
+
+
+def evaluate(t: float, first: Sequence[v1.Command] = ()) -> Search:
+    """One pass at x + t·d; at the present parameters where t is 0. It is accepted unless f is infinite there."""
+    move = [copy("", "x"), add("", t, "d")] if t else []
+    reply = yield Round([*first, *move, zero(SUM), zero(LOW)], evaluate=True)
+    if not math.isfinite(reply.loss):
+        return Found(0.0, math.inf, 1)
+    return Found(t, reply.loss, 1, (add(SUM, 1.0, LOW), scale(SUM, 1.0 / reply.samples)))
+
+
+def _trial(t: float, first: Sequence[v1.Command] = ()) -> Trials:
+    """φ(t) and φ'(t)."""
+    found = yield from evaluate(t, first)
+    if not math.isfinite(found.value):
+        return Trial(t, math.inf)
+    reply = yield Round([*found.pending, dot(SUM, "d")])
+    return Trial(t, found.value, reply.scalars[0])
+
+
+def search(
+    kind: str | None,
+    first: Sequence[v1.Command],
+    value: float,
+    slope: float,
+    t: float,
+    *,
+    c2: float,
+    most: int = MOST_TRIALS,
+) -> Search:
+    """A step length along d.
+
+    Args:
+        kind: one of `LINE_SEARCHES`; None takes `t` as it is.
+        first: commands that make d, which go with the first trial.
+        value: φ(0).
+        slope: φ'(0), below 0.
+        t: the first trial.
+        c2: c₂ of the strong Wolfe conditions.
+        most: largest number of trials, at least 1.
+    """
+    match kind:
+        case "armijo":
+            return (yield from _armijo(first, value, slope, t, most))
+        case "strong_wolfe":
+            return (yield from _strong_wolfe(first, Trial(0.0, value, slope), t, c2, most))
+        case "exact":
+            return (yield from _exact(first, slope, t))
+        case _:
+            return (yield from evaluate(t, first))
+
+
+def _armijo(first: Sequence[v1.Command], value: float, slope: float, t: float, most: int) -> Search:
+    for count in range(1, most + 1):
+        found = yield from evaluate(t, first)
+        if found.value <= value + C1 * t * slope:
+            return replace(found, passes=count)
+        curved = 2.0 * (found.value - value - t * slope)
+        minimum = -slope * t * t / curved if math.isfinite(curved) else 0.0
+        first, t = (), min(max(minimum, 0.1 * t), 0.5 * t)
+    return Found(0.0, value, most)
+
+
+def _exact(first: Sequence[v1.Command], slope: float, t: float) -> Search:
+    trial = yield from _trial(t, first)
+    if not trial.slope > slope:
+        return Found(0.0, math.inf, 1)
+    found = yield from evaluate(-slope * t / (trial.slope - slope))
+    return replace(found, passes=2)
+
+
+def _strong_wolfe(first: Sequence[v1.Command], start: Trial, t: float, c2: float, most: int) -> Search:
+    before, count = start, 0
+    while count < most:
+        new = yield from _trial(t, first)
+        first, count = (), count + 1
+        if _too_high(start, new) or (count > 1 and new.value >= before.value):
+            return (yield from _zoom(start, before, new, new, c2, count, most))
+        if abs(new.slope) <= -c2 * start.slope:
+            return Found(t, new.value, count)
+        if new.slope >= 0:
+            return (yield from _zoom(start, new, before, new, c2, count, most))
+        t, before = _cubic(before, new, t + 0.01 * (t - before.t), 10.0 * t), new
+    return Found(before.t, before.value, count)  # f still falls at the last trial
+
+
+def _zoom(start: Trial, low: Trial, high: Trial, last: Trial, c2: float, count: int, most: int) -> Search:
+    """Narrows a bracket: `low` is the best trial with enough decrease, and there is a good t between it and `high`."""
+    while count < most:
+        width = abs(high.t - low.t)
+        least = min(low.t, high.t)
+        new = yield from _trial(_cubic(low, high, least + 0.1 * width, least + 0.9 * width))
+        count, last = count + 1, new
+        if _too_high(start, new) or new.value >= low.value:
+            high = new
+            continue
+        if abs(new.slope) <= -c2 * start.slope:
+            return Found(new.t, new.value, count)
+        if new.slope * (high.t - low.t) >= 0:
+            high = low
+        low = new
+    if low is last or not low.t:
+        return Found(low.t, low.value, count)
+    found = yield from evaluate(low.t)  # again: the parameters are those of a later trial
+    return replace(found, passes=count + 1)
+
+
+def _too_high(start: Trial, new: Trial) -> bool:
+    return not new.value <= start.value + C1 * new.t * start.slope
+
+
+def _cubic(one: Trial, two: Trial, least: float, most: float) -> float:
+    """The minimum of the cubic through both values and slopes, within bounds; the middle where there is none."""
+    if not (math.isfinite(one.value) and math.isfinite(two.value)):
+        return (least + most) / 2
+    a, b = sorted((one, two), key=lambda trial: trial.t)
+    d1 = a.slope + b.slope - 3.0 * (a.value - b.value) / (a.t - b.t)
+    square = d1 * d1 - a.slope * b.slope
+    if not square >= 0:
+        return (least + most) / 2
+    d2 = math.sqrt(square)
+    t = b.t - (b.t - a.t) * ((b.slope + d2 - d1) / (b.slope - a.slope + 2.0 * d2))
+    return min(max(t, least), most) if math.isfinite(t) else (least + most) / 2
