@@ -33,6 +33,9 @@ class PassSum:
     vectors: tuple[str, ...] = ()
     lr: float = 1.0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vectors", tuple(self.vectors))  # JSON has lists
+
     @property
     def state_names(self) -> tuple[str, ...]:
         """s, l, and the vectors of the method: all of them are in checkpoints, backups and handovers."""

@@ -134,30 +134,30 @@ def dot(x: str, y: str) -> v1.Command:
 
 
 def add(out: str, alpha: float, x: str) -> v1.Command:
-    """out ← out + alpha·x."""
+    """Out ← out + alpha·x."""
     return v1.Command(kind=v1.Command.ADD, out=out, alpha=alpha, x=x)
 
 
 def scale(out: str, alpha: float) -> v1.Command:
-    """out ← alpha·out."""
+    """Out ← alpha·out."""
     return v1.Command(kind=v1.Command.SCALE, out=out, alpha=alpha)
 
 
 def copy(out: str, x: str) -> v1.Command:
-    """out ← x."""
+    """Out ← x."""
     return v1.Command(kind=v1.Command.COPY, out=out, x=x)
 
 
 def multiply(out: str, x: str) -> v1.Command:
-    """out ← out ∘ x, element by element."""
+    """Out ← out ∘ x, element by element."""
     return v1.Command(kind=v1.Command.MULTIPLY, out=out, x=x)
 
 
 def zero(out: str) -> v1.Command:
-    """out ← 0, whatever it holds."""
+    """Out ← 0, whatever it holds."""
     return v1.Command(kind=v1.Command.CREATE, out=out)
 
 
 def combine(out: str, terms: Sequence[tuple[float, str]]) -> list[v1.Command]:
-    """out ← Σ alpha·x, where no x is `out`."""
+    """Out ← Σ alpha·x, where no x is `out`."""
     return [zero(out), *(add(out, alpha, x) for alpha, x in terms)]

@@ -39,7 +39,7 @@ from gradstream.model.base import Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.optim.pass_sum import PassSum
 from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
-from gradstream.server.procedure import Procedure, Reply, Round, State, StepResult, Steps, copy
+from gradstream.server.procedure import Procedure, Reply, Round, State, Steps, copy
 from gradstream.strategies.api import Server, ServerWorker
 from gradstream.strategies.base import ServerStrategy
 from gradstream.wire import v1
@@ -141,7 +141,6 @@ class ProcedureRun:
         self._passes = 0  # that began before it
         self._sent = False  # it is on all chunks
         self._known = False  # it is on a chunk
-        self._last: StepResult | None = None  # of all chunks
         self._samples = 0  # of a pass
         self._open(procedure.begin(), [])
 
@@ -162,7 +161,7 @@ class ProcedureRun:
             number: number of the pass, from 0.
 
         Returns:
-            Whether a pass is under way: this one, or a later one if others were faster. False once the method has ended.
+            Whether a pass is under way: this one, or a later one if others were faster. False after the method's end.
         """
         while self._round is not None:
             if self._round.evaluate and self._passes > number:
@@ -178,14 +177,19 @@ class ProcedureRun:
         latest = await self._server.step(v1.Procedure(), ())
         if latest.number > self._number or (latest.number == self._number and not self._known):
             self._adopt(latest.number, latest.note)
-        while self._round is not None:
-            if self._round.evaluate and not self._known:
+        while (present := self._round) is not None:
+            if not present.evaluate:
+                await self._send(self._passes)
+                continue
+            if not self._known:
                 break
-            await self._send(self._passes)
-            if self._round is not None and self._round.evaluate and self._sent:
-                if self._last is None or not self._samples or self._last.samples != self._samples:
-                    break
-                await self._send(self._passes + 1)
+            result = await self._server.step(self._step(), present.commands)
+            if result.number > self._number:
+                self._adopt(result.number, result.note)
+            elif result.samples != self._samples:
+                break
+            else:
+                self._reply(Reply(tuple(result.scalars), result.loss, result.samples))
         if self._round is not None and self._passes:
             self._number += self._known
             await self._server.step(self._step(restored=True), [copy("", "x")])
@@ -199,7 +203,6 @@ class ProcedureRun:
             self._adopt(result.number, result.note)
             return
         self._sent = self._known = True
-        self._last = result
         if not self._round.evaluate:
             self._reply(Reply(tuple(result.scalars)))
         elif self._passes < number:

@@ -93,8 +93,9 @@ class Descent:
 def check_descent(method: Descent) -> None:
     """Raises ConfigError where an option is out of its range."""
     name = type(method).__name__
-    if isinstance(method.lr, bool) or not isinstance(method.lr, int | float) or not 0 < method.lr < math.inf:
-        raise ConfigError(f"{name}(lr={method.lr!r}): expected a finite number above 0; there is no schedule")
+    check_not_negative(name, "lr", method.lr)
+    if not method.lr:
+        raise ConfigError(f"{name}(lr={method.lr!r}): expected a number above 0")
     for option in ("max_iter", "max_eval"):
         if getattr(method, option) is not None:
             check_count(name, option, getattr(method, option), "times", other=", or None")

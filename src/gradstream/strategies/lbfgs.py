@@ -83,8 +83,8 @@ class LBFGS(Descent, BatchMethod):
     def iteration(self, state: State) -> Steps:
         """The pass at the initial parameters, or one iteration."""
         if not state["passes"]:
-            state, reply = yield from self.first(state)
-            return {**state, "dots": [[reply]]}
+            state, square = yield from self.first(state)
+            return {**state, "dots": [[square]]}
         pairs, dots = list(state["pairs"]), state["dots"]
         coefficients = direction(dots)
         slope, length = self._measures(coefficients, dots)

@@ -200,6 +200,7 @@ class ServerClient:
 
         results = await links.with_each(ask)
         counters: Counter[str] = Counter()
+        chunks: list[v1.Procedure] = [one for result in results for one in result.chunks]
         for result in results:
             counters.update(dict(result.counters))
         return v1.CommandResult(
@@ -208,7 +209,7 @@ class ServerClient:
             max_version=max(result.max_version for result in results),
             counters=counters,
             clock=max(result.clock for result in results),
-            chunks=sorted((one for result in results for one in result.chunks), key=lambda one: one.chunk),
+            chunks=sorted(chunks, key=lambda one: one.chunk),
             note=_latest_note(results),
         )
 

@@ -1,0 +1,140 @@
+"""Batch methods as pure procedures: iterates, numbers of iterations and of exchanges, without a network."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradstream as gs
+from gradstream.errors import ConfigError
+from gradstream.strategies import lbfgs
+from batch_problems import OneProcess, Softmax, naive_lbfgs, quadratic, rosenbrock
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("vector_free", [True, False])
+@pytest.mark.parametrize("m", [1, 5, 15])
+def test_a_quadratic_of_15_takes_15_iterations_with_exact_steps(m: int, vector_free: bool) -> None:
+    objective, minimum = quadratic(15, 20.0, seed=0)
+    method = gs.LBFGS(
+        history_size=m,
+        line_search_fn="exact",
+        tolerance_grad=1e-8,
+        tolerance_change=0.0,
+        vector_free=vector_free,
+    )
+    twin = OneProcess(method, objective, np.zeros(15))
+    state = twin.run()
+    assert state["iteration"] == 15 and state["norm"] < 1e-8
+    assert np.allclose(twin.vectors[""], minimum, rtol=0, atol=1e-9)
+
+
+def test_conjugate_gradients_end_after_n_exact_steps() -> None:
+    objective, _ = quadratic(15, 20.0, seed=1)
+    method = gs.ConjugateGradient(line_search_fn="exact", tolerance_grad=1e-8, tolerance_change=0.0)
+    assert OneProcess(method, objective, np.zeros(15)).run()["iteration"] == 15
+
+
+@pytest.mark.parametrize("vector_free", [True, False])
+@pytest.mark.parametrize("kind", ["softmax", "ridge"])
+def test_iterates_are_those_of_a_naive_lbfgs(kind: str, vector_free: bool) -> None:
+    problem = Softmax(kind)
+    method = gs.LBFGS(
+        history_size=4, line_search_fn="armijo", tolerance_change=0.0, max_iter=12, vector_free=vector_free
+    )
+    twin = OneProcess(method, problem.objective, problem.start)
+    twin.run()
+    naive = naive_lbfgs(problem.objective, problem.start, m=4, iterations=12)
+    assert len(twin.iterates) == len(naive) == 13
+    for mine, theirs in zip(twin.iterates[1:], naive[1:], strict=True):
+        assert np.linalg.norm(mine - theirs) <= 1e-10 * np.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize(("search", "rounds"), [("armijo", 3), ("strong_wolfe", 4), (None, 3)])
+def test_exchanges_of_an_iteration_do_not_depend_on_m(search: str | None, rounds: int) -> None:
+    """One to form d and begin the pass, one for its gradient and all dot products, none besides.
+
+    The twin counts the pass itself as the reply of the first one.
+    """
+    problem = Softmax()
+    for m in (1, 8):
+        method = gs.LBFGS(
+            history_size=m, line_search_fn=search, lr=0.5 if search is None else 1.0, max_iter=12
+        )
+        twin = OneProcess(method, problem.objective, problem.start)
+        state = twin.run()
+        one_trial = [count for count in twin.rounds[1:] if count <= rounds]
+        assert one_trial and set(one_trial) == {rounds - 1}
+        assert twin.dots[-1] >= 6 * min(m, state["iteration"] - 1)
+
+
+@pytest.mark.parametrize("search", ["armijo", "strong_wolfe"])
+def test_the_valley_of_rosenbrock(search: str) -> None:
+    twin = OneProcess(
+        gs.LBFGS(line_search_fn=search, tolerance_change=0.0), rosenbrock, np.array([-1.2, 1.0])
+    )
+    state = twin.run()
+    assert np.allclose(twin.vectors[""], [1.0, 1.0], atol=1e-6) and state["passes"] < 80
+
+
+@pytest.mark.parametrize("method", [gs.LBFGS(), gs.ConjugateGradient()])
+def test_strong_wolfe_steps_meet_both_conditions(method: Any) -> None:
+    problem = Softmax()
+    twin = OneProcess(method, problem.objective, problem.start)
+    twin.run()
+    c2 = 0.9 if isinstance(method, gs.LBFGS) else 0.1
+    for before, after in zip(twin.iterates, twin.iterates[1:], strict=False):
+        (f0, g0), (f1, g1) = problem.objective(before), problem.objective(after)
+        way = after - before
+        assert f1 <= f0 + 1e-4 * g0 @ way + 1e-14
+        assert abs(g1 @ way) <= c2 * abs(g0 @ way) + 1e-14
+
+
+def wave(w: Any) -> tuple[float, Any]:
+    """Its curvature changes its sign, so some steps have s·y ≤ 0."""
+    return float(np.cos(w).sum() + 0.01 * (w**2).sum()), -np.sin(w) + 0.02 * w
+
+
+def curvatures_kept() -> list[float]:
+    """s·y of all pairs that L-BFGS has kept on a wave."""
+    twin = OneProcess(gs.LBFGS(line_search_fn="armijo", lr=0.5), wave, np.array([0.3, 0.2, 0.1]))
+    twin.run()
+    return [
+        state["dots"][j][len(state["pairs"]) + j] for state in twin.states for j in range(len(state["pairs"]))
+    ]
+
+
+def test_a_pair_without_curvature_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert min(curvatures_kept()) > 0
+    monkeypatch.setattr(lbfgs, "CURVATURE", -math.inf)  # planted: every pair is kept
+    assert min(curvatures_kept()) <= 0
+
+
+def test_a_trial_that_is_not_finite_is_shortened() -> None:
+    def barrier(w: Any) -> tuple[float, Any]:
+        if (w <= 0).any():
+            return math.inf, np.full_like(w, math.nan)
+        return float((w - np.log(w)).sum()), 1 - 1 / w
+
+    twin = OneProcess(gs.LBFGS(lr=50.0, line_search_fn="armijo"), barrier, np.array([5.0, 0.1]))
+    twin.objective = lambda w: (lambda f, g: (f, np.nan_to_num(g)))(*barrier(w))
+    assert np.isfinite(twin.run()["loss"]) and np.allclose(twin.vectors[""], 1.0, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (lambda: gs.LBFGS(history_size=0), "history_size=0"),
+        (lambda: gs.LBFGS(lr=0.0), "lr=0.0"),
+        (lambda: gs.LBFGS(line_search_fn="golden"), "line_search_fn of LBFGS"),
+        (lambda: gs.ConjugateGradient(max_iter=0), "max_iter=0"),
+        (lambda: gs.GradientDescent(tolerance_grad=-1.0), "tolerance_grad=-1.0"),
+    ],
+)
+def test_options_out_of_range_are_refused(make: Any, wanted: str) -> None:
+    with pytest.raises((ConfigError, Exception), match=wanted):
+        make()

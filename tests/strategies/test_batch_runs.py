@@ -1,0 +1,198 @@
+"""Batch methods in whole runs on virtual time: workers and shards, slow and doubled portions, deaths."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradstream as gs
+from batch_problems import OneProcess, Softmax, naive_lbfgs
+from gradstream.errors import ConfigError
+from gradstream.server.aggregation import PushHeader
+from gradstream.server.shard.passes import ChunkProcedure
+from gradstream.testing.runs import kill_at
+
+pytestmark = pytest.mark.sim
+
+ITERATIONS = 6
+METHOD = gs.LBFGS(history_size=3, line_search_fn="armijo", max_iter=ITERATIONS, tolerance_change=0.0)
+COSTS = {"gradient": gs.sim.Cost(base_s=1e-3, per_sample_s=1e-3, jitter=gs.sim.LogNormal(0.5))}
+SLOW = {"worker-1": 0.05}
+ROUGH = gs.sim.Network(link=gs.sim.Link(latency_s=1e-4, jitter_s=2e-3, loss=0.002, duplicate=0.05))
+
+
+def run_of(
+    problem: Softmax,
+    strategy: Any = METHOD,
+    *,
+    workers: int = 3,
+    servers: int = 2,
+    network: Any = None,
+    script: Any = None,
+    **options: Any,
+) -> gs.Run:
+    speeds = SLOW if workers > 1 else {}
+    config = gs.sim.SimulationConfig(costs=COSTS, speeds=speeds, network=network or gs.sim.Network())
+    settings: dict[str, Any] = {"batch_size": 10, "epochs": 60, "chunk_elems": 64, **options}
+    return gs.simulate(
+        problem.model(),
+        problem.data(),
+        strategy=strategy,
+        workers=workers,
+        servers=servers,
+        config=config,
+        script=script,
+        **settings,
+    )
+
+
+def end_of(run: gs.Run) -> Any:
+    return np.asarray(run.parameters["w"]).ravel()
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int, int]]:
+    """How often each portion of each pass has joined the sum of a chunk: (chunk's procedure, pass, portion)."""
+    counts: Counter[tuple[int, int, int]] = Counter()
+    take = ChunkProcedure.take
+
+    def counting(self: ChunkProcedure, new: PushHeader) -> None:
+        if new.portion:
+            counts[id(self), new.round, new.portion] += 1
+        take(self, new)
+
+    monkeypatch.setattr(ChunkProcedure, "take", counting)
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["softmax", "ridge"])
+@pytest.mark.parametrize("servers", [1, 3, 8])
+def test_iterates_are_those_of_one_process(
+    kind: str, servers: int, taken: Counter[tuple[int, int, int]]
+) -> None:
+    """With a slow worker, whose portions others compute too, on a network that loses and doubles frames."""
+    problem = Softmax(kind)
+    naive = naive_lbfgs(problem.objective, problem.start, m=3, iterations=ITERATIONS)[-1]
+    run = run_of(problem, servers=servers, network=ROUGH)
+    assert np.linalg.norm(end_of(run) - naive) <= 1e-10 * np.linalg.norm(naive)
+    assert set(taken.values()) == {1}
+    passes = {number for _, number, _ in taken}
+    portions = Counter((chunk, number) for chunk, number, _ in taken)
+    assert set(portions.values()) == {12} and len(portions) == 9 * len(passes)
+
+
+def test_bits_are_the_same_for_any_number_of_nodes() -> None:
+    problem = Softmax()
+    ends = [
+        end_of(run_of(problem, workers=workers, servers=servers)).tobytes()
+        for workers, servers in ((1, 1), (2, 3), (4, 2))
+    ]
+    assert len(set(ends)) == 1
+
+
+def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the chunks take a portion as often as it comes."""
+    monkeypatch.setattr(
+        ChunkProcedure, "refuses", lambda self, new: bool(new.portion) and new.round + 1 != self.pass_number
+    )
+
+
+def stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the chunks take portions of an earlier pass, computed at other parameters."""
+    monkeypatch.setattr(ChunkProcedure, "refuses", lambda self, new: new.portion in self.portions)
+
+
+def test_last_portions_are_computed_twice_and_count_once(
+    monkeypatch: pytest.MonkeyPatch, taken: Counter[tuple[int, int, int]]
+) -> None:
+    """The planted fault: without the check of the chunks, some portions of the slow worker are in twice."""
+    problem = Softmax()
+    right = end_of(run_of(problem))
+    assert set(taken.values()) == {1}
+    taken.clear()
+    doubled(monkeypatch)
+    wrong = end_of(run_of(problem))
+    assert max(taken.values()) == 2
+    assert np.linalg.norm(wrong - right) > 1e-6 * np.linalg.norm(right)
+
+
+def test_a_gradient_at_earlier_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault: a slow worker's portions of an earlier pass stay out of the sum of this one."""
+    problem = Softmax()
+    right = end_of(run_of(problem, workers=4))
+    stale(monkeypatch)
+    wrong = end_of(run_of(problem, workers=4))
+    assert np.linalg.norm(wrong - right) > 1e-6 * np.linalg.norm(right)
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.1, 0.23, 0.4])
+@pytest.mark.parametrize("worker", ["worker-0", "worker-1"])
+def test_a_worker_that_dies_in_a_pass_changes_nothing(
+    worker: str, seconds: float, taken: Counter[tuple[int, int, int]]
+) -> None:
+    problem = Softmax()
+    right = end_of(run_of(problem))
+    taken.clear()
+    run = run_of(problem, script=kill_at(worker, seconds), deadlines=gs.Deadlines(silence_s=1.0))
+    assert any(event["event"] == "left" and event["lost"] for event in run.events)
+    assert set(taken.values()) == {1}
+    assert end_of(run).tobytes() == right.tobytes()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        gs.LBFGS(tolerance_change=1e-13),
+        gs.LBFGS(tolerance_change=1e-13, vector_free=False),
+        gs.ConjugateGradient(tolerance_change=1e-13),
+    ],
+)
+def test_runs_end_at_the_optimum(strategy: Any) -> None:
+    problem = Softmax(classes=3)
+    twin = OneProcess(gs.LBFGS(tolerance_grad=1e-11, tolerance_change=0.0), problem.objective, problem.start)
+    twin.run()
+    run = run_of(problem, strategy, epochs=200)
+    finished = next(event for event in run.events if event["event"] == "finished")
+    assert "at most" in finished["reason"]
+    best = problem.objective(twin.vectors["x"])[0]
+    assert problem.objective(end_of(run))[0] - best <= 1e-12
+
+
+def test_a_run_that_ends_by_its_epochs_ends_at_the_last_iterate() -> None:
+    """Gradient descent with too long first trials: most passes end in a trial that is not accepted."""
+    problem = Softmax()
+    strategy = gs.GradientDescent(lr=1e3)
+    for epochs in (2, 3, 5, 8):
+        twin = OneProcess(strategy, problem.objective, problem.start)
+        twin.run(2)
+        run = run_of(problem, strategy, epochs=epochs)
+        losses = [problem.objective(w)[0] for w in twin.iterates]
+        assert problem.objective(end_of(run))[0] <= losses[0]
+
+
+def test_bytes_of_vectors_do_not_depend_on_m() -> None:
+    problem = Softmax()
+
+    def exchanged(m: int) -> list[int]:
+        strategy = gs.LBFGS(history_size=m, line_search_fn=None, lr=0.5, max_iter=10, tolerance_change=0.0)
+        run = run_of(problem, strategy, workers=1, epochs=11)
+        links = [event for event in run.events if event["event"] == "link"]
+        return [sum(event[name] for event in links) for name in ("pushed_bytes", "fetched_bytes")]
+
+    assert min(exchanged(1)) > 0
+    assert exchanged(1) == exchanged(9)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"optimizer": gs.optim.SGD(lr=0.1)}, "makes its own steps"),
+        ({"assignment": "partitions"}, "portions go to whoever is idle"),
+    ],
+)
+def test_what_a_batch_method_cannot_do_is_refused(options: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ConfigError, match=wanted):
+        run_of(Softmax(), **options)
