@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import gradstream as gs
+from batch_problems import OneProcess, Softmax, naive_lbfgs, quadratic, rosenbrock
 from gradstream.errors import ConfigError
 from gradstream.strategies import lbfgs
-from batch_problems import OneProcess, Softmax, naive_lbfgs, quadratic, rosenbrock
 
 pytestmark = pytest.mark.unit
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 
 import gradstream as gs
 from batch_problems import OneProcess, Softmax, naive_lbfgs
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, Interrupted
 from gradstream.server.aggregation import PushHeader
 from gradstream.server.shard.passes import ChunkProcedure
+from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import kill_at
 
 pytestmark = pytest.mark.sim
@@ -140,6 +142,50 @@ def test_a_worker_that_dies_in_a_pass_changes_nothing(
     assert any(event["event"] == "left" and event["lost"] for event in run.events)
     assert set(taken.values()) == {1}
     assert end_of(run).tobytes() == right.tobytes()
+
+
+def at(seconds: float, what: Callable[[Any], Any]) -> Any:
+    """A script that does something to a cluster at an instant of virtual time."""
+
+    async def script(cluster: Any) -> None:
+        await cluster.virtual.runtime("director").sleep(seconds)
+        what(cluster)
+
+    return script
+
+
+@pytest.mark.parametrize("servers", [3])
+@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.33])
+def test_a_run_that_is_stopped_goes_on_between_two_commands(
+    seconds: float, servers: int, taken: Counter[tuple[int, int, int]]
+) -> None:
+    """Also in the middle of a pass, and on another number of shards."""
+    problem, storage = Softmax(), MemoryStorage()
+    right = end_of(run_of(problem))
+    taken.clear()
+    with pytest.raises(Interrupted):
+        run_of(problem, script=at(seconds, lambda cluster: cluster.stop()), storage=storage)
+    run = run_of(problem, storage=storage, resume=True, servers=servers)
+    assert [event["event"] for event in run.events].count("resumed") == 1
+    assert max(taken.values()) == 1
+    assert end_of(run).tobytes() == right.tobytes()
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.33])
+def test_shards_may_change_and_die(seconds: float) -> None:
+    problem = Softmax()
+    right = end_of(run_of(problem)).tobytes()
+    assert end_of(run_of(problem, script=at(seconds, lambda cluster: cluster.reshard(3)))).tobytes() == right
+
+    async def dies(cluster: Any) -> None:
+        await cluster.virtual.runtime("director").sleep(seconds)
+        cluster.kill("shard-1")
+        await cluster.restart("shard-1")
+
+    deadlines = gs.Deadlines(silence_s=1.0)
+    run = run_of(problem, script=dies, acknowledge="replicated", deadlines=deadlines)
+    assert any(event["event"] == "restored" for event in run.events)
+    assert end_of(run).tobytes() == right
 
 
 @pytest.mark.parametrize(

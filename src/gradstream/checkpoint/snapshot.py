@@ -46,6 +46,10 @@ class SnapshotSource(Protocol):
         """Returns the versions of the node's chunks."""
         ...
 
+    def procedures(self) -> Sequence[v1.Procedure]:
+        """Returns what the node's chunks know of a procedure; nothing where there is none."""
+        ...
+
     def still(self) -> AbstractAsyncContextManager[object]:
         """Returns a context in which no piece changes."""
         ...
@@ -117,13 +121,15 @@ class NodeSnapshots:
         sums: list[int] = []
         elems = sum(map(len, pieces))
         async with self._source.still():
-            versions = self._source.versions()
+            versions, procedures = self._source.versions(), self._source.procedures()
             if copies:
                 vectors = await self._copied(vectors, elems)
             else:
                 sums = await self._write(snapshot, vectors, elems)
         number = snapshot.number
-        held = v1.SnapshotReport(number=number, kind=v1.SnapshotReport.HELD, versions=versions)
+        held = v1.SnapshotReport(
+            number=number, kind=v1.SnapshotReport.HELD, versions=versions, procedures=procedures
+        )
         self._member.report(held)
         await self._member.heard(lambda: not self._is(snapshot, v1.Snapshot.SNAPSHOT))
         if not self._is(snapshot, v1.Snapshot.WRITE):

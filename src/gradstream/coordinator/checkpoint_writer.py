@@ -7,6 +7,7 @@ event loop, so the coordinator hears its members meanwhile.
 from __future__ import annotations
 
 import asyncio
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -211,6 +212,11 @@ class CheckpointWriter:
             samples=samples,
             done=snapshot.progress,
             versions=versions,
+            procedures=[
+                b64encode(one).decode()
+                for who in snapshot.holders
+                for one in snapshot.procedures.get(who, ())
+            ],
             model={
                 "fingerprint": spec.fingerprint,
                 "elems": spec.elems,

@@ -39,6 +39,7 @@ class Snapshot:
     stop_at: dict[str, int] = field(default_factory=dict)  # and after how many it stops
     reached: set[str] = field(default_factory=set)  # workers that have stopped
     versions: dict[str, Sequence[int]] = field(default_factory=dict)  # by holder, of its chunks
+    procedures: dict[str, Sequence[bytes]] = field(default_factory=dict)  # by holder, of its chunks
     sums: dict[str, Sequence[int]] = field(default_factory=dict)  # by holder, CRC-32 of its pieces
     places: tuple[VectorPlace, ...] = ()
     resumed_s: float = 0.0  # when the workers resumed
@@ -78,6 +79,7 @@ class Snapshot:
                 self.reached.add(who)
             case kind.HELD, v1.Snapshot.SNAPSHOT if who in self.holders:
                 self.versions.setdefault(who, tuple(report.versions))
+                self.procedures.setdefault(who, [one.SerializeToString() for one in report.procedures])
             case kind.WRITTEN, v1.Snapshot.WRITE if who in self.holders:
                 self.sums.setdefault(who, tuple(report.sums))
 

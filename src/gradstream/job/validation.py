@@ -217,6 +217,8 @@ def _check_passes(job: Job, strategy: ServerStrategy, optimizer: Optimizer) -> N
         why = 'assignment="partitions" gives each worker its part of the data, but portions go to whoever is idle'
     elif job.groups:
         why = "parameter groups have rates and weight decay of their own, which a batch method does not apply"
+    elif job.split > 1:
+        why = f"split={job.split} gives each part of the model its own shards, and a dot product needs all of them"
     elif job.record:
         why = "a recording does not have the commands of a batch method"
     else:

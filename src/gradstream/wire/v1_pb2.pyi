@@ -874,7 +874,7 @@ class Place(_message.Message):
     def __init__(self, vector: _Optional[str] = ..., path: _Optional[str] = ..., offset_bytes: _Optional[int] = ...) -> None: ...
 
 class SnapshotReport(_message.Message):
-    __slots__ = ("number", "kind", "count", "versions", "sums", "error")
+    __slots__ = ("number", "kind", "count", "versions", "sums", "error", "procedures")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         BEGUN: _ClassVar[SnapshotReport.Kind]
@@ -893,13 +893,15 @@ class SnapshotReport(_message.Message):
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     SUMS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    PROCEDURES_FIELD_NUMBER: _ClassVar[int]
     number: int
     kind: SnapshotReport.Kind
     count: int
     versions: _containers.RepeatedScalarFieldContainer[int]
     sums: _containers.RepeatedScalarFieldContainer[int]
     error: str
-    def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[SnapshotReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
+    procedures: _containers.RepeatedCompositeFieldContainer[Procedure]
+    def __init__(self, number: _Optional[int] = ..., kind: _Optional[_Union[SnapshotReport.Kind, str]] = ..., count: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., procedures: _Optional[_Iterable[_Union[Procedure, _Mapping]]] = ...) -> None: ...
 
 class Beat(_message.Message):
     __slots__ = ("events", "receipts", "finished", "failure", "snapshots", "relies", "verdicts", "begun", "refused", "sound", "quiesced", "number", "handed", "leaves", "estates", "redone", "broken", "resharded", "backed_up")

@@ -8,7 +8,7 @@ procedure goes on between any two of its steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradstream.server.aggregation import PushHeader
@@ -77,6 +77,28 @@ class ChunkProcedure:
             portions=portions,
             chunk=chunk,
         )
+
+    @staticmethod
+    def messages(procedures: Mapping[int, ChunkProcedure]) -> list[v1.Procedure]:
+        """All of it for a checkpoint, by chunk; nothing where no step was made. A note is only in the first of a step."""
+        known: set[int] = set()
+        out = []
+        for chunk, procedure in procedures.items():
+            if procedure.number:
+                out.append(procedure.message(chunk))
+                if procedure.number in known:
+                    out[-1].ClearField("note")
+                known.add(procedure.number)
+        return out
+
+    @classmethod
+    def restored(cls, messages: Sequence[v1.Procedure]) -> dict[int, ChunkProcedure]:
+        """The result of `messages` of all shards, by chunk."""
+        notes = {one.number: one.note for one in messages if one.note}
+        found = {one.chunk: cls.of(one) for one in messages}
+        for procedure in found.values():
+            procedure.note = notes.get(procedure.number, b"")
+        return found
 
     @classmethod
     def of(cls, message: v1.Procedure) -> ChunkProcedure:

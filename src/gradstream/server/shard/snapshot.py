@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from gradstream.checkpoint.manifest import STATE, Manifest
 from gradstream.checkpoint.snapshot import Pieces, load, unsplit
 from gradstream.runtime.base import Storage
+from gradstream.server.shard.passes import ChunkProcedure
 from gradstream.server.shard.service import ShardService
+from gradstream.wire import v1
 from gradstream.wire.parts import PartMap
 
 __all__ = ["ShardSnapshot"]
@@ -41,6 +44,11 @@ class ShardSnapshot:
         """See `SnapshotSource`."""
         return self._service.state.versions()
 
+    def procedures(self) -> Sequence[v1.Procedure]:
+        """See `SnapshotSource`."""
+        chunks = self._service.state.chunks
+        return ChunkProcedure.messages({number: chunk.procedure for number, chunk in chunks.items()})
+
     @asynccontextmanager
     async def still(self) -> AsyncIterator[None]:
         """See `SnapshotSource`: the shard applies every acknowledged push first. A lost worker's last pushes wait."""
@@ -53,11 +61,16 @@ class ShardSnapshot:
 
     def restore(self, storage: Storage, folder: str) -> None:
         """Reads the shard's ranges and the versions of its chunks from a checkpoint. Raises what `load` raises."""
-        versions = Manifest.decode(storage.read(f"{folder}/{STATE}")).versions
+        manifest = Manifest.decode(storage.read(f"{folder}/{STATE}"))
+        versions = manifest.versions
         if self._place is not None:  # the chunks of parts are not those of the whole
             versions = [min(versions, default=0)] * self._service.store.chunks.num_chunks
         for chunk, state in self._service.state.chunks.items():
             state.version = versions[chunk]
+        messages = [v1.Procedure.FromString(b64decode(text)) for text in manifest.procedures]
+        for chunk, procedure in ChunkProcedure.restored(messages).items():
+            if chunk in self._service.state.chunks:
+                self._service.state.chunks[chunk].procedure = procedure
         if self._service.store.changed is not None:
             self._service.store.changed.restored(dict(enumerate(versions)))
         load(storage, folder, self.pieces())

@@ -304,6 +304,10 @@ class _GroupSnapshot:
         chunks = ChunkMap(self._elems, self._chunk_elems, group.size)
         return [self._replica.version] * len(chunks.chunks_of(group.rank))
 
+    def procedures(self) -> Sequence[v1.Procedure]:
+        """See `SnapshotSource`: there are no servers that could have one."""
+        return ()
+
     def still(self) -> AbstractAsyncContextManager[object]:
         """See `SnapshotSource`: only this worker writes the pieces, and it is paused."""
         return nullcontext()

@@ -27,6 +27,7 @@ from gradstream.sparse.data import SparseDataset
 from gradstream.sparse.model import SparseModel
 from gradstream.strategies.base import SharedMemoryStrategy
 from gradstream.telemetry.events import Event, ExchangeEvent
+from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
@@ -265,6 +266,10 @@ class _SharedSnapshot:
     def versions(self) -> Sequence[int]:
         """See `SnapshotSource`: how many minibatches are in the model."""
         return [self._replica.words.version] * len(self._owned()[1])
+
+    def procedures(self) -> Sequence[v1.Procedure]:
+        """See `SnapshotSource`: there are no servers that could have one."""
+        return ()
 
     def still(self) -> AbstractAsyncContextManager[object]:
         """See `SnapshotSource`: all workers stand."""
