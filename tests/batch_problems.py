@@ -103,12 +103,13 @@ def naive_lbfgs(objective: Objective, w: Array, *, m: int, iterations: int) -> l
         d, t = -q, 1.0
         slope = g @ d
         if number == 0:
-            t = min(1.0, 1.0 / np.linalg.norm(d))
+            t = min(1.0, 1.0 / float(np.linalg.norm(d)))
         while True:
             new_f, new_g = objective(w + t * d)
             if new_f <= f + 1e-4 * t * slope:
                 break
-            t = min(max(-slope * t * t / (2.0 * (new_f - f - t * slope)), 0.1 * t), 0.5 * t)
+            minimum = float(-slope * t * t / (2.0 * (new_f - f - t * slope)))
+            t = min(max(minimum, 0.1 * t), 0.5 * t)
         s, y = t * d, new_g - g
         if s @ y > 1e-10 * np.linalg.norm(s) * np.linalg.norm(y):
             pairs = [*pairs, (s, y)][-m:]

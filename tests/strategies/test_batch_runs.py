@@ -12,9 +12,9 @@ import pytest
 import gradstream as gs
 from batch_problems import OneProcess, Softmax, naive_lbfgs
 from gradstream.errors import ConfigError, Interrupted
+from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import PushHeader
 from gradstream.server.shard.passes import ChunkProcedure
-from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import kill_at
 
 pytestmark = pytest.mark.sim

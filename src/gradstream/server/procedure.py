@@ -1,6 +1,6 @@
 """Procedures on the vectors of the shards: batch methods as pure generators of commands.
 
-    state ─▶ iteration ─▶ Round(commands) ─▶ shards, chunk by chunk ─▶ Reply(scalars) ─▶ iteration ─▶ … ─▶ state
+    state ─▶ iteration ─▶ CommandRound(commands) ─▶ shards, chunk by chunk ─▶ Reply(scalars) ─▶ iteration ─▶ … ─▶ state
 
 A procedure never sees an element of a vector. It yields rounds of commands, gets the scalars of their dot products,
 and asks for passes over the data, each of which leaves Σ over all portions in the vectors `SUM` and `LOW`. It is pure:
@@ -21,9 +21,9 @@ from gradstream.wire import v1
 __all__ = [
     "LOW",
     "SUM",
+    "CommandRound",
     "Procedure",
     "Reply",
-    "Round",
     "State",
     "StepResult",
     "Steps",
@@ -44,7 +44,7 @@ State = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class CommandRound:
     """Commands that the shards carry out in one exchange.
 
     Args:
@@ -113,7 +113,7 @@ class StepResult:
         )
 
 
-Steps = Generator[Round, Reply, State]
+Steps = Generator[CommandRound, Reply, State]
 
 
 class Procedure(Protocol):

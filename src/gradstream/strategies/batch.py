@@ -39,7 +39,7 @@ from gradstream.model.base import Reduction
 from gradstream.optim.base import Optimizer
 from gradstream.optim.pass_sum import PassSum
 from gradstream.server.aggregation import AggregationRule, EveryPush, PushHeader
-from gradstream.server.procedure import Procedure, Reply, Round, State, Steps, copy
+from gradstream.server.procedure import CommandRound, Procedure, Reply, State, Steps, copy
 from gradstream.strategies.api import Server, ServerWorker
 from gradstream.strategies.base import ServerStrategy
 from gradstream.wire import v1
@@ -147,7 +147,7 @@ class ProcedureRun:
     def _open(self, state: State, replies: list[Reply]) -> None:
         """Goes to the first round of an iteration that these replies do not answer."""
         self.state, self._replies = state, replies
-        self._round: Round | None = None
+        self._round: CommandRound | None = None
         if not state["done"]:
             self._steps = self._procedure.iteration(state)
             self._round = next(self._steps)

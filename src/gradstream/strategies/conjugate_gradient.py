@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gradstream.server.procedure import Round, State, Steps, add, copy, dot, scale, zero
+from gradstream.server.procedure import CommandRound, State, Steps, add, copy, dot, scale, zero
 from gradstream.strategies.batch import BatchMethod
 from gradstream.strategies.descent import Descent, check_descent
 from gradstream.strategies.line_search import search
@@ -87,7 +87,7 @@ class ConjugateGradient(Descent, BatchMethod):
             copy("x", ""),
             copy("g", "sum"),
         ]
-        reply = yield Round([*found.pending, *made])
+        reply = yield CommandRound([*found.pending, *made])
         square, across, gd, dd = reply.scalars
         step = self.accepted(state, found, math.sqrt(square), found.t * length)
         beta = max(0.0, (square - across) / gg)

@@ -7,7 +7,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from gradstream.errors import ConfigError, UnknownNameError
-from gradstream.server.procedure import Reply, Round, State, Steps, copy, dot
+from gradstream.server.procedure import CommandRound, Reply, State, Steps, copy, dot
 from gradstream.strategies.checks import check_count, check_not_negative
 from gradstream.strategies.line_search import LINE_SEARCHES, MOST_TRIALS, Found, evaluate
 
@@ -38,12 +38,12 @@ class Descent:
         """No pass and no iteration yet. `loss` is f, and `norm` |g|, at x."""
         return {"done": "", "iteration": 0, "passes": 0, "loss": math.inf, "norm": math.inf}
 
-    def first(self, state: State) -> Generator[Round, Reply, tuple[State, float]]:
+    def first(self, state: State) -> Generator[CommandRound, Reply, tuple[State, float]]:
         """The pass at the initial parameters. Returns the next state, and g·g."""
         found = yield from evaluate(0.0)
         if not math.isfinite(found.value):
             return {**state, "done": "the loss of the initial parameters is not finite", "passes": 1}, 0.0
-        reply = yield Round([*found.pending, copy("x", ""), copy("g", "sum"), dot("g", "g")])
+        reply = yield CommandRound([*found.pending, copy("x", ""), copy("g", "sum"), dot("g", "g")])
         square = reply.scalars[0]
         new = {**state, "loss": found.value, "norm": math.sqrt(square), "passes": 1}
         return {**new, "done": self._reason(new)}, square
@@ -72,7 +72,7 @@ class Descent:
 
     def failed(self, state: State, found: Found) -> Steps:
         """Ends at the last iterate: no trial was good enough."""
-        yield Round([copy("", "x")])
+        yield CommandRound([copy("", "x")])
         return {
             **state,
             "done": "no step along the direction decreases f",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gradstream.server.procedure import Round, State, Steps, add, copy, dot, zero
+from gradstream.server.procedure import CommandRound, State, Steps, add, copy, dot, zero
 from gradstream.strategies.batch import BatchMethod
 from gradstream.strategies.descent import Descent, check_descent
 from gradstream.strategies.line_search import search
@@ -67,7 +67,7 @@ class GradientDescent(Descent, BatchMethod):
         )
         if not found.t:
             return (yield from self.failed(state, found))
-        reply = yield Round([*found.pending, dot("sum", "sum"), copy("x", ""), copy("g", "sum")])
+        reply = yield CommandRound([*found.pending, dot("sum", "sum"), copy("x", ""), copy("g", "sum")])
         square = reply.scalars[0]
         step = self.accepted(state, found, math.sqrt(square), found.t * length)
         return {**step, "gg": square, "t": found.t}

@@ -30,7 +30,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradstream.server.procedure import Reply, Round, State, Steps, add, combine, copy, dot, scale
+from gradstream.server.procedure import CommandRound, Reply, State, Steps, add, combine, copy, dot, scale
 from gradstream.strategies.batch import BatchMethod
 from gradstream.strategies.checks import check_count, check_flag
 from gradstream.strategies.descent import Descent, check_descent
@@ -113,7 +113,7 @@ class LBFGS(Descent, BatchMethod):
         ]
         products = [(new, old) for new in (s, y, "g") for old in kept]
         products += [(s, s), (s, y), (y, y), ("g", s), ("g", y), ("g", "g")]
-        reply = yield Round([*found.pending, *made, *(dot(one, two) for one, two in products)])
+        reply = yield CommandRound([*found.pending, *made, *(dot(one, two) for one, two in products)])
         known = dict(zip(products, reply.scalars, strict=True))
         known.update({(a, b): dots[i][j] for i, a in enumerate(kept) for j, b in enumerate(kept)})
         if known[s, y] > CURVATURE * math.sqrt(known[s, s] * known[y, y]):
@@ -162,19 +162,19 @@ def _table(names: Sequence[str], known: Mapping[tuple[str, str], float]) -> list
 
 def _two_loops(
     pairs: Sequence[int], dots: Sequence[Sequence[float]]
-) -> Generator[Round, Reply, tuple[float, float]]:
+) -> Generator[CommandRound, Reply, tuple[float, float]]:
     """Forms d on the shards, pair by pair. Returns g·d and |d|."""
     m = len(pairs)
     curvature = [dots[j][m + j] for j in range(m)]
     a = [0.0] * m
     before: list[Any] = [copy("d", "g")]
     for j in reversed(range(m)):
-        reply = yield Round([*before, dot(f"s{pairs[j]}", "d")])
+        reply = yield CommandRound([*before, dot(f"s{pairs[j]}", "d")])
         a[j] = reply.scalars[0] / curvature[j]
         before = [add("d", -a[j], f"y{pairs[j]}")]
     before.append(scale("d", curvature[-1] / dots[2 * m - 1][2 * m - 1]))
     for j in range(m):
-        reply = yield Round([*before, dot(f"y{pairs[j]}", "d")])
+        reply = yield CommandRound([*before, dot(f"y{pairs[j]}", "d")])
         before = [add("d", a[j] - reply.scalars[0] / curvature[j], f"s{pairs[j]}")]
-    reply = yield Round([*before, scale("d", -1.0), dot("g", "d"), dot("d", "d")])
+    reply = yield CommandRound([*before, scale("d", -1.0), dot("g", "d"), dot("d", "d")])
     return reply.scalars[0], math.sqrt(reply.scalars[1])

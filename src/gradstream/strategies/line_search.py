@@ -19,7 +19,7 @@ import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 
-from gradstream.server.procedure import LOW, SUM, Reply, Round, add, copy, dot, scale, zero
+from gradstream.server.procedure import LOW, SUM, CommandRound, Reply, add, copy, dot, scale, zero
 from gradstream.wire import v1
 
 __all__ = ["C1", "LINE_SEARCHES", "Found", "Search", "Trial", "evaluate", "search"]
@@ -56,14 +56,14 @@ class Found:
     pending: Sequence[v1.Command] = ()
 
 
-Trials = Generator[Round, Reply, Trial]
-Search = Generator[Round, Reply, Found]
+Trials = Generator[CommandRound, Reply, Trial]
+Search = Generator[CommandRound, Reply, Found]
 
 
 def evaluate(t: float, first: Sequence[v1.Command] = ()) -> Search:
     """One pass at x + t·d; at the present parameters where t is 0. It is accepted unless f is infinite there."""
     move = [copy("", "x"), add("", t, "d")] if t else []
-    reply = yield Round([*first, *move, zero(SUM), zero(LOW)], evaluate=True)
+    reply = yield CommandRound([*first, *move, zero(SUM), zero(LOW)], evaluate=True)
     if not math.isfinite(reply.loss):
         return Found(0.0, math.inf, 1)
     return Found(t, reply.loss, 1, (add(SUM, 1.0, LOW), scale(SUM, 1.0 / reply.samples)))
@@ -74,7 +74,7 @@ def _trial(t: float, first: Sequence[v1.Command] = ()) -> Trials:
     found = yield from evaluate(t, first)
     if not math.isfinite(found.value):
         return Trial(t, math.inf)
-    reply = yield Round([*found.pending, dot(SUM, "d")])
+    reply = yield CommandRound([*found.pending, dot(SUM, "d")])
     return Trial(t, found.value, reply.scalars[0])
 
 

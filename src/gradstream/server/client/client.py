@@ -200,7 +200,8 @@ class ServerClient:
 
         results = await links.with_each(ask)
         counters: Counter[str] = Counter()
-        chunks: list[v1.Procedure] = [one for result in results for one in result.chunks]
+        chunks = [one for result in results for one in result.chunks]
+        chunks.sort(key=lambda one: one.chunk)
         for result in results:
             counters.update(dict(result.counters))
         return v1.CommandResult(
@@ -209,7 +210,7 @@ class ServerClient:
             max_version=max(result.max_version for result in results),
             counters=counters,
             clock=max(result.clock for result in results),
-            chunks=sorted(chunks, key=lambda one: one.chunk),
+            chunks=chunks,
             note=_latest_note(results),
         )
 

@@ -80,7 +80,7 @@ class ChunkProcedure:
 
     @staticmethod
     def messages(procedures: Mapping[int, ChunkProcedure]) -> list[v1.Procedure]:
-        """All of it for a checkpoint, by chunk; nothing where no step was made. A note is only in the first of a step."""
+        """All of it for a checkpoint, by chunk; nothing without a step. A note is only in the first of its step."""
         known: set[int] = set()
         out = []
         for chunk, procedure in procedures.items():
