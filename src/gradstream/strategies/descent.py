@@ -1,4 +1,4 @@
-"""What the batch methods share: their options, and when they end."""
+"""Options of the batch methods, and the criteria by which they end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chunk knows of a procedure: its last step, and the portions of the present pass that are in the sum.
+"""`ChunkProcedure`: the record that a chunk has of a procedure, and of the portions of the present pass in its sum.
 
 A portion is in the sum at most once, whichever worker computed it and however often. A portion of another pass is
 refused, since it was computed at other parameters. All of this is in backups, checkpoints and handovers, so a
