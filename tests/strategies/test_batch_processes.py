@@ -1,0 +1,49 @@
+"""A batch method in real processes, one of which is killed in a pass."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import batch_problems
+import gradstream as gs
+from batch_problems import OneProcess, Softmax
+from gradstream.job.files import load_job
+
+pytestmark = pytest.mark.process
+
+JOB = """
+import gradstream as gs
+from batch_problems import Softmax
+
+def job():
+    problem, strategy = Softmax(classes=3), gs.LBFGS(tolerance_change=1e-13)
+    return gs.Job(problem.model(), problem.data(), strategy=strategy, workers=2, servers=2, batch_size=4, epochs=100)
+"""
+
+
+def test_a_killed_process_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "batch_problems.py").write_text(Path(batch_problems.__file__).read_text())
+    log = tmp_path / "run" / "logs" / "worker-1.log"
+    killed: list[int] = []
+
+    def on_event(event: Mapping[str, Any]) -> None:
+        if event["event"] == "step" and event["node"] == "worker-1" and event["step"] == 30 and not killed:
+            killed.append(int(re.findall(r"worker-1: pid (\d+)", log.read_text())[-1]))
+            os.kill(killed[0], signal.SIGKILL)
+
+    run = gs.train(load_job(f"{tmp_path / 'job.py'}:job"), run_dir=tmp_path / "run", on_event=on_event)
+    problem = Softmax(classes=3)
+    twin = OneProcess(gs.LBFGS(tolerance_grad=1e-11, tolerance_change=0.0), problem.objective, problem.start)
+    twin.run()
+    assert killed
+    loss = problem.objective(np.asarray(run.parameters["w"]).ravel())[0]
+    assert loss - problem.objective(twin.vectors["x"])[0] <= 1e-12
