@@ -391,6 +391,7 @@ def test_a_waiting_process_reports_the_holder_of_the_lock(tmp_path: Path) -> Non
         pass
     with machine_lock(lock, doing="the same", wait_s=0):
         pass
+    assert lock.stat().st_mode & 0o777 == 0o600  # whoever can open it could hold it
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:

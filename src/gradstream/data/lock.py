@@ -28,7 +28,7 @@ def machine_lock(
     """Holds the lock file, and first waits until no other process of this machine holds it.
 
     Args:
-        path: the lock file, in a folder that exists. It is not removed.
+        path: the lock file, in a folder that exists. It is not removed. Where it is new, other users cannot open it.
         doing: work of the holder, for the messages of waiting processes: "downloading caltech101".
         wait_s: longest time to wait, in seconds.
         on_wait: called once with a message if the process has to wait.
@@ -38,7 +38,7 @@ def machine_lock(
         OSError: the file cannot be written.
     """
     give_up = time.monotonic() + wait_s
-    with open(path, "a+b", buffering=0) as file:
+    with open(path, "a+b", buffering=0, opener=_open_for_owner) as file:
         reported = False
         while not _taken(file.fileno()):
             holder = _holder(path)
@@ -60,6 +60,11 @@ def machine_lock(
             yield
         finally:
             file.truncate(0)
+
+
+def _open_for_owner(path: str, flags: int) -> int:
+    """Opens a lock file, and makes it readable for its owner alone: whoever can open it can hold the lock."""
+    return os.open(path, flags, 0o600)
 
 
 def _taken(descriptor: int) -> bool:
