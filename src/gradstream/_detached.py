@@ -170,7 +170,7 @@ def _launch(run_dir: Path, record: LauncherRecord, begin: bool, signals: StopSig
 def _nodes(
     run_dir: Path, record: LauncherRecord, begin: bool
 ) -> tuple[RunPlan, LocalCluster | None, Credentials]:
-    """The plan of the run, and its forkserver: a new one, or the one that is there; None where it has ended."""
+    """The plan of the run, and its forkserver: a new one, or the one that is there; None if it has ended."""
     from gradstream.run.local import LocalCluster, node_environment
     from gradstream.run.local.link import ForkserverLink
     from gradstream.run.reopen import spec_of_run

@@ -79,7 +79,7 @@ def resume(
         path: the run directory.
         job: the job, where the run was not made from a file; nodes are threads then.
         on_event: as for `train`.
-        listen: how other machines join again; None where there are none.
+        listen: how other machines join again; None if there are none.
         from_start: whether to begin from the start although there are checkpoints, all of them damaged.
         detach: as for `train`.
         options: fields of the job to change: workers, servers, epochs, ...
@@ -149,7 +149,7 @@ def resume(
 
 
 def _check_ended(path: Path) -> None:
-    """Raises DataError where processes of the run are left, with a launcher or without."""
+    """Raises DataError if processes of the run are left, with a launcher or without."""
     if holder_of(path) is not None or has_reader(path / DOOR):
         raise DataError(
             f"{path} goes on: processes of it are left; `gradstream attach` shows its progress, and `gradstream stop` "

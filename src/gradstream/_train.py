@@ -58,7 +58,7 @@ def train(
 
     Args:
         model: a `Model`, a function that makes one, a whole `Job`, or a function that makes a job.
-        data: a data set, the name of one, or a pair of arrays (inputs, targets); None where `model` is a job.
+        data: a data set, the name of one, or a pair of arrays (inputs, targets); None if `model` is a job.
         on_event: called with each event of the run, as `events.jsonl` holds it.
         processes: whether nodes are processes, or threads of this one. None takes processes where
             they can find the job (in a script, or by `load_job`); in a notebook or at a prompt they cannot,
@@ -175,7 +175,7 @@ def host(
         on_address: called with the path of nodes.json, the coordinator's address, and the network arguments of a
             worker of this machine.
         processes: whether coordinator and shards are processes, or threads of this one.
-        listening: how workers of other machines join; None where there are none.
+        listening: how workers of other machines join; None if there are none.
 
     Raises:
         GradstreamError: the run failed, as in `train`.
@@ -201,7 +201,7 @@ def host(
 
 
 def check_detached(processes: bool | None, on_event: OnEvent | None, listen: object) -> None:
-    """Raises ConfigError where a run cannot go on without the process that starts it."""
+    """Raises ConfigError if a run cannot go on without the process that starts it."""
     if processes is False:
         raise ConfigError("detach with processes=False: threads end with their process")
     if on_event is not None:
@@ -220,7 +220,7 @@ def _listening(listen: str | Listening | None, wait: int) -> Listening | None:
 
 
 def _place(job: Job, processes: bool | None) -> str | None:
-    """The place where other processes find the job; None where they cannot find it, and nodes are threads.
+    """The place where other processes find the job; None if they cannot find it, and nodes are threads.
 
     Raises:
         ConfigError: they cannot find it, but `processes` asks for processes.

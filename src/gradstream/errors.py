@@ -208,7 +208,7 @@ class Interrupted(SystemExit):
 
     Args:
         path: the run directory; None for a simulation.
-        checkpoint: folder in it from which the run resumes; "" where the run begins anew.
+        checkpoint: folder in it from which the run resumes; "" if the run begins anew.
         command: command line that resumes the run.
     """
 

@@ -83,7 +83,7 @@ class Manifest:
         shares: by rank, the samples of a round, where shares follow the measured speed.
         dropped: by data epoch, how many of the samples that are done are not in the model, since updates were
             made without them.
-        procedures: what chunks know of a procedure (`v1.Procedure`, in base64); nothing where there is none.
+        procedures: what chunks know of a procedure (`v1.Procedure`, in base64); nothing if there is none.
     """
 
     step: int

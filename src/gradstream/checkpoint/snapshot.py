@@ -47,7 +47,7 @@ class SnapshotSource(Protocol):
         ...
 
     def procedures(self) -> Sequence[v1.Procedure]:
-        """Returns what the node's chunks know of a procedure; nothing where there is none."""
+        """Returns what the node's chunks know of a procedure; nothing if there is none."""
         ...
 
     def still(self) -> AbstractAsyncContextManager[object]:

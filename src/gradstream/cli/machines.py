@@ -78,7 +78,7 @@ def token_options(command: Command) -> Command:
 
 
 def token_of(token: str | None, file: Path | None) -> str | None:
-    """The token that --token gives, or the file, or the environment; None where none of them does.
+    """The token that --token gives, or the file, or the environment; None if none of them does.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -101,7 +101,7 @@ def listening_of(
     token_file: Path | None,
     workers: int | None,
 ) -> Listening | None:
-    """How other machines join the run, by the options; None where the run is on this machine alone.
+    """How other machines join the run, by the options; None if the run is on this machine alone.
 
     Raises:
         ConfigError: an option needs --listen, or the numbers of machines and workers contradict each other.

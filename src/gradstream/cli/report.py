@@ -176,7 +176,7 @@ def _refused(by_worker: Mapping[str, int]) -> str:
 
 
 def _exchanged(s: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Rows on the bytes sent: to and from servers, or among workers. None where all workers share one vector."""
+    """Rows on the bytes sent: to and from servers, or among workers. None if all workers share one vector."""
     up, down = size_text(s["pushed_bytes"]), size_text(s["fetched_bytes"])
     if s["servers"] == 0:
         return [("exchanged", f"{up} of gradients in {s['pushes']:,} sums")] if s["pushes"] else []

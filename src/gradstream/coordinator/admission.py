@@ -30,7 +30,7 @@ class Admission:
     Args:
         nodes: the expected nodes, and those that are in.
         software: version of gradstream that every node must have.
-        resume: the checkpoint whose model the workers must have; None where the first worker's model counts.
+        resume: the checkpoint whose model the workers must have; None if the first worker's model counts.
 
     Attributes:
         model: the registered model; None before a worker has joined.

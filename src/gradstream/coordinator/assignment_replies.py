@@ -32,9 +32,9 @@ class BatchDistribution:
     Args:
         ledger: records which minibatches are in the model.
         balance: decides the shares of a round by measured speed; None leaves them as planned.
-        assignment: hands out minibatches to workers that ask; None where workers go through rounds, or bring
+        assignment: hands out minibatches to workers that ask; None if workers go through rounds, or bring
             data of their own.
-        participation: which workers take part, where the strategy decides that; None where all do.
+        participation: which workers take part, where the strategy decides that; None if all do.
     """
 
     ledger: Ledger | OpenLedger

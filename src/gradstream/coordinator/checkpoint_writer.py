@@ -276,7 +276,7 @@ def _num_chunks(spec: v1.ModelSpec, holders: int) -> list[int]:
 
 
 def _check_reports(snapshot: Snapshot, num_chunks: Sequence[int], num_pieces: Sequence[int]) -> None:
-    """Raises DataError where a holder has reported more or fewer chunks or pieces than it has."""
+    """Raises DataError if a holder has reported more or fewer chunks or pieces than it has."""
     for who, its_chunks, its_pieces in zip(snapshot.holders, num_chunks, num_pieces, strict=True):
         got = {"versions": len(snapshot.versions[who]), "checksums": len(snapshot.sums[who])}
         expected = {"versions": its_chunks, "checksums": its_pieces * len(snapshot.places)}

@@ -47,7 +47,7 @@ class RunOutcome:
 
     Args:
         notice: the last notice.
-        failed: the failure; None where every sample is accounted for.
+        failed: the failure; None if every sample is accounted for.
     """
 
     notice: v1.Notice
@@ -65,7 +65,7 @@ class Coordinator:
         deadlines: bound the silence of nodes.
         checkpoints: how checkpoints are made; None makes none.
         criterion: ends the run early; None lets it run to its last data epoch.
-        drive: the strategy's schedule of participation; None where all workers take part.
+        drive: the strategy's schedule of participation; None if all workers take part.
 
     Attributes:
         clock: time of the events.

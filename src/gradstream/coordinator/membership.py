@@ -85,7 +85,7 @@ class Membership:
         phases: how far the run is: gathering, training, over.
         replies: answers to workers that ask what to do.
         balance: how many samples of a round each worker takes, by measured speed; None if that is planned.
-        participation: which workers take part; None where all do.
+        participation: which workers take part; None if all do.
         estates: of each lost worker, the minibatches that it had pushed and not reported; None if other workers
             compute all of them again.
         stand_ins: which worker computes a lost worker's share of each round; None if nobody does.
@@ -438,7 +438,7 @@ class Membership:
         return self.snapshots.stop(at_s) + self.after_snapshot()
 
     def reshard(self, servers: int, token: str, at_s: float) -> list[Instruction]:
-        """Changes the number of shards. Raises ConfigError where the run cannot do that, or not now."""
+        """Changes the number of shards. Raises ConfigError if the run cannot do that, or not now."""
         if not self.phases.training:
             raise ConfigError(f"reshard: servers={servers}: the run is not training; ask again when it is")
         return self.resharding.begin(servers, token, at_s)

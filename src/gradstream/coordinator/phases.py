@@ -67,7 +67,7 @@ class Phases:
         nodes: the members, and which workers have finished.
         progress: the minibatches in the model.
         snapshots: a run that ends early ends with a snapshot.
-        participation: has to resume paused workers at the end; None where no worker is ever paused.
+        participation: has to resume paused workers at the end; None if no worker is ever paused.
         losses: which losses the run survives.
 
     Attributes:

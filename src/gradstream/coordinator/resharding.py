@@ -43,7 +43,7 @@ class Resharding:
     Args:
         nodes: the members, and which shards hold the parameters.
         snapshots: no snapshot is made while the shards hand over, nor the other way round.
-        estates: torn pushes of lost workers are settled before; None where nobody redoes them.
+        estates: torn pushes of lost workers are settled before; None if nobody redoes them.
         deadlines: `join_s` bounds the preparation, `cut_s` the time without updates.
         obstacle: why this run cannot change its shards, with the remedy; "" if it can.
         fewest: smallest number of shards.

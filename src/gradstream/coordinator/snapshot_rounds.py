@@ -53,7 +53,7 @@ class SnapshotRounds:
         deadlines: `cut_s` limits the pause of the workers.
         verdicts: the ledger learns of a round from the first shard's verdict, and not from workers that
             report to have reached it. The verdict may come later.
-        estates: what lost workers had pushed: no snapshot holds a torn push. None where nobody redoes it.
+        estates: what lost workers had pushed: no snapshot holds a torn push. None if nobody redoes it.
 
     Attributes:
         current: the snapshot under way.

@@ -140,7 +140,7 @@ def load_job(spec: str, *, earlier: Sequence[Path] | None = None, argv: Sequence
 
 
 def digest_of(spec: str) -> str:
-    """SHA-256 of the file that a job's spec names, without the modules it imports; "" where there is none."""
+    """SHA-256 of the file that a job's spec names, without the modules it imports; "" if there is none."""
     place, colon, _ = spec.rpartition(":")
     place = place if colon else spec
     try:

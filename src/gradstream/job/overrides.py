@@ -31,7 +31,7 @@ def overrides(job: Job) -> dict[str, Any]:
 
 
 def _place_of(metric: str | Metric) -> str:
-    """The place of a metric; "" where other processes have to take it from the job file."""
+    """The place of a metric; "" if other processes have to take it from the job file."""
     try:
         return metric if isinstance(metric, str) else place_of(metric)
     except ConfigError:

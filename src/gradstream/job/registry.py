@@ -237,9 +237,9 @@ def describe(value: Any) -> dict[str, Any]:
 
     Returns:
         {"class": ..., "fields": {...}, "defaults": {...}}. The class is "module:Class", or
-        "file.py:Class", or "" where it is defined in the job file itself, which every node runs.
+        "file.py:Class", or "" if it is defined in the job file itself, which every node runs.
         A field that is such an object itself (a schedule) becomes {"class": ..., "fields": ...}, a
-        function {"function": place}; the place is "" where there is none (see `check_places`).
+        function {"function": place}; the place is "" if there is none (see `check_places`).
     """
     cls = type(value)
     entries = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
@@ -318,7 +318,7 @@ def _described(value: Any) -> Any:
 
 
 def check_places(value: Any) -> None:
-    """Raises ConfigError where a field is a function that other processes cannot find."""
+    """Raises ConfigError if a field is a function that other processes cannot find."""
     for entry in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
         field = getattr(value, entry.name)
         if callable(field) and not dataclasses.is_dataclass(field):
@@ -428,7 +428,7 @@ def _make(kind: str, name: str, cls: Callable[..., Any], options: Mapping[str, A
 
 
 def _check_complete(kind: str, name: str, cls: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raises ConfigError where an option without a default is missing."""
+    """Raises ConfigError if an option without a default is missing."""
     missing = [
         entry.name
         for entry in inspect.signature(cls).parameters.values()

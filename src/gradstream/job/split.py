@@ -20,7 +20,7 @@ __all__ = ["check_split"]
 
 
 def check_split(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
-    """Raises ConfigError where a job asks for a split model, or for a pipeline of one, that cannot be."""
+    """Raises ConfigError if a job asks for a split model, or for a pipeline of one, that cannot be."""
     schedules = get_args(Pipeline)
     if isinstance(job.pipeline, str) and job.pipeline not in schedules:
         raise UnknownNameError("pipeline", str(job.pipeline), schedules)

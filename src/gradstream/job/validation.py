@@ -123,7 +123,7 @@ def _check_evaluation(job: Job) -> None:
 
 
 def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
-    """Raises ConfigError where a strategy does not support another argument of the job."""
+    """Raises ConfigError if a strategy does not support another argument of the job."""
     _check_quorum(job, strategy)
     if job.assignment is not None and strategy.partitioning == "rounds":
         raise ConfigError(
@@ -259,7 +259,7 @@ def _check_drive(job: Job, strategy: Strategy) -> None:
 
 
 def _check_shared(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
-    """Raises ConfigError where a vector that workers write without locks does not support the job."""
+    """Raises ConfigError if a vector that workers write without locks does not support the job."""
     name = type(strategy).__name__
     check_compiler(f"what {name} does to shared memory")
     if is_open_ended(job):
@@ -276,7 +276,7 @@ def _check_shared(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
 
 
 def check_resumed(job: Job, resume: Resume) -> None:
-    """Raises ConfigError where seed or data changed, and with them the order of the samples."""
+    """Raises ConfigError if seed or data changed, and with them the order of the samples."""
     for name, got, expected in (
         ("seed", job.seed, resume.seed),
         ("samples of the data", job.data.num_samples, resume.num_samples),
@@ -306,7 +306,7 @@ _OF_THE_LOOP = (
 
 
 def check_script(job: Job) -> None:
-    """Raises ConfigError where a field is given that the script's own loop decides."""
+    """Raises ConfigError if a field is given that the script's own loop decides."""
     defaults = {entry.name: entry for entry in dataclasses.fields(Job)}
     for name in _OF_THE_LOOP:
         entry, value = defaults[name], getattr(job, name)

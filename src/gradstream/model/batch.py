@@ -21,7 +21,7 @@ class Batch:
     Args:
         inputs: an array or tensor, or a tree of them, samples along the first axis. Samples of
             varying length come as a list with one array for each, or padded.
-        targets: arrays or tensors of the same kind; None where there are only inputs.
+        targets: arrays or tensors of the same kind; None if there are only inputs.
         num_samples: number of samples; 0 where a worker has none in a round.
         ids: the position of each sample in the data set; empty in a stream, whose samples have none.
     """

@@ -31,7 +31,7 @@ def finite(tensor: torch.Tensor) -> bool:
 
 
 def length(tensor: torch.Tensor) -> float:
-    """Euclidean length; NaN or infinite where an element is, or where the sum of squares overflows the dtype.
+    """Euclidean length; NaN or infinite if an element is, or where the sum of squares overflows the dtype.
 
     One pass over the memory, without a temporary.
     """

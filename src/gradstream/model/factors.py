@@ -78,7 +78,7 @@ class FactorPair:
         self.state: Literal["empty", "kept", "refused"] = "empty"
 
     def take(self, left: torch.Tensor, right: torch.Tensor) -> bool:
-        """Keeps the factors of left @ right = δᵀ x. Returns False where it cannot.
+        """Keeps the factors of left @ right = δᵀ x. Returns False if it cannot.
 
         Args:
             left: (M, rows).

@@ -166,7 +166,7 @@ class GroupedRule:
 
     @property
     def skips_zeros(self) -> bool:
-        """True where it is for the rule of each range."""
+        """True if it is for the rule of each range."""
         return all(skips_zeros(one.rule) for one in self._ranges)
 
     @property

@@ -122,7 +122,7 @@ class _Rank:
         )
 
     async def _figures(self, group: Group) -> MeasuredCosts | None:
-        """The costs of messages as long as a ring's, on the links of this group; None where it sends none."""
+        """The costs of messages as long as a ring's, on the links of this group; None if it sends none."""
         if not isinstance(group, MessageGroup):
             return None
         return await group.measure(max(1, self._plan.elements // group.size))

@@ -113,7 +113,7 @@ class DryRun(ABC):
 
     @cached_property
     def plan(self) -> RunPlan:
-        """The plan of the run. Raises ConfigError where the job is wrong."""
+        """The plan of the run. Raises ConfigError if the job is wrong."""
         return plan_run(self.job, "dry-run")
 
     @cached_property
@@ -208,7 +208,7 @@ class DryRun(ABC):
         return f"{count(len(list(file.parent.iterdir())), 'file')}, {size_text(size)}, verified"
 
     def pace(self) -> tuple[float, str] | None:
-        """Samples per second, and a text on how they were measured; None where too little was run."""
+        """Samples per second, and a text on how they were measured; None if too little was run."""
         steps = [event for event in self.run.events if event["event"] == "step"]
         rate = samples_per_s(steps)
         if rate is None:

@@ -17,10 +17,10 @@ class Death:
     Args:
         who: name of the node.
         at_s: when it was killed, in seconds of the run; see `ExitedEvent`.
-        noticed_s: so much later the others went on without it; None where they never knew it, or, of the coordinator,
+        noticed_s: so much later the others went on without it; None if they never knew it, or, of the coordinator,
             where nothing tells.
         back_s: so much later a new process took part: it had made its first step, or, of a shard or the coordinator,
-            served; None where that did not happen.
+            served; None if that did not happen.
     """
 
     who: str

@@ -21,7 +21,7 @@ class Ending:
     Args:
         run_dir: run directory.
         last: the latest event of each kind, of this part of the run.
-        first: folder of the checkpoint that this part began from; "" where the run began.
+        first: folder of the checkpoint that this part began from; "" if the run began.
         in_file: whether the job is in a file, so that a command can resume the run.
         begins_again: whether a resumed script would begin from its start.
     """

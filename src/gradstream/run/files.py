@@ -44,7 +44,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> str:
-    """Reads the text of a `config.toml`; "" without a file. Raises ConfigError where it is not TOML."""
+    """Reads the text of a `config.toml`; "" without a file. Raises ConfigError if it is not TOML."""
     try:
         text = path.read_text(encoding="utf-8")
         parse_toml(text)

@@ -13,7 +13,7 @@ __all__ = ["evaluate", "evaluation_of_run", "keep_evaluation"]
 
 
 def evaluate(run: Run) -> Evaluation | None:
-    """The run's evaluation on held-out samples; None where there are none, or no parameters."""
+    """The run's evaluation on held-out samples; None if there are none, or no parameters."""
     if run.model is None or run.data is None or not run.data.num_test_samples or not run.parameters:
         return None
     found = run.evaluate()
@@ -24,7 +24,7 @@ def evaluate(run: Run) -> Evaluation | None:
 def evaluation_of_run(run: Run) -> Evaluation | None:
     """The evaluation of a run that another process has trained: as it has kept it, or computed again, and not kept.
 
-    None where the job cannot be read again (a message says so), or without held-out samples or parameters.
+    None if the job cannot be read again (a message says so), or without held-out samples or parameters.
     """
     final = [row for row in run.evaluations if row["final"]]
     if final and final[-1]["accuracy"] is not None:  # else the event does not say which loss it has

@@ -134,7 +134,7 @@ class FollowedEvents:
         self.emit(ExitedEvent(who=name, status=status), self._struck_ns.pop(name, at_ns))
 
     def mend(self) -> bool:
-        """Removes a half-written last line of a coordinator that was killed. False where that fails."""
+        """Removes a half-written last line of a coordinator that was killed. False if that fails."""
         if self._torn:
             self._torn = b""
             try:

@@ -136,7 +136,7 @@ def holder_of(run_dir: Path) -> int | None:
 
 
 def signal_launcher(run_dir: Path, number: int) -> bool:
-    """Sends a signal to the run's launcher; False where it has none by now.
+    """Sends a signal to the run's launcher; False if it has none by now.
 
     The process is looked up, held by a descriptor, and looked up again: so it is the launcher, or was a moment ago,
     and never another process with the same id.

@@ -27,7 +27,7 @@ class NodeSpec:
 
     Args:
         id: name of the run.
-        job: place of the job (see `Job.spec`); "" where it is in no file, as in a notebook.
+        job: place of the job (see `Job.spec`); "" if it is in no file, as in a notebook.
         earlier: run directories of the runs that the script made before this one.
         run_dir: run directory.
         plain: fields of the job that are plain values.
@@ -39,7 +39,7 @@ class NodeSpec:
         elsewhere: whether the nodes are on another machine than the launcher, with another run directory: they
             write and read checkpoints through the coordinator.
         per_machine: number of workers on each machine, where they run a script.
-        meeting: host:port at which the script's own torch.distributed meets; "" where torchrun or another
+        meeting: host:port at which the script's own torch.distributed meets; "" if torchrun or another
             launcher has started the script.
     """
 
@@ -89,7 +89,7 @@ class NodeSpec:
 
     @classmethod
     def read(cls, path: Path) -> NodeSpec:
-        """Reads a spec from a file. Raises ConfigError where it holds none, FileNotFoundError without a file."""
+        """Reads a spec from a file. Raises ConfigError if it holds none, FileNotFoundError without a file."""
         record = read_record(path)
         try:
             check_record(cls, record)
@@ -106,7 +106,7 @@ class NodeSpec:
         return list(self.plain.get("argv") or sys.argv)
 
     def load(self) -> Job:
-        """Reads the job in this process as a node does. Raises ConfigError where it is not in a file."""
+        """Reads the job in this process as a node does. Raises ConfigError if it is not in a file."""
         return self._load(self.job)
 
     def load_again(self) -> Job:
@@ -119,7 +119,7 @@ class NodeSpec:
         return plan_run(job, self.id, resume=resume)
 
     def check_data(self, job: Job) -> None:
-        """Raises ConfigError where this node's data differs from the launcher's."""
+        """Raises ConfigError if this node's data differs from the launcher's."""
         here = getattr(job.data, "quick_checks", {})
         for part in {**self.data, **here}:
             mine, launchers = here.get(part, "none"), self.data.get(part, "none")

@@ -75,7 +75,7 @@ def handed_out(spec: str) -> list[str]:
 
 
 def newest_in(run_dir: Path) -> str:
-    """Folder of the newest checkpoint of a run; "" where there is none."""
+    """Folder of the newest checkpoint of a run; "" if there is none."""
     folders = [one.folder for one in kept(DiskStorage(run_dir))]
     return folders[-1] if folders else ""
 
@@ -90,7 +90,7 @@ def assign(assignment: WorkerPlacement) -> None:
 
 
 def assigned() -> WorkerPlacement | None:
-    """The placement of this process; None where `gradstream train` has not started it."""
+    """The placement of this process; None if `gradstream train` has not started it."""
     return _assigned
 
 

@@ -142,7 +142,7 @@ class RunPlan:
         )
 
     def batch_plan(self) -> BatchPlan:
-        """Which worker goes through which samples. Raises ConfigError where the numbers do not fit."""
+        """Which worker goes through which samples. Raises ConfigError if the numbers do not fit."""
         job = self.job
         spec = PartitionSpec(
             partitioning=self._partitioning,
@@ -333,5 +333,5 @@ def _policy_of(job: Job) -> Policy:
 
 
 def metrics_of(job: Job) -> dict[str, Metric]:
-    """The job's metrics as functions. Raises ConfigError where the place of one holds no function."""
+    """The job's metrics as functions. Raises ConfigError if the place of one holds no function."""
     return {name: find_function(f) if isinstance(f, str) else f for name, f in job.metrics.items()}

@@ -57,12 +57,12 @@ class LaunchOptions:
     Args:
         on_event: called with each event of the run.
         as_threads: whether nodes are threads of this process.
-        listening: how other machines join; None where there are none.
-        on_address: see `_train.host`; None where the launcher starts the workers.
+        listening: how other machines join; None if there are none.
+        on_address: see `_train.host`; None if the launcher starts the workers.
         cluster: where to start processes; None makes one for this run.
         stop: see `_train.launch`; None for a run that is kept.
         earlier: run directories of the runs that the job's script made before this one.
-        detached: see `Detached`; None where the nodes end with this process.
+        detached: see `Detached`; None if the nodes end with this process.
     """
 
     on_event: OnEvent | None = None
@@ -131,13 +131,13 @@ class Preparation:
             yield
 
     def write_files(self) -> None:
-        """Writes the files that nodes, and a detached launcher, read. Raises DiskError where there is no room."""
+        """Writes the files that nodes, and a detached launcher, read. Raises DiskError if there is no room."""
         with self._writing():
             spec, as_threads = self.spec(self._options.earlier), self._options.as_threads
             write_records(self._plan, spec, self._environment, as_threads=as_threads)
 
     def cluster(self) -> AbstractContextManager[Cluster]:
-        """Writes the files, unless they are there, and makes the cluster. Raises DiskError where there is no room."""
+        """Writes the files, unless they are there, and makes the cluster. Raises DiskError if there is no room."""
         options, logs = self._options, self._run_dir / "logs"
         if not (options.as_threads or options.adopts):
             self._check_memory()
@@ -153,7 +153,7 @@ class Preparation:
             return LocalCluster(logs, self._environment, shards=self._plan.servers > 0)
 
     def _check_memory(self) -> None:
-        """Raises ConfigError where this machine's memory cannot hold so many processes, whatever the model."""
+        """Raises ConfigError if this machine's memory cannot hold so many processes, whatever the model."""
         listening, shards = self._options.listening, self._plan.servers
         if listening is not None and listening.servers_on == "all":
             shards = -(-shards // listening.machines)
@@ -179,7 +179,7 @@ class Preparation:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raises DiskError where there is no room for files before the nodes are started."""
+        """Raises DiskError if there is no room for files before the nodes are started."""
         try:
             yield
         except OSError as error:

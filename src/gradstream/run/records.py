@@ -55,12 +55,12 @@ def write_records(plan: RunPlan, spec: NodeSpec, environment: Mapping[str, str],
 
 
 def write_spec(spec: NodeSpec) -> None:
-    """Writes nodes.json. Raises OSError where the disk does not take it."""
+    """Writes nodes.json. Raises OSError if the disk does not take it."""
     DiskStorage(Path(spec.run_dir)).write("nodes.json", _json(dataclasses.asdict(spec)))
 
 
 def add_to_run_json(run_dir: Path, entries: Mapping[str, Any]) -> None:
-    """Adds entries to run.json. Raises OSError where the disk does not take it, ConfigError for a damaged file."""
+    """Adds entries to run.json. Raises OSError if the disk does not take it, ConfigError for a damaged file."""
     info = read_record(run_dir / "run.json") | dict(entries)
     DiskStorage(run_dir).write("run.json", _json(info))
 

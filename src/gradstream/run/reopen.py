@@ -54,7 +54,7 @@ def reopen(path: Path, *, checkpoint: str | None = None, data: Dataset | None = 
 
 
 def job_of_run(path: Path) -> Job:
-    """The job of a run directory, read again from its file. Raises ConfigError where that cannot be."""
+    """The job of a run directory, read again from its file. Raises ConfigError if that cannot be."""
     return spec_of_run(path).load_again()
 
 

@@ -78,7 +78,7 @@ def ask(run_dir: Path, servers: int) -> str:
 
 
 def take_request(storage: Storage) -> tuple[int, str] | None:
-    """Takes the request that waits: number of shards, and token. None where there is none, or no sensible one."""
+    """Takes the request that waits: number of shards, and token. None if there is none, or no sensible one."""
     try:
         size_bytes = storage.size(REQUEST)
         data = storage.read_at(REQUEST, 0, min(size_bytes, MAX_BYTES))

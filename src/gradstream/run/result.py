@@ -222,7 +222,7 @@ class _Info:
 
 
 def check_info(info: Any) -> None:
-    """Raises ValueError where an entry of `run.json` that gradstream reads has a wrong type."""
+    """Raises ValueError if an entry of `run.json` that gradstream reads has a wrong type."""
     if not isinstance(info, dict):
         raise MismatchError("run.json is no JSON object")
     seen = {name: value for name, value in info.items() if name in _Info.__annotations__}

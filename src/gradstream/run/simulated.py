@@ -78,7 +78,7 @@ class SimulatedCluster:
                 `store`, this makes the coordinator's store for the id of the run, with which `restart` goes on.
 
         Returns:
-            The outcome according to the coordinator; None where it was killed.
+            The outcome according to the coordinator; None if it was killed.
         """
         make_store: Callable[[str], StateStore] | None = getattr(script, "store", None)
         if make_store is not None:

@@ -113,7 +113,7 @@ class Storage(Protocol):
         ...
 
     def names(self, folder: str) -> list[str]:
-        """Sorted names of the entries of a folder; empty where the folder does not exist."""
+        """Sorted names of the entries of a folder; empty if the folder does not exist."""
         ...
 
     def mkdir(self, folder: str) -> None:
@@ -129,7 +129,7 @@ class Storage(Protocol):
         ...
 
     def remove(self, path: str) -> None:
-        """Removes a file, or a folder with its contents. Does nothing where there is none."""
+        """Removes a file, or a folder with its contents. Does nothing if there is none."""
         ...
 
 

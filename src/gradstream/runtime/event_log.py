@@ -170,7 +170,7 @@ class EventLog:
         self._take(encode(event, node=self._node, time_s=outage.to_s))
 
     def why_short(self) -> str:
-        """A sentence about the events that the file lacks now; "" where it lacks none."""
+        """A sentence about the events that the file lacks now; "" if it lacks none."""
         outage = self._outage
         if outage is None:
             return ""

@@ -102,7 +102,7 @@ def queued_s(thread: int | None) -> float | None:
         thread: native id of the thread (`threading.get_native_id`); None for none.
 
     Returns:
-        None where the system does not count it: only Linux does.
+        None if the system does not count it: only Linux does.
     """
     if thread is None:
         return None

@@ -11,7 +11,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def free_memory_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path | None = None) -> int | None:
-    """Bytes of memory that new processes can use without swapping; None where the system does not tell.
+    """Bytes of memory that new processes can use without swapping; None if the system does not tell.
 
     The least of the machine's available memory and the rest of each limit of this process's control groups.
     """

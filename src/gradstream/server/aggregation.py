@@ -50,7 +50,7 @@ class PushHeader:
         loss: mean loss over the samples; NaN where unknown.
         vector: vector that the push changes: "" for the parameters, else a state vector of the update rule.
         redone: whether another worker pushes for this one, which is lost. It belongs to no clock.
-        length: Euclidean length of the elements; infinite where unknown.
+        length: Euclidean length of the elements; infinite if unknown.
         portion: number of the portion of a pass (`round`) that the push contains; 0 where there are no passes.
     """
 

@@ -89,7 +89,7 @@ class SenderStates:
         self._given: Counter[tuple[str, int, int]] = Counter()  # gradients to come, by sender, chunk, version
 
     def place(self, sender: str, chunk: int, version: int, fetch: tuple[int, int]) -> Span | None:
-        """Memory for a copy of a chunk that a sender reads; None where the shard has a copy of this version.
+        """Memory for a copy of a chunk that a sender reads; None if the shard has a copy of this version.
 
         Where a fetch tries again, what it read before was lost on its way, and that copy is not needed. A message that
         comes twice reads nothing: nobody hears the answer.

@@ -62,7 +62,7 @@ class Reply:
 
     Args:
         scalars: results of the dot products, in the order of the commands.
-        loss: after a pass, the mean loss over its samples; infinite where it was not finite for each of them.
+        loss: after a pass, the mean loss over its samples; infinite if it was not finite for each of them.
         samples: after a pass, number of its samples.
     """
 
@@ -83,7 +83,7 @@ class StepResult:
         pass_number: 1 + number of the pass whose portions the chunks take; 0 before the first.
         portions: number of portions of that pass that every chunk has.
         samples: number of their samples.
-        loss: mean loss over these; infinite where one was not finite.
+        loss: mean loss over these; infinite if one was not finite.
     """
 
     number: int

@@ -52,7 +52,7 @@ class RobustRule:
     """How the contributions of a round become one vector."""
 
     def check(self, num_workers: int) -> None:
-        """Raises ConfigError where the rule promises nothing with so many workers."""
+        """Raises ConfigError if the rule promises nothing with so many workers."""
         del num_workers
 
 

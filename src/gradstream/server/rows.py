@@ -114,7 +114,7 @@ class RowMap:
 
     @classmethod
     def of(cls, chunks: ChunkMap, spec: v1.RowSpec) -> RowMap:
-        """The row map of the registered model. Raises ConfigError where its tables do not fit the vector."""
+        """The row map of the registered model. Raises ConfigError if its tables do not fit the vector."""
         tables = [RowTable(table.start, table.rows, table.row_elems) for table in spec.tables]
         edges = [edge for table in tables for edge in (table.start, table.stop)]
         if edges != sorted(edges) or any(edge > chunks.elems for edge in edges) or not spec.block_elems:

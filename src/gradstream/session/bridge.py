@@ -42,7 +42,7 @@ class LoopBridge:
 
     Args:
         binding: the user's parameters.
-        log: figures that the user's loop logs; None where it logs none.
+        log: figures that the user's loop logs; None if it logs none.
         gradients_only: whether only gradients are exchanged. Then a turn is a backward, and the loop calls `stepped`
             after each step.
         on_step: called after each step of the loop.
@@ -149,7 +149,7 @@ class LoopBridge:
         self._context, self._event_loop = context, asyncio.get_running_loop()
 
     def turn(self, parameters: torch.Tensor, given: Round) -> Turn:
-        """See `Loop.turn`. Raises UserCodeError where the user's loop has failed."""
+        """See `Loop.turn`. Raises UserCodeError if the user's loop has failed."""
         with self._condition:
             if not self.ended and self._user_failure is None:
                 self._set_parameters(parameters)
@@ -174,7 +174,7 @@ class LoopBridge:
         self._binding.load_buffers(buffers)
 
     def over(self, error: BaseException | None) -> None:
-        """Notes that the worker has ended, and takes no more turns; None where it has ended well."""
+        """Notes that the worker has ended, and takes no more turns; None if it has ended well."""
         with self._condition:
             self._worker_end = error or True
             self._condition.notify_all()
@@ -280,7 +280,7 @@ class LoopBridge:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that the worker has ended with; None where it has ended well, or not yet."""
+        """The error that the worker has ended with; None if it has ended well, or not yet."""
         return self._worker_end if isinstance(self._worker_end, BaseException) else None
 
     def _pass_to(self, whose: Literal["worker", "user"]) -> None:

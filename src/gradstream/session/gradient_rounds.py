@@ -90,7 +90,7 @@ class GradientRounds:
             fired, broken, present: this worker's flags, as indices of parameters.
 
         Returns:
-            The result; None where no worker has samples.
+            The result; None if no worker has samples.
 
         Raises:
             ReplicasDifferError: the workers are not at the same point of the same training.
@@ -151,7 +151,7 @@ class GradientRounds:
         return LateGradients(means, broken, own_broken)
 
     def _check(self, differing: Sequence[int], name: str) -> None:
-        """Raises ReplicasDifferError where the workers are not at the same point of the same training."""
+        """Raises ReplicasDifferError if the workers are not at the same point of the same training."""
         if not differing:
             return
         if differing[0] < 2:

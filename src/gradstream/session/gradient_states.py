@@ -132,7 +132,7 @@ class GradientStates:
         self._versions[index] = self._version(index)
 
     def is_averaged(self, index: int) -> bool:
-        """Whether the gradient is averaged over all workers; True where there is no gradient."""
+        """Whether the gradient is averaged over all workers; True if there is no gradient."""
         if self._parameters[index].grad is None:
             return True
         if index in self.fired or not self._is_from_round(index):

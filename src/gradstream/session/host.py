@@ -35,7 +35,7 @@ class Host:
     Args:
         job: job of the run, with the number of its workers.
         processes: whether coordinator and servers are processes, or threads of this one.
-        listening: where workers on other machines join; None where there are none.
+        listening: where workers on other machines join; None if there are none.
 
     Attributes:
         network: command-line arguments of this worker's node about its network, once the run has begun.

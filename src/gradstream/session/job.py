@@ -34,7 +34,7 @@ class OwnLoop:
     """Takes the place of a job's data set: the script has the data.
 
     Args:
-        running: the loop of this process; None where it is no worker.
+        running: the loop of this process; None if it is no worker.
         optimizer: the update rule that the loop's optimizer asks for, as text.
         gradients_only: whether only gradients are exchanged, under strategies that return their mean.
     """

@@ -105,7 +105,7 @@ def join(
 
 
 def _script() -> str | None:
-    """The script, which `gradstream resume` runs again; None where there is no file."""
+    """The script, which `gradstream resume` runs again; None if there is no file."""
     try:
         return script_of_caller()
     except ConfigError:

@@ -114,7 +114,7 @@ class ShardedBatchSampler:
         return list(part.taken(self.orders[epoch], self._cut, self._size))
 
     def __len__(self) -> int:
-        return self._part.count(len(self._batches))  # TypeError where the sampler has none
+        return self._part.count(len(self._batches))  # TypeError if the sampler has none
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # before __init__ there is no sampler
@@ -277,7 +277,7 @@ class ShardedIterable:
         return self._part.noted(self._batches)
 
     def __len__(self) -> int:
-        return self._part.count(len(self._batches))  # type: ignore[arg-type]  # TypeError where they have none
+        return self._part.count(len(self._batches))  # type: ignore[arg-type]  # TypeError if they have none
 
 
 def part_of(data: Any, part: LoaderPart) -> Any:

@@ -33,11 +33,11 @@ class LoaderPart:
         seed: seeds the generators, together with the epoch, while the order of a DataLoader is drawn.
         split: each minibatch is split among the workers; otherwise whole minibatches are distributed.
         note: called with the number of samples of each minibatch that the worker takes: 0 for a repeat,
-            None where the number cannot be seen.
+            None if the number cannot be seen.
         aligned: all workers take the same number of minibatches. A worker for which the last round has none
             repeats one, which counts no samples.
         over: called when the worker has taken its last minibatch.
-        takeover: asks for the minibatches of lost workers; None where no worker takes them over.
+        takeover: asks for the minibatches of lost workers; None if no worker takes them over.
     """
 
     rank: int
@@ -70,7 +70,7 @@ class LoaderPart:
         Args:
             batches: the minibatches of one process.
             cut: returns a slice of the samples of a minibatch.
-            size: returns the number of samples of a minibatch, None where it cannot be seen.
+            size: returns the number of samples of a minibatch, None if it cannot be seen.
         """
         if self.split:
             for batch in batches:

@@ -98,7 +98,7 @@ class EpochSteps:
         self._given += 1
 
     def take(self, parts: Callable[[int], list[int]], orders: dict[int, TakeoverOrder]) -> Block | None:
-        """The block of minibatches to take over next; None where there is none.
+        """The block of minibatches to take over next; None if there is none.
 
         Args:
             parts: returns the number of minibatches of each worker in an epoch of `orders`.

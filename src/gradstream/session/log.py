@@ -122,7 +122,7 @@ class SessionLog:
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def _named(self, name: str) -> _Mean | None:
-        """A mean for a new name; None where there are `MAX_NAMES` already."""
+        """A mean for a new name; None if there are `MAX_NAMES` already."""
         if not NAME.fullmatch(name):
             raise ConfigError(
                 f"session.log: got the name {name[:80]!r}; expected 1 to 64 letters (A-Z, a-z), digits and _ . / "

@@ -78,7 +78,7 @@ class RunConnection:
         return bridge
 
     def check_unchanged(self, where: str) -> None:
-        """Raises ConfigError where the script has changed parameters that the exchange would overwrite."""
+        """Raises ConfigError if the script has changed parameters that the exchange would overwrite."""
         if self._binding is not None and self.bridge is not None and self.bridge.error is None:
             self._binding.check_unchanged(where)
 

@@ -252,7 +252,7 @@ class PartLink:
 
         Args:
             made: the pass.
-            gradients: of its results; None where nothing depends on one.
+            gradients: of its results; None if nothing depends on one.
             into: (E,), overwritten.
         """
         filled = [

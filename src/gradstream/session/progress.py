@@ -53,7 +53,7 @@ class ResumePoint:
     """Where a resumed loop goes on, and how far the script has skipped what it did before.
 
     Args:
-        steps: steps that this worker made before the run was resumed; None where the run begins.
+        steps: steps that this worker made before the run was resumed; None if the run begins.
 
     Attributes:
         skipped: iterations that the script has skipped.
@@ -76,7 +76,7 @@ class ResumePoint:
         return self._steps or 0
 
     def skip(self) -> bool:
-        """Counts an iteration; True where it was done before the run was resumed."""
+        """Counts an iteration; True if it was done before the run was resumed."""
         self.asked = True
         if self.skipped == self.steps:
             return False
@@ -97,7 +97,7 @@ class ResumePoint:
         return batches + (self.skipped - self.steps if self.skipped else 0)
 
     def check_asked(self) -> None:
-        """Raises ConfigError where a resumed script makes steps without having asked where to go on."""
+        """Raises ConfigError if a resumed script makes steps without having asked where to go on."""
         if self.steps and not self.asked:
             raise ConfigError(
                 f"this run was resumed at step {self.steps}, but the script begins its loop at the first step: "

@@ -172,7 +172,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> ServerRule:
 def rule_for(
     optimizer: torch.optim.Optimizer, strategy: Strategy, workers: int, *, fused: bool = True
 ) -> ServerRule | None:
-    """The update rule of an optimizer under a strategy; None where the optimizer runs on each worker.
+    """The update rule of an optimizer under a strategy; None if the optimizer runs on each worker.
 
     Args:
         optimizer: the user's optimizer.
@@ -206,7 +206,7 @@ def rule_for(
 
 
 def objection(strategy: Strategy, workers: int) -> str:
-    """Why workers cannot push steps of their own optimizers under a strategy; "" where they can."""
+    """Why workers cannot push steps of their own optimizers under a strategy; "" if they can."""
     name = type(strategy).__name__
     if not isinstance(strategy, ServerStrategy):
         return f"{name} has no servers, and updates by one rule in all workers"

@@ -19,7 +19,7 @@ class _Minibatch:
     """A minibatch that the loop has taken from a loader.
 
     Args:
-        samples: number of samples that it counts; None where that cannot be seen.
+        samples: number of samples that it counts; None if that cannot be seen.
         loader: the loader that gave it.
         evaluated: an evaluation has followed it, and no minibatch of another loader in between.
         over: the loader gives no more minibatches.
@@ -60,7 +60,7 @@ class SampleCount:
         A minibatch that is taken with gradients off, for a validation, does not count.
 
         Args:
-            samples: number of samples that it counts; None where that cannot be seen.
+            samples: number of samples that it counts; None if that cannot be seen.
             loader: the loader that gives it.
         """
         if torch.is_grad_enabled():

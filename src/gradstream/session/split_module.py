@@ -43,7 +43,7 @@ _BY_ELEMENT = tuple(
 
 
 def batch_of(inputs: Any) -> Batch:
-    """The inputs of a module as a minibatch. Raises ConfigError where they are no tensors of as many samples."""
+    """The inputs of a module as a minibatch. Raises ConfigError if they are no tensors of as many samples."""
     leaves = list(leaves_of(inputs))
     if not leaves or not all(isinstance(leaf, torch.Tensor) and leaf.dim() for _, leaf in leaves):
         raise ConfigError(
@@ -196,7 +196,7 @@ class SplitModule(nn.Module):
     def run_backward(
         self, made: PartPass, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """The gradients of this part's parameters: None where the outputs do not depend on one."""
+        """The gradients of this part's parameters: None if the outputs do not depend on one."""
         into = torch.empty_like(self._flat)
         self._link.backward(made, gradients, into)
         reached = self._reached(tuple(one is not None for one in gradients))

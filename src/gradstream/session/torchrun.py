@@ -49,7 +49,7 @@ copy that file to each machine, and start on each of them
 
 
 def of_process_group() -> tuple[int, int] | None:
-    """(rank, world size) of the user's process group; None where there is none, or it has one process."""
+    """(rank, world size) of the user's process group; None if there is none, or it has one process."""
     dist = torch.distributed
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -57,7 +57,7 @@ def of_process_group() -> tuple[int, int] | None:
 
 
 def of_torchrun(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """(rank, world size) as torchrun has set them; None where it has not, or has started one process.
+    """(rank, world size) as torchrun has set them; None if it has not, or has started one process.
 
     Raises:
         ConfigError: the environment variables contradict each other, or are no numbers.
@@ -185,7 +185,7 @@ def _key_of(rank: int) -> str:
 
 
 def _token() -> str:
-    """The token that all processes know. Raises ConfigError where this process has none."""
+    """The token that all processes know. Raises ConfigError if this process has none."""
     token = token_of_environment(os.environ)
     if token is None:
         raise ConfigError(NO_TOKEN)
@@ -199,7 +199,7 @@ def _proof(token: str, nonce: str, text: str) -> str:
 
 
 def _own_address() -> str:
-    """Address of this machine on the route to rank 0; "" where MASTER_ADDR is not set or leads nowhere."""
+    """Address of this machine on the route to rank 0; "" if MASTER_ADDR is not set or leads nowhere."""
     try:
         return local_address(Address(os.environ["MASTER_ADDR"]))
     except (KeyError, OSError):

@@ -76,7 +76,7 @@ class ParameterWatch:
         self._sums = self._summed(bits) if self._num_records <= FULL_CHECKS else []
 
     def check(self, where: str) -> None:
-        """Raises ConfigError where a parameter differs from the one that was recorded."""
+        """Raises ConfigError if a parameter differs from the one that was recorded."""
         if self._flat is None:
             return
         self._check_module(where)
@@ -95,7 +95,7 @@ class ParameterWatch:
             raise self._changed(name, where, "was written to, through `.data`, numpy or a fused kernel")
 
     def check_groups(self, where: str, groups: Groups) -> None:
-        """Raises ConfigError where an optimizer has a parameter with a gradient that is not exchanged."""
+        """Raises ConfigError if an optimizer has a parameter with a gradient that is not exchanged."""
         for index, group in enumerate(groups):
             for place, parameter in enumerate(group["params"]):
                 if parameter.grad is not None and id(parameter) not in self._names:
@@ -108,7 +108,7 @@ class ParameterWatch:
                     )
 
     def check_gradients(self, where: str, group: Mapping[str, Any], rule: str) -> None:
-        """Raises ConfigError where a parameter has no gradient, but the rule of its group would move it."""
+        """Raises ConfigError if a parameter has no gradient, but the rule of its group would move it."""
         for parameter in group["params"]:
             if parameter.grad is None and id(parameter) in self._names:
                 name = self._names[id(parameter)]
@@ -121,7 +121,7 @@ class ParameterWatch:
                 )
 
     def check_layouts(self, where: str, group: Mapping[str, Any], rule: str) -> None:
-        """Raises ConfigError where a gradient is sparse, and torch's optimizer accepts no sparse gradients."""
+        """Raises ConfigError if a gradient is sparse, and torch's optimizer accepts no sparse gradients."""
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 raise ConfigError(

@@ -336,7 +336,7 @@ class WorkerSession(Session):
         return f"worker-{self.rank}, step {self._resume_point.steps + made}"
 
     def _check_unchanged(self) -> None:
-        """Raises ConfigError where the script has changed parameters that the exchange would overwrite."""
+        """Raises ConfigError if the script has changed parameters that the exchange would overwrite."""
         if not self._closed:
             self._connection.check_unchanged(self._where())
 

@@ -274,7 +274,7 @@ class PartModel:
 
 
 def _check_apart(plan: TorchPlan) -> None:
-    """Raises ConfigError where a part would need more of another one than its outputs and their gradients."""
+    """Raises ConfigError if a part would need more of another one than its outputs and their gradients."""
     buffers = {name for name, _ in plan.graph.blueprint.module.named_buffers()}
     written = {
         piece.name

@@ -95,7 +95,7 @@ class SavedPass:
 
 def _moved(sink: StageSink) -> Callable[[torch.Tensor], None]:
     def hook(leaf: torch.Tensor) -> None:
-        if leaf.grad is not None:  # None where a wide layer has written it already
+        if leaf.grad is not None:  # None if a wide layer has written it already
             sink.add(leaf.grad)
             leaf.grad = None
 

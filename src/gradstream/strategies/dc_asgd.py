@@ -137,6 +137,6 @@ class DCASGD(StaleGradients):
         return EveryPush()
 
     def correction(self) -> Correction | None:
-        """See `Compensation`; None where λ = 0."""
+        """See `Compensation`; None if λ = 0."""
         strength = (2.0 if self.adaptive else 0.04) if self.strength is None else self.strength
         return Compensation(strength, self.decay if self.adaptive else None, self.eps) if strength else None

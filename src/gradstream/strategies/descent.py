@@ -80,7 +80,7 @@ class Descent:
         }
 
     def _reason(self, state: State) -> str:
-        """Why the method ends here; "" where it goes on."""
+        """Why the method ends here; "" if it goes on."""
         if state["norm"] <= self.tolerance_grad:
             return f"the gradient is at most {self.tolerance_grad:g}"
         if self.max_iter is not None and state["iteration"] >= self.max_iter:
@@ -91,7 +91,7 @@ class Descent:
 
 
 def check_descent(method: Descent) -> None:
-    """Raises ConfigError where an option is out of its range."""
+    """Raises ConfigError if an option is out of its range."""
     name = type(method).__name__
     check_not_negative(name, "lr", method.lr)
     if not method.lr:

@@ -138,7 +138,7 @@ class Downpour(StagedStrategy):
 
     @property
     def decays_gradients(self) -> bool:
-        """True where a push or a fetch comes after several gradients, or a velocity joins them."""
+        """True if a push or a fetch comes after several gradients, or a velocity joins them."""
         return self.push_every > 1 or self.fetch_every > 1 or self.local_momentum > 0
 
     def optimizer(self) -> Optimizer:

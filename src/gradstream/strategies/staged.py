@@ -105,7 +105,7 @@ class StagedStrategy(ServerStrategy):
 
         Args:
             worker: the argument of `train`.
-            pending: the fetch started a period ago; None where there is none.
+            pending: the fetch started a period ago; None if there is none.
             overlap: start the next fetch now, so that it travels while the worker computes. Alone, a worker never
                 does: it waits for the newest parameters.
         """

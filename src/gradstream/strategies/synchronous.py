@@ -189,7 +189,7 @@ class Synchronous(ServerStrategy):
             )
 
     def _robust(self, num_workers: int) -> RobustRule | None:
-        """The rule that `aggregate` names. Raises ConfigError where it promises nothing with so many workers."""
+        """The rule that `aggregate` names. Raises ConfigError if it promises nothing with so many workers."""
         rule: RobustRule | None = None
         match self.aggregate:
             case "median":

@@ -128,7 +128,7 @@ class ReshardEvent(Event):
     state: Literal["preparing", "holding", "switched", "failed"]
     token: str  # of the request
     servers: int  # number of shards that were asked for
-    shards: list[str]  # their names; empty where none was begun
+    shards: list[str]  # their names; empty if none was begun
     held_s: float  # for how long nothing was updated
     who: str  # where it has failed, because of this node,
     message: str  # and why

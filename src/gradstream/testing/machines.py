@@ -39,7 +39,7 @@ CGROUPS = (
 
 
 def unavailable() -> str:
-    """The reason why machines cannot be made here; "" where they can."""
+    """The reason why machines cannot be made here; "" if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for program in ("ip", "tc"):
@@ -74,7 +74,7 @@ class Machine:
     Attributes:
         name: "a", "b", ...
         address: its IP address on the bridge.
-        memory_limited: whether the memory limit holds for its processes; False where cgroups are read-only.
+        memory_limited: whether the memory limit holds for its processes; False if cgroups are read-only.
     """
 
     def __init__(self, name: str, address: str, namespace: str, group: Path | None) -> None:
@@ -243,7 +243,7 @@ class Machines:
         return Machine(name, address, space, group)
 
     def _cgroup(self, name: str) -> Path | None:
-        """A cgroup with the memory limit; None where none can be made."""
+        """A cgroup with the memory limit; None if none can be made."""
         for root, limit in CGROUPS:
             group = root / (self._prefix + name)
             try:

@@ -110,7 +110,7 @@ async def raises(kind: type[GradstreamError], work: Awaitable[object], where: st
 
 
 async def take_chunk(stream: Stream) -> Received:
-    """The next frame. Raises ConformanceError where the peer has ended instead."""
+    """The next frame. Raises ConformanceError if the peer has ended instead."""
     received = await stream.recv(SILENCE_S)
     if received is None:
         raise ConformanceError(f"{stream.peer} ended where a frame was due")

@@ -126,7 +126,7 @@ def _signal(pid: int, number: int) -> bool:
 
 
 def _check(faults: Sequence[Fault], plan: RunPlan) -> None:
-    """Raises ConfigError where a fault cannot happen to this run."""
+    """Raises ConfigError if a fault cannot happen to this run."""
     carrier, strategy = plan.job.carrier, plan.strategy
     for one in faults:
         ends = (one.source, one.target) if isinstance(one, Cut | Flaw) else (one.node,)

@@ -13,7 +13,7 @@ PERIOD_US = 10_000
 
 
 def _root() -> tuple[Path, bool] | None:
-    """The folder of cgroups, and whether they are of version 1; None where none can limit CPU time."""
+    """The folder of cgroups, and whether they are of version 1; None if none can limit CPU time."""
     first = Path("/sys/fs/cgroup/cpu")
     if (first / "cgroup.procs").is_file():
         return first, True
@@ -23,7 +23,7 @@ def _root() -> tuple[Path, bool] | None:
 
 
 def no_quota() -> str:
-    """The reason why `CpuQuota` does not work on this machine; "" where it does."""
+    """The reason why `CpuQuota` does not work on this machine; "" if it does."""
     root = _root()
     if root is None:
         return "no cgroups that limit CPU time"

@@ -204,8 +204,8 @@ class TrialOutcome:
     """The outcome of a trial.
 
     Args:
-        run: the finished run; None where an error ended it.
-        error: the error that ended it; None where it finished.
+        run: the finished run; None if an error ended it.
+        error: the error that ended it; None if it finished.
         events: events of the run.
         record: questions to the rules, and their answers.
     """

@@ -61,7 +61,7 @@ class AccessControl:
 
         Args:
             opened: the opening frame.
-            caller: the node that made the connection; None where the carrier does not know.
+            caller: the node that made the connection; None if the carrier does not know.
             closed: the endpoint serves no more streams.
             protected: the connection is encrypted, and certificates name both sides.
         """
@@ -150,7 +150,7 @@ class AccessControl:
         stream.on_release(over)
 
     def count_refusal(self, caller: Caller) -> bool:
-        """Counts a refusal; True where the caller has had too many, and its connections must be closed."""
+        """Counts a refusal; True if the caller has had too many, and its connections must be closed."""
         return self.intakes.of(caller).refused(self._runtime.now())
 
     def block(self, caller: Caller) -> v1.Refuse | None:

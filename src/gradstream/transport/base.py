@@ -102,7 +102,7 @@ class Received:
     Args:
         frame: the header. Users of a stream see two kinds: chunk and body.
         payload: elements of a chunk, read-only, in the carrier's memory, valid as long as they are
-            referenced. None where the chunk is flagged absent.
+            referenced. None if the chunk is flagged absent.
         landed: the payload lies in memory that the receiver has named with `Stream.land`.
     """
 
@@ -257,11 +257,11 @@ class Endpoint(Protocol):
 
     @property
     def routes(self) -> Mapping[str, str]:
-        """Name of the carrier that reaches each known peer; empty where there is only one carrier."""
+        """Name of the carrier that reaches each known peer; empty if there is only one carrier."""
         ...
 
     async def start(self) -> None:
-        """Begins to accept streams. Raises ConfigError where it cannot listen at its address."""
+        """Begins to accept streams. Raises ConfigError if it cannot listen at its address."""
         ...
 
     def serve(self, method: str, handler: Handler, *, model: bool = True) -> None:
@@ -359,7 +359,7 @@ class Endpoint(Protocol):
             dial: whether this side connects; the other side accepts.
 
         Returns:
-            None where the carrier to that peer has no such sockets (it encrypts, or is in memory), or the two
+            None if the carrier to that peer has no such sockets (it encrypts, or is in memory), or the two
             sides did not connect in time.
         """
         ...

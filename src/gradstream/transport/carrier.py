@@ -40,7 +40,7 @@ class Carrier(Protocol):
         """Takes a frame over, in order, without waiting. The header may change afterwards.
 
         Returns:
-            None where the payload may change at once as well; else a handle that tells when it may.
+            None if the payload may change at once as well; else a handle that tells when it may.
         """
         ...
 

@@ -115,7 +115,7 @@ class EndpointCore(ABC):
         """Breaks all connections to a peer whose address has changed."""
 
     def redial(self, peer: str, silent_s: float) -> None:
-        """See `Endpoint.redial`; does nothing where the carrier has no connections."""
+        """See `Endpoint.redial`; does nothing if the carrier has no connections."""
         del peer, silent_s
 
     @abstractmethod
@@ -327,7 +327,7 @@ class EndpointCore(ABC):
             opened: the opening frame.
             carrier: moves the frames of the stream.
             window: chunks that this side holds for the stream; None is the endpoint's own window.
-            caller: the node that made the connection; None where the carrier does not know.
+            caller: the node that made the connection; None if the carrier does not know.
             objection: why the carrier does not want the stream, if so.
         """
         blamed = Caller.of(opened) if caller is None else caller

@@ -37,7 +37,7 @@ class CarrierOffer:
 
     Args:
         addresses: address by carrier.
-        host: id that is the same for nodes that can share memory; "" where it is not known.
+        host: id that is the same for nodes that can share memory; "" if it is not known.
     """
 
     addresses: Mapping[str, str] = field(default_factory=dict)

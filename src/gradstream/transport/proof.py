@@ -60,7 +60,7 @@ def new_nonce() -> bytes:
 
 
 def check_secret(secret: bytes, who: str) -> None:
-    """Raises ConfigError where a node's secret is too short."""
+    """Raises ConfigError if a node's secret is too short."""
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(
             f"{who} has a secret of {len(secret)} bytes: expected at least {MIN_SECRET_BYTES}, the same for "
@@ -111,7 +111,7 @@ def check_called(identity: Identity, called: str, greeting: v1.Greeting, proven:
 def objection(
     identity: Identity, challenge: bytes, greeting: v1.Greeting, *, checked: bool = False
 ) -> v1.Refuse | None:
-    """The called side: why a greeting is refused, without details; None where the caller knows the secret.
+    """The called side: why a greeting is refused, without details; None if the caller knows the secret.
 
     Args:
         identity: identity of this node.

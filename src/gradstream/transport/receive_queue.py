@@ -50,7 +50,7 @@ class ReceiveQueue:
         return self._intake is None or self._intake.has_room(num_bytes)
 
     def put(self, received: Received) -> bool:
-        """Adds a frame. Returns False where the peer's limit of waiting bytes leaves no room for it.
+        """Adds a frame. Returns False if the peer's limit of waiting bytes leaves no room for it.
 
         Raises:
             FrameError: the peer had no credit for the frame.
@@ -83,7 +83,7 @@ class ReceiveQueue:
             self.take()
 
     def owes_credit(self) -> bool:
-        """Counts a chunk that the user has taken; True where a batch of credit is due to the peer."""
+        """Counts a chunk that the user has taken; True if a batch of credit is due to the peer."""
         self._num_taken += 1
         return self._num_taken >= self._batch
 

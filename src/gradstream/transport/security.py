@@ -72,7 +72,7 @@ class Tls:
         """The refusal of a caller that may not open this stream; None if it may.
 
         Args:
-            shown: certificate of the caller; None where it has shown none.
+            shown: certificate of the caller; None if it has shown none.
             opened: the opening frame, with the name that the caller gives itself.
             revoked: SHA-256 digests of certificates that are no longer accepted.
         """

@@ -62,7 +62,7 @@ class Silence:
             silence_s: seconds for which the peer may be silent from now on; None is no limit.
 
         Returns:
-            False where the peer was silent for so long; time in which this node stood still does not count.
+            False if the peer was silent for so long; time in which this node stood still does not count.
         """
         begun_ns = self._runtime.now()
         while not ready():

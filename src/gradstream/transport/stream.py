@@ -230,11 +230,11 @@ class StreamCore:
         self._release_if_done()
 
     def refuse(self, code: v1.Code, message: str) -> None:
-        """See `Stream.refuse`. Does nothing where the stream is over already."""
+        """See `Stream.refuse`. Does nothing if the stream is over already."""
         self.turn_away(v1.Refuse(code=code, message=message))
 
     def cancel(self, reason: str = "") -> None:
-        """See `Stream.cancel`. Does nothing where the stream is over already."""
+        """See `Stream.cancel`. Does nothing if the stream is over already."""
         self._cancel(partial(ClosedError, self._text(f"cancelled by {self._me}", reason)), reason)
 
     # ---- the endpoint's side ----------------------------------------------------------

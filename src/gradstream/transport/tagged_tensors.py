@@ -68,7 +68,7 @@ class Mailbox:
         return self._windows.setdefault(Caller(sender, incarnation), SequenceWindow()).add(sequence)
 
     def offer(self, key: _Key, arrival: ReceivedTensor) -> bool:
-        """Hands a stream to the oldest receive; keeps it and returns False where none waits yet."""
+        """Hands a stream to the oldest receive; keeps it and returns False if none waits yet."""
         receives = self._receives.get(key)
         while receives:
             future = receives.popleft()

@@ -145,7 +145,7 @@ def decode(data: bytes, *, seed: int = 0, checked: bool = False) -> tuple[v1.Fra
 
     Returns:
         The frame with an empty `payload` field, and the payload as a read-only view that keeps
-        `data` alive; None where there is none.
+        `data` alive; None if there is none.
 
     Raises:
         DamagedError: the checksum is wrong, or missing.
@@ -232,7 +232,7 @@ def payload_tensor(chunk: v1.Chunk, payload: memoryview | None) -> torch.Tensor 
     """Checks a chunk, and returns its elements as a read-only tensor on the payload's memory.
 
     Returns:
-        The tensor; None where the chunk is flagged absent, or refers to shared memory. In shared memory, the receiver
+        The tensor; None if the chunk is flagged absent, or refers to shared memory. In shared memory, the receiver
         checks the payload when it finds it.
 
     Raises:

@@ -80,7 +80,7 @@ class BatchGate:
         phase: phase of the strategy, as of the minibatch that was begun last.
         interval: the worker's interval of the participation schedule.
         flush_others: awaited before the worker stands: brings into the model what the other processes of its replica
-            have computed. None where there are none.
+            have computed. None if there are none.
     """
 
     def __init__(

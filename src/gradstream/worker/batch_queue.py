@@ -64,7 +64,7 @@ class BatchQueue:
     async def next(
         self, interval: Callable[[], int], close: Callable[[], Awaitable[None]]
     ) -> BatchRef | None:
-        """The next minibatch; None where the run has no more.
+        """The next minibatch; None if the run has no more.
 
         Args:
             interval: number of the worker's interval, as the worker knows it.

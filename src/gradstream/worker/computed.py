@@ -25,7 +25,7 @@ class Result:
 
     Args:
         loss: mean or sum over samples, as the model's `reduction` says; NaN where unknown.
-        norm: length of the mean gradient before clipping; None where it is not clipped by length.
+        norm: length of the mean gradient before clipping; None if it is not clipped by length.
         read_s: seconds spent on reading samples, as part of computing the gradient.
         refused: why the gradient cannot be used: worker, step, minibatch, and what is not finite; "" if it can.
     """
@@ -71,7 +71,7 @@ class ComputedGradient:
         mean: it is the mean over samples, even if the model gives sums.
         sums: (E,) to sum up parts of the minibatch in; needed where there are several.
         ready: number of elements from the front that are final.
-        task: computes it; None where there are no samples.
+        task: computes it; None if there are no samples.
         on_known: called by `know` and by `refuse`.
         factors: take the sufficient factors of some layers, in place of their part of the vector; not for a
             minibatch in parts, nor for a mean.

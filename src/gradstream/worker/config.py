@@ -71,12 +71,12 @@ class WorkerConfig:
 
     Args:
         rank: rank of this worker.
-        split: the part of its replica that this process holds; None where the replica is one process.
+        split: the part of its replica that this process holds; None if the replica is one process.
         num_workers: number of workers, W.
         strategy: strategy of the run.
         model: this worker's own instance of the model.
         data: the data set.
-        plan: division of the data into minibatches; None where a user's loop brings its own.
+        plan: division of the data into minibatches; None if a user's loop brings its own.
         lr: learning rate of the update rule, or a schedule of it.
         clip: bounds of each gradient.
         evaluation: when the run evaluates the model, and by which metrics.
@@ -87,7 +87,7 @@ class WorkerConfig:
         steps: number of steps from here on after which the run ends, or None.
         num_steps: number of steps of the whole run, where `steps` counts only those after a resume.
         loop: the user's loop, where one computes the gradients.
-        optimizer: the update rule that the user's loop asks for; "" where the shards know the rule.
+        optimizer: the update rule that the user's loop asks for; "" if the shards know the rule.
         resume: where the run continues; None if it begins.
         gradients_only: whether only gradients are exchanged; then the loop's own optimizer makes each step.
         stands_in: the workers compute the parts of lost ones in each round.

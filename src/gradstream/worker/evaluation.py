@@ -141,7 +141,7 @@ def _not_alike(outputs: torch.Tensor, targets: Any) -> UserCodeError:
 
 
 def _own_loss(model: Any, parameters: torch.Tensor, batch: Batch) -> float | None:
-    """The model's own loss; None where held-out targets are only for metrics, so the loss refuses them."""
+    """The model's own loss; None if held-out targets are only for metrics, so the loss refuses them."""
     try:
         with _users_code("loss"):
             loss: float = model.held_out_loss(parameters, batch)
@@ -153,7 +153,7 @@ def _own_loss(model: Any, parameters: torch.Tensor, batch: Batch) -> float | Non
 
 
 def _outputs(model: Model, parameters: torch.Tensor, batch: Batch, *, needed: bool) -> Any:
-    """The outputs, for metrics and to compare with targets; None where only the loss can call the module."""
+    """The outputs, for metrics and to compare with targets; None if only the loss can call the module."""
     if needed or not getattr(model, "calls_itself", False):
         return model.outputs(parameters, batch.inputs)
     if batch.targets is None:

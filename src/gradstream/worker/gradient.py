@@ -315,7 +315,7 @@ class _Final:
     """A `Report` of the last part: adds the sum of the earlier parts to each element before it reports it."""
 
     into: torch.Tensor
-    sums: torch.Tensor | None  # None where there are no earlier parts
+    sums: torch.Tensor | None  # None if there are no earlier parts
     weight: float
     report: Report
     done: int = 0

@@ -153,7 +153,7 @@ class OwnData(Protocol):
     """Stands in a job in place of a data set where every worker's loop brings its own data.
 
     Attributes:
-        optimizer: the update rule that the loop asks for; "" where the job names it.
+        optimizer: the update rule that the loop asks for; "" if the job names it.
         gradients_only: whether loops exchange only gradients, of which the strategy gives every worker the mean.
     """
 

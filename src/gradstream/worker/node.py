@@ -297,7 +297,7 @@ async def _nothing(replica: Replica, refs: Sequence[BatchRef]) -> None:
 
 
 def eviction_of(error: Exception, member: Member) -> EvictedError | None:
-    """What a node raises instead of an error, where the run has counted the node as lost; None where it has not.
+    """What a node raises instead of an error, where the run has counted the node as lost; None if it has not.
 
     The coordinator says so. Or a node says so that has heard of it earlier: the caller is no member any more, or its
     certificate was revoked. The worker of a split replica is lost with any of its parts.

@@ -47,7 +47,7 @@ class BatchSchedule(Protocol):
         ...
 
     def size(self, ref: BatchRef) -> int | None:
-        """Number of samples; `UNKNOWN` until the gradient is computed; None where only reading them tells."""
+        """Number of samples; `UNKNOWN` until the gradient is computed; None if only reading them tells."""
         ...
 
     def rate(self, ref: BatchRef) -> float:
@@ -55,7 +55,7 @@ class BatchSchedule(Protocol):
         ...
 
     def round_of(self, ref: BatchRef) -> Sequence[tuple[int, float]] | None:
-        """(samples, learning rate) of all workers in the round of a minibatch; None where nobody can know."""
+        """(samples, learning rate) of all workers in the round of a minibatch; None if nobody can know."""
         ...
 
     def place(self, ref: BatchRef) -> int:
@@ -90,12 +90,12 @@ class Schedule:
         epochs: number of data epochs, or None.
         steps: number of minibatches of each worker from here on, or None; with both, the smaller one counts.
         lr: learning rate, or a schedule of it.
-        queue: minibatches that the coordinator assigns to this worker. None where the worker goes through a
+        queue: minibatches that the coordinator assigns to this worker. None if the worker goes through a
             partition of its own: it takes part in rounds, or is alone.
         num_steps: number of minibatches of the whole run, where `steps` counts those of a resumed one.
         balance: measures the workers' speed, where that decides the shares of a round.
         first_version: version of the parameters that the first minibatch is for, where rounds may go on without
-            this worker: it then skips their minibatches. None where it computes all of them.
+            this worker: it then skips their minibatches. None if it computes all of them.
     """
 
     plan: BatchPlan
@@ -213,7 +213,7 @@ class _Partition:
     async def next(
         self, interval: Callable[[], int], close: Callable[[], Awaitable[None]]
     ) -> BatchRef | None:
-        """The next one; None where there is none."""
+        """The next one; None if there is none."""
         del interval
         number = self._next = self._next + self._skip()
         if number >= self._schedule.num_batches:

@@ -164,7 +164,7 @@ class WorkerRequests:
                 again = True
 
     async def _comes_back(self) -> bool:
-        """Waits a moment before a request to a coordinator that has died is repeated; False where that is vain."""
+        """Waits a moment before a request to a coordinator that has died is repeated; False if that is vain."""
         if not self._reporter.coordinator_comes_back:
             return False
         await self._runtime.sleep(min(REDIAL_S, self._deadlines.beat_s))

@@ -72,7 +72,7 @@ class Keeper(Protocol):
         ...
 
     async def durable(self) -> None:
-        """Returns once all changes until now are stored. Raises SupersededError where another process rules."""
+        """Returns once all changes until now are stored. Raises SupersededError if another process rules."""
         ...
 
     async def close(self) -> None:

@@ -158,7 +158,7 @@ class _Transaction:
 
 
 class _named:  # noqa: N801  read as a verb
-    """Turns errors of SQLite into OSError, or StateError where the file is none of SQLite's."""
+    """Turns errors of SQLite into OSError, or StateError if the file is none of SQLite's."""
 
     def __init__(self, path: Path | str) -> None:
         self._path = path

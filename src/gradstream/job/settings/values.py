@@ -89,7 +89,7 @@ def fields_of(made_by: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def record_in(hint: Any) -> type | None:
-    """The dataclass among the members of `hint`; None where there is none, or more than one."""
+    """The dataclass among the members of `hint`; None if there is none, or more than one."""
     records = [m for m in _members(hint) if isinstance(m, type) and dataclasses.is_dataclass(m)]
     return records[0] if len(records) == 1 else None
 

@@ -79,7 +79,7 @@ class _Server:
     Args:
         orders: file descriptor that orders are read from.
         replies: file descriptor that replies are written to.
-        door: the named pipe that `orders` reads, through which another launcher may come; None where all nodes end
+        door: the named pipe that `orders` reads, through which another launcher may come; None if all nodes end
             with the launcher.
     """
 

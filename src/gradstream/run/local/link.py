@@ -60,7 +60,7 @@ class ForkserverLink:
             log: file for its output.
             environment: environment variables of the nodes.
             shards: whether it imports the code of servers, before it forks nodes.
-            door: where another launcher may come in later; None where the nodes end with this one.
+            door: where another launcher may come in later; None if the nodes end with this one.
 
         Raises:
             ConfigError: the file system has no named pipes for a door.

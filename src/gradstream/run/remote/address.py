@@ -74,7 +74,7 @@ class Address:
             )
 
     def check_free(self) -> None:
-        """Raises ConfigError where this machine does not have the address, or the port is in use."""
+        """Raises ConfigError if this machine does not have the address, or the port is in use."""
         try:
             family, kind, proto, _, place = socket.getaddrinfo(
                 self.host, self.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -97,7 +97,7 @@ class Entrance:
             raise JoinRefusedError(LAUNCHER, error.code, text) from None
 
     async def order(self) -> v1.Order:
-        """Waits for the launcher's next order. Raises PeerLostError where the launcher is gone."""
+        """Waits for the launcher's next order. Raises PeerLostError if the launcher is gone."""
         assert self._stream is not None
         try:
             received = await self._stream.recv(self._job.deadlines.patience_s)

@@ -72,7 +72,7 @@ def facts_of(job: Job) -> dict[str, str]:
 
 
 def difference(launcher: Mapping[str, str], machine: Mapping[str, str], who: str) -> Difference | None:
-    """The first fact in which a machine differs from the launcher; None where all are equal."""
+    """The first fact in which a machine differs from the launcher; None if all are equal."""
     for name, fact in FACTS.items():
         mine, theirs = machine.get(name, "none"), launcher.get(name, "none")
         if name == "job file" and _hash_in(mine) == _hash_in(theirs):
@@ -84,7 +84,7 @@ def difference(launcher: Mapping[str, str], machine: Mapping[str, str], who: str
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal. Raises ConfigError where it cannot be read."""
+    """SHA-256 of a file, in hexadecimal. Raises ConfigError if it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:

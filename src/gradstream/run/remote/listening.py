@@ -51,7 +51,7 @@ class Listening:
     on_open: Callable[[str, str], None] | None = None
 
     def check(self, job: Job, *, earlier: bool) -> None:
-        """Raises ConfigError where machines and job do not fit, or this machine cannot listen there."""
+        """Raises ConfigError if machines and job do not fit, or this machine cannot listen there."""
         self.address.check_listen()
         for name, value in (("wait", self.machines), ("workers_per_machine", self.workers_per_machine)):
             if value < 1:
@@ -119,8 +119,8 @@ def workers_each(machines: int, per_machine: int | None, workers: int | None) ->
 
     Args:
         machines: number of machines.
-        per_machine: number of workers on each machine as asked for; None where it is not given.
-        workers: number of all workers as asked for; None where it is not given.
+        per_machine: number of workers on each machine as asked for; None if it is not given.
+        workers: number of all workers as asked for; None if it is not given.
 
     Raises:
         ConfigError: the workers do not divide among the machines, or the two numbers contradict.

@@ -170,7 +170,7 @@ class MachineRendezvous:
         return self.members.rescue(name)
 
     def start_again(self, name: str) -> bool:
-        """Has the machine of a lost worker start it again, under a new certificate. False where the machine is gone."""
+        """Has the machine of a lost worker start it again, under a new certificate. False if the machine is gone."""
         there = self.members.is_there(name)
         if there:
             self.join_service.start_again(name)

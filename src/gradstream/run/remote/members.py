@@ -106,7 +106,7 @@ class MachineMembers:
         return (*shards, *rescued, *(member_name(part, rank) for rank, part in processes))
 
     def seat_of(self, node: str) -> Seat | None:
-        """The machine that runs a node; None where none does."""
+        """The machine that runs a node; None if none does."""
         return next((seat for _, seat in sorted(self._seats.items()) if node in seat.nodes), None)
 
     def enrol(self, request: v1.Enrol) -> Seat | v1.Refuse:
@@ -140,7 +140,7 @@ class MachineMembers:
             del self._seats[index]
 
     def rescue(self, node: str) -> bool:
-        """Gives a shard that was lost to the launcher's machine, for good. False where that cannot be, or has been."""
+        """Gives a shard that was lost to the launcher's machine, for good. False if that cannot be, or has been."""
         if not self._rescues or not node.startswith("shard") or node in self.nodes_of(0):
             return False
         self._rescued.append(node)

@@ -20,7 +20,7 @@ SETTINGS = 4  # the type of the first frame of the other side
 
 
 def reach(address: Address, *, fingerprint: str | None, insecure: bool) -> bytes | None:
-    """Connects to a launcher, and returns its verified certificate, PEM; None where it speaks plain text.
+    """Connects to a launcher, and returns its verified certificate, PEM; None if it speaks plain text.
 
     Raises:
         ConfigError: the name is unknown; or no fingerprint was given to verify the launcher by.
@@ -76,7 +76,7 @@ def connect(address: Address, timeout_s: float = CONNECT_S) -> float:
 
 
 def shake_hands(address: Address, timeout_s: float = CONNECT_S) -> bytes | None:
-    """The certificate, PEM, that an address presents; None where gRPC answers in plain text.
+    """The certificate, PEM, that an address presents; None if gRPC answers in plain text.
 
     `check_fingerprint` verifies it.
 
@@ -108,7 +108,7 @@ def shake_hands(address: Address, timeout_s: float = CONNECT_S) -> bytes | None:
 
 
 def check_fingerprint(address: Address, certificate: bytes, expected: str | None) -> None:
-    """Raises JoinRefusedError where the certificate is not the expected one, ConfigError without one."""
+    """Raises JoinRefusedError if the certificate is not the expected one, ConfigError without one."""
     shown = fingerprint_of(certificate)
     if expected is None:
         raise ConfigError(

@@ -67,7 +67,7 @@ class Arrival:
             peer: node name of the shard.
             header: header of the chunk.
             start, stop: bounds of the chunk in the vector.
-            payload: the payload; None where the chunk has none.
+            payload: the payload; None if the chunk has none.
             landed: whether the payload is already in the memory that `place` gave.
 
         Raises:

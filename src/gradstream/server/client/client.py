@@ -37,14 +37,14 @@ class ServerClient:
     Args:
         links: links to the shards.
         back_buffer: vector that the first fetch lands in.
-        rows: the rows of every chunk, where workers exchange changed rows; None where they exchange whole chunks.
+        rows: the rows of every chunk, where workers exchange changed rows; None if they exchange whole chunks.
 
     Attributes:
         known: by chunk, the version of the replica's parameters; -1 for none. With `rows`, a fetch is a
             `SparseDelta` against these.
         back_buffer: vector that the next fetch lands in; None until the last fetch was swapped in.
         clock: clock of this worker.
-        settled: the pushes whose receipts the coordinator has; None where nobody redoes those of a lost worker.
+        settled: the pushes whose receipts the coordinator has; None if nobody redoes those of a lost worker.
         traffic, claims: see `ShardLinks`.
     """
 

@@ -105,7 +105,7 @@ class ShardLinks:
             left = [chunk for part in parts.values() for chunk in part]
 
     async def _until_moved(self, works: list[Awaitable[T]]) -> list[T] | None:
-        """Awaits all; cancels them and returns None where other shards hold the parameters meanwhile."""
+        """Awaits all; cancels them and returns None if other shards hold the parameters meanwhile."""
         moved = self._moved
         working = asyncio.ensure_future(self.runtime.gather(*works))
 

@@ -142,7 +142,7 @@ class _ToShard:
         sent.advance(len(chunks))
 
     async def _send(self, stream: Stream, chunk: int) -> bool:
-        """Sends a chunk, or a header that says it is absent. Returns False where it sends nothing: absent, too."""
+        """Sends a chunk, or a header that says it is absent. Returns False if it sends nothing: absent, too."""
         update, pieces = self._push.update, self._push.pieces
         start, stop = self._links.chunks.bounds(chunk)
         header = v1.Chunk(

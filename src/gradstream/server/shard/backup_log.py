@@ -203,7 +203,7 @@ class BackupLog:
             await self._runtime.sleep(RETRY_S)
 
     def _give_up_after(self, since_ns: int, error: OSError) -> None:
-        """Raises DiskError where the disk has failed for `patience_s`."""
+        """Raises DiskError if the disk has failed for `patience_s`."""
         if self._runtime.left_s(since_ns, self._patience_s) <= 0:
             raise DiskError(f"{self._path} cannot be written: {error.strerror or error}") from error
 

@@ -185,7 +185,7 @@ class VectorCommands:
         Args:
             command: the command.
             reads: vectors that the command reads.
-            out: vector that the command changes; None where it changes none.
+            out: vector that the command changes; None if it changes none.
             chunk: number of the chunk.
 
         Returns:

@@ -52,7 +52,7 @@ class ChunkCopies:
         self.num_restored = 0
 
     def of_chunk(self, chunk: int) -> tuple[v1.Backup, list[Span]] | None:
-        """A chunk, which nobody updates meanwhile, and its elements; None where it has no parameters yet."""
+        """A chunk, which nobody updates meanwhile, and its elements; None if it has no parameters yet."""
         state = self._state.chunks[chunk]
         if state.version < 0:
             return None

@@ -153,7 +153,7 @@ class FetchHandler:
 
 
 async def _tell(stream: Stream, unchanged: v1.Unchanged) -> None:
-    """Sends the list of unchanged chunks and empties it; sends nothing where it is empty."""
+    """Sends the list of unchanged chunks and empties it; sends nothing if it is empty."""
     if unchanged.chunks:
         await stream.send(v1.Frame(body=v1.Body(data=unchanged.SerializeToString())))
         unchanged.Clear()

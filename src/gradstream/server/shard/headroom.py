@@ -69,7 +69,7 @@ class Headroom:
         Args:
             place: which range; any number that stands for it.
             vectors: its parameters under "", and its state vectors by name, after the update.
-            gradient: bound of the absolute values of the gradient; infinite where unknown.
+            gradient: bound of the absolute values of the gradient; infinite if unknown.
             where: the range in words.
             lr: learning rate of the update.
             step: number of the update, from 1.

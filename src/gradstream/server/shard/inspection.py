@@ -196,7 +196,7 @@ class Inspection:
                 raise self.bad(sender, f"a command with alpha = {command.alpha}; expected a finite number")
 
     def part(self, sender: str, received: Received) -> tuple[Part | None, float]:
-        """The content of a chunk of a push, and the length of its elements; None where the chunk is flagged absent.
+        """The content of a chunk of a push, and the length of its elements; None if the chunk is flagged absent.
 
         Raises:
             RefusedError: BAD_REQUEST where the chunk does not fit the model, NON_FINITE where it has a NaN or an

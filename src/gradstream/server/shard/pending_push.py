@@ -55,7 +55,7 @@ class PendingPush:
 
         Args:
             done: the outcome of the chunk.
-            waited: the worker that the chunk's update waited for; None where it waited for no worker.
+            waited: the worker that the chunk's update waited for; None if it waited for no worker.
         """
         self.parts.pop(done.chunk, None)
         self.pending.discard(done.chunk)

@@ -31,7 +31,7 @@ class PushHandler:
         executor: handles each chunk that arrives.
         inspection: checks each chunk before the executor gets it.
         notifier: tells senders which nodes they wait for.
-        quorum: counts the chunks that have come; None where there is no quorum.
+        quorum: counts the chunks that have come; None if there is no quorum.
         pacer: chooses which push of a round to read next; None reads each as fast as it comes.
         estates: keeps the minibatches of pushes, in case their senders die.
     """

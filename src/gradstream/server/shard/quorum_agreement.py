@@ -49,7 +49,7 @@ class QuorumProtocol:
         config: this shard's part of the run, with a quorum.
         chunks: the chunk map.
         decided: called with each decision, once and in the order of rounds.
-        measure: measures the contributions of a round that have all arrived; None where distances do not matter.
+        measure: measures the contributions of a round that have all arrived; None if distances do not matter.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class ChangedRows:
         self._last[chunk][numbers] = version
 
     def since(self, chunk: int, known: int) -> torch.Tensor | None:
-        """The rows that have changed after a version, (n,) int64; None where the whole chunk is no longer to send.
+        """The rows that have changed after a version, (n,) int64; None if the whole chunk is no longer to send.
 
         Args:
             chunk: number of the chunk.

@@ -65,7 +65,7 @@ class ShardService:
     Attributes:
         on_decision: called with each decision of a quorum.
         store, state, executor, commands, estates, copies, handover: exist once a model is registered.
-        backup: backs up each update; None where pushes are acknowledged without, or before a model is registered.
+        backup: backs up each update; None if pushes are acknowledged without, or before a model is registered.
         peer: where it does so on another shard: that shard.
         quorum: agrees with the other shards on each update; None before a model is registered, and without a quorum.
     """

@@ -34,13 +34,13 @@ class ShardStore:
         dtype: element type of all vectors.
         optimizer: update rule of the parameters.
         grouped: the update rule, where some parameters have settings of their own.
-        rows: the rows of every chunk, where workers exchange changed rows; None where they exchange whole chunks.
+        rows: the rows of every chunk, where workers exchange changed rows; None if they exchange whole chunks.
 
     Attributes:
         parameters: the parameters of the shard's chunks, one chunk after the other.
         state: state vectors of the update rule, by name, each as long as `parameters`.
         here: numbers of the shard's chunks.
-        changed: which rows have changed; None where workers exchange whole chunks.
+        changed: which rows have changed; None if workers exchange whole chunks.
         headroom: how large the elements of each chunk can be. Whoever changes them but for `update` tells it.
     """
 
@@ -89,7 +89,7 @@ class ShardStore:
         return vectors[name]
 
     def create(self, name: str) -> bool:
-        """Creates a vector of zeros. Returns False where it exists; its elements stay as they are then.
+        """Creates a vector of zeros. Returns False if it exists; its elements stay as they are then.
 
         Raises:
             ConfigError: the shard has `MAX_NAMED` created vectors already.
@@ -179,7 +179,7 @@ class ShardStore:
             weights: weight of each part.
             lr: learning rate.
             step: number of the update, from 1.
-            bound: no absolute value in Σ weight·part exceeds it; infinite where unknown.
+            bound: no absolute value in Σ weight·part exceeds it; infinite if unknown.
             summed: whether to add the parts to the chunk's sum, and to apply that.
             vector: name of a state vector that the sum replaces, where workers carry the update rule out; "" for
                 an update.

@@ -53,7 +53,7 @@ class StragglerTracker:
         return late
 
     def waited(self, chunk: int, by: str, opened_ns: int) -> v1.Waited | None:
-        """The worker that made a node wait for a chunk's latest update; None where no other worker did.
+        """The worker that made a node wait for a chunk's latest update; None if no other worker did.
 
         Args:
             chunk: number of the chunk.

@@ -36,7 +36,7 @@ class Updates:
         runtime: runtime of the shard's node.
         store: vectors of the shard.
         rule: weighs pushes.
-        senders: state of the correction for each sender; None where there is no correction.
+        senders: state of the correction for each sender; None if there is no correction.
     """
 
     def __init__(

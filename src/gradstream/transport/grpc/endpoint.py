@@ -101,7 +101,7 @@ def _certificate(context: _Context) -> Shown | None:
 
 
 def _shown(context: _Context, key: str) -> bytes:
-    """The value of a key of the caller's metadata; b"" where it has none."""
+    """The value of a key of the caller's metadata; b"" if it has none."""
     found = dict(context.invocation_metadata() or ()).get(key, b"")
     return found if isinstance(found, bytes) else b""
 
@@ -384,7 +384,7 @@ class GrpcEndpoint(EndpointCore):
 
 
 def _host_of(listen: str, *, trusted: bool) -> str:
-    """The host part of host:port. Raises ConfigError where the node may not listen there."""
+    """The host part of host:port. Raises ConfigError if the node may not listen there."""
     host, _ = host_and_port(listen)
     if not (trusted or is_loopback(host)):
         raise ConfigError(

@@ -105,7 +105,7 @@ class Sessions:
         return session, v1.Proven(proof=answer, session=session.number)
 
     def passes(self, raw: bytes) -> tuple[PeerSession, int] | None:
-        """The session and number of a pass; None where the pass is invalid, or was used before."""
+        """The session and number of a pass; None if the pass is invalid, or was used before."""
         if len(raw) > PASS_BYTES:
             return None
         try:
@@ -157,7 +157,7 @@ class CallerSession:
 
 
 def proved(identity: Identity, called: str, greeting: v1.Greeting, proven: v1.Proven) -> CallerSession:
-    """The session that answers a greeting. Raises RefusedError where the called side does not know the secret."""
+    """The session that answers a greeting. Raises RefusedError if the called side does not know the secret."""
     proof.check_called(identity, called, greeting, proven)
     key = proof.session_key(identity.secret, greeting, job=identity.job, called=called)
     return CallerSession(proven.session, key, checked=greeting.checked)

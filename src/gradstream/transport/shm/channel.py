@@ -235,12 +235,12 @@ class PayloadChannels:
         self._strangers: dict[socket.socket, Callable[[], None]] = {}  # connected, and sent nothing yet
 
     def start(self, address: str) -> None:
-        """Lets peers connect that know the endpoint by `address`. Raises ConfigError where that is in use."""
+        """Lets peers connect that know the endpoint by `address`. Raises ConfigError if that is in use."""
         self._listener = listen(_name_of(address), socket.SOCK_SEQPACKET)
         asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def towards(self, peer: str, address: str) -> Channel | None:
-        """The channel for streams that this node opens to a peer; None where the peer is not on this host."""
+        """The channel for streams that this node opens to a peer; None if the peer is not on this host."""
         channel = self._outgoing.get(peer)
         if channel is not None:
             return channel

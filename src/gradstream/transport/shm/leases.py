@@ -55,7 +55,7 @@ class Post(Protocol):
     """Sends a message to the other side, with the descriptor of a segment if there is one."""
 
     def __call__(self, message: v1.Lending, segment: Segment | None = None, /) -> None:
-        """Does nothing where the channel is over."""
+        """Does nothing if the channel is over."""
         ...
 
 
@@ -118,7 +118,7 @@ class Arena:
         self._free: dict[int, list[int]] = {}
 
     def take(self, size_bytes: int) -> int | None:
-        """Offset of a place of at least `size_bytes`; None where none is left."""
+        """Offset of a place of at least `size_bytes`; None if none is left."""
         room_bytes = self._room(size_bytes)
         free = self._free.get(room_bytes)
         if free:
@@ -163,7 +163,7 @@ class GivenLeases:
         self._numbers = itertools.count(1)
 
     def lend(self, stream: Stream, span: Span, end: End) -> tuple[v1.Reference, Loaned] | None:
-        """A reference to a span where it lies; None where that is not in a segment, or not known there yet.
+        """A reference to a span where it lies; None if that is not in a segment, or not known there yet.
 
         Args:
             stream: by which the reference goes; when that is over, loans that never got there end.
@@ -177,7 +177,7 @@ class GivenLeases:
         return self._give(stream, vector.home, offset_bytes, size_bytes, end)
 
     def stow(self, stream: Stream, payload: torch.Tensor) -> v1.Reference | None:
-        """A reference to a copy of the payload in the arena; None where the arena has no room."""
+        """A reference to a copy of the payload in the arena; None if the arena has no room."""
         size_bytes = payload.nbytes
         if not _lendable(size_bytes):
             return None

@@ -75,7 +75,7 @@ class SocketEndpoint(EndpointCore):
 
     @abstractmethod
     def _listen(self) -> tuple[socket.socket, str]:
-        """A listening, non-blocking socket and its address. Raises ConfigError where it cannot listen."""
+        """A listening, non-blocking socket and its address. Raises ConfigError if it cannot listen."""
 
     @abstractmethod
     def _target(self, address: str) -> tuple[socket.socket, tuple[str, int] | str]:

@@ -87,7 +87,7 @@ async def _write(connected: socket.socket, frame: v1.Frame) -> None:
 
 
 async def _read(connected: socket.socket, kind: str, *others: str) -> v1.Frame:
-    """Reads the next frame. Raises FrameError where it is of no given kind."""
+    """Reads the next frame. Raises FrameError if it is of no given kind."""
     stream, _, header_bytes, payload_bytes = PREFIX.unpack(await _exactly(connected, PREFIX.size))
     if stream != GREETING or payload_bytes or header_bytes > LIMITS.greeting_bytes:
         raise FrameError(f"bytes that are no {kind}")

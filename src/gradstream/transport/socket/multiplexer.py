@@ -223,7 +223,7 @@ class Multiplexer:
         runtime: runtime of this node.
         peer: name of the other node.
         num_connections: number of sockets.
-        answer: answers each Open; None where this node is the caller.
+        answer: answers each Open; None if this node is the caller.
         on_lost: called when the multiplexer ends because a connection was lost.
         on_damage: called with the peer and a number of bytes that were damaged on their way.
     """

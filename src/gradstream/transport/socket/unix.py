@@ -41,7 +41,7 @@ def address_of(job: str, node: str, incarnation: int) -> str:
 
 
 def listen(address: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
-    """A non-blocking listening socket. Raises ConfigError where the name is in use.
+    """A non-blocking listening socket. Raises ConfigError if the name is in use.
 
     Args:
         address: abstract name.

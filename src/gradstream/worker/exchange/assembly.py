@@ -57,7 +57,7 @@ class Assembly:
         source: the worker's minibatches; a user's loop computes their gradients too.
         batch_gate: see `ReplicaContext`.
         on_step, on_boundary: see `ReplicaContext`.
-        place: the place of this process in a replica of several; None where the replica is one process.
+        place: the place of this process in a replica of several; None if the replica is one process.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Assembly:
         return JointGradient(sources, self._source, model.reduction, part)
 
     def _sufficient_factors(self, strategy: GroupStrategy, group: Group) -> SufficientFactors | None:
-        """The layers that may be exchanged as factors; None where there are none."""
+        """The layers that may be exchanged as factors; None if there are none."""
         config, context = self._config, self._context
         layers = factored_layers_of(config.model)
         alone = config.loop is None and config.split is None

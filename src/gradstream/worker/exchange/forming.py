@@ -39,7 +39,7 @@ class GroupForming:
         form: forms the group of the workers of a notice.
         survives: another group is formed when the workers change. Otherwise the loss of one ends the run.
         interrupt: called with an error when a group is abandoned.
-        agreement: with the other processes of a split replica; None where there are none.
+        agreement: with the other processes of a split replica; None if there are none.
 
     Attributes:
         notice: the notice that names the workers of the group that the caller has got last.

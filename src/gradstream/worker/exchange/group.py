@@ -43,7 +43,7 @@ class GroupExchange(Exchange):
         setup: makes the worker's setup in the group of a notice, and takes over from the one before what can stay.
         replica: makes the replica, which reports its transfers.
         chunks: number of elements, and elements of a chunk. A checkpoint has a version for each chunk.
-        place: the place of this worker's part in a split model; None where the model is not split.
+        place: the place of this worker's part in a split model; None if the model is not split.
     """
 
     replica: GroupReplica

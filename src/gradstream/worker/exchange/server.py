@@ -48,7 +48,7 @@ def server_exchange(
         strategy: strategy of the run.
         parts: parts of its replica.
         source_of: makes the source of another rank's gradients, for which the worker may stand in.
-        agreement: with the other processes of its replica; None where there are none.
+        agreement: with the other processes of its replica; None if there are none.
     """
     changed = row_exchange_of(config)
     kind = ServerReplica if changed is None else partial(RowReplica, exchange=changed)

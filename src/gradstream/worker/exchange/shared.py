@@ -111,7 +111,7 @@ class SharedExchange(Exchange):
         window: the shared memory.
         replica: this worker.
         snapshot_source: this worker's part of a checkpoint.
-        sparse: sparse data that the workers share; None where each worker has its own data.
+        sparse: sparse data that the workers share; None if each worker has its own data.
     """
 
     replica: SharedReplica

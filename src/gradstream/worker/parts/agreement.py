@@ -38,7 +38,7 @@ class Agreed:
         scale: factor of each element.
         refused: why the gradient is left out; "" if it is not.
         loss: of the minibatch. Known to part 0 alone; 0 in others.
-        norm: length of the mean gradient before it was clipped, on part 0; None where nobody needs it.
+        norm: length of the mean gradient before it was clipped, on part 0; None if nobody needs it.
     """
 
     scale: float

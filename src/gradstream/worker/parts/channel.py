@@ -259,7 +259,7 @@ class PartChannel:
         return as_it_was(flat, shape, dtype)
 
     async def _ask(self, part: int, what: str) -> None:
-        """Asks a part that this one waits for whether it is there. Raises DeadlineError where it gives no answer."""
+        """Asks a part that this one waits for whether it is there. Raises DeadlineError if it gives no answer."""
         name, silence_s = self._names[part], self._silence_s
         try:
             await self._endpoint.call(name, "alive", v1.Body(), v1.Body, silence_s=silence_s)

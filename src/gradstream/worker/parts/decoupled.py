@@ -44,7 +44,7 @@ class _Lesson:
     Args:
         predictor: learns it.
         seen: what it has predicted from.
-        labels: features of the labels; None where it sees none.
+        labels: features of the labels; None if it sees none.
         targets: the pieces, whose sum it should have predicted.
         scale: factor of their sum.
     """
@@ -131,7 +131,7 @@ class DecoupledGradients(PartSource):
         return Result(self._agreement.note(mine), None, read_s)
 
     def _bound(self, gradient: ComputedGradient) -> None:
-        """Bounds the elements of the gradient. Raises NonFiniteError where one is no finite number."""
+        """Bounds the elements of the gradient. Raises NonFiniteError if one is no finite number."""
         into, sums = gradient.vector.tensor, self.model.reduction == "sum"
         num_summed = gradient.batch.num_samples if sums else 1
         if not usable(into):

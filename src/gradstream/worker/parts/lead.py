@@ -48,7 +48,7 @@ class PartLead(Agreement):
         member: gets the receipts of minibatches that are in the model, in all of its parts.
 
     Attributes:
-        admission: admits minibatches to a pipeline that is not empty between them; None where it is.
+        admission: admits minibatches to a pipeline that is not empty between them; None if it is.
     """
 
     def __init__(

@@ -148,7 +148,7 @@ def encode(message: Message) -> torch.Tensor:
 
 
 def decode(kind: type[M], vector: torch.Tensor) -> M:
-    """The message in a vector. Raises InternalError where there is none of this kind."""
+    """The message in a vector. Raises InternalError if there is none of this kind."""
     data = vector.numpy().tobytes().rstrip()
     try:
         record: dict[str, Any] = parse_json(data, max_bytes=MESSAGE_ELEMS * 8)

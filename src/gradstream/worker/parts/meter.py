@@ -53,7 +53,7 @@ class PartMeter:
         return result
 
     def report(self) -> list[PartEvent]:
-        """What was counted since the last call; nothing where no gradient was done."""
+        """What was counted since the last call; nothing if no gradient was done."""
         if not self._minibatches:
             return []
         event = PartEvent(

@@ -20,7 +20,7 @@ class Attendance:
         gate: the gate.
         meter: told when a step begins: with the wait for clocks, where there are any.
         flush: returns when everything that the worker has computed is in the model.
-        server: told when the worker is paused and resumed; None where it cannot be paused.
+        server: told when the worker is paused and resumed; None if it cannot be paused.
         before: awaited before each minibatch, where the worker waits for the clocks of others.
         waited_for: updates wait for this worker.
         late: the worker has joined after training had begun: nobody waits for it before it resumes.

@@ -46,9 +46,9 @@ class GroupSetup:
         parameters: parameters of this worker; if sharded in shared memory, one vector of all workers.
         spare: where a death during an update is survived though each worker updates its own slices: a second vector for
             the parameters, and for each state, into which the update is made.
-        factors: exchanges layers as factors; None where no layer may be.
+        factors: exchanges layers as factors; None if no layer may be.
         stand_ins: by rank of a lost worker, the rank of the worker that computes its part of each round.
-        joint: computes the parts of this worker and of those for which it stands in; None where it does for nobody.
+        joint: computes the parts of this worker and of those for which it stands in; None if it does for nobody.
     """
 
     group: Group
@@ -415,7 +415,7 @@ class GroupPeers:
             self._replica.in_model(gradient)
 
     async def _apply(self) -> None:
-        """Makes the update. Changes nothing where a worker's gradient was not finite."""
+        """Makes the update. Changes nothing if a worker's gradient was not finite."""
         sums, lr, updater = self._round.sums, self._round.lr, self._setup.updater
         old, begun_ns = self._replica.vectors, self._runtime.now()
         if self._setup.spare:

@@ -45,7 +45,7 @@ class ServerReplica(Replica):
         server: client of the parameter server, with a back buffer.
 
     Attributes:
-        stand_in: computes the parts of lost workers in each round; None where nobody does.
+        stand_in: computes the parts of lost workers in each round; None if nobody does.
     """
 
     def __init__(self, context: ReplicaContext, server: ServerClient) -> None:

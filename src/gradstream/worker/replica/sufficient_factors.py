@@ -147,7 +147,7 @@ class SufficientFactors:
         return [one.layer for one in self._round.values()]
 
     def begin(self, sizes: Sequence[int] | None) -> FactorPairs | None:
-        """Begins a round of so many samples at each worker; None where nobody knows.
+        """Begins a round of so many samples at each worker; None if nobody knows.
 
         Returns:
             Where this worker's own factors land.

@@ -29,7 +29,7 @@ class LocalRule:
 
     Args:
         lr: learning rate, or a schedule of it.
-        rule: rule for updates of the worker's own parameters; None where the shards have it.
+        rule: rule for updates of the worker's own parameters; None if the shards have it.
         scales: factor of each range's learning rate, for local steps.
         decays: λ of the weight decay that each range's gradient includes; () where gradients include none.
     """
