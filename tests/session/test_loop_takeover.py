@@ -427,7 +427,8 @@ def test_a_run_without_deaths_is_as_without_takeover() -> None:
 
     def loop(session: gs.Session) -> list[list[int]]:
         model = nn.Linear(1, 1)
-        loader = session.shard(DataLoader(data, batch_size=2, shuffle=True))
+        own = torch.Generator().manual_seed(0)  # the global one is shared by the threads of both loops
+        loader = session.shard(DataLoader(data, batch_size=2, shuffle=True, generator=own))
         model, optimizer = session.wrap(model, torch.optim.SGD(model.parameters(), lr=1e-6))
         seen: list[list[int]] = []
         for _ in range(2):
