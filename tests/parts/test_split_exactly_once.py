@@ -30,7 +30,8 @@ from gradstream.testing.tokens import token_layers
 from gradstream.wire.parts import member_name, part_of, replica_of
 
 SAMPLES, EPOCHS = 36, 2
-SEEDS = int(os.environ.get("ONCE_SEEDS", "12"))
+SEEDS = range(int(os.environ["ONCE_SEEDS"])) if "ONCE_SEEDS" in os.environ else (4, 5, 7, 10, 11)
+"""Without the variable a few: two with a torn push, three with two deaths."""
 
 STRATEGIES: tuple[gs.strategies.ServerStrategy, ...] = (
     gs.Downpour(),
@@ -173,17 +174,17 @@ def once(scenario: Scenario) -> Outcome:
     return Outcome(TokenAudit.of(run, SAMPLES, EPOCHS), deaths.count, minibatches)
 
 
-@pytest.mark.limit_s(60 + 10 * SEEDS)
+@pytest.mark.limit_s(60 + 10 * len(SEEDS))
 def test_every_chunk_of_every_part_has_every_sample_once_whenever_processes_die() -> None:
     total, deaths = Counter[str](), 0
-    for seed in range(SEEDS):
+    for seed in SEEDS:
         outcome = once(Scenario.of(seed))
         assert outcome.audit.exact, (Scenario.of(seed), outcome)
         total += outcome.minibatches
         deaths += outcome.deaths
-    print(f"{SEEDS} seeds, {deaths} deaths: {dict(total)}")
-    assert deaths > SEEDS // 2
-    assert total["torn"] > SEEDS // 6  # the hard case did happen
+    print(f"{len(SEEDS)} seeds, {deaths} deaths: {dict(total)}")
+    assert deaths > len(SEEDS) // 2
+    assert total["torn"] > len(SEEDS) // 6  # the hard case did happen
 
 
 # ---- planted faults -------------------------------------------------------------------------
@@ -244,5 +245,5 @@ FAULTS: dict[Plant, str] = {
 def test_an_audit_shows_every_planted_fault(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one of some scenarios."""
     plant(monkeypatch)
-    audits = (once(Scenario.of(seed)).audit for seed in range(2, 12))
+    audits = (once(Scenario.of(seed)).audit for seed in (4, 11, 2))
     assert any(getattr(audit, FAULTS[plant]) for audit in audits)

@@ -159,6 +159,10 @@ def test_a_loop_of_a_split_model_trains_as_the_loop_of_the_whole(into: int, stra
         assert (found[name] - tensor).abs().max() < 1e-12, name
 
 
+QUICK: dict[str, Any] = {"deadlines": gs.Deadlines(join_s=1, silence_s=1, lease_s=1, retry_s=1)}
+"""For a loop that is refused before its processes join: the coordinator waits for them."""
+
+
 def in_two(loop: Callable[[gs.Session], Any], **options: Any) -> list[Any]:
     return loop_in_threads(loop, 2, **{"strategy": "allreduce", **OPTIONS, **options})
 
@@ -221,7 +225,7 @@ def test_activations_of_training_may_travel_in_two_bytes() -> None:
 
 def test_activations_that_are_not_float32_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"torch\.float64, and only torch\.float32"):
-        in_two(lambda session: session.split(build, EXAMPLE, into=2, pipeline_dtype="float16"))
+        in_two(lambda session: session.split(build, EXAMPLE, into=2, pipeline_dtype="float16"), **QUICK)
 
 
 def other_inputs(session: gs.Session, model: Any, x: torch.Tensor) -> None:
@@ -331,9 +335,8 @@ def test_a_session_that_cannot_split_says_so(made: Any, into: int, options: Any,
     def loop(session: gs.Session) -> None:
         session.split(made, EXAMPLE, into=into)
 
-    quick = {"deadlines": gs.Deadlines(join_s=1, silence_s=1, lease_s=1, retry_s=1)}
     with pytest.raises(ConfigError, match=message):
-        in_two(loop, **{**quick, **options})
+        in_two(loop, **{**QUICK, **options})
 
 
 @pytest.mark.parametrize("by", ["gradstream", "torchrun"])
