@@ -116,6 +116,9 @@ def test_plain_lines_come_each_tenth_and_at_the_end() -> None:
 def test_a_loss_of_a_node_is_said_at_once() -> None:
     assert "lost worker-1: silent" in shown(left("worker-1", lost=True))
     assert "worker-1 has left: silent" in shown(left("worker-1", lost=False))
+    ruling = {"event": "coordinator", "node": "coordinator", "time_s": 1.0, "members": [], "epoch": 1}
+    assert "the coordinator had died: a new process" in shown({**ruling, "ruling": 2})
+    assert "the coordinator" not in shown({**ruling, "ruling": 1})
 
 
 def test_a_terminal_gets_one_live_line() -> None:

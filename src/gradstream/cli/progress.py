@@ -172,6 +172,8 @@ class ProgressLine:
                 return f"refused a gradient of {where}: {event['what']}"
             case "left" if event["reason"]:
                 return f"{event['who']} has left: {event['reason']}"
+            case "coordinator" if event["ruling"] > 1:
+                return "the coordinator had died: a new process has taken its place"
             case "joined" if event["epoch"] > 1:
                 return f"{event['who']} is back: a new process has taken its place"
             case "machine":

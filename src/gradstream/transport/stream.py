@@ -347,7 +347,7 @@ class StreamCore:
 
     def broken(self, message: str) -> None:
         """Ends the stream at this side: the connection or the peer is gone."""
-        text = f"{message} (stream {self.opened.method}); what was in flight may or may not have been applied"
+        text = f"{message} (stream {self.opened.method}); the last messages may not have arrived"
         self._close(partial(PeerLostError, self.peer, text), drop=False)
 
     # ---- inside -----------------------------------------------------------------------
