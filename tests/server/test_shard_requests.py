@@ -17,6 +17,11 @@ def code(frames: list[v1.Frame]) -> v1.Code | None:
     return next((frame.refuse.code for frame in frames if frame.WhichOneof("kind") == "refuse"), None)
 
 
+def step(*commands: v1.Command, number: int = 1, note: bytes = b"") -> v1.Command:
+    """A step of a procedure."""
+    return v1.Command(kind=v1.Command.STEP, step=v1.Procedure(number=number, note=note), commands=commands)
+
+
 @pytest.mark.parametrize(
     ("changes", "sender"),
     [
@@ -72,6 +77,13 @@ def test_a_push_on_a_version_that_is_not_there_yet() -> None:
         ("command", v1.Command(kind=v1.Command.ENTER, clock=(1 << 64) - 1), "worker-5"),
         ("command", v1.Command(kind=v1.Command.LEAVE), "nobody"),
         ("command", v1.Command(kind=v1.Command.DOT, x="a", y="b"), "worker-5"),
+        ("command", step(), "nobody"),
+        ("command", step(number=1 << 53 | 1), "worker-5"),
+        ("command", step(note=bytes((1 << 22) + 1)), "worker-5"),
+        ("command", step(*[v1.Command(kind=v1.Command.SCALE, alpha=1.0)] * 4097), "worker-5"),
+        ("command", step(v1.Command(kind=v1.Command.DROP, out="sum")), "worker-5"),
+        ("command", step(v1.Command(kind=v1.Command.SCALE, alpha=math.inf)), "worker-5"),
+        ("command", step(v1.Command(kind=v1.Command.DOT, x="a", y="b")), "worker-5"),
     ],
 )
 def test_fetches_and_commands(method: str, request_: Any, sender: str) -> None:

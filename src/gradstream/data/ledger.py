@@ -63,7 +63,7 @@ class Ledger:
             Otherwise it gets those of lost and paused workers only.
         in_passes: whether no minibatch is assigned before all of the epoch before have their receipts. The last
             minibatches of an epoch are then assigned twice (the backup tasks of Dean et al. 2012): a worker that
-            would have nothing to do gets one that another worker has had the longest.
+            would have nothing to do gets the first one, in the order of the data, that one other worker has.
 
     Raises:
         ConfigError: there is no limit, or one is below 1.
@@ -292,7 +292,7 @@ class Ledger:
     def _twice(self, taker: int) -> tuple[int, int, int] | None:
         """The minibatch (sequence, k, count) that a worker without one computes beside another worker.
 
-        It is the one that was assigned first, of those that one worker alone has.
+        It is the first in the order of the data, of those without a receipt that one other worker alone has.
         """
         if not self.in_passes or taker in self._lost | self._paused:
             return None
