@@ -14,8 +14,6 @@ from torch.nn import functional
 from gradstream.pipeline.executor import TensorTransfer
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
 
-__all__ = ["LayerStages", "LocalChannel", "chain_of_layers", "initial_weights"]
-
 
 def chain_of_layers(sizes: Sequence[int], parts: int) -> SplitPlan:
     """A stage on each part, of as many layers as the others, or one more."""

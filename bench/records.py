@@ -10,8 +10,6 @@ from typing import Any
 
 from gradstream.run.local.machine import describe_machine, git_commit
 
-__all__ = ["RESULTS", "ROOT", "command_line", "now", "origin"]
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from marks import table
 
-__all__ = ["recovery_table", "storm_table", "tax_table"]
-
 STRATEGIES = ("downpour", "synchronous", "allreduce")
 TORCHFT = ("torchft, as in its README", "torchft, heartbeat 1 s", "torchft, from Python")
 SHARDS = ("shard, downpour", "shard, synchronous", "shard, downpour, logged")

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 from gradstream.runtime.base import Buffer
 from gradstream.runtime.storage import MemoryStorage
 
-__all__ = ["CrashingStorage", "FullStorage", "PowerCutError"]
-
 
 class PowerCutError(Exception):
     """The power has failed."""

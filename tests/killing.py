@@ -8,8 +8,6 @@ from typing import Any
 
 from gradstream.run.local import LocalCluster
 
-__all__ = ["Killer"]
-
 PATIENCE_S = 0.2
 QUIET = 100
 """How many periods of `PATIENCE_S` without a message `bury` accepts while a node still runs."""

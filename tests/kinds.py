@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
-__all__ = ["KINDS", "kind_of"]
-
 KINDS = ("unit", "sim", "process")
 
 PROCESS = (

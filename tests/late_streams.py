@@ -8,8 +8,6 @@ import torch
 
 from gradstream.model.devices import Streams
 
-__all__ = ["LateStreams"]
-
 
 class LateStreams(Streams):
     """Makes copies into main memory in order, and only when the caller waits for them or asks often enough.

@@ -6,8 +6,6 @@ from typing import Self
 
 from gradstream.runtime import VirtualCluster
 
-__all__ = ["Standstill"]
-
 
 class Standstill:
     """A context manager that suspends one node of a simulation from `begin_s` to `end_s`.

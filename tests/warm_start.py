@@ -33,8 +33,6 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Starter", "warm"]
-
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 AT_START = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "VECLIB_", "MALLOC_", "KMP_", "GOMP_")
 """Beginnings of the names of variables that Python, libc or torch read once, when they are loaded."""

@@ -25,8 +25,6 @@ from fuzzing import files, messages, texts
 from fuzzing.harness import Decoder, Outcome, fuzz
 from gradstream.run.local.machine import describe_machine, git_commit
 
-__all__ = ["DECODERS", "main"]
-
 DECODERS: dict[str, Decoder] = {
     one.name: one for one in (*files.DECODERS, *texts.DECODERS, *messages.DECODERS)
 }

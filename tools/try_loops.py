@@ -32,8 +32,6 @@ from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.session.session import Session, SingleProcessSession
 from gradstream.testing.sessions import loop_in_threads
 
-__all__ = ["Outcomes", "main", "program", "run_loops"]
-
 DEADLINES = Deadlines(join_s=60, silence_s=20, lease_s=5, retry_s=10)
 TOLERANCES = {"float64": (1e-8, 1e-11), "float32": (1e-4, 1e-5), "bfloat16": (0.1, 0.05)}
 REMEDIES = ("use ", "lower ", "call ", "take ", "make ", "look for ", "leave ", "resume ")

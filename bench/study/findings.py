@@ -11,8 +11,6 @@ from study.ledger import TARGET, Row, Rows, Unit, best_rate, equal_s, pace_s, se
 from study.methods import BATCH, WORKERS
 from study.scenes import TUNING_SEED, Scene
 
-__all__ = ["ITERATION", "NEAR", "findings", "interval"]
-
 ITERATION = WORKERS * BATCH
 """Samples of an iteration, however many updates are made of them."""
 NEAR = 0.02

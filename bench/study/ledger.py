@@ -21,22 +21,6 @@ from study.runs import CHANCE, Key
 from study.scenes import TUNING_SEED, Scene
 from study.subject import TRAIN_SAMPLES
 
-__all__ = [
-    "TARGET",
-    "Row",
-    "Rows",
-    "Unit",
-    "best_rate",
-    "due",
-    "equal_s",
-    "needed",
-    "pace_s",
-    "read_rows",
-    "seconds_to",
-    "units",
-    "work_off",
-]
-
 Row = Mapping[str, Any]
 Rows = Mapping[Key, Row]
 TARGET = 0.82

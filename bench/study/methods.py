@@ -15,19 +15,6 @@ from gradstream.job.registry import find_strategy
 from gradstream.optim.base import Optimizer
 from gradstream.strategies.base import Strategy
 
-__all__ = [
-    "BATCH",
-    "BY_NAME",
-    "EXPONENTS",
-    "MEASURED",
-    "METHODS",
-    "PAPER",
-    "POWERS",
-    "WORKERS",
-    "Method",
-    "downpour",
-]
-
 WORKERS, BATCH = 30, 4
 """λ = 30 learners with 4 samples each: 120 in all, near the 128 of Zhang and others."""
 EXPONENTS = (0.0, 0.5, 1.0, 2.0)

@@ -11,8 +11,6 @@ from study.findings import ITERATION, NEAR
 from study.methods import EXPONENTS
 from study.scenes import COUNTS
 
-__all__ = ["tables"]
-
 Found = Mapping[str, Any]
 Units = Mapping[str, Found]
 OWN: Mapping[str, tuple[str, ...]] = {

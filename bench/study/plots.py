@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["curves", "over_time", "sensitivity", "time_to"]
-
 STYLES = ("-", "--", ":", "-.")
 
 

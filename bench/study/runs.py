@@ -15,8 +15,6 @@ from study import subject
 from study.methods import Method
 from study.scenes import TUNING_SEED, Scene, warm_start
 
-__all__ = ["CHANCE", "Key", "row_of"]
-
 CHANCE = 0.1
 """Accuracy of a run that broke down: ten classes."""
 

@@ -16,18 +16,6 @@ from gradstream.runtime.simulation import SimulationConfig
 from study import subject
 from study.methods import BATCH, BY_NAME, MEASURED, METHODS, PAPER, POWERS, Method, downpour
 
-__all__ = [
-    "COUNTS",
-    "FIGURE_4",
-    "SCENES",
-    "SHARDS",
-    "TUNING_SEED",
-    "WARM_RATE",
-    "Scene",
-    "Warm",
-    "warm_start",
-]
-
 RATES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 LOW_RATES = (0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 TUNING_SEED = 0

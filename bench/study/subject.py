@@ -26,21 +26,6 @@ from gradstream.data.plan import EpochPlan, epoch_order
 from gradstream.model.base import Model
 from gradstream.runtime.simulation import Cost, Link, LogNormal, Network, SimulationConfig
 
-__all__ = [
-    "BANDWIDTH_BYTES_S",
-    "JITTER",
-    "SAMPLE_S",
-    "SLOW",
-    "TRAIN_SAMPLES",
-    "Images",
-    "cluster",
-    "cnn",
-    "data",
-    "mlp",
-    "train_accuracy",
-    "watched",
-]
-
 PIXELS, HIDDEN, CLASSES = 784, 128, 10
 TRAIN_SAMPLES = 4500
 """Of 5,000 training images; the other 500 are for choosing rates. Accuracy is reported on 1,000 others."""

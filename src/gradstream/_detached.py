@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from gradstream.run.plan import RunPlan
     from gradstream.transport.credentials import Credentials
 
-__all__ = ["main", "start_launcher"]
-
 READY = b"ready\n"
 """What a launcher writes to its standard output once the run has one."""
 

@@ -14,8 +14,6 @@ from gradstream.run.preparation import LaunchOptions
 from gradstream.run.result import Run
 from gradstream.trackers.services import trackers_of
 
-__all__ = ["callbacks_of", "load_run", "run_nodes"]
-
 
 def run_nodes(plan: RunPlan, run_dir: Path, options: LaunchOptions) -> Run:
     """Runs the nodes of a run, beside the callbacks of the job, and returns the finished run. Raises as `train`."""

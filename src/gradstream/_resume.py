@@ -31,8 +31,6 @@ from gradstream.runtime.storage import DiskStorage
 from gradstream.telemetry.event_lines import EventLines
 from gradstream.untrusted import say
 
-__all__ = ["ResumeOptions", "resume"]
-
 
 class ResumeOptions(TypedDict, total=False):
     """Fields of the job that a resumed run may change. Seed, model and data stay as they were."""

@@ -35,8 +35,6 @@ from gradstream.strategies.base import GroupStrategy
 from gradstream.wire import v1
 from gradstream.worker.final_model import FINAL_MODEL
 
-__all__ = ["simulate"]
-
 OnEvent = Callable[[Mapping[str, Any]], None]
 
 _OF_OTHERS = (PeerLostError, DeadlineError, RefusedError, ClosedError, RunAbortedError, EvictedError)

@@ -16,7 +16,7 @@ from gradstream._launch import callbacks_of, load_run, run_nodes
 from gradstream.errors import (
     ConfigError,
 )
-from gradstream.job.files import Asked, intercept, job_of, load_job, script_of_caller
+from gradstream.job.files import Asked, intercept, job_of, script_of_caller
 from gradstream.job.job import Data, Job, JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.job.registry import check_places
 from gradstream.job.validation import check_script
@@ -30,8 +30,6 @@ from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
 from gradstream.trackers.services import check_trackers
-
-__all__ = ["check_detached", "host", "launch", "load_job", "make_run_dir", "train"]
 
 NO_SCRIPT = (
     "train() was not called from a script, so other processes cannot find the code of the job: all nodes "

@@ -1,5 +1,3 @@
 """The version of this package: what nodes of one run compare, and pip shows."""
 
-__all__ = ["__version__"]
-
 __version__ = "0.1.0"

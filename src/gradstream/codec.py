@@ -9,8 +9,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["DTYPES", "CastCodec", "Codec"]
-
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """Dtypes of two bytes, by name."""
 

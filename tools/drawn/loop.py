@@ -10,8 +10,6 @@ from typing import Any
 
 from drawn.parts import OPTIMIZERS, options_of
 
-__all__ = ["BY_HAND", "ENDINGS", "Loop", "draw", "draw_ending"]
-
 BACKWARDS = (
     *("plain", "plain", "plain", "two losses", "sum of losses", "retained graph", "of some parameters"),
     *("accumulate", "accumulate apart", "join by step", "throw away", "by hand", "by hand in place"),

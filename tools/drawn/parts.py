@@ -15,11 +15,6 @@ from torch.optim import lr_scheduler
 if TYPE_CHECKING:
     from drawn.text import Text
 
-__all__ = [
-    *("CLIPS", "DIM", "EDITS", "EVENTS", "MODELS", "OPTIMIZERS"),
-    *("Model", "make_optimizer", "options_of", "scheduler_of"),
-]
-
 DIM = 4
 """Of inputs and outputs."""
 

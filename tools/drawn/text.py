@@ -16,8 +16,6 @@ from drawn.loop import BY_HAND, Loop
 from drawn.parts import CLIPS, DIM, EDITS, EVENTS, MODELS, Model, make_optimizer, scheduler_of
 from gradstream.session.session import Session
 
-__all__ = ["State", "Text"]
-
 State = dict[str, Any]
 """Tensors and numbers, by name."""
 

@@ -35,8 +35,6 @@ from gradstream.sparse.data import from_csr
 from gradstream.sparse.svmlight import from_svmlight
 from gradstream.strategies.downpour import Downpour
 
-__all__ = ["DECODERS"]
-
 
 def _json(value: Any) -> bytes:
     return json.dumps(value).encode()

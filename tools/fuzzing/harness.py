@@ -17,8 +17,6 @@ from typing import Any
 
 from fuzzing.mutator import Mutator
 
-__all__ = ["Decoder", "Finding", "Outcome", "fuzz"]
-
 HANG_S = 1.0
 MEMORY_BYTES = 256 << 20
 """A process may grow by so much while it decodes inputs of 64 KiB at most."""

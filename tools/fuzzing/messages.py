@@ -45,8 +45,6 @@ from gradstream.transport.limits import LIMITS
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 
-__all__ = ["DECODERS"]
-
 WORKERS = 2
 _SPEC = v1.ModelSpec(fingerprint=0xAB, elems=100, dtype=v1.FLOAT32, chunk_elems=64)
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-__all__ = ["Mutator", "mutated_json", "mutated_message"]
-
 MAX_INPUT_BYTES = 1 << 16
 NUMBERS = [
     0,

@@ -27,8 +27,6 @@ from gradstream.untrusted import escaped, parse_json
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError, check_chunk, decode, encode
 
-__all__ = ["DECODERS"]
-
 
 def _json(value: Any) -> bytes:
     return json.dumps(value).encode()
@@ -117,8 +115,7 @@ def _event_seeds() -> list[bytes]:
         "Mapping[str, float | None]": {"top5": 0.5},
     }
     found = []
-    for name in kinds.__all__:
-        cls = getattr(kinds, name)
+    for cls in vars(kinds).values():
         if isinstance(cls, type) and issubclass(cls, kinds.Event) and cls is not kinds.Event:
             values = {
                 one.name: given[str(one.type).replace('"', "'").removesuffix(" | None")]

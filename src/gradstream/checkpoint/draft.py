@@ -24,8 +24,6 @@ from gradstream.checkpoint.manifest import STATE, FileEntry, Manifest
 from gradstream.errors import DataError
 from gradstream.runtime.base import Storage
 
-__all__ = ["DraftSnapshot", "PieceSum", "VectorPlace"]
-
 
 @dataclass(frozen=True, slots=True)
 class VectorPlace:

@@ -22,8 +22,6 @@ from gradstream.runtime.storage import DiskStorage
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 
-__all__ = ["PART_BYTES", "ElsewhereStorage"]
-
 PART_BYTES = 1 << 20
 """Bytes of a file in one frame."""
 

@@ -16,23 +16,6 @@ from gradstream.checkpoint.policy import KeptCheckpoint, Policy
 from gradstream.errors import ConfigError, DataError
 from gradstream.runtime.base import Storage
 
-__all__ = [
-    "FOLDER",
-    "MODEL",
-    "data_offset",
-    "file_of",
-    "kept",
-    "newest",
-    "pieces_of",
-    "prune",
-    "read_own",
-    "read_tensors",
-    "sweep",
-    "to_resume",
-    "verify",
-    "worker_file",
-]
-
 FOLDER = "checkpoints"
 MODEL = "model.safetensors"
 

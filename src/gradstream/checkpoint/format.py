@@ -25,8 +25,6 @@ from gradstream.errors import ConfigError, DataError
 from gradstream.untrusted import check_value, parse_json
 from gradstream.wire import v1
 
-__all__ = ["MAX_HEADER_BYTES", "TensorSpec", "header_of", "of_spec", "parse", "spec_of", "to_spec"]
-
 _OF_NUMPY = {
     "float64": "F64", "float32": "F32", "float16": "F16",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",

@@ -22,8 +22,6 @@ from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError, DataError
 from gradstream.untrusted import MismatchError, check_record, parse_json
 
-__all__ = ["FORMAT", "STATE", "Evaluated", "FileEntry", "Manifest", "Resume", "seal_of"]
-
 FORMAT = 2
 """Version of `state.json`; readers refuse all others."""
 

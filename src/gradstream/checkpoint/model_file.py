@@ -17,8 +17,6 @@ import safetensors.numpy
 from gradstream.checkpoint.format import MAX_HEADER_BYTES
 from gradstream.untrusted import parse_json
 
-__all__ = ["load", "load_file", "save"]
-
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 ORDER = "order"

@@ -22,8 +22,6 @@ from gradstream.transport.base import Endpoint, Priority, Stream
 from gradstream.untrusted import parse_json
 from gradstream.wire import v1
 
-__all__ = ["CHECK", "EXTRA", "EXTRA_FILE", "METHOD", "OwnState", "ask", "averaged", "serve"]
-
 METHOD = "state"
 
 PIECE_BYTES = 1 << 20

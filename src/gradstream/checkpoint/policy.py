@@ -11,8 +11,6 @@ from typing import Literal
 from gradstream.checkpoint.manifest import Evaluated
 from gradstream.errors import ConfigError
 
-__all__ = ["Every", "KeptCheckpoint", "Policy", "parse_every"]
-
 _SECONDS = {"s": 1.0, "sec": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0}
 
 

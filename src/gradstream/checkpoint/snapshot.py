@@ -23,8 +23,6 @@ from gradstream.runtime.resources import free_memory_bytes
 from gradstream.wire import v1
 from gradstream.wire.parts import PartMap
 
-__all__ = ["NodeSnapshots", "Pieces", "SnapshotMember", "SnapshotSource", "load", "unsplit"]
-
 ROOM = 1.5
 """The node makes a copy if so many times its bytes are free."""
 

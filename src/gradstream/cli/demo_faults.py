@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from gradstream.run.local import LocalCluster
     from gradstream.run.result import Run
 
-__all__ = ["broken_promises", "faults_picture", "run_with_faults", "table_of"]
-
 JOB = "gradstream.cli.demo_job:counted"
 PICTURE = "faults.svg"
 STYLES = {"worker": "c1", "coordinator": "c3", "shard": "c4"}

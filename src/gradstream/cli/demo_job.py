@@ -10,8 +10,6 @@ from torch import nn
 
 import gradstream as gs
 
-__all__ = ["BATCH_SIZE", "COUNTERS", "IMAGES", "counted", "job"]
-
 COUNTERS = ("first", "last")
 LR = 1 / 16
 IMAGES, BATCH_SIZE = 5000, 25

@@ -16,8 +16,6 @@ from gradstream.cli.progress import ProgressLine
 if TYPE_CHECKING:
     from gradstream.report.summary import EventDict
 
-__all__ = ["Display"]
-
 PLAIN_EVERY_S = 5.0
 PLAIN_EVERY_FRACTION = 0.1
 

@@ -13,8 +13,6 @@ import click
 from gradstream.cli import commands
 from gradstream.errors import EXIT_CODES, GradstreamError, exit_code
 
-__all__ = ["CommandGroup", "main"]
-
 
 class CommandGroup(click.Group):
     """A group whose commands are the modules of `gradstream.cli.commands`.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from gradstream.report.summary import EventDict
     from gradstream.run.local import LocalCluster
 
-__all__ = ["KillSchedule", "Striker"]
-
 ONCE = ("coordinator", "shard-1")
 """Nodes that are killed once in a run: others take their place. The shard has a backup on the other one."""
 

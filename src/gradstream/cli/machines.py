@@ -14,8 +14,6 @@ from gradstream.errors import ConfigError
 if TYPE_CHECKING:
     from gradstream.run.remote.listening import Listening
 
-__all__ = ["listen_options", "listening_of", "token_of", "token_options"]
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 TOKEN = "GRADSTREAM_TOKEN"

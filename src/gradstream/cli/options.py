@@ -12,8 +12,6 @@ import click
 if TYPE_CHECKING:
     from gradstream.job.job import Job
 
-__all__ = ["JobCommand", "arguments_of_job", "detach_option", "job_options", "json_option", "load_job_with"]
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 FILE = "gradstream.toml"

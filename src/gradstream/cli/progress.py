@@ -13,8 +13,6 @@ from gradstream.untrusted import escaped
 if TYPE_CHECKING:
     from gradstream.report.summary import EventDict
 
-__all__ = ["ProgressLine"]
-
 WINDOW_S = 10.0
 """Period over which rates are averaged, in seconds of the run's own time."""
 

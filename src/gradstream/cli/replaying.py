@@ -19,8 +19,6 @@ from gradstream.replay import replay as replay_run
 from gradstream.replay.finding import Found, at_chunk_version, at_update, loss_jump, not_finite, of_step
 from gradstream.run.result import Run
 
-__all__ = ["ReplayQuery", "record_of", "rows_of", "show_replay"]
-
 MANY = 16
 """Largest number of sample ids that are shown."""
 

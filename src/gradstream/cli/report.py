@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 
     from gradstream.run.result import Evaluation, Run
 
-__all__ = [
-    "error_text",
-    "evaluation_rows",
-    "figures",
-    "json_text",
-    "print_end",
-    "print_rows",
-    "show",
-]
-
 
 def error_text(error: GradstreamError) -> str:
     """The message of an error with its notes; for an error in the user's code, its traceback follows.

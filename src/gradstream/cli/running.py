@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from gradstream.report.summary import EventDict
     from gradstream.run.result import Run
 
-__all__ = ["OnEvent", "run_and_show", "show_detached", "show_dry_run"]
-
 OnEvent = Callable[["EventDict"], None]
 
 

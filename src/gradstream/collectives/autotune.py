@@ -21,8 +21,6 @@ from gradstream.collectives.plan import DependencyPlan, Operation
 from gradstream.collectives.schedule import Recv, Schedule, Send
 from gradstream.runtime.base import Work
 
-__all__ = ["TIE", "Choice", "MeasuredCosts", "measure"]
-
 LARGEST_BYTES = 1 << 40
 
 RING = "ring"

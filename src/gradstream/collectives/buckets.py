@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from gradstream.collectives.group import slice_of
 
-__all__ = ["Buckets"]
-
 
 @dataclass(frozen=True, slots=True)
 class Buckets:

@@ -32,8 +32,6 @@ from gradstream.transport.silence import Broadcast
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
-__all__ = ["Communicator", "LostRank"]
-
 T = TypeVar("T")
 
 BEATS = 8  # signs of life within `silence_s`

@@ -17,8 +17,6 @@ import numpy as np
 from gradstream.runtime.tasks import finish_despite_cancel
 from gradstream.transport.base import PeerSocket
 
-__all__ = ["DataSocket", "GroupDataSockets"]
-
 
 class DataSocket:
     """A socket to a rank, and memory for a piece that is to be added.

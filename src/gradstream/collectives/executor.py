@@ -18,8 +18,6 @@ from gradstream.collectives.plan import DependencyPlan, Operation, PlanProgress
 from gradstream.collectives.socket_driver import SocketDriver
 from gradstream.collectives.stream_driver import StreamDriver
 
-__all__ = ["ScheduleDriver", "carry_out"]
-
 
 class ScheduleDriver(Protocol):
     """Moves the bytes of one operation."""

@@ -27,8 +27,6 @@ from gradstream.telemetry.events import Event, GroupEvent
 from gradstream.transport.base import Endpoint
 from gradstream.transport.socket.unix import host_id
 
-__all__ = ["KINDS", "TORCH", "form_group"]
-
 TORCH = {"torch": "auto", "gloo": "gloo", "nccl": "nccl", "mpi": "mpi"}
 """Kinds of group that use torch.distributed, and the backend of each."""
 

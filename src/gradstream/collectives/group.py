@@ -19,8 +19,6 @@ import torch
 from gradstream.errors import ConfigError, PeerLostError
 from gradstream.memory import Span, Vector
 
-__all__ = ["Group", "GroupMembers", "own_slice", "slice_of"]
-
 
 def slice_of(elems: int, rank: int, size: int) -> tuple[int, int]:
     """[start, stop) of the slice of `elems` elements that `rank` of `size` owns.

@@ -21,8 +21,6 @@ from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Work
 from gradstream.transport.carrier import copy_elements
 
-__all__ = ["PIECE_BYTES", "HierarchicalGroup", "MessageGroup"]
-
 PIECE_BYTES = 1 << 20
 """Messages go in pieces of this size, so that the next step can begin when the first piece has arrived."""
 

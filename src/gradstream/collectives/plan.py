@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from gradstream.collectives.schedule import Recv, Schedule, Send, Step
 from gradstream.errors import ConfigError
 
-__all__ = ["DependencyPlan", "Operation", "PlanProgress"]
-
 
 @dataclass(frozen=True, slots=True)
 class Operation:

@@ -18,8 +18,6 @@ from gradstream.transport.base import Endpoint, Stream
 from gradstream.transport.silence import Broadcast
 from gradstream.wire import v1
 
-__all__ = ["Rendezvous"]
-
 WINDOW = 16  # most chunks that a rank holds for each other one
 RETRY_S = 0.02  # between two calls of a rank that has not come yet
 NOT_YET = {"UNKNOWN_METHOD", "NOT_MEMBER", "STALE_EPOCH"}

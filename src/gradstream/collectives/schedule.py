@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["MakeSchedule", "Recv", "Schedule", "ScheduleCost", "Send", "Step", "cuts_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Send:

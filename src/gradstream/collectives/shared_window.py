@@ -21,8 +21,6 @@ from gradstream.runtime.real import RealRuntime
 from gradstream.telemetry.events import Event
 from gradstream.transport.base import Endpoint
 
-__all__ = ["SharedWindow", "open_shared_window"]
-
 
 class SharedWindow(Protocol):
     """Makes vectors that all ranks have."""

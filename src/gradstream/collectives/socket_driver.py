@@ -25,8 +25,6 @@ from gradstream.errors import ConfigError, InternalError, PeerLostError
 from gradstream.wire.checksum import CHECKSUM, checksum
 from gradstream.wire.frames import DamagedError, verify
 
-__all__ = ["SocketDriver", "SocketReader", "SocketWriter"]
-
 PATIENCE_MS = 2
 """An operation that takes less never leaves the event loop: to wake a thread, and then the loop, would take as
 long as the allreduce of a short vector."""

@@ -23,8 +23,6 @@ from gradstream.transport.carrier import copy_elements
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 
-__all__ = ["StreamDriver"]
-
 BRIEF_ELEMS = 1 << 14
 """The event loop itself adds up to this many elements, and sends such messages one after the other. To wake another
 thread or task would take longer."""

@@ -18,8 +18,6 @@ from gradstream.untrusted import parse_json
 from gradstream.wire import v1
 from gradstream.wire.parts import part_map_of
 
-__all__ = ["Admission"]
-
 MAX_ELEMS, MAX_CHUNKS, MAX_DIMENSIONS = 1 << 44, 1 << 24, 64
 _ADDRESS = re.compile(r"[ -~]{0,1024}")
 

@@ -35,8 +35,6 @@ from gradstream.data.queue_plan import QueuePlan
 from gradstream.data.shares import WorkerSpeed, better
 from gradstream.telemetry.events import SharesEvent
 
-__all__ = ["BatchAssignment"]
-
 FEW = 2
 """Minibatches: the one that a worker computes, and the next one, while it asks for more."""
 

@@ -22,8 +22,6 @@ from gradstream.data.reassignment import Epoch
 from gradstream.data.shares import WorkerSpeed
 from gradstream.wire import v1
 
-__all__ = ["AssignmentReplies", "BatchDistribution"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDistribution:

@@ -15,8 +15,6 @@ from gradstream.data.plan import RoundPlan
 from gradstream.data.shares import WorkerSpeed, better
 from gradstream.telemetry.events import SharesEvent
 
-__all__ = ["ShareBalance"]
-
 Round = tuple[int, int]
 """(data epoch, round of it)."""
 

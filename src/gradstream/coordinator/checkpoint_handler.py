@@ -17,8 +17,6 @@ from gradstream.runtime.base import Runtime, Work
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 
-__all__ = ["CheckpointHandler", "lies_in"]
-
 WRITE_BYTES = 8 << 20
 """Parts are gathered until they have so many bytes, and then written and made durable at once."""
 

@@ -29,8 +29,6 @@ from gradstream.wire import v1
 from gradstream.wire.dtypes import itemsize_bytes
 from gradstream.wire.parts import part_map_of
 
-__all__ = ["CheckpointOptions", "CheckpointWriter"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointOptions:

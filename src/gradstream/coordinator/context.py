@@ -12,8 +12,6 @@ from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.transport.base import Endpoint
 
-__all__ = ["CoordinatorContext"]
-
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorContext:

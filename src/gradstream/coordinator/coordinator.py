@@ -38,8 +38,6 @@ from gradstream.telemetry.events import (
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
-__all__ = ["Coordinator", "RunOutcome"]
-
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:

@@ -31,8 +31,6 @@ from gradstream.telemetry.events import SettledEvent
 from gradstream.wire import v1
 from gradstream.wire.parts import member_name, part_of
 
-__all__ = ["Errand", "Estate", "Estates", "LostPush"]
-
 
 @dataclass(slots=True)
 class LostPush:

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from gradstream.telemetry.event_lines import EventError, parse_event
 from gradstream.transport.limits import LIMITS
 
-__all__ = ["Admitted", "EventGate", "in_beats"]
-
 
 class Admitted(NamedTuple):
     """The admitted events of a beat.

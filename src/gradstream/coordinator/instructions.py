@@ -8,8 +8,6 @@ from gradstream.coordinator.snapshot import Snapshot
 from gradstream.telemetry.events import Event
 from gradstream.wire import v1
 
-__all__ = ["Commit", "Discard", "Emit", "Instruction", "Notify", "Prepare", "Refuse"]
-
 
 @dataclass(frozen=True, slots=True)
 class Notify:

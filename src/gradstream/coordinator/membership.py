@@ -49,8 +49,6 @@ from gradstream.untrusted import escaped
 from gradstream.wire import v1
 from gradstream.wire.parts import member_name
 
-__all__ = ["Membership"]
-
 NAME_BYTES = 128
 MESSAGE_BYTES = 8192
 WHAT_BYTES = 512

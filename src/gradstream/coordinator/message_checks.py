@@ -15,8 +15,6 @@ from gradstream.data.open_ledger import OpenLedger
 from gradstream.errors import RefusedError
 from gradstream.wire import v1
 
-__all__ = ["MessageChecks"]
-
 MAX_COUNT = 1 << 53
 """The largest count that is accepted."""
 

@@ -6,8 +6,6 @@ from gradstream.wire import v1
 from gradstream.wire.parts import member_name, replica_of
 from gradstream.wire.placement import Placement
 
-__all__ = ["COORDINATOR", "Nodes"]
-
 COORDINATOR = "coordinator"
 """The name of the coordinator, which every endpoint knows."""
 

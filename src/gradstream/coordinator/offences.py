@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-__all__ = ["Offences"]
-
 
 class Offences:
     """The refused gradients of all workers.

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from gradstream.data.ledger import Ledger
 from gradstream.wire import v1
 
-__all__ = ["Interval", "ParticipationSchedule"]
-
 
 @dataclass(slots=True)
 class Interval:

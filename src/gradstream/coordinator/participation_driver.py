@@ -16,8 +16,6 @@ from gradstream.data.ledger import Ledger
 from gradstream.errors import ConfigError, GradstreamError, UserCodeError
 from gradstream.runtime.wakeup import Wakeup
 
-__all__ = ["ParticipationDriver"]
-
 
 class ParticipationDriver:
     """Runs a strategy's `drive`, which sets how many workers take part. Implements `strategies.api.Participation`.

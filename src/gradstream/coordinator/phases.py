@@ -22,8 +22,6 @@ from gradstream.errors import NonFiniteError, PeerLostError
 from gradstream.telemetry.events import FailedEvent, StartedEvent, StoppedEvent
 from gradstream.wire import v1
 
-__all__ = ["LossTolerance", "Phases"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTolerance:

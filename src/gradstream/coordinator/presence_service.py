@@ -17,8 +17,6 @@ from gradstream.transport.base import Stream
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
-__all__ = ["PresenceService"]
-
 WHY_BYTES = 100
 """The most bytes of the reason in a `refused_events` event, which has at most 256 bytes in all."""
 

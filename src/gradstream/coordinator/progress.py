@@ -14,8 +14,6 @@ from gradstream.data.reassignment import Epoch
 from gradstream.telemetry.events import FinishedEvent, LedgerEvent, LeftOverEvent, ResumedEvent, RoundEvent
 from gradstream.wire import v1
 
-__all__ = ["SampleProgress"]
-
 
 class SampleProgress:
     """Counts the samples and rounds of a run: the ledger's figures, plus the figures before the run was resumed.

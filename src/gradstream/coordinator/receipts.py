@@ -5,8 +5,6 @@ from __future__ import annotations
 from gradstream.data.base import BatchRef
 from gradstream.wire import v1
 
-__all__ = ["receipt_of", "ref_of"]
-
 
 def ref_of(receipt: v1.Receipt) -> BatchRef:
     """Returns the minibatch that a receipt names."""

@@ -10,8 +10,6 @@ from gradstream.runtime.wakeup import Wakeup
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
 
-__all__ = ["RequestService"]
-
 
 class RequestService:
     """Serves "assign", "ending", "take_over" and "shares".

@@ -28,8 +28,6 @@ from gradstream.untrusted import escaped
 from gradstream.wire import v1
 from gradstream.wire.placement import Placement
 
-__all__ = ["MOST_SHARDS", "Resharding"]
-
 MOST_SHARDS = 1024
 """The most shards of a placement."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from gradstream.runtime.base import Runtime
 
-__all__ = ["Age", "RunClock"]
-
 
 class RunClock:
     """Counts the seconds of training, those before the run was resumed included.

@@ -9,8 +9,6 @@ from gradstream.checkpoint.draft import VectorPlace
 from gradstream.data.progress import DataProgress
 from gradstream.wire import v1
 
-__all__ = ["Snapshot"]
-
 
 @dataclass(slots=True, eq=False)
 class Snapshot:

@@ -32,8 +32,6 @@ from gradstream.telemetry.events import CheckpointEvent, CheckpointFailedEvent
 from gradstream.untrusted import escaped
 from gradstream.wire import v1
 
-__all__ = ["SnapshotRounds"]
-
 WRITE_S = 1800.0
 """How long the nodes may take to write a snapshot, after the workers have resumed."""
 

@@ -16,8 +16,6 @@ from collections import Counter
 from gradstream.coordinator.nodes import Nodes
 from gradstream.wire import v1
 
-__all__ = ["StandIns"]
-
 
 class StandIns:
     """The workers that stand in for lost ones.

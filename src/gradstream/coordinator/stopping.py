@@ -10,8 +10,6 @@ from typing import Any
 
 from gradstream.errors import ConfigError
 
-__all__ = ["StoppingCriterion", "Until", "until"]
-
 MEMORY = 0.95
 """Weight of the earlier losses in the moving mean, for each minibatch."""
 

@@ -11,8 +11,6 @@ from pathlib import Path, PurePosixPath
 
 from gradstream.errors import DataError
 
-__all__ = ["extract_file", "is_inside"]
-
 COPY_BYTES = 1 << 20
 
 

@@ -12,8 +12,6 @@ from gradstream.data.checksum import checksum_of, quick_checks
 from gradstream.errors import DataError
 from gradstream.model.batch import Batch, Tree, leaves_of, map_leaves
 
-__all__ = ["ArrayDataset", "from_arrays"]
-
 Array = np.ndarray[Any, Any]
 
 

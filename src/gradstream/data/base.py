@@ -17,17 +17,6 @@ import numpy as np
 from gradstream.data.progress import DataProgress
 from gradstream.model.batch import Batch
 
-__all__ = [
-    "DEFAULT_BATCH_SIZE",
-    "BatchPlan",
-    "BatchRef",
-    "Dataset",
-    "Feed",
-    "Ids",
-    "PartitionSpec",
-    "Partitioning",
-]
-
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 Partitioning: TypeAlias = Literal["rounds", "queue", "partitions"]

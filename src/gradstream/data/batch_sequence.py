@@ -13,8 +13,6 @@ from itertools import accumulate
 from gradstream.data.base import BatchRef
 from gradstream.data.progress import DataProgress
 
-__all__ = ["BatchSequence"]
-
 
 class BatchSequence(ABC):
     """Base class of plans: derives `BatchPlan` from the number of minibatches of each epoch.

@@ -18,8 +18,6 @@ from gradstream.data.sources import CALTECH101, cache_home, fetch, find, stored_
 from gradstream.errors import ConfigError, DataError
 from gradstream.model.batch import Batch
 
-__all__ = ["ImageDataset", "caltech101"]
-
 BACKGROUND = "BACKGROUND_Google"
 FOLDER = "101_ObjectCategories"
 ARCHIVE = FOLDER + ".tar.gz"

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["checksum_of", "quick_checks"]
-
 QUICK_BYTES = 16 << 20
 WHOLE_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 20

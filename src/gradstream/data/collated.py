@@ -11,8 +11,6 @@ from gradstream.data.base import Ids
 from gradstream.errors import DataError
 from gradstream.model.batch import Batch, Tree
 
-__all__ = ["NO_IDS", "check_targets", "collated"]
-
 NO_IDS: Ids = np.empty(0, dtype=np.int64)
 NO_IDS.flags.writeable = False
 

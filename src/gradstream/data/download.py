@@ -26,8 +26,6 @@ from urllib.parse import urlsplit
 
 from gradstream.errors import DataError
 
-__all__ = ["DownloadPart", "RemoteFile", "body_begins_at", "download", "range_headers"]
-
 READ_BYTES = 1 << 18
 SILENCE_S = 30.0
 ATTEMPTS = 5  # attempts in a row without a byte

@@ -9,8 +9,6 @@ import numpy as np
 
 from gradstream.data.arrays import ArrayDataset, from_arrays
 
-__all__ = ["CATEGORIES", "fashion_mnist"]
-
 CATEGORIES = (
     "T-shirt/top",
     "Trouser",

@@ -10,8 +10,6 @@ from gradstream.data.queue_plan import QueuePlan
 from gradstream.errors import ConfigError, InternalError
 from gradstream.model.batch import Batch
 
-__all__ = ["IdFeed", "feed_of", "plan_of", "plan_samples"]
-
 
 def plan_of(data: Dataset, spec: PartitionSpec) -> BatchPlan:
     """The plan by which a run divides a data set. Raises ConfigError if the numbers do not fit."""

@@ -27,8 +27,6 @@ from gradstream.data.archive import is_inside
 from gradstream.data.lock import machine_lock
 from gradstream.errors import DataError
 
-__all__ = ["Bytes", "ImageCache", "ImageManifest", "open_cache"]
-
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 FINGERPRINT_BYTES = 1 << 16

@@ -13,8 +13,6 @@ import signal
 import stat
 from collections.abc import Callable
 
-__all__ = ["Isolated"]
-
 _PR_SET_PDEATHSIG = 1
 
 

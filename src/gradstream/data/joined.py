@@ -13,8 +13,6 @@ from gradstream.data.batch_sequence import BatchSequence
 from gradstream.data.plan import EpochPlan, RoundPlan
 from gradstream.data.progress import DataProgress
 
-__all__ = ["JoinedPlan", "ids_of", "parts_of", "unjoined"]
-
 
 class JoinedPlan(BatchSequence):
     """A plan whose minibatch b consists of minibatches kb to kb + k - 1 of the underlying plan.

@@ -23,8 +23,6 @@ from gradstream.data.progress import DataProgress
 from gradstream.data.receipts import AssignableBatches
 from gradstream.errors import ConfigError, InternalError
 
-__all__ = ["EpochCounts", "Ledger", "Unassigned"]
-
 
 @dataclass(slots=True)
 class EpochCounts:

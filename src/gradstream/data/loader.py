@@ -38,8 +38,6 @@ from gradstream.data.read_ahead import ReadAhead, loader_like, with_own_tracebac
 from gradstream.data.stream import StreamDataset, interleaved_part
 from gradstream.errors import ConfigError, DataError
 
-__all__ = ["LoaderDataset", "from_loader"]
-
 Loader = DataLoader[Any]
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from gradstream.errors import DataError
 
-__all__ = ["machine_lock"]
-
 POLL_S = 0.05
 
 

@@ -15,8 +15,6 @@ from gradstream.data.randomness import seeded
 from gradstream.errors import ConfigError, DataError
 from gradstream.model.batch import Batch, Tree
 
-__all__ = ["Collate", "MapDataset", "SeededFeed", "check_mapped", "from_dataset", "held_out_of"]
-
 Collate = Callable[[list[Any]], Tree]
 
 

@@ -20,9 +20,6 @@ from gradstream.data.reassignment import Reassignment
 from gradstream.data.receipts import Receipts
 from gradstream.errors import InternalError
 
-__all__ = ["LoopSequence", "LostSamples", "OpenLedger"]
-
-
 BRIEF = 0.75
 """Share of the longest loop's minibatches, below which a loop is much shorter. A part may have one minibatch less."""
 

@@ -32,8 +32,6 @@ from gradstream.data.progress import DataProgress, Run, merged
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, InternalError
 
-__all__ = ["EpochPlan", "Order", "PartitionPlan", "RoundPlan", "epoch_order"]
-
 Order = Callable[[int], Ids]
 """A pure function from the data epoch to the order of its samples, one id for each position of the plan."""
 

@@ -14,8 +14,6 @@ from typing import Any
 from gradstream.errors import ConfigError
 from gradstream.untrusted import check_value
 
-__all__ = ["DataProgress", "Run", "merged"]
-
 MAX_DIGITS = 15
 
 Run = tuple[int, int]

@@ -20,8 +20,6 @@ from gradstream.data.base import BatchRef
 from gradstream.data.plan import EpochPlan
 from gradstream.errors import ConfigError
 
-__all__ = ["QueuePlan"]
-
 FINENESS = 64
 """Units of a minibatch if sizes follow the speed of the workers; sizes are then exact to about 2 %."""
 

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Generators", "mixed", "seeded", "seeded_iterator"]
-
 
 def mixed(*words: int) -> int:
     """A seed of 63 bits, as a function of several numbers."""

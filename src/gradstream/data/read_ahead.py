@@ -17,8 +17,6 @@ from gradstream.data.randomness import mixed, seeded
 from gradstream.errors import UserCodeError
 from gradstream.model.batch import Batch
 
-__all__ = ["ReadAhead", "loader_like", "with_own_tracebacks"]
-
 Loader = DataLoader[Any]
 
 

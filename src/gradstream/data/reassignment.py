@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from gradstream.data.receipts import Receipts
 
-__all__ = ["Block", "Epoch", "LoopEpochs", "Reassignment"]
-
 MOST_EPOCHS = 1 << 16
 """Most epochs that a worker may begin besides one for each of its steps, since each takes memory."""
 

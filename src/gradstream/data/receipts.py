@@ -9,8 +9,6 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-__all__ = ["AssignableBatches", "Receipts"]
-
 Piece = tuple[int, int]
 """(k, count): `count` consecutive numbers of a sequence, from k on."""
 

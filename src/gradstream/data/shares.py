@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["MEASURED", "WorkerSpeed", "begins_window", "better", "divided_by_speed", "window_end"]
-
 MEASURED: Literal["measured"] = "measured"
 """The value of `shares` in a job instead of numbers."""
 

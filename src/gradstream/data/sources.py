@@ -14,18 +14,6 @@ from gradstream.data.download import RemoteFile, download
 from gradstream.data.lock import machine_lock
 from gradstream.errors import ConfigError, DataError
 
-__all__ = [
-    "CALTECH101",
-    "FASHION_MNIST",
-    "SOURCES",
-    "DataSource",
-    "Packed",
-    "cache_home",
-    "fetch",
-    "find",
-    "stored_at",
-]
-
 WAIT_S = 1800.0
 REPORT_EVERY_S = 2.0
 

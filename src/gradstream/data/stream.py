@@ -23,8 +23,6 @@ from gradstream.data.randomness import seeded_iterator
 from gradstream.errors import ConfigError, DataError, InternalError
 from gradstream.model.batch import Batch
 
-__all__ = ["StreamDataset", "StreamFeed", "StreamPlan", "from_stream"]
-
 Stream = Callable[[int, int, int, int], Iterable[Any]]
 """A function (rank, world, epoch, seed) that returns batches."""
 

@@ -28,8 +28,6 @@ from torch import nn
 from gradstream.integrations import wrap
 from gradstream.session.session import Session
 
-__all__ = ["one_of", "prepare", "set_process", "set_rank"]
-
 
 def set_process(session: Session) -> None:
     """Keeps accelerate from starting torch.distributed, and gives the worker a GPU of its own.

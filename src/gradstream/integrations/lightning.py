@@ -25,8 +25,6 @@ from gradstream.errors import ConfigError
 from gradstream.integrations import wrap
 from gradstream.session.session import Session
 
-__all__ = ["GradstreamStrategy"]
-
 
 class GradstreamStrategy(ParallelStrategy):
     """Averages gradients over the workers of a session. Worker r takes GPU r modulo their number.

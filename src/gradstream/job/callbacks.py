@@ -20,8 +20,6 @@ from gradstream.errors import ConfigError, GradstreamError
 if TYPE_CHECKING:
     from gradstream.telemetry.events import EventDict
 
-__all__ = ["METHODS", "Callbacks", "check_callbacks"]
-
 METHODS = ("on_start", "on_step", "on_evaluate", "on_log", "on_end")
 """A callback has some of: on_start(info), on_step(event), on_evaluate(event), on_log(event), on_end(run)."""
 

@@ -30,17 +30,6 @@ from gradstream.job.job import Job
 from gradstream.job.registry import load_module
 from gradstream.model.base import Model
 
-__all__ = [
-    "JOB_MODULE",
-    "Asked",
-    "digest_of",
-    "intercept",
-    "job_of",
-    "load_job",
-    "script_of_caller",
-    "traceback_in",
-]
-
 Asked: TypeAlias = Model | Callable[[], Model] | Job | Callable[[], Job]
 """The first argument of `train` and `simulate`."""
 

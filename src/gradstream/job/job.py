@@ -25,21 +25,6 @@ from gradstream.transport.offers import Choice
 from gradstream.wire.chunks import CHUNK_ELEMS
 from gradstream.worker.evaluation import Metric
 
-__all__ = [
-    "RIVALS",
-    "Data",
-    "Deadlines",
-    "Job",
-    "JobOptions",
-    "Pipeline",
-    "build_model",
-    "is_open_ended",
-    "is_script",
-    "make_job",
-    "spread_out",
-]
-
-
 Data = Dataset | str | tuple[Any, Any]
 """The data of a run: a data set, its name, or the pair (inputs, targets) of arrays."""
 

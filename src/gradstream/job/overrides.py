@@ -17,8 +17,6 @@ from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.untrusted import MismatchError, check_value
 from gradstream.worker.evaluation import Metric
 
-__all__ = ["overrides", "plain", "with_overrides"]
-
 # Model and data come from the job file; strategy and optimizer travel as class and fields.
 _NOT_PLAIN = ("model", "data", "callbacks", "strategy", "strategy_options", "optimizer", "spec", "origins")
 

@@ -22,8 +22,6 @@ from typing import Any
 
 from gradstream.errors import ConfigError
 
-__all__ = ["BUILT_IN", "GROUPS", "Plugin", "choose", "installed", "key_of"]
-
 GROUPS = {
     "strategy": "gradstream.strategies",
     "optimizer": "gradstream.optimizers",

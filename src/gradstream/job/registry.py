@@ -26,24 +26,6 @@ from gradstream.optim.groups import GroupedRule, groups_of
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.untrusted import check_record, parse_json
 
-__all__ = [
-    "OPTIMIZERS",
-    "STRATEGIES",
-    "catalogue",
-    "check_places",
-    "class_of",
-    "describe",
-    "find_dataset",
-    "find_function",
-    "find_optimizer",
-    "find_strategy",
-    "load_module",
-    "optimizer_of_text",
-    "place_of",
-    "revived",
-    "text_of_optimizer",
-]
-
 STRATEGIES = {
     "allreduce": "gradstream.strategies.allreduce:AllReduce",
     "asysg": "gradstream.strategies.asysg:AsySG",

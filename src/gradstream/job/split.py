@@ -16,8 +16,6 @@ from gradstream.pipeline.schedule import STREAMING
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 
-__all__ = ["check_split"]
-
 
 def check_split(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     """Raises ConfigError if a job asks for a split model, or for a pipeline of one, that cannot be."""

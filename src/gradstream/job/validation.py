@@ -25,8 +25,6 @@ from gradstream.transport.offers import CHOICES
 from gradstream.untrusted.names import check_name
 from gradstream.wire.chunks import ChunkMap
 
-__all__ = ["check", "check_resumed", "check_script", "check_strategy", "whole"]
-
 
 def check(job: Job) -> None:
     """Checks the arguments of a job.

@@ -22,8 +22,6 @@ import torch
 from gradstream.errors import ConfigError
 from gradstream.memory.vectors import Memory, Vector
 
-__all__ = ["SHARED_BYTES", "Segment", "SharedMemory", "supported"]
-
 SHARED_BYTES = 1 << 16
 """Vectors of at least this size get a segment each. A smaller vector is faster to copy than to lend."""
 

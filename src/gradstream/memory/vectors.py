@@ -24,18 +24,6 @@ import torch
 
 from gradstream.errors import LentMemoryError
 
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "Home",
-    "Loan",
-    "Loans",
-    "Memory",
-    "Span",
-    "Vector",
-    "borrow_all",
-    "trim",
-]
-
 ALIGNMENT_BYTES = 64
 """Alignment of every vector: a cache line, and the widest SIMD register."""
 

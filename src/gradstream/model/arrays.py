@@ -14,8 +14,6 @@ import torch
 
 from gradstream.model.batch import map_leaves
 
-__all__ = ["for_numpy", "for_torch", "numpy_dtype"]
-
 _NUMPY_DTYPES: dict[torch.dtype, type[np.floating[Any]]] = {
     torch.float32: np.float32,
     torch.float64: np.float64,

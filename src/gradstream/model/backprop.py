@@ -21,8 +21,6 @@ from gradstream.model.factors import FactorPair, FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
-__all__ = ["Backprop", "Pass", "RowSink", "Sink"]
-
 
 class Pass:
     """Recognises the backward pass from the loss: computing a loss may run others (`autograd.grad`)."""

@@ -20,8 +20,6 @@ from gradstream.memory import ALIGNMENT_BYTES
 from gradstream.model.batch import Batch
 from gradstream.runtime.base import Report
 
-__all__ = ["Batch", "Layout", "Model", "Reduction", "Slot"]
-
 Reduction = Literal["mean", "sum"]
 """Whether a model's loss and gradient are the mean or the sum over a batch's samples."""
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Batch", "Tree", "leaves_of", "map_leaves"]
-
 Tree = Any
 """A mapping, tuple (named or not) or list of trees, or a leaf: anything else."""
 

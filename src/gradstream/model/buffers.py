@@ -14,8 +14,6 @@ import numpy as np
 
 from gradstream.errors import ConfigError
 
-__all__ = ["Buffers", "average_buffers", "buffers_of", "load_buffers", "with_buffers"]
-
 Buffers = Mapping[str, np.ndarray[Any, Any]]
 """Arrays by the user's own names."""
 

@@ -18,18 +18,6 @@ from gradstream.model.base import Layout, Slot
 from gradstream.model.factors import FactoredLayer
 from gradstream.model.wide_linear import WIDE_ELEMS, WideLinear
 
-__all__ = [
-    "Build",
-    "BuiltModule",
-    "as_numpy",
-    "build_module",
-    "is_wide",
-    "layout_of",
-    "names_of",
-    "put_tensor",
-    "trained_of",
-]
-
 Build = Callable[[], nn.Module]
 
 _built: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()

@@ -9,8 +9,6 @@ import torch
 
 from gradstream.errors import ConfigError, NonFiniteError
 
-__all__ = ["check_option", "check_updated", "finite", "finite_loss", "length", "usable"]
-
 
 def check_option(function: str, option: str, got: object, *names: str) -> None:
     """Raises ConfigError unless an argument of a `from_...` function is one of these names."""

@@ -23,8 +23,6 @@ from gradstream.model.staging import Staging
 from gradstream.model.torch_module import Loss, LossOf, TorchModel, usable
 from gradstream.runtime.base import Report
 
-__all__ = ["DeviceModel", "on_device"]
-
 
 def on_device(model: TorchModel, name: str, rank: int = 0) -> TorchModel:
     """The same model, not yet built, for a worker that computes on a device.

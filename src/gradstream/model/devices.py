@@ -18,8 +18,6 @@ import torch
 
 from gradstream.errors import ConfigError
 
-__all__ = ["Copied", "CudaStreams", "Streams", "device_of", "streams_of"]
-
 PIN_BYTES = 1 << 20
 """Smaller vectors are not pinned: it would not pay."""
 

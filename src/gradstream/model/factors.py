@@ -18,8 +18,6 @@ from typing import Literal
 
 import torch
 
-__all__ = ["FactorPair", "FactorPairs", "FactoredLayer", "factored_layers_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class FactoredLayer:

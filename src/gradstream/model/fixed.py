@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Fixed", "extra_of", "fixed_of", "load_fixed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fixed:

@@ -19,8 +19,6 @@ from gradstream.model.rows import RowGradient, Rows
 from gradstream.model.tree import Tree, leaves, rebuild
 from gradstream.runtime.base import Report
 
-__all__ = ["FunctionsModel", "from_functions"]
-
 Init = Callable[[int], Tree]
 Outputs = Callable[[Any, Any], Any]
 Gradients = Callable[[Any, Any, Any], Any]

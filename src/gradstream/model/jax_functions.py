@@ -24,8 +24,6 @@ from gradstream.model.batch import Batch
 from gradstream.model.check import check_option, finite_loss
 from gradstream.runtime.base import Report
 
-__all__ = ["JaxModel", "from_jax", "import_jax", "precision"]
-
 Init = Callable[[int], Any]
 Outputs = Callable[[Any, Any], Any]
 Loss = Callable[..., Any]

@@ -25,8 +25,6 @@ from gradstream.model.jax_functions import import_jax, precision
 from gradstream.model.torch_module import TorchModel, from_torch
 from gradstream.model.tree import Tree, leaves, rebuild
 
-__all__ = ["from_layers"]
-
 Layer = tuple[Callable[[int], Tree], Callable[..., Any]] | Callable[[Any], Any]
 
 

@@ -17,8 +17,6 @@ import torch
 from gradstream.errors import GradientError
 from gradstream.model.base import Slot
 
-__all__ = ["RowGradient", "Rows", "TableRows", "merged"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:

@@ -19,8 +19,6 @@ import torch
 from gradstream.model.devices import Copied, Streams
 from gradstream.runtime.base import Report
 
-__all__ = ["COPY_ELEMS", "Landing", "Staging"]
-
 COPY_ELEMS = 1 << 16
 """A gradient is copied in pieces of at least so many elements, since a copy costs some microseconds."""
 

@@ -22,8 +22,6 @@ from gradstream.model.fixed import Fixed
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report
 
-__all__ = ["BUILD_SEED", "Loss", "LossOf", "TorchModel", "from_torch", "usable"]
-
 Loss = Callable[[Any, Any], torch.Tensor]
 LossOf = Literal["outputs", "batch"]
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from gradstream.errors import ConfigError
 
-__all__ = ["Tree", "leaves", "rebuild"]
-
 Tree = Any
 """A dict or list of trees, or a leaf: anything else. Tuples are leaves here (shapes, for one)."""
 

@@ -16,8 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from gradstream.model.backprop import RowSink, Sink
 
-__all__ = ["WIDE_ELEMS", "WideLinear"]
-
 WIDE_ELEMS = 1 << 20
 """Elements from which a weight is wide. For smaller ones a copy costs less than the detour."""
 

@@ -6,8 +6,6 @@ import math
 
 from gradstream.errors import ConfigError
 
-__all__ = ["fraction", "not_negative", "positive", "require"]
-
 
 def require(holds: bool, rule: str, name: str, got: object, expected: str) -> None:
     """Raises a `ConfigError` that names the rule's argument unless `holds`."""

@@ -10,8 +10,6 @@ import torch
 from gradstream.optim._check import not_negative, positive
 from gradstream.optim.schedules import Rate, check_rate
 
-__all__ = ["Adagrad"]
-
 
 @dataclass(frozen=True, slots=True)
 class Adagrad:

@@ -11,8 +11,6 @@ import torch
 from gradstream.optim._check import fraction, not_negative, positive
 from gradstream.optim.schedules import Rate, check_rate
 
-__all__ = ["Adam", "AdamW"]
-
 
 @dataclass(frozen=True, slots=True)
 class Adam:

@@ -14,8 +14,6 @@ import torch
 
 from gradstream.optim.schedules import Rate
 
-__all__ = ["Bounded", "Optimizer", "skips_zeros"]
-
 
 class Optimizer(Protocol):
     """An element-wise update rule. Implementations are frozen dataclasses of hyper-parameters.

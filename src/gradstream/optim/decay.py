@@ -14,8 +14,6 @@ from gradstream.optim.adam import Adam, AdamW
 from gradstream.optim.base import Optimizer
 from gradstream.optim.sgd import SGD
 
-__all__ = ["l2_of", "without_l2"]
-
 
 def l2_of(rule: Optimizer) -> float:
     """λ of the term λ·w that a rule adds to the gradient; 0 where it adds none.

@@ -27,8 +27,6 @@ from gradstream.optim._check import not_negative
 from gradstream.optim.base import Optimizer, skips_zeros
 from gradstream.optim.decay import without_l2
 
-__all__ = ["GroupedRule", "ParameterGroup", "Range", "groups_of"]
-
 BLOCK_ELEMS = 64
 """Ranges that begin at multiples of this have the bits of the whole vector. Chunks begin at multiples of it."""
 

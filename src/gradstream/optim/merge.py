@@ -12,8 +12,6 @@ from gradstream.errors import ConfigError
 from gradstream.optim.base import Optimizer
 from gradstream.optim.schedules import Rate
 
-__all__ = ["Add", "Outer", "Replace"]
-
 
 @dataclass(frozen=True, slots=True)
 class Add:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["PassSum"]
-
 
 @dataclass(frozen=True, slots=True)
 class PassSum:

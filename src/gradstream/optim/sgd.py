@@ -10,8 +10,6 @@ import torch
 from gradstream.optim._check import fraction, not_negative, require
 from gradstream.optim.schedules import Rate, check_rate
 
-__all__ = ["SGD", "Momentum", "Nesterov"]
-
 
 @dataclass(frozen=True, slots=True)
 class SGD:

@@ -19,8 +19,6 @@ from gradstream.pipeline.schedule import Schedule, StagePass
 from gradstream.runtime.tasks import gather, let_others_run
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
 
-__all__ = ["PipelineExecutor", "Stages", "TensorChannel", "TensorTransfer", "run_schedule"]
-
 
 class Stages(Protocol):
     """What a part computes.

@@ -34,8 +34,6 @@ from gradstream.runtime.tasks import let_others_run
 from gradstream.split.hybrid import EVERYWHERE
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
 
-__all__ = ["HYBRIDS", "Hybrid", "HybridStages", "HybridTurn", "make_turns", "run_turns"]
-
 Rows = tuple[int, int]
 
 HYBRIDS = ("assemble", "broadcast", "slices")

@@ -40,20 +40,6 @@ from typing import Literal, TypeAlias
 from gradstream.errors import ConfigError, InternalError, UnknownNameError
 from gradstream.split.plan import DATA, SplitPlan, Stage
 
-__all__ = [
-    "FLUSHING",
-    "KINDS",
-    "SCHEDULES",
-    "STREAMING",
-    "Kind",
-    "Schedule",
-    "StagePass",
-    "depths",
-    "endless_schedule",
-    "in_flight",
-    "make_schedule",
-]
-
 Kind: TypeAlias = Literal["forward", "backward", "weights"]
 
 KINDS: tuple[Kind, ...] = ("forward", "backward", "weights")

@@ -12,8 +12,6 @@ from gradstream.errors import InternalError
 from gradstream.pipeline.schedule import Kind, Schedule, StagePass
 from gradstream.split.plan import DATA
 
-__all__ = ["StashedStages", "WeightStash", "WeightedStages"]
-
 
 class WeightedStages(Protocol):
     """What a part computes, with given weights."""

@@ -27,8 +27,6 @@ from torch.nn import functional
 
 from gradstream.errors import ConfigError
 
-__all__ = ["LAG", "Predictor", "SyntheticGradients", "label_features"]
-
 LAG = 4
 """A predictor learns the target of a minibatch while its part has the fourth one after it. So the result does not
 depend on when targets come, and a part is at most so many minibatches ahead of the part above it."""

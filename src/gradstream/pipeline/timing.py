@@ -14,8 +14,6 @@ from gradstream.pipeline.schedule import Kind, Schedule, StagePass
 from gradstream.runtime.virtual import VirtualCluster, VirtualRuntime
 from gradstream.split.plan import SplitPlan
 
-__all__ = ["PipelineTimes", "pipeline_times"]
-
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:

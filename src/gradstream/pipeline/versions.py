@@ -23,8 +23,6 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.pipeline.schedule import STREAMING, Schedule, StagePass, depths
 from gradstream.split.plan import DATA, SplitPlan
 
-__all__ = ["check_streaming", "version_read", "versions_held", "weight_versions"]
-
 
 def version_read(name: str, plan: SplitPlan, minibatch: int, newest: int) -> int:
     """The version that the forward of a minibatch reads in a part with so many updates.

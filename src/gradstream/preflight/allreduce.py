@@ -23,8 +23,6 @@ from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.offers import CHOICES, Choice
 from gradstream.transport.proof import new_secret
 
-__all__ = ["ALGORITHM_NAMES", "AllreducePlan", "AllreduceResult", "measure_here", "result_of"]
-
 ALGORITHM_NAMES = ("auto", "shared", "hierarchical", "messages", *ALGORITHMS)
 """The choices: "auto" for the group that `form_group` chooses, one of its kinds, or one algorithm."""
 

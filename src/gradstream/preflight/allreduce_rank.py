@@ -29,8 +29,6 @@ from gradstream.telemetry.events import Event, GroupEvent
 from gradstream.transport.base import Identity
 from gradstream.transport.carriers import make_endpoint
 
-__all__ = ["main"]
-
 WARM_UP = 2
 COME_S = 60.0
 POLL_S = 0.01

@@ -29,17 +29,6 @@ from gradstream.run.result import Run
 from gradstream.runtime.resources import free_disk_bytes
 from gradstream.runtime.simulation import SimulationConfig
 
-__all__ = [
-    "Check",
-    "CheckResult",
-    "DryRun",
-    "by_role",
-    "carry_out",
-    "count",
-    "estimate",
-    "samples_per_s",
-]
-
 STEPS = 1
 """Minibatches of each worker before the run is asked to stop. The first one warms up, and is not measured; when
 the run stops, each worker has at least begun the next one."""

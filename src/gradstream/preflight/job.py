@@ -18,8 +18,6 @@ from gradstream.run.plan import metrics_of
 from gradstream.run.result import Run
 from gradstream.runtime.resources import free_memory_bytes
 
-__all__ = ["JobDryRun"]
-
 TEST_SAMPLES = 64
 """Number of held-out samples that are evaluated."""
 

@@ -15,8 +15,6 @@ from gradstream.report.summary import EventDict
 from gradstream.report.units import size_text
 from gradstream.runtime.resources import free_memory_bytes
 
-__all__ = ["ScriptDryRun"]
-
 
 class ScriptDryRun(DryRun):
     """See `DryRun`."""

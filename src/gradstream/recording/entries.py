@@ -17,22 +17,6 @@ from typing import Literal, TypeAlias
 from gradstream.data.base import BatchRef
 from gradstream.errors import DataError
 
-__all__ = [
-    "BatchesAssigned",
-    "Changed",
-    "Closed",
-    "Decided",
-    "Entry",
-    "FetchAsked",
-    "IntervalBegun",
-    "Pushed",
-    "Read",
-    "SnapshotReached",
-    "Summed",
-    "decode",
-    "encode",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Pushed:

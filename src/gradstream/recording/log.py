@@ -21,8 +21,6 @@ from gradstream.recording.entries import Entry, decode, encode
 from gradstream.runtime.base import Storage
 from gradstream.untrusted import parse_json, say
 
-__all__ = ["FOLDER", "JOB_FILE", "Log", "LogPart", "LogReader", "read_log"]
-
 FOLDER = "recording"
 """Folder in a run directory; it has a folder for each part of a resumed run, named by the id of the part."""
 

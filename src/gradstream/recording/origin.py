@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["differences", "origin_of"]
-
 PACKAGES = ("gradstream", "torch", "numpy")
 
 

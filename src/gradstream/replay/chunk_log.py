@@ -11,8 +11,6 @@ from gradstream.recording import Changed, Decided, Entry, FetchAsked, LogPart, P
 from gradstream.server.quorum import QuorumDecision
 from gradstream.server.shard.event_schedule import Event, ParticipationChange, UpdateDue
 
-__all__ = ["ChunkLog", "RecordedEvent", "ShardEvent", "chunk_logs_of", "chunk_time_of"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardEvent:

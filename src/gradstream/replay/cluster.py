@@ -37,8 +37,6 @@ from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwor
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.node import WorkerNode
 
-__all__ = ["ReplayCluster"]
-
 INSTANT = SimulationConfig(costs={}, network=Network(bandwidth_bytes_s=math.inf, link=Link(latency_s=1e-6)))
 """A simulation in which nothing takes time, since only the order matters."""
 

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from gradstream.errors import ConfigError
 from gradstream.replay.update import ReplayedUpdate
 
-__all__ = ["JUMP", "Found", "at_chunk_version", "at_update", "loss_jump", "not_finite", "of_step"]
-
 Found = Callable[[ReplayedUpdate], bool]
 
 JUMP = 3.0

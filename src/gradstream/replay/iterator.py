@@ -16,8 +16,6 @@ from gradstream.replay.recorded_run import load_recorded_run
 from gradstream.replay.update import ReplayedUpdate
 from gradstream.run.result import Run
 
-__all__ = ["Replay", "replay"]
-
 
 class Replay:
     """An iterator over the updates of a recorded run, which repeats the run as far as it is asked for updates.

@@ -18,8 +18,6 @@ from gradstream.telemetry.events import Event
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
-__all__ = ["ReplayedMember", "ReplayedMembers"]
-
 
 class ReplayedMembers:
     """The members of a recorded run, and the model once a worker has registered it.

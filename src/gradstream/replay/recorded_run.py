@@ -33,8 +33,6 @@ from gradstream.wire import v1
 from gradstream.wire.placement import Placement
 from gradstream.worker.evaluation import EvaluationPlan
 
-__all__ = ["RecordedRun", "load_recorded_run"]
-
 Parts = Mapping[str, LogPart]
 """The recording of each node, by the node's name."""
 

@@ -33,8 +33,6 @@ from gradstream.server.shard.event_schedule import (
 from gradstream.server.shard.recorder import crc_of
 from gradstream.server.shard.state import ShardState
 
-__all__ = ["ReplaySchedule"]
-
 
 class ReplaySchedule:
     """Implements `EventSchedule`: gives back each event when the recording says that it happened.

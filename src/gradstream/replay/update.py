@@ -11,8 +11,6 @@ import torch
 
 from gradstream.data.base import BatchRef
 
-__all__ = ["ReplayedUpdate"]
-
 Tree = Callable[[torch.Tensor], Mapping[str, np.ndarray[Any, Any]]]
 
 

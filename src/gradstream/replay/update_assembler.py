@@ -17,8 +17,6 @@ from gradstream.server.update import Update as Push
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.observer import Observer
 
-__all__ = ["UpdateAssembler"]
-
 
 @dataclass(slots=True)
 class _OpenUpdate:

@@ -10,8 +10,6 @@ from typing import Literal, TypeAlias
 from gradstream.report.figures import RunFigures
 from gradstream.report.worker_figures import WorkerFigures
 
-__all__ = ["BUSY", "FULL", "NOTABLE", "SLOWER", "Kind", "Reason", "SlowRun", "share_for", "waited_for"]
-
 NOTABLE = 0.15
 """A smaller share of the workers' time is not mentioned."""
 BUSY = 0.5

@@ -9,8 +9,6 @@ from html import escape
 
 from gradstream.report.units import value_text
 
-__all__ = ["Curve", "histogram", "line_chart", "shares", "sparkline", "ticks"]
-
 Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 380, 200

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from gradstream.telemetry.events import EventDict
 
-__all__ = ["by_node", "cpu_s_of", "mean_of", "rank_order", "total_of"]
-
 
 def by_node(events: Iterable[EventDict]) -> defaultdict[str, list[EventDict]]:
     """The events of each node, in their order."""

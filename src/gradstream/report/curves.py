@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from gradstream.report.summary import EventDict, begin_s
 
-__all__ = ["MAX_POINTS", "Point", "evaluated", "logged", "throughput", "training"]
-
 MAX_POINTS = 200
 """Most points of a curve: more would lie closer together than the pixels of a page."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from gradstream.report.summary import EventDict
 
-__all__ = ["Death", "deaths_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Death:

@@ -8,8 +8,6 @@ import statistics
 from gradstream.report.cause import BUSY, FULL, NOTABLE, Reason, SlowRun, share_for, waited_for
 from gradstream.report.figures import RunFigures, ShardFigures
 
-__all__ = ["for_exchange", "for_network_of_one"]
-
 ALONE = 0.7
 """Share of the waiting for a worker that must lie after the arrival of all others, for it alone to be late."""
 TINY_BYTES = 1 << 16

@@ -20,16 +20,6 @@ from gradstream.report.story import Moment, Status, status_of, story_of
 from gradstream.report.summary import EventDict, begin_s, carriers_of, summary_of
 from gradstream.report.worker_figures import WorkerFigures, workers_of
 
-__all__ = [
-    "LinkFigures",
-    "NodeFigures",
-    "RunFigures",
-    "ShardFigures",
-    "WorkerFigures",
-    "cost_of",
-    "figures_of",
-]
-
 Series = tuple[tuple[float, float], ...]
 """(time_s, value), in the order of time."""
 

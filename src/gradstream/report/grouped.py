@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 
 from gradstream.telemetry.events import GROUP, EventDict
 
-__all__ = ["attributed"]
-
 
 def attributed(steps: Sequence[EventDict]) -> list[EventDict]:
     """The steps, with the part of their waiting that the slowest worker of the round caused under its name.

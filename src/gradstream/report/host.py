@@ -19,8 +19,6 @@ from gradstream.report.cause import FULL, Kind, Reason, SlowRun
 from gradstream.report.figures import RunFigures
 from gradstream.report.worker_figures import WorkerFigures
 
-__all__ = ["for_cores", "for_reading", "for_slow_worker", "lost_share"]
-
 MOST = 0.5
 """A cause has to explain this share of the lost time."""
 CROWDED = 1.5

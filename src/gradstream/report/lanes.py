@@ -13,8 +13,6 @@ from gradstream.report.timeline import REST, Band, StepSpan, Timeline, TimelineL
 from gradstream.report.units import time_text
 from gradstream.telemetry.events import GROUP
 
-__all__ = ["STEP", "Styles", "keys", "lane_paths", "styles_of", "timeline_html"]
-
 WIDTH = 100_000
 """Width of the drawing in its units, for any length of the run."""
 LANE, STEP, BAND = 34, 20, 4

@@ -10,8 +10,6 @@ from gradstream.report.charts import Curve, line_chart
 from gradstream.report.summary import EventDict
 from gradstream.report.units import count_text
 
-__all__ = ["run_html"]
-
 STYLE = """
 .gradstream { display: flex; flex-wrap: wrap; gap: 8px 28px; align-items: flex-start; }
 .gradstream th { text-align: left; font-weight: 600; padding: 2px 16px 2px 0; }

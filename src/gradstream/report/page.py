@@ -17,8 +17,6 @@ from gradstream.report.timeline import lanes_of
 from gradstream.report.units import time_text, value_text
 from gradstream.untrusted import escaped
 
-__all__ = ["PageSource", "page"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSource:

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from gradstream.report.summary import EventDict
 
-__all__ = ["participation_text", "pauses_of"]
-
 
 def pauses_of(changes: Sequence[EventDict], end_s: float) -> Mapping[str, list[tuple[float, float]]]:
     """The intervals in which each worker was paused, by name, in seconds.

@@ -8,8 +8,6 @@ from importlib import resources
 
 from gradstream.report.charts import HEIGHT, LEFT, WIDTH
 
-__all__ = ["picture"]
-
 KEYS = 16
 """Height of the line below the chart that says what its colours mean."""
 

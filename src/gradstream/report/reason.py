@@ -29,8 +29,6 @@ from gradstream.report.figures import RunFigures
 from gradstream.report.host import for_cores, for_reading, for_slow_worker, lost_share
 from gradstream.report.worker_figures import WorkerFigures
 
-__all__ = ["Reason", "reason_of"]
-
 OF_CORES = ("busy host", "machine")
 """Reasons that affect all workers of a machine."""
 

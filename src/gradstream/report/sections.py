@@ -18,18 +18,6 @@ from gradstream.report.summary import EventDict
 from gradstream.report.uneven import quorums, shares_table
 from gradstream.report.units import count_text, size_text, time_text
 
-__all__ = [
-    "configuration",
-    "learning",
-    "links",
-    "nodes",
-    "section",
-    "staleness",
-    "story",
-    "uneven",
-    "workers",
-]
-
 TOGETHER_S = 0.1
 """Seconds after the begin; a node that joins sooner counts as there from the begin."""
 MAX_CELLS = 64

@@ -18,8 +18,6 @@ from typing import Literal
 from gradstream.report.charts import histogram
 from gradstream.report.summary import EventDict
 
-__all__ = ["MEMORY", "By", "Staleness", "StalenessRow", "quantile", "staleness_by"]
-
 By = Literal["link", "worker", "shard", "run"]
 
 ALL = "all"

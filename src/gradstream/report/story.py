@@ -10,8 +10,6 @@ from typing import Literal
 from gradstream.report.pauses import participation_text
 from gradstream.report.summary import EventDict
 
-__all__ = ["Moment", "Status", "status_of", "story_of"]
-
 Status = Literal["finished", "failed", "stopped", "unfinished"]
 """Stopped: a user stopped it, and it can be resumed. Unfinished: it still runs, or its launcher died."""
 

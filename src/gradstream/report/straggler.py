@@ -11,8 +11,6 @@ from typing import TypedDict
 from gradstream.report.grouped import attributed
 from gradstream.telemetry.events import EventDict
 
-__all__ = ["Straggler", "straggler_of", "straggler_text"]
-
 SLOWER = 1.5
 NOTABLE = 0.1
 """A smaller share of the run is not mentioned."""

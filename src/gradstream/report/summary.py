@@ -14,16 +14,6 @@ from typing import Any
 from gradstream.report.straggler import straggler_of
 from gradstream.telemetry.events import EventDict
 
-__all__ = [
-    "EventDict",
-    "begin_s",
-    "carriers_of",
-    "evaluations_of",
-    "history_of",
-    "staleness_of",
-    "summary_of",
-]
-
 _ROW = ("step", "epoch", "rank", "samples", "loss", "lr", "gradient_norm", "time_s")
 _EVALUATION = ("step", "epoch", "samples", "accuracy", "loss", "metrics", "held_out", "final", "time_s")
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from gradstream.report.pauses import pauses_of
 from gradstream.report.summary import EventDict, begin_s
 
-__all__ = ["MAX_STEPS", "Band", "StepSpan", "Timeline", "TimelineLane", "TimelinePiece", "lanes_of", "pieces"]
-
 MAX_STEPS = 12_000
 """Most steps that are drawn one by one, over all workers."""
 MAX_LANES = 64

@@ -20,8 +20,6 @@ from gradstream.report.staleness import StalenessRow
 from gradstream.report.summary import EventDict
 from gradstream.report.timeline import REST, StepSpan, lanes_of, pieces
 
-__all__ = ["trace_events", "trace_json"]
-
 TRACKS = ("compute", "wait", "push", "fetch", "evaluate", "apply")
 EVERY = 1 << 62
 """No limit: a trace viewer copes with any number of steps."""

@@ -9,8 +9,6 @@ from html import escape
 from gradstream.report.summary import EventDict
 from gradstream.report.units import count_text
 
-__all__ = ["quorums", "shares_table"]
-
 MOST = 12
 """Most changes that are shown, the newest ones."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["count_text", "size_text", "time_text", "value_text"]
-
 
 def size_text(size_bytes: float) -> str:
     """A size as text, in powers of 1000: 1.2 MB."""

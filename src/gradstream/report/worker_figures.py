@@ -11,8 +11,6 @@ from typing import TypedDict
 from gradstream.report.counting import by_node, cpu_s_of, mean_of, rank_order, total_of
 from gradstream.telemetry.events import EventDict
 
-__all__ = ["WorkerFigures", "workers_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerFigures:

@@ -13,8 +13,6 @@ from gradstream.job.overrides import overrides, plain
 from gradstream.job.registry import describe
 from gradstream.run.plan import RunPlan
 
-__all__ = ["Entry", "effective", "to_toml"]
-
 
 @dataclass(frozen=True, slots=True)
 class Entry:

@@ -11,8 +11,6 @@ from typing import Any
 from gradstream.errors import GradstreamError, Interrupted
 from gradstream.run.failures import typed_error
 
-__all__ = ["Ending"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:

@@ -30,8 +30,6 @@ from gradstream.errors import (
 from gradstream.telemetry.events import FailedEvent
 from gradstream.untrusted import escaped
 
-__all__ = ["EndedNodes", "failed_event", "typed_error"]
-
 NAME_BYTES, MESSAGE_BYTES, TRACEBACK_BYTES = 128, 8192, 1 << 16
 
 TAIL_LINES, TAIL_BYTES = 5, 1024

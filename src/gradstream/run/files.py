@@ -12,8 +12,6 @@ from typing import Any
 from gradstream.errors import ConfigError
 from gradstream.untrusted import parse_json, parse_toml
 
-__all__ = ["read_config", "read_record"]
-
 MAX_BYTES, MAX_DEPTH = 16 << 20, 32
 
 _REMEDIES = {

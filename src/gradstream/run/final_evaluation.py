@@ -9,8 +9,6 @@ from gradstream.runtime.event_log import disk_error
 from gradstream.telemetry.events import EvaluatedEvent, encode
 from gradstream.untrusted import say
 
-__all__ = ["evaluate", "evaluation_of_run", "keep_evaluation"]
-
 
 def evaluate(run: Run) -> Evaluation | None:
     """The run's evaluation on held-out samples; None if there are none, or no parameters."""

@@ -19,8 +19,6 @@ from gradstream.telemetry.event_lines import MAX_LINE_BYTES, EventLines
 from gradstream.telemetry.events import Event, ExitedEvent, encode
 from gradstream.untrusted import say
 
-__all__ = ["FollowedEvents", "OnEvent"]
-
 OnEvent = Callable[[Mapping[str, Any]], None]
 
 DISK_AGAIN_S = 60.0

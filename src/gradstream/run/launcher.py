@@ -44,8 +44,6 @@ from gradstream.untrusted import say
 if TYPE_CHECKING:
     from gradstream.run.remote.machine_rendezvous import MachineRendezvous
 
-__all__ = ["Launcher"]
-
 POLL_S = 0.2
 """Seconds between two reads of the events file. Messages of nodes are handled at once."""
 BOOT_S = 60.0

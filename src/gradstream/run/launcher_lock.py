@@ -25,8 +25,6 @@ from gradstream.errors import ConfigError, DataError
 from gradstream.run.files import read_record
 from gradstream.untrusted import MismatchError, check_record
 
-__all__ = ["FILE", "LauncherRecord", "holder_of", "launcher_lock", "signal_launcher"]
-
 FILE = ".launcher"
 
 ELSEWHERE = -1

@@ -12,8 +12,6 @@ from gradstream.report.summary import EventDict, summary_of
 from gradstream.run.files import read_record
 from gradstream.telemetry.event_lines import read_events
 
-__all__ = ["RunEntry", "list_runs"]
-
 
 class RunEntry(TypedDict):
     """A run in a list of runs. A figure is None if the events of the run do not contain it.

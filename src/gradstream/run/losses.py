@@ -20,8 +20,6 @@ from gradstream.pipeline.schedule import FLUSHING
 from gradstream.run.plan import RunPlan
 from gradstream.strategies.base import GroupStrategy, SharedMemoryStrategy
 
-__all__ = ["losses_of"]
-
 
 def losses_of(plan: RunPlan) -> LossTolerance:
     """Which losses of workers the run of a plan survives, and how."""

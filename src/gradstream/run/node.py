@@ -44,20 +44,6 @@ from gradstream.telemetry.events import FailedEvent, FinishedEvent, StartedEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
-__all__ = [
-    "EVENTS",
-    "LOCK",
-    "LOCK_S",
-    "SWITCH_INTERVAL_S",
-    "Say",
-    "main",
-    "run_node",
-    "run_worker",
-    "say_to",
-    "traceback_of",
-    "write_rest",
-]
-
 OK, FAILED, ABORTED = 0, 1, 3
 
 SHOWN = "worker-0"

@@ -18,8 +18,6 @@ from gradstream.run.files import read_record
 from gradstream.run.plan import RunPlan, plan_run
 from gradstream.untrusted import MismatchError, check_record
 
-__all__ = ["NodeSpec"]
-
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:

@@ -61,17 +61,6 @@ from gradstream.worker.node import WorkerNode
 from gradstream.worker.parts.node import PartNode
 from gradstream.worker.replica.updater import UpdateRule
 
-__all__ = [
-    "build_coordinator",
-    "build_replica",
-    "build_worker",
-    "grouped_rule",
-    "member_of",
-    "recording_of",
-    "worker_config",
-]
-
-
 # ---- coordinator ------------------------------------------------------------------------
 
 

@@ -14,17 +14,6 @@ from gradstream.run.plan import worker_name
 from gradstream.runtime.storage import DiskStorage
 from gradstream.transport.credentials import Credentials
 
-__all__ = [
-    "ScriptSession",
-    "WorkerPlacement",
-    "assign",
-    "assigned",
-    "enter",
-    "handed_out",
-    "newest_in",
-    "running",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlacement:

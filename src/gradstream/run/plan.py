@@ -39,8 +39,6 @@ from gradstream.worker.evaluation import EvaluationPlan, Metric
 from gradstream.worker.loop import OwnData
 from gradstream.worker.registration import whole_layout_of
 
-__all__ = ["COORDINATOR", "RunPlan", "metrics_of", "num_servers", "plan_run", "shard_name", "worker_name"]
-
 
 def shard_name(rank: int) -> str:
     """Node name of a shard."""

@@ -25,8 +25,6 @@ from gradstream.runtime.event_log import disk_error
 from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.credentials import Credentials
 
-__all__ = ["Detached", "LaunchOptions", "OnAddress", "Preparation"]
-
 OnAddress = Callable[[Path, str, Sequence[str]], None]
 
 FORKED_BYTES = 25_000_000

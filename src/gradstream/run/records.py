@@ -19,8 +19,6 @@ from gradstream.run.node_spec import NodeSpec
 from gradstream.run.plan import RunPlan
 from gradstream.runtime.storage import DiskStorage
 
-__all__ = ["add_to_run_json", "write_records", "write_spec"]
-
 
 def write_records(plan: RunPlan, spec: NodeSpec, environment: Mapping[str, str], *, as_threads: bool) -> None:
     """Writes config.toml, nodes.json and, where the run begins, run.json.

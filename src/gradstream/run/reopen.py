@@ -20,8 +20,6 @@ from gradstream.run.result import FINAL_MODEL, Run
 from gradstream.runtime.storage import DiskStorage
 from gradstream.untrusted.names import check_name
 
-__all__ = ["job_of_run", "kept_parameters", "reopen", "spec_of_run"]
-
 
 def reopen(path: Path, *, checkpoint: str | None = None, data: Dataset | None = None) -> tuple[Run, Path]:
     """The run with its model and data, ready for `evaluate`, and the file of its parameters.

@@ -18,8 +18,6 @@ from gradstream.run.plan import RunPlan, shard_name
 from gradstream.runtime.base import Runtime, Storage
 from gradstream.untrusted import parse_json
 
-__all__ = ["ShardChanges", "ask", "follow_requests", "take_request", "why_shards_stay"]
-
 REQUEST = "reshard.json"
 """The file of a request, in the run directory."""
 

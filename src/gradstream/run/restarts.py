@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from gradstream.coordinator.phases import LossTolerance
 
-__all__ = ["Comebacks", "Evictions", "Restarts", "Succession"]
-
 FIRST_WAIT_S, MOST_WAIT_S = 0.5, 30.0
 """Seconds before the second restart of a node, and the most seconds before any; they double from one to the next."""
 

@@ -28,8 +28,6 @@ from gradstream.telemetry.event_lines import read_events
 from gradstream.untrusted import MismatchError, check_record
 from gradstream.worker.evaluation import Evaluation, Metric, evaluate
 
-__all__ = ["Evaluation", "Run", "check_info", "read_events"]
-
 MAX_UNIX_S = 1e11
 
 FINAL_MODEL = Path("checkpoints/final/model.safetensors")

@@ -19,8 +19,6 @@ from gradstream.run.node_spec import NodeSpec
 from gradstream.run.placement import WorkerPlacement, assign, running
 from gradstream.run.remote.address import Address
 
-__all__ = ["main"]
-
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the script as `__main__`, as one of the workers, and returns its exit status."""

@@ -15,8 +15,6 @@ from gradstream.server.shard.node import ShardNode
 from gradstream.server.shard.recorder import ShardRecorder
 from gradstream.transport.base import Endpoint
 
-__all__ = ["build_shard", "shard_config"]
-
 
 def build_shard(
     plan: RunPlan,

@@ -24,8 +24,6 @@ from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwor
 from gradstream.worker.node import WorkerNode
 from gradstream.worker.parts.node import PartNode
 
-__all__ = ["Script", "SimulatedCluster"]
-
 EVENTS_AGAIN = 1 << 14
 """Lines of events that a new process of the coordinator can look at."""
 

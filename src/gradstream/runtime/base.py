@@ -17,18 +17,6 @@ from gradstream.memory import Memory, Span
 from gradstream.runtime.stalls import Stalls
 from gradstream.telemetry.events import Event
 
-__all__ = [
-    "Buffer",
-    "ComputeProgress",
-    "Lane",
-    "Report",
-    "Runtime",
-    "Storage",
-    "Timer",
-    "Work",
-    "awaited_later",
-]
-
 T = TypeVar("T")
 
 Buffer = bytes | bytearray | memoryview

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Deadlines"]
-
 BEATS_PER_LEASE = 40
 NOTICES_PER_LEASE = 4
 

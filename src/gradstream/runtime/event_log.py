@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from gradstream.runtime.base import Storage
 from gradstream.telemetry.events import DiskEvent, encode
 
-__all__ = ["DISK_ERRORS", "RETRY_S", "EventLog", "disk_error"]
-
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
 """Errors of a disk that is full, over its quota, broken or read-only. They may pass."""
 

@@ -14,8 +14,6 @@ from asyncio.tasks import _enter_task, _leave_task
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["standing_still"]
-
 
 @contextmanager
 def standing_still() -> Iterator[None]:

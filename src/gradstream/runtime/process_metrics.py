@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["LoopLag", "OwnMemory", "load_of_machine", "own_bytes", "queued_s"]
-
 
 class LoopLag:
     """Measures how late timers fire, with ten samples a second: each sample wakes the process."""

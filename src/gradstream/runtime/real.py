@@ -28,8 +28,6 @@ from gradstream.runtime.storage import DiskStorage, MemoryStorage
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
 from gradstream.telemetry.events import CpuEvent, Event, LateEvent, MemoryEvent
 
-__all__ = ["RealRuntime"]
-
 T = TypeVar("T")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-__all__ = ["free_disk_bytes", "free_memory_bytes"]
-
 CGROUPS = Path("/sys/fs/cgroup")
 
 

@@ -16,8 +16,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-__all__ = ["StallWatch", "Stalls"]
-
 LONG = 8
 """A stall of an eighth of a bound or more restarts the bound; the time of a shorter one does not count."""
 

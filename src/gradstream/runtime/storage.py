@@ -11,8 +11,6 @@ from pathlib import Path
 
 from gradstream.runtime.base import Buffer
 
-__all__ = ["DiskStorage", "MemoryStorage"]
-
 REMOVE_TRIES = 8
 
 

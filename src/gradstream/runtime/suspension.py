@@ -8,8 +8,6 @@ from typing import Protocol
 
 from gradstream.runtime.stalls import Stalls
 
-__all__ = ["Suspension"]
-
 READ_NS = 1_000_000
 """When the node goes on, expired timers fire first; so much later it reads the frames that wait."""
 

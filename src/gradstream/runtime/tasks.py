@@ -15,8 +15,6 @@ from gradstream.memory import Loans
 from gradstream.runtime.base import Report, Timer
 from gradstream.runtime.stalls import Stalls
 
-__all__ = ["Tasks", "finish_despite_cancel", "gather", "let_others_run", "release_then"]
-
 T = TypeVar("T")
 
 SLACK_S = 1e-3

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from gradstream.runtime.base import Runtime, Timer
 
-__all__ = ["Throttle"]
-
 T = TypeVar("T")
 
 

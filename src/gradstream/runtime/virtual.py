@@ -29,8 +29,6 @@ from gradstream.runtime.suspension import Suspension
 from gradstream.runtime.tasks import Tasks, finish_despite_cancel, release_then
 from gradstream.telemetry.events import CpuEvent, Event, MemoryEvent
 
-__all__ = ["Clock", "DeadlockError", "VirtualCluster", "VirtualRuntime"]
-
 T = TypeVar("T")
 
 

@@ -6,8 +6,6 @@ import asyncio
 
 from gradstream.runtime.base import Runtime
 
-__all__ = ["Wakeup"]
-
 
 class Wakeup:
     """Wakes the waiting tasks when it is rung; a ring with no waiting task is kept."""

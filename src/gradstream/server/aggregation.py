@@ -25,8 +25,6 @@ from gradstream.errors import ConfigError
 if TYPE_CHECKING:
     from gradstream.server.robust import RobustRule
 
-__all__ = ["AggregationRule", "EveryN", "EveryPush", "FetchTerms", "PushHeader", "rank_of"]
-
 
 _NAME = re.compile(r"[a-z]+[0-9]{0,4}-([0-9]{1,7})", re.ASCII)
 

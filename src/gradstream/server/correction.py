@@ -23,8 +23,6 @@ from gradstream.memory import Memory, Span, Vector
 from gradstream.server.aggregation import PushHeader
 from gradstream.wire.chunks import ChunkMap
 
-__all__ = ["MOST_COPIES", "Correction", "SenderStates"]
-
 State = Mapping[str, torch.Tensor]
 """Vectors that the shard keeps for one sender, by name: (n,) for a chunk of n elements, zeros at first."""
 

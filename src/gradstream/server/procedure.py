@@ -18,24 +18,6 @@ from typing import Any, Protocol
 
 from gradstream.wire import v1
 
-__all__ = [
-    "LOW",
-    "SUM",
-    "CommandRound",
-    "Procedure",
-    "Reply",
-    "State",
-    "StepResult",
-    "Steps",
-    "add",
-    "combine",
-    "copy",
-    "dot",
-    "multiply",
-    "scale",
-    "zero",
-]
-
 SUM, LOW = "sum", "low"
 """Vectors of a pass: the sum of the portions' gradients as it is rounded, and the sum of what rounding has lost."""
 

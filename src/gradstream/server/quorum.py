@@ -21,8 +21,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["QuorumDecision", "QuorumLeader", "QuorumVotes"]
-
 
 @dataclass(frozen=True, slots=True)
 class QuorumDecision:

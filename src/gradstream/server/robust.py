@@ -33,17 +33,6 @@ import torch
 
 from gradstream.errors import ConfigError
 
-__all__ = [
-    "CenteredClipping",
-    "ClippedMean",
-    "CoordinateRule",
-    "Krum",
-    "Median",
-    "RobustRule",
-    "TrimmedMean",
-    "WholeRule",
-]
-
 BLOCK_ELEMS = 1 << 16
 """Coordinates that are sorted at once: those of 16 workers take 4 MiB."""
 

@@ -26,19 +26,6 @@ from gradstream.model.base import Layout
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 
-__all__ = [
-    "RowMap",
-    "RowPart",
-    "RowRange",
-    "RowTable",
-    "clipped",
-    "joined",
-    "pack",
-    "packed_elems",
-    "row_spec_of",
-    "unpack",
-]
-
 NUMBER = torch.int32
 """Type of row numbers in a payload: a chunk has at most 2²² elements, so at most 2²² rows."""
 

@@ -11,8 +11,6 @@ from gradstream.memory import Span, Vector
 from gradstream.runtime.base import ComputeProgress
 from gradstream.wire import v1
 
-__all__ = ["Update", "UpdatePiece"]
-
 
 @dataclass(frozen=True, slots=True)
 class UpdatePiece:

@@ -23,8 +23,6 @@ from gradstream.session.binding import GradientBinding, ParameterBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_vector import GradientVector
 
-__all__ = ["ArrayBinding", "ArrayGradients", "ArrayParameters", "LocalUpdates", "rate_of"]
-
 STEPS = EXTRA + "steps"
 """Name of the array that holds the number of steps, in a checkpoint."""
 

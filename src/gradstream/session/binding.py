@@ -22,8 +22,6 @@ from gradstream.model.fixed import Fixed
 from gradstream.session.gradient_vector import GradientVector
 from gradstream.session.watch import ParameterWatch
 
-__all__ = ["GradientBinding", "ModuleBinding", "ParameterBinding"]
-
 
 class ParameterBinding(ABC):
     """Presents the parameters of a user's loop to the run as a `Model`; the loop computes its gradients."""

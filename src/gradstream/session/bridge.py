@@ -32,8 +32,6 @@ from gradstream.session.progress import LoopCounts
 from gradstream.telemetry.events import LogEvent
 from gradstream.worker.loop import LoopContext, Round, Turn
 
-__all__ = ["LoopBridge"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_states import WrappedParameters
 from gradstream.session.gradient_vector import GradientVector, GradientWriter
 
-__all__ = ["Digest", "GradientRounds", "LateGradients", "RoundResult"]
-
 LATE_ROUNDS = 64
 """The most rounds that gradients of parameters without a place may take."""
 

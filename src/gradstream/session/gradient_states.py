@@ -10,8 +10,6 @@ from torch import nn
 
 from gradstream.errors import ConfigError
 
-__all__ = ["GradientStates", "WrappedParameters"]
-
 
 class WrappedParameters:
     """The parameters that a script has wrapped, and the optimizers that step them.

@@ -31,8 +31,6 @@ from gradstream.model.base import Layout
 from gradstream.model.check import finite
 from gradstream.model.devices import Copied, Streams, streams_of
 
-__all__ = ["GradientVector", "GradientWriter", "vector_of"]
-
 NUM_CHECKS = 4
 CHECK_LIMIT = 1 << 16
 """Checked numbers are taken modulo this: their weighted mean then errs by less than 1 in float32."""

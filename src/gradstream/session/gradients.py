@@ -28,8 +28,6 @@ from gradstream.session.gradient_rounds import GradientRounds
 from gradstream.session.gradient_states import GradientStates, WrappedParameters
 from gradstream.session.gradient_vector import GradientVector, GradientWriter
 
-__all__ = ["GradientReducer"]
-
 
 class GradientReducer:
     """Replaces the gradients of wrapped parameters by their means over all workers.

@@ -26,8 +26,6 @@ from gradstream.run.remote.reach import reach
 from gradstream.run.result import Run
 from gradstream.untrusted import say
 
-__all__ = ["Guest", "Host"]
-
 
 class Host:
     """Runs coordinator and servers until the run is over, or this process has ended.

@@ -13,8 +13,6 @@ from gradstream.job.job import Job
 from gradstream.model.base import Reduction
 from gradstream.worker.loop import Loop
 
-__all__ = ["OwnLoop", "ScriptModel", "job"]
-
 
 class ScriptModel:
     """Takes the place of a job's model, which the script makes."""

@@ -25,8 +25,6 @@ from gradstream.session.worker_session import WorkerSession
 from gradstream.strategies.base import Strategy
 from gradstream.untrusted import say
 
-__all__ = ["join"]
-
 
 def join(
     strategy: str | Strategy = "synchronous",

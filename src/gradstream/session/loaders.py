@@ -26,16 +26,6 @@ from gradstream.session.loaders_draw import CommonRandomState
 from gradstream.session.loaders_part import LoaderPart, is_divided, length_of
 from gradstream.session.loaders_takeover import EpochSteps, TakeoverOrder
 
-__all__ = [
-    "LoaderPart",
-    "ShardedBatchSampler",
-    "ShardedIterable",
-    "ShardedLoader",
-    "ShardedStream",
-    "length_of",
-    "part_of",
-]
-
 BATCHES_AHEAD = 64
 """Minibatches, as sample indices, that are drawn at once. A sampler may have no end."""
 

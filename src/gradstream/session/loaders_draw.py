@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["CommonRandomState"]
-
 _swapping = threading.RLock()
 """Several workers may be threads of one process, which share its generators."""
 

@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from gradstream.errors import ConfigError
 from gradstream.session.loaders_takeover import Takeover
 
-__all__ = ["LoaderPart", "cut_of", "is_divided", "length_of"]
-
 _NAMES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
 """Attributes of most samplers, torch's included; of accelerate's samplers; of mmengine's and of `datasets`."""
 

@@ -15,8 +15,6 @@ from typing import Any
 from gradstream.data.reassignment import Block, Epoch
 from gradstream.session.bridge import LoopBridge
 
-__all__ = ["EpochSteps", "Takeover", "TakeoverOrder"]
-
 
 class TakeoverOrder:
     """The minibatches that a sampler has drawn in an epoch, most often as lists of sample indices.

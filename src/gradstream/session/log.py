@@ -26,8 +26,6 @@ from gradstream.errors import ConfigError
 from gradstream.job.validation import whole
 from gradstream.telemetry.events import LogEvent
 
-__all__ = ["MAX_NAMES", "SessionLog"]
-
 MAX_NAMES = 64
 EVERY_NS = 100_000_000
 """Time between two reports of a worker; figures that are logged in between are averaged by name."""

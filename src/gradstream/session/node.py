@@ -26,8 +26,6 @@ from gradstream.session.host import Host
 from gradstream.session.job import OwnLoop
 from gradstream.session.log import SessionLog
 
-__all__ = ["RunConnection"]
-
 FAREWELL_S = 15.0
 """How long a script that has failed waits until the other nodes know of it."""
 

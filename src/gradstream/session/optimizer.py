@@ -22,8 +22,6 @@ from gradstream.session.rules import ON_WORKERS, STEPS, ServerRule, is_fresh, op
 from gradstream.session.watch import ParameterWatch
 from gradstream.strategies.base import Strategy
 
-__all__ = ["DistributedOptimizer", "several", "take_over"]
-
 K = TypeVar("K")
 
 Step = Callable[[float, float], None]

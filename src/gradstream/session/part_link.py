@@ -33,8 +33,6 @@ from gradstream.worker.parts.final_model import send_parameters, write_final_par
 from gradstream.worker.parts.gradients import Values, nothing
 from gradstream.worker.registration import tensor_specs_of
 
-__all__ = ["OutputHook", "PartLink", "PartPass"]
-
 Act = Literal["split", "forward", "backward", "clip_grad_norm_", "close"]
 _ACTS: Sequence[Act] = ("split", "forward", "backward", "clip_grad_norm_", "close")
 

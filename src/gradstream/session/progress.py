@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from gradstream.errors import ConfigError
 
-__all__ = ["LoopCounts", "ResumePoint"]
-
 
 class LoopCounts:
     """Counts what a loop has handed to its worker since it began or was resumed.

@@ -22,8 +22,6 @@ from gradstream.model.fixed import Fixed
 from gradstream.session.binding import GradientBinding
 from gradstream.session.gradient_vector import vector_of
 
-__all__ = ["ReplicaBinding"]
-
 Array = np.ndarray[Any, Any]
 PLAIN = EXTRA + "plain"
 """Name of the array that holds the numbers and flags of optimizers, as JSON."""

@@ -23,8 +23,6 @@ from gradstream.optim.groups import groups_of
 from gradstream.session.watch import INSTEAD
 from gradstream.strategies.base import ServerStrategy, Strategy
 
-__all__ = ["STEPS", "ServerRule", "description_of", "is_fresh", "options_of", "rule_for", "rule_of"]
-
 Group = Mapping[str, Any]
 Range = tuple[str, int, int]
 

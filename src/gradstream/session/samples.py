@@ -11,8 +11,6 @@ from torch import nn
 
 from gradstream.session.loaders_part import length_of
 
-__all__ = ["BeforeForward", "SampleCount"]
-
 
 @dataclass(slots=True, eq=False)
 class _Minibatch:

@@ -23,8 +23,6 @@ from gradstream.model.tree import Tree
 from gradstream.optim.base import Optimizer
 from gradstream.session.arrays import LocalUpdates
 
-__all__ = ["Session", "SingleProcessSession"]
-
 M = TypeVar("M", bound=nn.Module | Sequence[nn.Module])
 O = TypeVar("O", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])  # noqa: E741
 

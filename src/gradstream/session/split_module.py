@@ -21,8 +21,6 @@ from gradstream.model.built_module import put_tensor
 from gradstream.session.part_link import PartLink, PartPass
 from gradstream.split.part_model import PartModel
 
-__all__ = ["SplitModule", "batch_of"]
-
 _BY_ELEMENT = tuple(
     getattr(torch.optim, name)
     for name in (

@@ -26,8 +26,6 @@ from gradstream.session.split_module import SplitModule, batch_of
 from gradstream.split.part_model import PartModel
 from gradstream.worker.parts.value_forms import check_encodable
 
-__all__ = ["LoopSplit"]
-
 
 class LoopSplit:
     """A part of a loop's model, before and while its process joins the run.

@@ -31,8 +31,6 @@ from gradstream.session.host import Guest, Host
 from gradstream.transport.addresses import is_loopback
 from gradstream.transport.socket.unix import host_id
 
-__all__ = ["of_process_group", "of_torchrun", "take_part"]
-
 KEY = "gradstream/assignment"
 KEY_ROUNDS = 200_000  # of PBKDF2: makes it slow to find a weak token by trial
 NO_TOKEN = """\

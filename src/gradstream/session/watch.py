@@ -24,8 +24,6 @@ from torch import nn
 from gradstream.errors import ConfigError
 from gradstream.model.base import Layout
 
-__all__ = ["INSTEAD", "ParameterWatch"]
-
 SAMPLE_ELEMS = 1 << 16
 """Elements compared at each step: 256 KiB of float32."""
 

@@ -40,8 +40,6 @@ from gradstream.session.split_module import SplitModule
 from gradstream.session.splitting import LoopSplit
 from gradstream.strategies.base import Strategy
 
-__all__ = ["WorkerSession"]
-
 
 class WorkerSession(Session):
     """The session of one of several workers.

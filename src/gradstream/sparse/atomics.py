@@ -12,18 +12,6 @@ import numba
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-__all__ = [
-    "YIELD_EVERY",
-    "acquire",
-    "atomic_add",
-    "compiled",
-    "load",
-    "release",
-    "store",
-    "swap_if",
-    "yield_core",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 YIELD_EVERY = 16

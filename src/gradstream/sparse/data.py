@@ -18,17 +18,6 @@ from gradstream.data.checksum import checksum_of
 from gradstream.errors import DataError
 from gradstream.model.batch import Batch
 
-__all__ = [
-    "CsrTable",
-    "SparseDataset",
-    "SparseRows",
-    "Sparsity",
-    "TableSize",
-    "from_csr",
-    "from_ratings",
-    "table_of",
-]
-
 MAX_FEATURES = (1 << 31) - 1  # features are int32
 FEW_FEATURES, FEATURES_PER_VALUE = 1 << 24, 1024
 

@@ -23,8 +23,6 @@ from gradstream.runtime.base import Report
 from gradstream.sparse.data import CsrTable, SparseDataset, SparseRows
 from gradstream.sparse.updates import LockAccess, check_compiler
 
-__all__ = ["Gradient", "SparseModel", "SweepState", "Touched", "from_samples"]
-
 Array = np.ndarray[Any, Any]
 Touched = Callable[[Any, int, Any], int]
 Gradient = Callable[[Any, Any, int, Any, int, Any], float]

@@ -22,8 +22,6 @@ from gradstream.model.base import Layout
 from gradstream.sparse.data import CsrTable, SparseRows
 from gradstream.sparse.model import Gradient, SparseModel, Touched
 
-__all__ = ["linear", "matrix_completion"]
-
 Array = np.ndarray[Any, Any]
 
 

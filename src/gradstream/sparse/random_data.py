@@ -9,8 +9,6 @@ import numpy as np
 from gradstream.errors import ConfigError
 from gradstream.sparse.data import CsrTable, SparseDataset, TableSize, from_ratings, table_of
 
-__all__ = ["synthetic", "synthetic_ratings"]
-
 AT_ONCE = 1 << 14
 """Number of samples that are drawn together."""
 

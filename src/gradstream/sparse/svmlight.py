@@ -11,8 +11,6 @@ import numpy as np
 from gradstream.errors import ConfigError, DataError
 from gradstream.sparse.data import SparseDataset, from_csr
 
-__all__ = ["from_svmlight", "read_svmlight"]
-
 
 def read_svmlight(path: str | Path, *, first: int = 1) -> tuple[Any, Any, Any, Any]:
     """Reads the four arrays of `from_csr`: indptr, indices, values, targets. It skips `qid:` entries.

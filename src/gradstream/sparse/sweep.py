@@ -20,8 +20,6 @@ import numpy as np
 from gradstream.sparse.atomics import compiled, swap_if
 from gradstream.sparse.ways import GOT, WAYS, take_nothing
 
-__all__ = ["Kernels", "adder_of", "free", "kernels_of"]
-
 NEXT, LOCK = 0, 1
 """Words of a state: the next sample, or element, and the lock that was not free, or `GOT`."""
 

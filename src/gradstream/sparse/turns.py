@@ -18,8 +18,6 @@ from typing import Any
 from gradstream.sparse.atomics import YIELD_EVERY, compiled, load, release, store, swap_if, yield_core
 from gradstream.sparse.updates import RANKS, TURN
 
-__all__ = ["await_turn", "leave", "part_of", "pass_turn", "take_part"]
-
 
 @compiled
 def part_of(locks: Any, rank: int) -> int:

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from gradstream.errors import ConfigError
 
-__all__ = ["FIRST", "LOOKS", "RANKS", "TURN", "UPDATES", "WHOLE", "LockAccess", "check_compiler", "num_locks"]
-
 UPDATES = ("atomic", "plain", "lock", "short_lock", "component_locks", "round_robin")
 
 WHOLE = 0

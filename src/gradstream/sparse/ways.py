@@ -19,8 +19,6 @@ from gradstream.sparse.atomics import acquire, atomic_add, compiled, release
 from gradstream.sparse.turns import await_turn, leave, pass_turn, take_part
 from gradstream.sparse.updates import FIRST, WHOLE
 
-__all__ = ["GOT", "WAYS", "Way", "take_nothing"]
-
 GOT = -1
 """`take` returns this if it has all locks. Otherwise it has none, and returns the number of one that was not free."""
 

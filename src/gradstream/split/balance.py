@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["contiguous_groups", "filled"]
-
 
 def contiguous_groups(weights: Sequence[float], cut_costs: Sequence[float], groups: int) -> list[int]:
     """Cuts a sequence into contiguous groups, none empty, so that the heaviest group is as light as possible.

@@ -13,8 +13,6 @@ from gradstream.split.balance import contiguous_groups
 from gradstream.split.graph import form_of
 from gradstream.split.trace import storage, where
 
-__all__ = ["OperationChain"]
-
 
 class OperationChain:
     """A sequence of operations of which groups can be made; between two layers a cut is where least would travel.

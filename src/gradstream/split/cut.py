@@ -23,17 +23,6 @@ from gradstream.split.seconds import seconds_of
 from gradstream.split.space import divide_space
 from gradstream.split.trace import storage, where
 
-__all__ = [
-    "TorchPlan",
-    "joined",
-    "layout_of_stage",
-    "parameter_of",
-    "plan_placed",
-    "plan_split",
-    "ranges_of",
-    "value_name",
-]
-
 _PARAMETER = "parameter "
 _RESERVED = ("inputs", "loss", "outputs", "targets")
 

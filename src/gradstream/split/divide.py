@@ -22,8 +22,6 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 from gradstream.split.graph import Graph, Piece, form_of, ordered
 from gradstream.split.trace import SAMPLES
 
-__all__ = ["Maker", "divide", "divisible", "part_of_piece"]
-
 _KINDS: dict[type, Callable[..., torch.Tensor]] = {
     nn.Linear: F.linear,
     nn.Conv1d: F.conv1d,

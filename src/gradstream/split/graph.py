@@ -18,8 +18,6 @@ from gradstream.model.torch_module import TorchModel
 from gradstream.split.partial_build import Blueprint
 from gradstream.split.trace import SAMPLES, depends_on_samples, storage, trace, where
 
-__all__ = ["Form", "Graph", "Piece", "form_of", "minibatch_values", "ordered", "record", "size_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

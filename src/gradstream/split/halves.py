@@ -18,8 +18,6 @@ from torch import Tensor
 
 from gradstream.split.graph import Piece
 
-__all__ = ["LateWeights", "Use", "first_half"]
-
 
 @dataclass(frozen=True, slots=True)
 class Use:

@@ -31,8 +31,6 @@ from gradstream.split.graph import Graph, Piece, form_of, record
 from gradstream.split.plan import DATA, Stage
 from gradstream.split.trace import storage, where
 
-__all__ = ["EVERYWHERE", "plan_hybrid"]
-
 EVERYWHERE = -1
 """In place of the part of a stage: every part computes it, for samples of its own."""
 

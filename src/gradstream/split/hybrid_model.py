@@ -17,8 +17,6 @@ from gradstream.split.hybrid import EVERYWHERE, plan_hybrid
 from gradstream.split.part_model import PartModel
 from gradstream.split.stage_model import StageModel
 
-__all__ = ["HybridModel"]
-
 
 class HybridModel(PartModel):
     """Implements `Model` for one part of a hybrid.

@@ -24,8 +24,6 @@ from gradstream.split.halves import Use
 from gradstream.split.partial_build import tensor_at
 from gradstream.split.trace import ByMode, run_node
 
-__all__ = ["Operations"]
-
 
 class Operations:
     """Carries out the operations of a stage.

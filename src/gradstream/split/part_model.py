@@ -24,9 +24,6 @@ from gradstream.split.graph import Form, form_of, minibatch_values
 from gradstream.split.partial_build import tensor_at
 from gradstream.split.stage_model import StageModel
 
-__all__ = ["PartModel"]
-
-
 PLANS_KEPT = 4
 
 _planning = threading.Lock()  # torch.fx changes torch while it records, for all threads

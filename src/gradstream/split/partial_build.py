@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gradstream.errors import ConfigError
 from gradstream.model.built_module import Build, build_module
 
-__all__ = ["Blueprint", "ShapeMode", "tensor_at", "to_meta"]
-
 _SMALL_ELEMS = 1 << 10
 """Elements up to which every tensor has its values: a `build()` may read them (`.item()`, `.tolist()`)."""
 

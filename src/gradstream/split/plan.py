@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["DATA", "SplitPlan", "Stage", "Value"]
-
 DATA = -1
 """In place of the stage that makes a value: the minibatch itself, which part 0 reads."""
 

@@ -12,8 +12,6 @@ from gradstream.model.backprop import Pass, Sink
 from gradstream.split.graph import Piece
 from gradstream.split.halves import LateWeights, Use
 
-__all__ = ["DroppedPass", "SavedPass", "StageSink"]
-
 
 @dataclass(eq=False)
 class DroppedPass:

@@ -12,8 +12,6 @@ from torch import fx, nn
 from gradstream.split.graph import Graph, form_of
 from gradstream.split.trace import run_node
 
-__all__ = ["seconds_of"]
-
 _TIMES = 3
 
 

@@ -19,8 +19,6 @@ from gradstream.split.divide import Maker
 from gradstream.split.graph import Graph, form_of
 from gradstream.split.trace import where
 
-__all__ = ["divide_space"]
-
 _ELEMENTWISE = (
     nn.ReLU,
     nn.ReLU6,

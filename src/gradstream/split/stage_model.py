@@ -25,8 +25,6 @@ from gradstream.split.partial_build import tensor_at
 from gradstream.split.plan import SplitPlan
 from gradstream.split.saved import DroppedPass, SavedPass
 
-__all__ = ["StageModel"]
-
 
 class StageModel:
     """One stage of a split model, whose process holds only the stage's own parameters.

@@ -29,8 +29,6 @@ from gradstream.errors import ConfigError
 from gradstream.split import partial_build
 from gradstream.split.partial_build import ShapeMode, to_meta
 
-__all__ = ["SAMPLES", "ByMode", "depends_on_samples", "run_node", "storage", "trace", "where"]
-
 SAMPLES = (7, 11, 16)
 """Numbers of samples for which shapes are computed."""
 

@@ -41,8 +41,6 @@ from gradstream.strategies.api import GroupWorker
 from gradstream.strategies.base import GroupStrategy
 from gradstream.strategies.checks import check_flag, check_not_negative
 
-__all__ = ["EXCHANGES", "AllReduce"]
-
 EXCHANGES = ("auto", *TORCH)
 KNOWN = tuple(kind for kind in KINDS if kind not in TORCH)
 

@@ -23,20 +23,6 @@ if TYPE_CHECKING:  # runs without servers import nothing of them
     from gradstream.server.update import Update
     from gradstream.wire import v1
 
-__all__ = [
-    "Bucket",
-    "Gradient",
-    "GroupWorker",
-    "Minibatch",
-    "Participation",
-    "Peers",
-    "Server",
-    "ServerWorker",
-    "Shared",
-    "SharedMemoryWorker",
-    "Worker",
-]
-
 Bucket = tuple[int, int]
 """Elements [start, stop) of the flat vector that are exchanged together."""
 

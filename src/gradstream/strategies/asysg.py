@@ -39,8 +39,6 @@ from gradstream.server.aggregation import AggregationRule, EveryN
 from gradstream.strategies.checks import check_count
 from gradstream.strategies.stale import StaleGradients
 
-__all__ = ["AsySG"]
-
 
 @dataclass(frozen=True, slots=True)
 class AsySG(StaleGradients):

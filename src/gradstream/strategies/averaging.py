@@ -52,8 +52,6 @@ from gradstream.strategies.base import Pushes, ServerStrategy
 from gradstream.strategies.checks import check_choice, check_count
 from gradstream.strategies.together import Barrier, train_together
 
-__all__ = ["Averaged", "Combine", "ParameterAveraging"]
-
 Name = Literal["mean", "samples", "loss"]
 Combine = Name | Callable[[Sequence[PushHeader]], Sequence[float]]
 """A name, or a function that returns a number for each contribution (with `rank`, `samples`, `loss`)."""

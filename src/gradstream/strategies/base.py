@@ -29,8 +29,6 @@ if TYPE_CHECKING:  # runs without servers import nothing of them
     from gradstream.server.aggregation import AggregationRule
     from gradstream.server.correction import Correction
 
-__all__ = ["GroupStrategy", "Pushes", "RowExchange", "ServerStrategy", "SharedMemoryStrategy", "Strategy"]
-
 BUCKET_BYTES = 4 << 20
 """Smallest size of a bucket where the strategy does not choose one."""
 

@@ -44,8 +44,6 @@ from gradstream.strategies.api import Server, ServerWorker
 from gradstream.strategies.base import ServerStrategy
 from gradstream.wire import v1
 
-__all__ = ["BatchMethod", "ProcedureRun"]
-
 
 @dataclass(frozen=True, slots=True)
 class EveryPortion(EveryPush):

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from gradstream.errors import ConfigError, UnknownNameError
 
-__all__ = ["check_choice", "check_count", "check_flag", "check_not_negative"]
-
 
 def check_choice(strategy: str, option: str, got: object, names: Sequence[str]) -> None:
     """Demands one of these names, or a function.

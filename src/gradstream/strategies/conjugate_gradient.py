@@ -25,8 +25,6 @@ from gradstream.strategies.batch import BatchMethod
 from gradstream.strategies.descent import Descent, check_descent
 from gradstream.strategies.line_search import search
 
-__all__ = ["ConjugateGradient"]
-
 
 @dataclass(frozen=True, slots=True)
 class ConjugateGradient(Descent, BatchMethod):

@@ -40,8 +40,6 @@ from gradstream.server.correction import Correction
 from gradstream.strategies.checks import check_not_negative
 from gradstream.strategies.stale import StaleGradients
 
-__all__ = ["DCASGD", "Compensation"]
-
 DECAY, EPS = 0.95, 1e-7
 """Defaults of d and ε."""
 

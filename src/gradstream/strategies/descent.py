@@ -11,8 +11,6 @@ from gradstream.server.procedure import CommandRound, Reply, State, Steps, copy,
 from gradstream.strategies.checks import check_count, check_not_negative
 from gradstream.strategies.line_search import LINE_SEARCHES, MOST_TRIALS, Found, evaluate
 
-__all__ = ["Descent", "check_descent"]
-
 
 @dataclass(frozen=True, slots=True)
 class Descent:

@@ -43,8 +43,6 @@ from gradstream.strategies.base import Pushes, ServerStrategy
 from gradstream.strategies.checks import check_count, check_flag
 from gradstream.strategies.together import train_together
 
-__all__ = ["DiLoCo"]
-
 
 @dataclass(frozen=True, slots=True)
 class DiLoCo(ServerStrategy):

@@ -51,8 +51,6 @@ from gradstream.strategies.checks import check_count, check_not_negative
 from gradstream.strategies.staged import ALONE, StagedStrategy
 from gradstream.wire.chunks import MAX_CHUNK_ELEMS
 
-__all__ = ["Downpour"]
-
 
 @dataclass(frozen=True, slots=True)
 class Downpour(StagedStrategy):

@@ -45,8 +45,6 @@ from gradstream.strategies.base import Pushes, ServerStrategy
 from gradstream.strategies.checks import check_count
 from gradstream.strategies.together import Barrier
 
-__all__ = ["EAMSGD", "ElasticAveraging"]
-
 BETA = 0.9
 """β = W·α of the default α, as in the paper."""
 

@@ -18,8 +18,6 @@ from gradstream.strategies.batch import BatchMethod
 from gradstream.strategies.descent import Descent, check_descent
 from gradstream.strategies.line_search import search
 
-__all__ = ["GradientDescent"]
-
 
 @dataclass(frozen=True, slots=True)
 class GradientDescent(Descent, BatchMethod):

@@ -49,8 +49,6 @@ from gradstream.sparse.updates import UPDATES
 from gradstream.strategies.api import SharedMemoryWorker
 from gradstream.strategies.base import SharedMemoryStrategy
 
-__all__ = ["Hogwild"]
-
 
 @dataclass(frozen=True, slots=True)
 class Hogwild(SharedMemoryStrategy):

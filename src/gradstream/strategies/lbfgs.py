@@ -36,8 +36,6 @@ from gradstream.strategies.checks import check_count, check_flag
 from gradstream.strategies.descent import Descent, check_descent
 from gradstream.strategies.line_search import search
 
-__all__ = ["LBFGS", "direction"]
-
 CURVATURE = 1e-10
 """Smallest cosine of the angle between s and y of a pair that is kept."""
 

@@ -22,8 +22,6 @@ from dataclasses import dataclass, replace
 from gradstream.server.procedure import LOW, SUM, CommandRound, Reply, add, copy, dot, scale, zero
 from gradstream.wire import v1
 
-__all__ = ["C1", "LINE_SEARCHES", "Found", "Search", "Trial", "evaluate", "search"]
-
 C1 = 1e-4
 MOST_TRIALS = 25
 

@@ -19,8 +19,6 @@ from typing import Literal, get_args
 from gradstream.errors import ConfigError, UserCodeError
 from gradstream.strategies.checks import check_choice, check_not_negative
 
-__all__ = ["Penalty", "check_penalty", "factor"]
-
 Name = Literal["power", "exponential"]
 Penalty = Name | Callable[[int], float]
 """A name, or a function of τ; settings give one as "file.py:function"."""

@@ -33,8 +33,6 @@ from gradstream.strategies.checks import check_count
 from gradstream.strategies.penalty import Penalty, check_penalty, factor
 from gradstream.strategies.stale import StaleGradients
 
-__all__ = ["Softsync", "WeightedMean"]
-
 
 @dataclass(frozen=True, slots=True)
 class WeightedMean(EveryN):

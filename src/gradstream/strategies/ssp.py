@@ -49,8 +49,6 @@ from gradstream.strategies.api import ServerWorker
 from gradstream.strategies.base import ServerStrategy
 from gradstream.strategies.checks import check_count, check_not_negative
 
-__all__ = ["SSP", "Lockstep"]
-
 
 @dataclass(frozen=True, slots=True)
 class Lockstep(EveryPush):

@@ -26,8 +26,6 @@ from gradstream.strategies.api import Participation, ServerWorker
 from gradstream.strategies.base import ServerStrategy
 from gradstream.strategies.checks import check_count
 
-__all__ = ["ALONE", "TOGETHER", "StagedStrategy"]
-
 ALONE, TOGETHER = "alone", "together"
 """Phases of a staged run; see `ServerWorker.phase`."""
 

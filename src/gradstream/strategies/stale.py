@@ -11,8 +11,6 @@ from __future__ import annotations
 from gradstream.strategies.api import ServerWorker
 from gradstream.strategies.staged import StagedStrategy
 
-__all__ = ["StaleGradients"]
-
 
 class StaleGradients(StagedStrategy):
     """The base of strategies that push each gradient as soon as it is computed, late or not."""

@@ -32,8 +32,6 @@ from gradstream.strategies.penalty import Penalty, check_penalty
 from gradstream.strategies.softsync import WeightedMean
 from gradstream.strategies.stale import StaleGradients
 
-__all__ = ["StalenessAware"]
-
 
 @dataclass(frozen=True, slots=True)
 class StalenessAware(StaleGradients):

@@ -55,8 +55,6 @@ from gradstream.strategies.api import Gradient, ServerWorker
 from gradstream.strategies.base import RowExchange, ServerStrategy
 from gradstream.strategies.checks import check_count
 
-__all__ = ["Synchronous", "SynchronousRound"]
-
 AGGREGATES: dict[str, tuple[str, ...]] = {
     "mean": (),
     "median": (),

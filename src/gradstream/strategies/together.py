@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.strategies.api import ServerWorker
 
-__all__ = ["Barrier", "train_together"]
-
 
 @dataclass(frozen=True, slots=True)
 class Barrier(AggregationRule):

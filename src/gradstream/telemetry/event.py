@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-__all__ = ["MAX_FLOAT", "Event", "EventDict", "MemberEvent", "encode"]
-
 EventDict = Mapping[str, Any]
 """One record of `events.jsonl`, parsed."""
 

@@ -19,8 +19,6 @@ from gradstream.untrusted.documents import DocumentError, parse_json
 from gradstream.untrusted.schema import MismatchError, check_record, check_value
 from gradstream.untrusted.text import say
 
-__all__ = ["MAX_LINE_BYTES", "EventError", "EventLines", "parse_event", "read_events"]
-
 MAX_LINE_BYTES = 16 << 20
 """Most bytes of a line. A `round` event lists the samples of a whole round."""
 
@@ -45,8 +43,8 @@ class EventError(ValueError):
 
 @cache
 def _classes() -> Mapping[str, type[Event]]:
-    found = [getattr(events, name) for name in events.__all__]
-    return {one.name: one for one in found if isinstance(one, type) and issubclass(one, Event)}
+    found = [one for one in vars(events).values() if isinstance(one, type) and issubclass(one, Event)]
+    return {one.name: one for one in found}
 
 
 def parse_event(line: bytes, *, max_bytes: int = MAX_LINE_BYTES, member: str | None = None) -> dict[str, Any]:

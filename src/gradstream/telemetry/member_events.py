@@ -8,28 +8,6 @@ from typing import ClassVar, Literal
 
 from gradstream.telemetry.event import MemberEvent
 
-__all__ = [
-    "GROUP",
-    "AppliedEvent",
-    "CarriersEvent",
-    "ConvergedEvent",
-    "CpuEvent",
-    "DamagedEvent",
-    "DiskEvent",
-    "EvaluatedEvent",
-    "ExchangeEvent",
-    "FactorsEvent",
-    "GroupEvent",
-    "LateEvent",
-    "LinkEvent",
-    "LogEvent",
-    "MemoryEvent",
-    "PartEvent",
-    "RestoredEvent",
-    "StepEvent",
-    "TransferEvent",
-]
-
 GROUP = "group"
 """The name in `StepEvent.waited_for` for an exchange without servers: the worker cannot tell members apart."""
 

@@ -8,33 +8,6 @@ from typing import ClassVar, Literal
 
 from gradstream.telemetry.event import Event
 
-__all__ = [
-    "BackedUpEvent",
-    "CheckpointEvent",
-    "CheckpointFailedEvent",
-    "CoordinatorEvent",
-    "ExitedEvent",
-    "FailedEvent",
-    "FinishedEvent",
-    "GradientRefusedEvent",
-    "InsecureEvent",
-    "JoinedEvent",
-    "LedgerEvent",
-    "LeftEvent",
-    "LeftOverEvent",
-    "MachineEvent",
-    "ParticipationEvent",
-    "RefusedEventsEvent",
-    "ReshardEvent",
-    "ResumedEvent",
-    "RoundEvent",
-    "SettledEvent",
-    "SharesEvent",
-    "StartedEvent",
-    "StoppedEvent",
-    "WaitingEvent",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedEvent(Event):

@@ -6,8 +6,6 @@ from typing import TypedDict
 
 from gradstream.telemetry.wait_attribution import Interval, Kind, WaitAttribution
 
-__all__ = ["StepTimes", "Stopwatch"]
-
 
 class StepTimes(TypedDict):
     """The time fields of `StepEvent`."""

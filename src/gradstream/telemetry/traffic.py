@@ -9,8 +9,6 @@ from typing import Literal
 
 from gradstream.telemetry.events import Event, ExchangeEvent, LinkEvent
 
-__all__ = ["LinkTraffic", "Traffic", "TrafficReports", "Transfer"]
-
 
 @dataclass(slots=True)
 class LinkTraffic:

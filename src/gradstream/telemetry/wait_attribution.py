@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
-__all__ = ["Interval", "Kind", "WaitAttribution", "shared_out"]
-
 Interval = tuple[int, int]
 """Begin and end, in nanoseconds."""
 

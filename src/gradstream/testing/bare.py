@@ -35,18 +35,6 @@ from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL, decode
 from gradstream.wire.v1_pb2_grpc import PeerStub
 
-__all__ = [
-    "Bare",
-    "BareSession",
-    "BareSocket",
-    "Refused",
-    "challenge",
-    "open_session",
-    "packed",
-    "pass_metadata",
-    "show",
-]
-
 
 class Refused(Exception):
     """The called side has refused a greeting.

@@ -21,8 +21,6 @@ from gradstream.testing.fault_kinds import (
     Stop,
 )
 
-__all__ = ["Scene", "drawn_faults"]
-
 OF_NODES = ("kill", "kill", "coordinator", "drain", "stop", "freeze", "slow", "disk")
 OF_LINKS = ("cut", "cut", "duplicate", "reorder", "lose", "corrupt")
 

@@ -24,8 +24,6 @@ from gradstream.testing.pieces import (
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
 
-__all__ = ["CHECKS"]
-
 
 async def ends(pair: Pair) -> None:
     """`end` ends one direction; frames sent before it are delivered first."""

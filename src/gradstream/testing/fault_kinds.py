@@ -6,25 +6,6 @@ import signal
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-__all__ = [
-    "Corrupt",
-    "Cut",
-    "Departure",
-    "DiskFull",
-    "Drain",
-    "Duplicate",
-    "Fault",
-    "Flaw",
-    "Freeze",
-    "Kill",
-    "Lose",
-    "Reorder",
-    "Slow",
-    "SlowLink",
-    "Spell",
-    "Stop",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Departure:

@@ -30,8 +30,6 @@ from gradstream.transport.base import Priority, Stream
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES
 
-__all__ = ["CHECKS"]
-
 PING_SHARE = 0.03
 """Share of a bulk transfer's time that the median control call beside it may take; a queued call takes half."""
 PING_TIMES = 10

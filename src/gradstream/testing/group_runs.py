@@ -15,8 +15,6 @@ from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwor
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 
-__all__ = ["RankWork", "VirtualRanks"]
-
 RankWork = Callable[[Group], Awaitable[Any]]
 """Work that each rank does with its group."""
 

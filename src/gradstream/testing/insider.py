@@ -14,9 +14,6 @@ from gradstream.strategies import Downpour
 from gradstream.strategies.api import ServerWorker
 from gradstream.transport.base import Identity
 
-__all__ = ["Insider", "Leak"]
-
-
 _PEM = ("authority", "certificate", "key")
 _KNOWN = ("job", "name", "incarnation", "fingerprint", "epoch")
 

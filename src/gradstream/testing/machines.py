@@ -23,8 +23,6 @@ from typing import IO, Any, Literal, Self
 
 from gradstream.errors import ConfigError
 
-__all__ = ["Machine", "Machines", "NetworkCut", "unavailable"]
-
 GIGABIT = "1gbit"
 BURST = "256kb"  # of a card: more than one packet before the kernel segments it
 LATENCY = "50ms"  # of a card's queue

@@ -28,8 +28,6 @@ from gradstream.testing.pieces import (
 )
 from gradstream.wire import v1
 
-__all__ = ["CHECKS"]
-
 
 async def tensors(pair: Pair) -> None:
     """Tagged send and recv work both ways, for sizes around a chunk, matched by tag, called in any order."""

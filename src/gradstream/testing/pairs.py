@@ -21,18 +21,6 @@ from gradstream.transport.simulated.endpoint import MemoryEndpoint, MemoryNetwor
 from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 
-__all__ = [
-    "QUIET",
-    "SECRET",
-    "Known",
-    "Run",
-    "grpc_pairs",
-    "memory_pairs",
-    "real_pairs",
-    "shm_pairs",
-    "tcp_pairs",
-]
-
 SECRET = b"the secret of a test's run"
 
 _METHODS = {

@@ -15,29 +15,6 @@ from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Endpoint, Received, Stream
 from gradstream.wire import v1
 
-__all__ = [
-    "LIMIT_S",
-    "SILENCE_S",
-    "Check",
-    "ConformanceError",
-    "HeldReference",
-    "MakePair",
-    "Pair",
-    "body_frame",
-    "chunk_frame",
-    "echo",
-    "expect",
-    "fill",
-    "numbered",
-    "ping",
-    "raises",
-    "reply_once",
-    "settle",
-    "sink_all",
-    "take_chunk",
-    "until_closed",
-]
-
 LIMIT_S = 60.0
 SILENCE_S = 20.0
 

@@ -13,8 +13,6 @@ from gradstream.errors import InternalError
 from gradstream.pipeline.schedule import KINDS, Schedule, StagePass
 from gradstream.split.plan import DATA, SplitPlan
 
-__all__ = ["check_pipeline"]
-
 
 def check_pipeline(
     plan: SplitPlan, schedules: Sequence[Schedule], micro_batches: int, bounds: Sequence[int] | None = None

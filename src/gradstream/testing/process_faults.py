@@ -26,8 +26,6 @@ from gradstream.testing.fault_kinds import Cut, Departure, Duplicate, Fault, Fla
 from gradstream.testing.proxied_node import ProxiedCluster
 from gradstream.testing.proxy import LinkProxy
 
-__all__ = ["ProcessFaults"]
-
 
 class ProcessFaults:
     """One run of a job in processes, and its faults.

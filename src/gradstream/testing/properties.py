@@ -28,8 +28,6 @@ from gradstream.strategies.base import GroupStrategy, ServerStrategy, Strategy
 from gradstream.testing.runs import QUICK, least_squares, token_counts
 from gradstream.testing.trials import NUM_SAMPLES, TrialOutcome, bad_world, token_run, trial
 
-__all__ = ["PROPERTIES", "BrokenPropertyError", "Property"]
-
 SEEDS = 6
 EPOCHS = 2
 FEATURES = 200  # four chunks of 64 elements

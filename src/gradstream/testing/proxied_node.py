@@ -16,8 +16,6 @@ from gradstream.transport.carriers import RoutedEndpoint
 from gradstream.transport.endpoint import EndpointCore
 from gradstream.transport.offers import CarrierOffer
 
-__all__ = ["ProxiedCluster", "main"]
-
 ANSWER_S = 10.0
 
 

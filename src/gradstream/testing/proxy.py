@@ -34,8 +34,6 @@ from gradstream.transport.socket.framing import GREETING, PREFIX
 from gradstream.wire.checksum import CHECKSUM, checksum
 from gradstream.wire.frames import decode
 
-__all__ = ["LinkFault", "LinkProxy"]
-
 PIECE_BYTES = 64 << 10
 SEALED_BYTES = PREFIX.size + 3 * CHECKSUM.size
 """A prefix with its checksums."""

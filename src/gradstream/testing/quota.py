@@ -6,8 +6,6 @@ import os
 import secrets
 from pathlib import Path
 
-__all__ = ["CpuQuota", "no_quota"]
-
 PERIOD_US = 10_000
 """Period of the quota, in µs: short, so that it slows down every computation of a process."""
 

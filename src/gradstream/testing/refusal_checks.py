@@ -31,8 +31,6 @@ from gradstream.transport.base import Stream
 from gradstream.wire import v1
 from gradstream.wire.frames import ABSENT, MAX_PAYLOAD_BYTES, PROTOCOL
 
-__all__ = ["CHECKS"]
-
 
 async def _refused(pair: Pair, code: str, method: str = "reply", *words: str) -> None:
     work = pair.near.call("far", method, v1.Tensor(tag=1), v1.Tensor, silence_s=SILENCE_S)

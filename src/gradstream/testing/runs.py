@@ -32,30 +32,10 @@ from gradstream.run.simulated import Script, SimulatedCluster
 from gradstream.runtime.base import Report
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.testing.tokens import (
-    TOKENS_PER_CHUNK,
     Silent,
     Tokens,
-    check_exactly_once,
     numbered,
-    token_counts,
 )
-
-__all__ = [
-    "NUM_SAMPLES",
-    "QUICK",
-    "TOKENS_PER_CHUNK",
-    "UNSTEADY",
-    "Sized",
-    "Tokens",
-    "busy",
-    "check_exactly_once",
-    "count_tokens",
-    "kill_at",
-    "least_squares",
-    "numbered",
-    "replace_at",
-    "token_counts",
-]
 
 QUICK = Deadlines(join_s=5.0, silence_s=0.2, lease_s=2.0, retry_s=30.0)
 """Short deadlines, for a simulated network that loses frames."""

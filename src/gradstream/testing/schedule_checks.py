@@ -17,8 +17,6 @@ import numpy.typing as npt
 from gradstream.collectives.schedule import MakeSchedule, Recv, Schedule, Send
 from gradstream.errors import InternalError
 
-__all__ = ["ScheduleTally", "check_allreduce", "execute", "schedules_of"]
-
 Array = npt.NDArray[Any]
 
 

@@ -16,8 +16,6 @@ from gradstream.session.job import job as session_job
 from gradstream.session.session import Session
 from gradstream.session.worker_session import WorkerSession
 
-__all__ = ["loop_in_threads"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from gradstream.run.local import LocalCluster
 
-__all__ = ["Stopper"]
-
 LOOK_S = 0.01
 
 

@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from gradstream.runtime.base import Buffer
 from gradstream.runtime.storage import MemoryStorage
 
-__all__ = ["FailingStorage"]
-
 
 class FailingStorage(MemoryStorage):
     """A disk that fails while `error` is set: ENOSPC, EDQUOT, EIO, EROFS.

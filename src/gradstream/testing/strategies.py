@@ -9,8 +9,6 @@ from gradstream.job.registry import find_strategy
 from gradstream.strategies.base import Strategy
 from gradstream.testing.properties import PROPERTIES, BrokenPropertyError, Property
 
-__all__ = ["BrokenPropertiesError", "PropertyResult", "StrategyReport", "check_strategy"]
-
 
 @dataclass(frozen=True, slots=True)
 class PropertyResult:

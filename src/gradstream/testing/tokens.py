@@ -27,17 +27,6 @@ from gradstream.model.torch_module import TorchModel, from_torch
 from gradstream.run.result import Run
 from gradstream.runtime.base import Report
 
-__all__ = [
-    "TOKENS_PER_CHUNK",
-    "Silent",
-    "TokenAudit",
-    "Tokens",
-    "check_exactly_once",
-    "numbered",
-    "token_counts",
-    "token_layers",
-]
-
 TOKENS_PER_CHUNK = 64
 """Elements of the smallest chunk, and so the largest number of samples that `Tokens` counts one by one in it."""
 

@@ -29,8 +29,6 @@ from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, Strategy
 from gradstream.testing.runs import NUM_SAMPLES, QUICK, Tokens, numbered
 
-__all__ = ["LIMIT_S", "NUM_SAMPLES", "WORLD", "Record", "TrialOutcome", "bad_world", "token_run", "trial"]
-
 LIMIT_S = 200.0
 
 COSTS = {"gradient": Cost(base_s=0.01, jitter=Exponential()), "apply": Cost(base_s=1e-3)}

@@ -22,8 +22,6 @@ from gradstream.trackers.tensorboard import Scalars, TensorBoard
 if TYPE_CHECKING:
     from gradstream.run.result import Run
 
-__all__ = ["MLflow", "Points", "Trackio", "Wandb", "check_trackers", "trackers_of"]
-
 PROJECT = "gradstream"
 HEAD = ("event", "node", "time_s")
 SUMMARY = ("steps", "samples", "train_s", "samples_per_s", "loss", "accuracy", "held_out_loss")

@@ -19,8 +19,6 @@ from gradstream.trackers.tfevents import EventFile, Scalar
 if TYPE_CHECKING:
     from gradstream.run.result import Run
 
-__all__ = ["Scalars", "TensorBoard", "write_run"]
-
 EVERY_S = 0.25
 """Loss, throughput and logged figures are means over so many seconds; more points are of no use."""
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
 
-__all__ = ["EventFile", "Scalar", "crc32c"]
-
 
 @dataclass(frozen=True, slots=True)
 class Scalar:

@@ -16,8 +16,6 @@ from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
 
-__all__ = ["AccessControl", "Service"]
-
 
 @dataclass(frozen=True, slots=True)
 class Service:

@@ -6,8 +6,6 @@ import ipaddress
 
 from gradstream.errors import ConfigError
 
-__all__ = ["host_and_port", "is_loopback", "leaves_machine"]
-
 
 def host_and_port(address: str) -> tuple[str, int]:
     """The parts of host:port; an IPv6 host keeps its brackets. Raises ConfigError for other text."""

@@ -30,19 +30,6 @@ from gradstream.errors import GradstreamError
 from gradstream.memory import Span
 from gradstream.wire import v1
 
-__all__ = [
-    "Caller",
-    "Endpoint",
-    "Handler",
-    "Identity",
-    "Landing",
-    "Lent",
-    "PeerSocket",
-    "Priority",
-    "Received",
-    "Stream",
-]
-
 M = TypeVar("M", bound=Message)
 
 

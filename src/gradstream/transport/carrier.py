@@ -10,8 +10,6 @@ import torch
 from gradstream.transport.base import Lent
 from gradstream.wire import v1
 
-__all__ = ["COPIED", "Carrier", "NullCarrier", "SendHandle", "bytes_of", "copy_elements"]
-
 
 class SendHandle(Lent, Protocol):
     """A payload that is sent from where it lies. It is returned soon, however slow the peer is."""

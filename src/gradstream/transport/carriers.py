@@ -23,8 +23,6 @@ from gradstream.transport.socket.unix import host_id
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 
-__all__ = ["RoutedEndpoint", "make_endpoint", "make_memory"]
-
 M = TypeVar("M", bound=Message)
 
 

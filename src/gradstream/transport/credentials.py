@@ -15,8 +15,6 @@ from pathlib import Path
 
 from gradstream.errors import ConfigError
 
-__all__ = ["FILE", "Credentials"]
-
 FILE = ".credentials"
 """Name of the file in the run directory."""
 

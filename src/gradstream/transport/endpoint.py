@@ -36,8 +36,6 @@ from gradstream.untrusted import escaped
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
 
-__all__ = ["CONNECTION_S", "WINDOW", "EndpointCore", "OutgoingCarrier"]
-
 M = TypeVar("M", bound=Message)
 
 WINDOW = 16

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from gradstream.transport.base import Caller, Identity
 from gradstream.transport.limits import LIMITS
 
-__all__ = ["Intake", "Intakes"]
-
 _CHUNK_BYTES = 1 << 20  # where no model is registered; also the length of pieces of tagged tensors
 _STREAMS = 4  # concurrent pushes or fetches of one peer, each with a window of chunks
 _OTHERS = Caller("", 0)

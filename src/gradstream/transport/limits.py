@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LIMITS", "Limits"]
-
 _KIB, _MIB = 1 << 10, 1 << 20
 
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from gradstream.transport.limits import LIMITS
 from gradstream.wire.frames import MAX_HEADER_BYTES
 
-__all__ = ["COORDINATOR", "METHODS", "ROLES", "UNLISTED", "Method", "role_of"]
-
 COORDINATOR = "coordinator"
 ROLES = ("coordinator", "shard", "worker", "part", "launcher", "machine")
 """A launcher serves machines that join. A machine knows the token, and is no node yet. A part is a process of a

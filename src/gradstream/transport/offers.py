@@ -13,8 +13,6 @@ from typing import Literal, get_args
 from gradstream.errors import ConfigError
 from gradstream.memory.segments import supported
 
-__all__ = ["CARRIERS", "CHOICES", "CarrierName", "CarrierOffer", "Choice", "choose", "shares_memory"]
-
 CarrierName = Literal["shm", "tcp", "grpc"]
 CARRIERS: tuple[CarrierName, ...] = get_args(CarrierName)
 """All carriers, the best one first."""

@@ -24,22 +24,6 @@ from gradstream.transport.base import Identity
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL
 
-__all__ = [
-    "BAD_SECRET",
-    "MIN_SECRET_BYTES",
-    "NONCE_BYTES",
-    "answer_challenge",
-    "called_proof",
-    "check_called",
-    "check_secret",
-    "greet",
-    "knows",
-    "new_nonce",
-    "new_secret",
-    "objection",
-    "session_key",
-]
-
 BAD_SECRET = "the caller has not proved that it knows the secret of this run"
 """The only answer to a caller without the secret."""
 

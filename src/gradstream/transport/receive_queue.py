@@ -11,8 +11,6 @@ from gradstream.transport.silence import Broadcast
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
 
-__all__ = ["MAX_FREE_BYTES", "ReceiveQueue", "costs_credit"]
-
 MAX_FREE_BYTES = 4 << 20
 """The most bytes of waiting Bodies that cost no credit."""
 

@@ -7,8 +7,6 @@ from typing import cast
 from gradstream.errors import RefusedError
 from gradstream.wire import v1
 
-__all__ = ["MISBEHAVIOUR", "code_of", "refusal_of", "refused_by"]
-
 MISBEHAVIOUR = frozenset(
     {v1.BAD_REQUEST, v1.UNKNOWN_METHOD, v1.BAD_CERTIFICATE, v1.FORBIDDEN, v1.OVER_LIMIT, v1.NOT_MEMBER}
 )

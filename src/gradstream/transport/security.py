@@ -25,8 +25,6 @@ from cryptography.x509.oid import NameOID
 from gradstream.transport.credentials import Credentials
 from gradstream.wire import v1
 
-__all__ = ["Shown", "Tls", "explain"]
-
 _FORGET = 256  # parsed certificates that are kept
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from gradstream.runtime.base import Runtime, Timer
 
-__all__ = ["Broadcast", "Silence"]
-
 _NS = 1_000_000_000
 
 

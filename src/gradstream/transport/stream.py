@@ -33,8 +33,6 @@ from gradstream.transport.silence import Broadcast, Silence
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
 
-__all__ = ["EXPIRED", "StreamCore"]
-
 EXPIRED = "deadline: "
 """Prefix of the reason that a peer receives when it was silent for too long."""
 

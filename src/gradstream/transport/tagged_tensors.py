@@ -20,8 +20,6 @@ from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire, to_wire
 from gradstream.wire.window import SequenceWindow
 
-__all__ = ["PARKED_S", "PIECE_BYTES", "Mailbox", "ReceivedTensor", "TaggedTensors"]
-
 PIECE_BYTES = 1 << 20
 """Bytes of each chunk of a tagged tensor."""
 

@@ -7,8 +7,6 @@ import re
 import tomllib
 from typing import Any, NoReturn
 
-__all__ = ["MAX_DEPTH", "DocumentError", "parse_json", "parse_toml"]
-
 MAX_DEPTH = 10
 """The deepest nesting of lists and tables."""
 

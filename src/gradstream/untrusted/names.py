@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from gradstream.errors import ConfigError
 
-__all__ = ["MAX_NAME_BYTES", "check_name"]
-
 MAX_NAME_BYTES = 100
 """File systems allow 255; a time and a number are added to the name."""
 

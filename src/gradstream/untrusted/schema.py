@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, Union
 
-__all__ = ["MismatchError", "check_record", "check_value"]
-
 MAX_INT = 1 << 64
 """Documents of gradstream hold no larger numbers."""
 

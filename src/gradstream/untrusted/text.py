@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["LINE_BYTES", "TEXT_BYTES", "counted", "escaped", "say"]
-
 LINE_BYTES = 256
 """The most bytes of one line in a log or on a terminal that a stranger can cause."""
 

@@ -11,8 +11,6 @@ import struct
 
 import xxhash
 
-__all__ = ["CHECKSUM", "checksum"]
-
 CHECKSUM = struct.Struct("<Q")
 """A checksum as bytes."""
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from gradstream.errors import ConfigError
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES
 
-__all__ = ["ALIGNMENT_ELEMS", "CHUNK_ELEMS", "MAX_CHUNK_ELEMS", "ChunkMap", "shared_chunk_elems"]
-
 ALIGNMENT_ELEMS = 64
 
 CHUNK_ELEMS = 1 << 18

@@ -9,8 +9,6 @@ import torch
 from gradstream.errors import ConfigError
 from gradstream.wire import v1
 
-__all__ = ["from_wire", "itemsize_bytes", "to_wire"]
-
 if sys.byteorder != "little":  # payloads are sent as they lie in memory
     raise ImportError("gradstream's wire format needs a little-endian machine")
 

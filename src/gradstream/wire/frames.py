@@ -23,24 +23,6 @@ from gradstream.wire import v1
 from gradstream.wire.checksum import CHECKSUM, checksum
 from gradstream.wire.dtypes import from_wire, itemsize_bytes
 
-__all__ = [
-    "ABSENT",
-    "MAX_FRAME_BYTES",
-    "MAX_HEADER_BYTES",
-    "MAX_PAYLOAD_BYTES",
-    "PROTOCOL",
-    "SEAL_BYTES",
-    "DamagedError",
-    "FrameError",
-    "check_chunk",
-    "decode",
-    "encode",
-    "payload_tensor",
-    "seal",
-    "unseal",
-    "verify",
-]
-
 PROTOCOL = 1
 """Version of the wire protocol, `v1.proto`. Nodes with another version refuse each other's streams."""
 

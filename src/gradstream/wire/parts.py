@@ -12,8 +12,6 @@ from itertools import accumulate
 
 from gradstream.wire import v1
 
-__all__ = ["PartMap", "member_name", "part_map_of", "part_of", "replica_of", "role_of_part"]
-
 Bounds = tuple[int, int]
 
 

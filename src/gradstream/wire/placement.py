@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 
-__all__ = ["Placement"]
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Self
 
-__all__ = ["SequenceWindow"]
-
 
 class SequenceWindow:
     """A set of positive integers that mostly grows at its upper end.

@@ -10,8 +10,6 @@ from gradstream.data.joined import JoinedPlan
 from gradstream.data.plan import RoundPlan
 from gradstream.data.shares import WorkerSpeed, begins_window, window_end
 
-__all__ = ["ShareReporter", "ShareSource"]
-
 
 class ShareSource(Protocol):
     """Decides the shares: the coordinator, through `WorkerRequests`."""

@@ -16,8 +16,6 @@ from typing import Literal, TypeAlias
 
 from gradstream.wire import v1
 
-__all__ = ["BatchGate", "Gate"]
-
 Gate: TypeAlias = Literal["go", "anew", "over"]
 """Answer of the gate: begin the minibatch; or choose another one first, since this one may be another worker's by
 now; or the run ends here."""

@@ -23,8 +23,6 @@ from gradstream.data.shares import WorkerSpeed
 from gradstream.runtime.base import Runtime, awaited_later
 from gradstream.telemetry.events import StepEvent
 
-__all__ = ["BatchQueue", "BatchSource"]
-
 
 class BatchSource(Protocol):
     """Assigns minibatches: the coordinator, through `WorkerRequests`."""

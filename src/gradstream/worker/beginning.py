@@ -16,8 +16,6 @@ from gradstream.runtime.base import Runtime, Work
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.replica.base import Replica
 
-__all__ = ["fill_parameters", "restore_own"]
-
 
 async def fill_parameters(config: WorkerConfig, runtime: Runtime, parameters: Vector) -> None:
     """Writes the model's first parameters, which depend on the seed alone.

@@ -15,8 +15,6 @@ from gradstream.model.fixed import extra_of, fixed_of, load_fixed
 from gradstream.runtime.base import Runtime, Work
 from gradstream.transport.base import Endpoint
 
-__all__ = ["BufferAverager"]
-
 
 class BufferAverager:
     """Averages a worker's buffers with those of the other workers, and answers their requests.

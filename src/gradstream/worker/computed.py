@@ -13,8 +13,6 @@ from gradstream.model.factors import FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import ComputeProgress
 
-__all__ = ["UNKNOWN", "ComputedGradient", "Result", "SampleBatch"]
-
 UNKNOWN = -1
 """Number of samples of a minibatch that a user's loop has not seen yet."""
 

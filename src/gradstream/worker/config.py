@@ -26,8 +26,6 @@ from gradstream.worker.loop import Loop
 from gradstream.worker.observer import Observer
 from gradstream.worker.replica.updater import UpdateRule
 
-__all__ = ["FormGroup", "Split", "WorkerConfig"]
-
 
 class FormGroup(Protocol):
     """Makes a group; see `gradstream.collectives.factory.form_group`."""

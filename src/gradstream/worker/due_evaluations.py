@@ -8,8 +8,6 @@ from gradstream.data.base import BatchRef
 from gradstream.worker.evaluation import EvaluationPlan
 from gradstream.worker.schedule import Schedule
 
-__all__ = ["DueEvaluations"]
-
 
 class DueEvaluations:
     """Counts the evaluations of a run, as its minibatches come.

@@ -19,8 +19,6 @@ from gradstream.model.base import Model, Reduction
 from gradstream.model.batch import Batch, leaves_of
 from gradstream.optim.schedules import Position
 
-__all__ = ["Evaluation", "EvaluationPlan", "Every", "Metric", "check_outputs", "evaluate"]
-
 BATCH_SIZE = 256
 
 IGNORED = -100

@@ -18,8 +18,6 @@ from gradstream.worker.parts.worker import Lead
 from gradstream.worker.replica.base import Replica
 from gradstream.worker.schedule import Schedule
 
-__all__ = ["Evaluator"]
-
 
 class Evaluator:
     """Evaluates the model when that is due, and reports the result.

@@ -14,8 +14,6 @@ from gradstream.runtime.event_log import DISK_ERRORS, RETRY_S, disk_error
 from gradstream.telemetry.events import DiskEvent, Event
 from gradstream.worker.replica.base import Replica
 
-__all__ = ["FINAL_MODEL", "write_final_model"]
-
 FINAL_MODEL = "checkpoints/final/model.safetensors"
 
 

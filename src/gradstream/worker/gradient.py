@@ -29,16 +29,6 @@ from gradstream.model.rows import RowGradient
 from gradstream.runtime.base import Report, Runtime, Work
 from gradstream.worker.computed import ComputedGradient, Result
 
-__all__ = [
-    "BLOCK_ELEMS",
-    "Clip",
-    "Differentiator",
-    "GradientSource",
-    "JointSource",
-    "differentiate",
-    "hash_seed",
-]
-
 BLOCK_ELEMS = 1 << 17
 """Length of a block. A norm adds the squares of blocks in float64, so it does not depend on the number of threads."""
 

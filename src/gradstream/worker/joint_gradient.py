@@ -17,8 +17,6 @@ from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
 from gradstream.worker.gradient import GradientSource
 from gradstream.worker.schedule import BatchSchedule
 
-__all__ = ["JointGradient"]
-
 
 class JointGradient:
     """Implements `GradientSource`: the gradient of the minibatches that several ranks have in a round.

@@ -28,8 +28,6 @@ from gradstream.worker.computed import UNKNOWN, ComputedGradient, Result, Sample
 from gradstream.worker.replica.base import Replica
 from gradstream.worker.schedule import ScheduleHooks
 
-__all__ = ["EndingSource", "Loop", "LoopContext", "LoopSource", "OwnData", "Round", "Turn"]
-
 
 @dataclass(frozen=True, slots=True)
 class Turn:

@@ -37,8 +37,6 @@ from gradstream.worker.registration import model_spec_of, tensor_specs_of
 from gradstream.worker.replica.base import Replica
 from gradstream.worker.schedule import Schedule
 
-__all__ = ["WorkerNode"]
-
 VITALS_EVERY_S = 1.0
 
 GONE = ("NOT_MEMBER", "BAD_CERTIFICATE")

@@ -9,8 +9,6 @@ from gradstream.data.base import BatchRef
 if TYPE_CHECKING:  # runs without servers import nothing of them
     from gradstream.server.update import Update
 
-__all__ = ["Observer"]
-
 
 class Observer:
     """Hears of every gradient and update of a worker, and does nothing."""

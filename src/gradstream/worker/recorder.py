@@ -8,8 +8,6 @@ from gradstream.recording import BatchesAssigned, IntervalBegun, Log, SnapshotRe
 from gradstream.wire import v1
 from gradstream.worker.batch_queue import BatchSource
 
-__all__ = ["WorkerRecorder"]
-
 
 class WorkerRecorder:
     """Records the minibatches that a worker is assigned, and where it stands and is resumed.

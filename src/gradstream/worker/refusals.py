@@ -13,8 +13,6 @@ from gradstream.data.base import BatchRef
 from gradstream.errors import NonFiniteError
 from gradstream.worker.computed import ComputedGradient
 
-__all__ = ["Refusals", "RefusedGradient"]
-
 
 @dataclass(frozen=True, slots=True)
 class RefusedGradient:

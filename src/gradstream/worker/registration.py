@@ -22,8 +22,6 @@ from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 from gradstream.worker.config import WorkerConfig
 
-__all__ = ["model_spec_of", "row_exchange_of", "row_spec_for", "tensor_specs_of", "whole_layout_of"]
-
 
 async def model_spec_of(config: WorkerConfig, runtime: Runtime) -> v1.ModelSpec:
     """The model's size and fingerprint, and how it is exchanged. Builds the model.

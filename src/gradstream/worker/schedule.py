@@ -15,8 +15,6 @@ from gradstream.worker.batch_gate import Gate
 from gradstream.worker.batch_queue import BatchQueue
 from gradstream.worker.computed import SampleBatch
 
-__all__ = ["BatchSchedule", "Schedule", "ScheduleHooks"]
-
 
 @dataclass(frozen=True, slots=True)
 class ScheduleHooks:

@@ -8,8 +8,6 @@ import torch
 from gradstream.collectives.shared_window import SharedWindow
 from gradstream.sparse.updates import num_locks
 
-__all__ = ["SharedWords"]
-
 LINE = 8
 """Words of a cache line. Each worker writes in a line of its own, which avoids false sharing."""
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from gradstream.preflight.allreduce import AllreduceResult
     from gradstream.transport.offers import Choice
 
-__all__ = ["bench"]
-
 
 @click.group()
 def bench() -> None:

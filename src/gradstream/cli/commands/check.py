@@ -8,8 +8,6 @@ import click
 
 from gradstream.cli.options import json_option
 
-__all__ = ["check"]
-
 
 @click.command()
 @click.argument("strategy")

@@ -8,8 +8,6 @@ import click
 
 from gradstream.cli.options import JobCommand, job_options, load_job_with
 
-__all__ = ["config"]
-
 
 @click.group()
 def config() -> None:

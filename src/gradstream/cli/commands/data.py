@@ -6,8 +6,6 @@ import inspect
 
 import click
 
-__all__ = ["data"]
-
 
 @click.group()
 def data() -> None:

@@ -7,8 +7,6 @@ import click
 from gradstream.cli.options import json_option
 from gradstream.cli.running import run_and_show
 
-__all__ = ["demo"]
-
 JOB = "gradstream.cli.demo_job:job"
 
 

@@ -15,8 +15,6 @@ from gradstream.cli.machines import token_of, token_options
 if TYPE_CHECKING:
     from gradstream.run.remote.doctor import DoctorResult
 
-__all__ = ["doctor"]
-
 TEXT_BYTES = 4096
 MARKS = {"ok": " ", "warning": "!", "failed": "✗"}
 

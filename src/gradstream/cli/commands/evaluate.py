@@ -8,8 +8,6 @@ import click
 
 from gradstream.cli.options import json_option
 
-__all__ = ["evaluate"]
-
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))

@@ -11,8 +11,6 @@ from gradstream.cli.machines import token_of, token_options
 from gradstream.cli.options import JobCommand, arguments_of_job
 from gradstream.errors import ConfigError
 
-__all__ = ["join"]
-
 
 @click.command(cls=JobCommand)
 @click.argument("address", metavar="ADDR:PORT")

@@ -8,8 +8,6 @@ import click
 
 from gradstream.errors import ConfigError
 
-__all__ = ["new"]
-
 
 @click.command()
 @click.argument("name")

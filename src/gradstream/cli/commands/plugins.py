@@ -13,8 +13,6 @@ from gradstream.cli.options import json_option
 if TYPE_CHECKING:
     from gradstream.job.plugins import Plugin
 
-__all__ = ["plugins"]
-
 
 @click.command()
 @json_option

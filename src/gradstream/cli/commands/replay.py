@@ -9,8 +9,6 @@ import click
 
 from gradstream.cli.options import json_option
 
-__all__ = ["replay"]
-
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path, file_okay=False), metavar="RUN")

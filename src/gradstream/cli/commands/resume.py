@@ -11,8 +11,6 @@ from gradstream.cli.machines import listen_options, listening_of
 from gradstream.cli.options import detach_option, json_option
 from gradstream.cli.running import run_and_show, show_detached
 
-__all__ = ["resume"]
-
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path, file_okay=False))

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import click
 
-__all__ = ["runs"]
-
 NAME_BYTES = 128
 
 

@@ -12,8 +12,6 @@ from gradstream.cli.running import run_and_show
 if TYPE_CHECKING:
     from gradstream.runtime.simulation import SimulationConfig
 
-__all__ = ["simulate"]
-
 
 @click.command(cls=JobCommand)
 @job_options

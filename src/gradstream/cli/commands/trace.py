@@ -6,8 +6,6 @@ from pathlib import Path
 
 import click
 
-__all__ = ["trace"]
-
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path), metavar="RUN")

@@ -10,8 +10,6 @@ from gradstream.cli.machines import listen_options, listening_of
 from gradstream.cli.options import JobCommand, detach_option, job_options, load_job_with
 from gradstream.cli.running import run_and_show, show_detached, show_dry_run
 
-__all__ = ["train"]
-
 
 @click.command(cls=JobCommand)
 @job_options

@@ -14,8 +14,6 @@ from __future__ import annotations
 from gradstream.collectives.algorithms.folding import Fold
 from gradstream.collectives.schedule import Recv, ScheduleCost, Send, Step
 
-__all__ = ["allreduce", "cost"]
-
 
 def allreduce(rank: int, size: int, elems: int) -> list[Step]:
     """p'·lg p'·n + 2rn bytes in all, with p' the power of two below p, and r = p - p'."""

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from gradstream.collectives.schedule import Recv, Send, Step
 
-__all__ = ["Fold"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fold:

@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 from gradstream.collectives.algorithms.folding import Fold
 from gradstream.collectives.schedule import Recv, ScheduleCost, Send, Step, cuts_of
 
-__all__ = ["all_gather", "allreduce", "cost", "reduce_scatter"]
-
 
 def allreduce(rank: int, size: int, elems: int) -> list[Step]:
     """2(p-1)n bytes in all."""

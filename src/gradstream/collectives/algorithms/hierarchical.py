@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from gradstream.collectives.algorithms import ring
 from gradstream.collectives.schedule import Recv, ScheduleCost, Send, Step, cuts_of
 
-__all__ = ["allreduce", "costs"]
-
 
 def allreduce(rank: int, hosts: Sequence[Sequence[int]], elems: int) -> list[Step]:
     """2(p-1)n bytes in all if all hosts have equally many ranks.

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from gradstream.collectives.schedule import Recv, ScheduleCost, Send, Step
 
-__all__ = ["allreduce", "cost"]
-
 
 def allreduce(rank: int, size: int, elems: int) -> list[Step]:
     """2(p-1) messages of n; 2(p-1)n bytes in all, of which rank 0 sends half."""

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 
 from gradstream.collectives.schedule import Recv, ScheduleCost, Send, Step, cuts_of
 
-__all__ = ["all_gather", "allreduce", "cost", "reduce_scatter"]
-
 
 def allreduce(rank: int, size: int, elems: int) -> list[Step]:
     """2(p-1)n bytes in all, and 2(p-1)/p·n by each rank."""

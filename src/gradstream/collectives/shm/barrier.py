@@ -50,8 +50,6 @@ from gradstream.collectives.shm.steps import Steps
 from gradstream.errors import ClosedError, DeadlineError, GradstreamError, InternalError, PeerLostError
 from gradstream.transport.socket.unix import recv_descriptors
 
-__all__ = ["HostBarrier", "Peer", "PeerFailure"]
-
 WITH_CORES = 1 << 20, 20_000
 """How often a rank looks for others before it sleeps, and for how many nanoseconds, if each has a core."""
 CROWDED = 40, 500_000

@@ -18,25 +18,6 @@ import torch
 
 from gradstream.memory.segments import Segment, supported
 
-__all__ = [
-    "ARRIVED",
-    "ASLEEP",
-    "BEATS",
-    "BLOCK_BYTES",
-    "CALLS_AT",
-    "CALL_BYTES",
-    "CORE",
-    "DTYPES",
-    "FAILURE",
-    "SLOTS_AT",
-    "SLOT_BYTES",
-    "Call",
-    "ControlBlock",
-    "OperationCode",
-    "available",
-    "fence",
-]
-
 ARRIVED = 0
 """Number of barriers that this rank has arrived at."""
 CORE = 1

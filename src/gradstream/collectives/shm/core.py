@@ -23,8 +23,6 @@ from gradstream.errors import ClosedError, ConfigError, GradstreamError
 from gradstream.memory import Span, Vector
 from gradstream.memory.segments import Segment
 
-__all__ = ["SharedCore"]
-
 
 class SharedCore:
     """One rank of a group of processes on the same host, which run collective operations in shared memory.

@@ -24,8 +24,6 @@ from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Runtime, Timer
 from gradstream.runtime.tasks import finish_despite_cancel
 
-__all__ = ["SharedGroup"]
-
 T = TypeVar("T")
 
 BEATS_PER_DEADLINE = 8

@@ -22,21 +22,6 @@ import torch
 
 from gradstream.collectives.shm import control_block as block
 
-__all__ = [
-    "COUNT",
-    "DONE",
-    "LOOKS",
-    "LOOKS_NS",
-    "NOT_DONE",
-    "PATIENT",
-    "SPREAD",
-    "TURN",
-    "WAKE",
-    "Native",
-    "State",
-    "native",
-]
-
 DONE, NOT_DONE, WAKE, SPREAD = range(4)
 """How `arrive`, `look` and `small` end.
 

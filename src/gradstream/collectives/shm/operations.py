@@ -28,8 +28,6 @@ from gradstream.collectives.shm.weighted_sum import BLOCK_ELEMS, WeightedSum
 from gradstream.errors import ConfigError
 from gradstream.memory import Span, Vector
 
-__all__ = ["SharedOperations"]
-
 BRIEF_BYTES = 1 << 20
 """Up to this size a rank adds up its slice of a vector in less than a tenth of a millisecond."""
 

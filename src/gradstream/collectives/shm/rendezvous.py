@@ -27,8 +27,6 @@ from gradstream.transport.socket.unix import (
     send_descriptors,
 )
 
-__all__ = ["MESSAGE_BYTES", "RendezvousMembers", "meet"]
-
 MESSAGE_BYTES = 1 << 16
 _PROTOCOL = 1
 _RETRY_MS = 5.0  # before a rank that does not listen yet is called again

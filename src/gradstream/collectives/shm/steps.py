@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import TypeVar
 
-__all__ = ["Steps", "finish"]
-
 T = TypeVar("T")
 
 Steps = Generator[None, None, T]

@@ -21,8 +21,6 @@ from gradstream.errors import ConfigError
 from gradstream.memory import ALIGNMENT_BYTES, Span, Vector
 from gradstream.memory.segments import Segment
 
-__all__ = ["NUMBERS", "Vectors", "number_of"]
-
 NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 

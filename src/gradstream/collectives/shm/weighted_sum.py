@@ -9,8 +9,6 @@ import torch
 
 from gradstream.collectives.shm.native import native
 
-__all__ = ["BLOCK_ELEMS", "WeightedSum", "plain_sum"]
-
 BLOCK_ELEMS = 1 << 16
 """Elements that are added at once: a block of float32 of two ranks and the sum stay in a core's own cache.
 

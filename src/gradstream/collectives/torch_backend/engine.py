@@ -24,18 +24,6 @@ import torch
 from gradstream.collectives.group import slice_of
 from gradstream.errors import ConfigError
 
-__all__ = [
-    "WAIT_S",
-    "Backend",
-    "Done",
-    "Engine",
-    "Hold",
-    "TorchStore",
-    "Verb",
-    "choose_backend",
-    "make_engine",
-]
-
 Backend = Literal["gloo", "nccl", "mpi"]
 Verb = Literal["allreduce", "reduce_scatter", "all_gather", "broadcast"]
 

@@ -36,8 +36,6 @@ from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Endpoint
 from gradstream.transport.offers import CarrierOffer
 
-__all__ = ["TorchGroup"]
-
 BLAME_S = 5.0
 """Longest wait for the name of the rank that has broken an operation, which comes over another connection."""
 

@@ -21,8 +21,6 @@ from gradstream.runtime.deadlines import Deadlines
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
-__all__ = ["EvictedError", "Lifeline"]
-
 _log = logging.getLogger(__name__)
 
 MAX_TRIES = 8

@@ -23,8 +23,6 @@ from gradstream.transport.stream import EXPIRED
 from gradstream.wire import v1
 from gradstream.wire.dtypes import itemsize_bytes
 
-__all__ = ["DrainedError", "Member", "RunAbortedError", "RunStoppedError", "names_of"]
-
 GATHER_S = 0.25
 """How long reports wait for others that go out in the same beat, where the deadlines allow it."""
 

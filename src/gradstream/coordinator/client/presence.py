@@ -20,8 +20,6 @@ from gradstream.transport.base import Endpoint, Priority, Stream
 from gradstream.transport.stream import EXPIRED
 from gradstream.wire import v1
 
-__all__ = ["EVICTED", "REDIAL_S", "Presence"]
-
 EVICTED = ("NOT_MEMBER", "BAD_CERTIFICATE")
 """Codes of refusals by which a node learns that it is out of the run."""
 

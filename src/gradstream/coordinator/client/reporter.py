@@ -12,8 +12,6 @@ from gradstream.runtime.wakeup import Wakeup
 from gradstream.telemetry.events import Event, encode
 from gradstream.wire import v1
 
-__all__ = ["Reporter"]
-
 
 class Reporter:
     """Takes the reports of one node. They go out in the next beat, in order and each once.

@@ -21,8 +21,6 @@ from gradstream.runtime.deadlines import Deadlines
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 
-__all__ = ["Assigned", "WorkerRequests"]
-
 Answer = TypeVar("Answer", bound=Message)
 
 

@@ -25,8 +25,6 @@ from gradstream.coordinator.durable.values import StateError
 from gradstream.runtime.base import Runtime, Work
 from gradstream.runtime.wakeup import Wakeup
 
-__all__ = ["TAIL_BYTES", "Keeper", "StateKeeper", "Unkept", "missing_lines"]
-
 PACE_S = 0.1
 """Seconds until a change is stored that nobody waits for."""
 

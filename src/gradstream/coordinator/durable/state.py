@@ -12,8 +12,6 @@ from typing import Any
 
 from gradstream.coordinator.durable.values import StateError, decode, encode
 
-__all__ = ["KeptState", "kept_names"]
-
 
 class KeptState:
     """The state of some state machines.

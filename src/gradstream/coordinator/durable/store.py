@@ -20,8 +20,6 @@ from pathlib import Path
 from gradstream.coordinator.durable.values import MAX_BYTES, StateError
 from gradstream.errors import GradstreamError
 
-__all__ = ["STORE", "StateStore", "SupersededError"]
-
 STORE = "coordinator.db"
 """The file, in the run directory."""
 

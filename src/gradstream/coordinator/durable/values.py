@@ -36,8 +36,6 @@ from gradstream.untrusted.documents import DocumentError
 from gradstream.wire import v1
 from gradstream.wire.placement import Placement
 
-__all__ = ["MAX_BYTES", "StateError", "decode", "encode"]
-
 MAX_BYTES = 256 << 20
 """The longest value that is read: the description of a model may have some hundred thousand tensors."""
 

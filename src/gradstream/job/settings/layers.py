@@ -15,8 +15,6 @@ from gradstream.job.registry import STRATEGIES, class_of, find_optimizer, find_s
 from gradstream.job.settings.sources import Setting
 from gradstream.job.settings.values import MisfitError, fields_of, fit, record_in, shown
 
-__all__ = ["apply"]
-
 FAMILIES = ("strategy", "optimizer")
 NAME = ("", "name", "class")
 """`strategy = "downpour"` and `strategy.name = "downpour"` are the same."""

@@ -12,8 +12,6 @@ from gradstream.errors import ConfigError
 from gradstream.job.settings.values import Word
 from gradstream.untrusted import DocumentError, parse_toml
 
-__all__ = ["PREFIX", "Setting", "from_environment", "from_texts", "from_toml", "from_toml_text"]
-
 PREFIX = "GRADSTREAM_"
 
 OTHER_VARIABLES = frozenset({"GRADSTREAM_DATA", "GRADSTREAM_TOKEN", "GRADSTREAM_TOKEN_FILE"})

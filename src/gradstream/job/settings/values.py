@@ -14,8 +14,6 @@ from typing import Any, Literal, Union
 from gradstream.job.registry import find_function, revived
 from gradstream.untrusted import escaped, parse_json
 
-__all__ = ["MisfitError", "Word", "fields_of", "fit", "record_in", "shown"]
-
 NONE, TRUE, FALSE = "none", ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 

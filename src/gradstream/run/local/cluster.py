@@ -13,8 +13,6 @@ from typing import Any, Self
 from gradstream.errors import InternalError
 from gradstream.run.local.link import ForkserverLink
 
-__all__ = ["NODE", "SCRIPT", "Cluster", "LocalCluster"]
-
 NODE, SCRIPT = "gradstream.run.node:main", "gradstream.run.script:main"
 """Main functions of processes: a node, and a worker that is a script with a training loop of its own."""
 

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from gradstream.errors import ConfigError
 
-__all__ = ["DOOR", "has_reader", "make_pipe", "open_reader", "open_writer"]
-
 DOOR = ".door"
 
 

@@ -41,8 +41,6 @@ from typing import Any
 from gradstream.run.local.door import open_writer
 from gradstream.run.local.node_log import log_stream
 
-__all__ = ["main"]
-
 # Modules that a node needs and that may be imported before a fork.
 WARM = (
     "numpy",

@@ -17,8 +17,6 @@ from typing import Any, BinaryIO, cast
 from gradstream.errors import DeadlineError, InternalError
 from gradstream.run.local.door import make_pipe, open_reader, open_writer
 
-__all__ = ["ForkserverLink", "python_environment"]
-
 OF_SERVERS = "gradstream.run.shard", "gradstream.worker.exchange.server"
 """Modules of the nodes of a run with servers."""
 

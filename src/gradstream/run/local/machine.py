@@ -14,16 +14,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "SWITCH_INTERVAL_S",
-    "describe_machine",
-    "git_commit",
-    "interfaces",
-    "node_environment",
-    "num_cores",
-    "versions",
-]
-
 SWITCH_INTERVAL_S = 2e-4
 """Seconds for which a computing thread keeps Python's GIL while the event loop waits for it.
 

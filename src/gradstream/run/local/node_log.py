@@ -14,8 +14,6 @@ from gradstream.untrusted import escaped
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["log_stream", "show_warnings"]
-
 WARNING_BYTES = 2048
 """Longest warning that the launcher shows."""
 

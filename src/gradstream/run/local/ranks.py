@@ -12,8 +12,6 @@ from gradstream.errors import ConfigError
 from gradstream.run.local.machine import interfaces
 from gradstream.transport.addresses import is_loopback
 
-__all__ = ["hold_port", "set_environment"]
-
 
 def hold_port(host: str, port: int = 0) -> socket.socket:
     """Reserves a port for the process group of a script for as long as the returned socket is open.

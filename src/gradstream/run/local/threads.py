@@ -22,8 +22,6 @@ from typing import Any, Protocol
 from gradstream.run.local.cluster import NODE, Cluster
 from gradstream.run.local.machine import SWITCH_INTERVAL_S
 
-__all__ = ["RunNode", "ThreadCluster"]
-
 HANG_UP_S = 10.0
 GOODBYE_S = 2.0  # longer than an endpoint takes to close: interrupted, it would leave a server behind
 CANCELLED = -9

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from gradstream.errors import ConfigError
 
-__all__ = ["TOKEN", "TOKEN_FILE", "Address", "local_address", "new_token", "token_in", "token_of_environment"]
-
 MIN_TOKEN_CHARS = 16
 TOKEN, TOKEN_FILE = "GRADSTREAM_TOKEN", "GRADSTREAM_TOKEN_FILE"  # names
 

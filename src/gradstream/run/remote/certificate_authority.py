@@ -20,8 +20,6 @@ from gradstream.errors import RefusedError
 from gradstream.transport.credentials import Credentials
 from gradstream.transport.security import Tls
 
-__all__ = ["LAUNCHER", "CertificateAuthority", "Key", "fingerprint_of"]
-
 LAUNCHER = "launcher"
 """The name in the authority's own certificate."""
 

@@ -28,8 +28,6 @@ from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.security import Tls
 from gradstream.wire import v1
 
-__all__ = ["DoctorResult", "Visit", "clock_finding", "look_here", "look_there", "version_findings"]
-
 State = Literal["ok", "warning", "failed"]
 
 MIN_MEMORY_BYTES = 1 << 30

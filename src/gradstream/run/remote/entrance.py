@@ -27,8 +27,6 @@ from gradstream.transport.security import Tls
 from gradstream.untrusted import check_value, parse_json
 from gradstream.wire import v1
 
-__all__ = ["Entrance"]
-
 
 class Entrance:
     """An asynchronous context manager: this machine is a member of the run while it is open.

@@ -14,8 +14,6 @@ from gradstream.errors import ConfigError
 from gradstream.job.job import Job
 from gradstream.wire import v1
 
-__all__ = ["Difference", "difference", "facts_of", "file_hash"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Fact:

@@ -10,8 +10,6 @@ from gradstream.run.remote.members import Seat
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.wire import v1
 
-__all__ = ["Invitation"]
-
 
 @dataclass(frozen=True, slots=True)
 class Invitation:

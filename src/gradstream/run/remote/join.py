@@ -29,8 +29,6 @@ from gradstream.run.result import FINAL_MODEL
 from gradstream.untrusted.names import check_name
 from gradstream.wire import v1
 
-__all__ = ["Joining", "join"]
-
 POLL_S = 0.05
 EXPECTED = (0, 3, RESUMABLE)
 """Exit statuses of a node that has finished, has ended because of another node, or was stopped."""

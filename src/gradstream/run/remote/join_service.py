@@ -30,8 +30,6 @@ from gradstream.untrusted import LINE_BYTES, counted, escaped
 from gradstream.wire import v1
 from gradstream.wire.frames import MAX_HEADER_BYTES
 
-__all__ = ["JOB", "JoinService"]
-
 JOB = "enrolment"
 """The job id under which machines call this service: they do not know the run's yet."""
 

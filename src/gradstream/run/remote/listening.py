@@ -12,8 +12,6 @@ from gradstream.job.registry import find_strategy
 from gradstream.run.remote.address import Address
 from gradstream.strategies.base import ServerStrategy
 
-__all__ = ["Listening", "ServersOn", "workers_each"]
-
 ServersOn: TypeAlias = Literal["all", "launcher"]
 """The machines that the shards of the parameter server run on."""
 

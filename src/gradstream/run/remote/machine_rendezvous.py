@@ -27,8 +27,6 @@ from gradstream.telemetry.events import Event, InsecureEvent, MachineEvent, Wait
 from gradstream.transport.credentials import Credentials
 from gradstream.untrusted import escaped
 
-__all__ = ["MachineRendezvous"]
-
 REMIND_S = 30.0
 """Seconds between two events that say for how many machines a run waits."""
 

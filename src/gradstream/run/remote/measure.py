@@ -14,8 +14,6 @@ from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 
-__all__ = ["CHUNK_BYTES", "LinkSpeed", "machine_facts", "measure", "serve_measure"]
-
 CHUNK_BYTES = 1 << 20
 MAX_CHUNKS = 512
 SILENCE_S = 20.0

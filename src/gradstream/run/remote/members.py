@@ -14,8 +14,6 @@ from gradstream.untrusted.names import check_name
 from gradstream.wire import v1
 from gradstream.wire.parts import member_name
 
-__all__ = ["MachineMembers", "RankMembers", "Seat", "name_of_rank"]
-
 NO_NAME = r"[^\w.-]"
 
 NAME_BYTES = 128

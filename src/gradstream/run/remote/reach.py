@@ -10,8 +10,6 @@ from gradstream.errors import ConfigError, DeadlineError, JoinRefusedError, Peer
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.certificate_authority import fingerprint_of
 
-__all__ = ["CONNECT_S", "check_fingerprint", "connect", "reach", "resolve", "shake_hands"]
-
 CONNECT_S = 5.0
 
 # The beginning of an HTTP/2 connection in plain text: the preface, and empty settings.

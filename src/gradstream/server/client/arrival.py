@@ -14,8 +14,6 @@ from gradstream.runtime.base import ComputeProgress
 from gradstream.server.rows import RowMap, RowPart, unpack
 from gradstream.wire import v1
 
-__all__ = ["Arrival", "SparseDelta"]
-
 
 class Arrival:
     """A fetch under way.

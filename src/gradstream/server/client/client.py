@@ -28,8 +28,6 @@ from gradstream.server.rows import RowMap
 from gradstream.server.update import Update
 from gradstream.wire import v1
 
-__all__ = ["ServerClient"]
-
 
 class ServerClient:
     """All shards, as one server.

@@ -13,8 +13,6 @@ from gradstream.server.client.links import ShardLinks
 from gradstream.transport.base import Received
 from gradstream.wire import v1
 
-__all__ = ["PendingFetchRequest"]
-
 
 class PendingFetchRequest:
     """One fetch from all shards.

@@ -16,8 +16,6 @@ from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.placement import Placement
 
-__all__ = ["ShardLinks"]
-
 RETRYABLE_CODES = frozenset({"STALE_EPOCH", "SUPERSEDED"})
 
 MOST_PAUSE_S = 0.2

@@ -16,8 +16,6 @@ from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 from gradstream.wire.frames import ABSENT
 
-__all__ = ["PendingPushRequest"]
-
 
 class PendingPushRequest:
     """One push to all shards.

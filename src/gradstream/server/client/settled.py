@@ -13,8 +13,6 @@ from gradstream.data.base import BatchRef
 from gradstream.server.update import Update
 from gradstream.wire import v1
 
-__all__ = ["SettledPushes"]
-
 
 class SettledPushes:
     """Follows the receipts of a worker's pushes.

@@ -22,8 +22,6 @@ from gradstream.server.shard.estates import PushEstates
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.wire import v1
 
-__all__ = ["BackupPlace", "ShardBackup"]
-
 
 class BackupPlace(Protocol):
     """Keeps backups of one shard: a file (`BackupLog`), or another shard (`BackupOnPeer`)."""

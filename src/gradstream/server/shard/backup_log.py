@@ -29,8 +29,6 @@ from gradstream.runtime.base import Buffer, Runtime, Work
 from gradstream.server.shard.copies import Destination
 from gradstream.wire import v1
 
-__all__ = ["FOLDER", "BackupLog"]
-
 FOLDER = "backups"
 """Folder of the logs in the run directory."""
 

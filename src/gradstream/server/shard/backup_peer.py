@@ -29,8 +29,6 @@ from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.dtypes import to_wire
 
-__all__ = ["BackupHolder", "BackupOnPeer", "load_copies"]
-
 RETRY_S = 0.02
 """Seconds between two tries to reach the holder, until a notice says that it is lost."""
 

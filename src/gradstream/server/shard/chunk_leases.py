@@ -10,8 +10,6 @@ import asyncio
 
 from gradstream.transport.base import Lent
 
-__all__ = ["ChunkLeases"]
-
 PATIENCE_S = 2.0
 """How long an update waits for a reader, in seconds. Readers copy at once; a hung reader must not delay the others."""
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-__all__ = ["NOBODY", "Clocks"]
-
 NOBODY = 1 << 62
 """The smallest clock where no worker takes part: nobody waits."""
 

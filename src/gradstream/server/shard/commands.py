@@ -26,8 +26,6 @@ from gradstream.server.shard.state import Sender
 from gradstream.server.shard.updates import BRIEF_ELEMS
 from gradstream.wire import v1
 
-__all__ = ["VectorCommands"]
-
 KEPT_RESULTS = 64  # per sender; a client has a few commands in flight
 
 

@@ -13,8 +13,6 @@ from gradstream.server.correction import Correction
 from gradstream.server.shard.event_schedule import ArrivalOrder, EventSchedule
 from gradstream.wire.placement import Placement
 
-__all__ = ["Acknowledge", "FindOptimizer", "ShardConfig"]
-
 Acknowledge = Literal["applied", "logged", "replicated"]
 
 FindOptimizer = Callable[[str], tuple[Optimizer, GroupedRule | None]]

@@ -21,8 +21,6 @@ from gradstream.server.shard.state import ChunkState
 from gradstream.wire import v1
 from gradstream.wire.window import SequenceWindow
 
-__all__ = ["SUMS", "ChunkCopies", "Destination"]
-
 SUMS = "sums"
 """Name of the vector of sums in a copy."""
 

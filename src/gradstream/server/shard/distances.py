@@ -13,8 +13,6 @@ import torch
 
 from gradstream.server.robust import WholeRule
 
-__all__ = ["DistanceTable", "weights_of"]
-
 
 class DistanceTable:
     """Squared distances, added up chunk by chunk.

@@ -15,8 +15,6 @@ from gradstream.errors import RefusedError
 from gradstream.server.shard.state import Sender, ShardState
 from gradstream.wire import v1
 
-__all__ = ["MOST_KEPT", "PushEstates"]
-
 MOST_KEPT = 4096
 """The most minibatches that a shard keeps of one sender. The oldest beyond that are forgotten; should the sender die,
 others compute them again."""

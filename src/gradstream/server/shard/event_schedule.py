@@ -19,20 +19,6 @@ from gradstream.server.shard.pending_fetch import PendingFetch
 from gradstream.server.shard.row_store import Part
 from gradstream.server.shard.state import Apply, Parked, ShardState
 
-__all__ = [
-    "ArrivalOrder",
-    "ChunkRead",
-    "ChunkReleased",
-    "Event",
-    "EventSchedule",
-    "FetchArrived",
-    "ParticipationChange",
-    "PushArrived",
-    "SumFlush",
-    "UpdateApplied",
-    "UpdateDue",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PushArrived:

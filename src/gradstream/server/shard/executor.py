@@ -47,8 +47,6 @@ from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.stragglers import StragglerTracker
 from gradstream.server.shard.updates import Updates
 
-__all__ = ["ShardExecutor"]
-
 
 class ShardExecutor:
     """Handles the events of a shard.

@@ -18,8 +18,6 @@ from gradstream.transport.base import Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 
-__all__ = ["FetchHandler"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Request:

@@ -23,8 +23,6 @@ from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
 from gradstream.wire.placement import Placement
 
-__all__ = ["HandoverSource", "take_over"]
-
 
 class HandoverSource:
     """Serves "handover".

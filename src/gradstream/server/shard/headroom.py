@@ -23,8 +23,6 @@ from gradstream.optim.base import Bounded, Optimizer
 from gradstream.optim.groups import GroupedRule
 from gradstream.optim.merge import Outer
 
-__all__ = ["Headroom"]
-
 LOOK_EVERY = 64
 """Number of updates after which the elements are looked at in any case."""
 

@@ -23,8 +23,6 @@ from gradstream.wire import v1
 from gradstream.wire.frames import ABSENT
 from gradstream.wire.parts import part_of
 
-__all__ = ["Inspection"]
-
 MAX_COUNT = 1 << 53
 """Largest number of a push, a version or a clock: no run counts further."""
 

@@ -25,8 +25,6 @@ from gradstream.wire import v1
 from gradstream.wire.parts import member_name, part_map_of, part_of, role_of_part
 from gradstream.wire.placement import Placement
 
-__all__ = ["ShardMembership", "ShardNode"]
-
 REPORT_EVERY_S = 1.0
 
 

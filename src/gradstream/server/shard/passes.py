@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from gradstream.server.aggregation import PushHeader
 from gradstream.wire import v1
 
-__all__ = ["ChunkProcedure"]
-
 
 @dataclass(slots=True)
 class ChunkProcedure:

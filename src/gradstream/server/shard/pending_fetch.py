@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from gradstream.server.aggregation import rank_of
 from gradstream.wire import v1
 
-__all__ = ["PendingFetch"]
-
 
 @dataclass(slots=True, eq=False)
 class PendingFetch:

@@ -10,8 +10,6 @@ from gradstream.server.shard.state import Acknowledge
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
 
-__all__ = ["PendingPush"]
-
 
 @dataclass(slots=True, eq=False)
 class PendingPush:

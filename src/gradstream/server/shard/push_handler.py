@@ -17,8 +17,6 @@ from gradstream.server.shard.wait_notifier import WaitNotifier
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
 
-__all__ = ["PushHandler"]
-
 RESULTS_PER_FRAME = 16
 """Results that share a frame: a frame for each result would cost a tenth as much as its chunk."""
 

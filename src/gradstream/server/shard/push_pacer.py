@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["PacedPush", "PushPacer"]
-
 LEAD_CHUNKS = 2
 """Chunks that a push may be ahead of the slowest. What its sender has credit for comes on top."""
 

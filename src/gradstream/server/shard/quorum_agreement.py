@@ -21,8 +21,6 @@ from gradstream.transport.base import Endpoint, Priority, Stream
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 
-__all__ = ["QuorumProtocol"]
-
 FIRST = "shard-0"
 RETRY_S = 0.1
 MAX_ROUND = 1 << 53

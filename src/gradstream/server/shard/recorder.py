@@ -21,8 +21,6 @@ from gradstream.server.shard.event_schedule import (
 from gradstream.server.shard.state import ShardState
 from gradstream.wire.window import SequenceWindow
 
-__all__ = ["SUM_EVERY", "ShardRecorder", "crc_of"]
-
 SUM_EVERY = 64
 """Updates of a chunk from one CRC-32 of its parameters to the next."""
 

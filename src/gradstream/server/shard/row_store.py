@@ -12,8 +12,6 @@ import torch
 
 from gradstream.server.rows import RowMap, RowPart, packed_elems
 
-__all__ = ["ChangedRows", "Part", "elements_of", "row_sum"]
-
 Part = torch.Tensor | RowPart
 """The content of one chunk of a push: all elements of the chunk, or some rows."""
 

@@ -46,8 +46,6 @@ from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.dtypes import from_wire
 from gradstream.wire.placement import Placement
 
-__all__ = ["ShardService"]
-
 _BACKED_UP = (v1.Command.STATUS, v1.Command.LEAVE, v1.Command.ENTER, v1.Command.STEP)
 _WRITING = (v1.Command.COPY, v1.Command.SCALE, v1.Command.ADD, v1.Command.MULTIPLY, v1.Command.STEP)
 

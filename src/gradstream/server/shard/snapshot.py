@@ -14,8 +14,6 @@ from gradstream.server.shard.service import ShardService
 from gradstream.wire import v1
 from gradstream.wire.parts import PartMap
 
-__all__ = ["ShardSnapshot"]
-
 
 class ShardSnapshot:
     """Reads a shard's vectors for a checkpoint. Implements `checkpoint.snapshot.SnapshotSource`: each piece is a chunk.

@@ -30,19 +30,6 @@ from gradstream.server.shard.clocks import Clocks
 from gradstream.server.shard.passes import ChunkProcedure
 from gradstream.wire.window import SequenceWindow
 
-__all__ = [
-    "Acknowledge",
-    "Apply",
-    "ChunkState",
-    "Instruction",
-    "Parked",
-    "Release",
-    "Sender",
-    "ShardState",
-    "Supersede",
-    "Token",
-]
-
 DECISIONS_KEPT = 64
 """Decisions that the shard keeps, for retries of pushes whose answer was lost."""
 

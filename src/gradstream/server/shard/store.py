@@ -18,8 +18,6 @@ from gradstream.server.shard.headroom import Headroom
 from gradstream.server.shard.row_store import ChangedRows
 from gradstream.wire.chunks import ChunkMap
 
-__all__ = ["ShardStore"]
-
 MAX_NAMED = 64
 """Named vectors of a shard; each is as long as the shard's parameters."""
 

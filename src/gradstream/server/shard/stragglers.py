@@ -12,8 +12,6 @@ from collections.abc import Hashable
 from gradstream.server.shard.state import Apply
 from gradstream.wire import v1
 
-__all__ = ["StragglerTracker"]
-
 
 class StragglerTracker:
     """Records which worker's push came last for each update of a chunk, and how much later than the others'."""

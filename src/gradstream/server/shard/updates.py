@@ -23,8 +23,6 @@ from gradstream.server.shard.row_store import Part, row_sum
 from gradstream.server.shard.state import Apply
 from gradstream.server.shard.store import ShardStore
 
-__all__ = ["Updates"]
-
 BRIEF_ELEMS = 1 << 18
 """An update of at most this many elements takes less time than handing it to another thread."""
 

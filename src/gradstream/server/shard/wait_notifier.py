@@ -9,8 +9,6 @@ from gradstream.runtime.base import Runtime
 from gradstream.server.shard.state import ShardState
 from gradstream.transport.base import Stream
 
-__all__ = ["WaitNotifier"]
-
 
 class WaitNotifier:
     """Waits for chunks on behalf of a stream, and keeps its peer informed.

@@ -25,8 +25,6 @@ from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import SEAL_BYTES, DamagedError, FrameError, decode, encode, payload_tensor, seal
 
-__all__ = ["BulkGate", "GrpcCarrier", "OutgoingCall", "Spawn"]
-
 HOLD_S = 2e-3  # the longest time that control calls hold a bulk message back
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]

@@ -24,18 +24,6 @@ from gradstream.transport.security import explain
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError, decode, seal
 
-__all__ = [
-    "CHALLENGE",
-    "EOF",
-    "FAILURES",
-    "GREETING",
-    "METHOD",
-    "PASS",
-    "SESSION",
-    "GrpcConnection",
-    "is_cancelled",
-]
-
 METHOD = "/gradstream.v1.Peer/Stream"
 """The rpc that carries a stream."""
 

@@ -56,8 +56,6 @@ from gradstream.transport.security import Shown, Tls
 from gradstream.wire import v1
 from gradstream.wire.frames import DamagedError, FrameError, encode
 
-__all__ = ["GrpcEndpoint"]
-
 FLUSH_S = 1.0  # time that `close` gives messages to leave
 
 _NO_OPEN = "no Open came"

@@ -5,15 +5,6 @@ from __future__ import annotations
 from gradstream.transport.limits import LIMITS
 from gradstream.wire.frames import MAX_FRAME_BYTES
 
-__all__ = [
-    "CLIENT_OPTIONS",
-    "MAX_MESSAGE_BYTES",
-    "NEW_CONNECTION_OPTIONS",
-    "SERVER_OPTIONS",
-    "SHARED_CONNECTION_OPTIONS",
-    "patience_options",
-]
-
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + (1 << 20)  # so that too long a frame is refused with a message
 
 _LOOKAHEAD_BYTES = 1 << 20  # of each call that a caller may send before they are read

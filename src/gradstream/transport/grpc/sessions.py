@@ -25,8 +25,6 @@ from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL, DamagedError, unseal
 from gradstream.wire.window import SequenceWindow
 
-__all__ = ["NO_CHALLENGE", "CallerSession", "PeerSession", "Sessions", "proved"]
-
 NO_CHALLENGE = "the challenge is not of this node, is too old, or was answered before: ask for another one"
 """The answer to a greeting that knows the secret, but was recorded or came too late."""
 

@@ -49,8 +49,6 @@ from gradstream.transport.socket.unix import check_peer, listen, recv_descriptor
 from gradstream.wire import v1
 from gradstream.wire.frames import payload_tensor
 
-__all__ = ["Channel", "PayloadChannels"]
-
 _MAX_PACKET_BYTES = 16 << 10
 _LATE_S = 0.5  # a reference that arrives this long after the end of its stream is no longer accepted
 _HELLO_S = 10.0  # a connection that has sent nothing for so long is closed

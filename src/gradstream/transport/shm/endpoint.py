@@ -13,8 +13,6 @@ from gradstream.errors import ConfigError
 from gradstream.transport.socket.endpoint import SocketEndpoint
 from gradstream.transport.socket.unix import check_peer, listen
 
-__all__ = ["ShmEndpoint"]
-
 
 class ShmEndpoint(SocketEndpoint):
     """An endpoint on Unix sockets and shared memory. Vectors in `SharedMemory` are sent without a copy.

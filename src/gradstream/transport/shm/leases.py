@@ -26,17 +26,6 @@ from gradstream.wire import v1
 from gradstream.wire.frames import MAX_PAYLOAD_BYTES, FrameError
 from gradstream.wire.window import SequenceWindow
 
-__all__ = [
-    "ARENA_BYTES",
-    "LEAST_BYTES",
-    "Arena",
-    "BorrowedLeases",
-    "GivenLeases",
-    "Loaned",
-    "Post",
-    "ReferenceLostError",
-]
-
 LEAST_BYTES = 32 << 10
 """Smaller payloads travel with their frame: that costs less than a loan."""
 

@@ -24,8 +24,6 @@ from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire
 from gradstream.wire.frames import ABSENT, FrameError, check_chunk
 
-__all__ = ["MemoryEndpoint", "MemoryNetwork"]
-
 _LAG = 20  # mean delay of a duplicate, in delays of the link
 
 

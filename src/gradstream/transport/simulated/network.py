@@ -28,9 +28,6 @@ from gradstream.runtime.simulation import Link, Network, Partition
 from gradstream.runtime.virtual import Clock, VirtualCluster
 from gradstream.transport.base import Priority
 
-__all__ = ["Packet", "StreamQueue", "VirtualNetwork"]
-
-
 _FLAWS = {"loss": "loss", "corrupt": "corrupt", "duplicate": "duplicates"}
 """The flaws of a `Link` that have a probability, with the streams of random numbers that draw them."""
 

@@ -16,8 +16,6 @@ from gradstream.transport.socket import framing
 from gradstream.transport.socket.framing import FrameReader, OutgoingFrame, Receiver
 from gradstream.wire.frames import DamagedError, FrameError
 
-__all__ = ["Connection", "Owner"]
-
 _MAX_BUFFERS = 64  # of one system call
 
 

@@ -11,8 +11,6 @@ import asyncio
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import PeerSocket
 
-__all__ = ["DataSockets"]
-
 UNCLAIMED_S = 10.0  # a socket that nobody asks for is closed after this time
 
 

@@ -27,8 +27,6 @@ from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
 from gradstream.wire.frames import FrameError
 
-__all__ = ["SocketEndpoint"]
-
 CONNECT_S = 10.0
 FLUSH_S = 1.0  # time that `close` gives frames to leave
 ACCEPT_AGAIN_S = 0.1  # after running out of descriptors

@@ -25,8 +25,6 @@ from gradstream.wire import v1
 from gradstream.wire.checksum import checksum
 from gradstream.wire.frames import MAX_HEADER_BYTES, FrameError, verify
 
-__all__ = ["GREETING", "PIECE_BYTES", "PREFIX", "FrameReader", "OutgoingFrame", "PayloadPlace", "Receiver"]
-
 GREETING = 0
 """The stream number of the frames that begin a connection and name the caller (see `greeting`)."""
 

@@ -17,8 +17,6 @@ from gradstream.transport.socket.framing import GREETING, PREFIX
 from gradstream.wire import v1
 from gradstream.wire.frames import PROTOCOL, FrameError, decode, encode
 
-__all__ = ["answer", "greet"]
-
 
 async def greet(connected: socket.socket, greeting: v1.Greeting, identity: Identity, called: str) -> None:
     """Greets as the caller. Returns once each side has proved to the other that it knows the secret.

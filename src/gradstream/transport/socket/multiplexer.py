@@ -23,8 +23,6 @@ from gradstream.wire import v1
 from gradstream.wire.dtypes import from_wire
 from gradstream.wire.frames import FrameError, check_chunk, payload_tensor
 
-__all__ = ["Answer", "MultiplexedCarrier", "Multiplexer"]
-
 Answer = Callable[["Multiplexer", "MultiplexedCarrier", v1.Open], StreamCore]
 """Answers an Open of the peer with a stream."""
 

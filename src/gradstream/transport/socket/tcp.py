@@ -32,8 +32,6 @@ from gradstream.transport.base import Identity
 from gradstream.transport.endpoint import CONNECTION_S, WINDOW
 from gradstream.transport.socket.endpoint import SocketEndpoint
 
-__all__ = ["TcpEndpoint", "choose_congestion_control"]
-
 BACKLOG = 512
 NEAR_S = 0.1  # round trip on one continent, or in one room with queues of 50 ms each way
 LOOK_AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # pauses between checks of the round trip

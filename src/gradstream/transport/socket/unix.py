@@ -15,8 +15,6 @@ import struct
 
 from gradstream.errors import ConfigError
 
-__all__ = ["address_of", "check_peer", "host_id", "listen", "recv_descriptors", "send_descriptors"]
-
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 

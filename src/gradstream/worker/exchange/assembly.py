@@ -45,8 +45,6 @@ from gradstream.worker.replica.sufficient_factors import SufficientFactors
 from gradstream.worker.replica.updater import LocalRule, Updater
 from gradstream.worker.schedule import Schedule
 
-__all__ = ["Assembly"]
-
 
 class Assembly:
     """Makes the exchange of one worker, and the replica in it, by the strategy of the run.

@@ -18,8 +18,6 @@ from gradstream.telemetry.traffic import Transfer
 from gradstream.transport.base import Endpoint
 from gradstream.worker.replica.base import Replica
 
-__all__ = ["Exchange", "ExchangeContext", "Transfers"]
-
 MAX_TRANSFERS = 128
 """Number of transfers that are reported one by one between two reports of process metrics."""
 

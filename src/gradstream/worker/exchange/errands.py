@@ -34,8 +34,6 @@ from gradstream.worker.replica.arithmetic import add_scaled
 from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.next_update import NextUpdate
 
-__all__ = ["Errands"]
-
 Key = tuple[str, int, int]
 """Name and incarnation of a lost worker, and the number of its push."""
 

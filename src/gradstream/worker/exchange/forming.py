@@ -19,8 +19,6 @@ from gradstream.runtime.base import Runtime, awaited_later
 from gradstream.wire import v1
 from gradstream.worker.parts.agreement import Agreement, at_once
 
-__all__ = ["LOST", "GroupForming"]
-
 T = TypeVar("T")
 
 MOST_AGAIN = 3

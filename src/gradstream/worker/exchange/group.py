@@ -23,8 +23,6 @@ from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
 from gradstream.worker.exchange.forming import LOST, GroupForming
 from gradstream.worker.replica.group import GroupReplica, GroupSetup
 
-__all__ = ["GroupExchange"]
-
 FIRST_EPOCH = 1
 """Membership epoch of the group in which all workers begin the run together."""
 

@@ -29,8 +29,6 @@ from gradstream.worker.replica.rows import RowReplica
 from gradstream.worker.replica.server import ServerReplica
 from gradstream.worker.replica.stand_in import StandIn
 
-__all__ = ["ServerExchange", "server_exchange"]
-
 
 def server_exchange(
     config: WorkerConfig,

@@ -35,8 +35,6 @@ from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.shared import SharedReplica
 from gradstream.worker.shared_words import SharedWords
 
-__all__ = ["SharedExchange", "Waits", "form_shared"]
-
 LOOK_S = 1e-3
 """Seconds between two looks at a word that another worker is to write."""
 

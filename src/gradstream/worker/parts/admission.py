@@ -15,8 +15,6 @@ from gradstream.data.base import BatchRef
 from gradstream.runtime.base import Runtime, awaited_later
 from gradstream.worker.parts.window import Window
 
-__all__ = ["BatchAdmission"]
-
 
 class BatchAdmission:
     """Fills a window with minibatches, and hands them out in order.

@@ -23,8 +23,6 @@ from gradstream.worker.gradient import Clip
 from gradstream.worker.parts.messages import PartReport, PartStandsIn
 from gradstream.worker.parts.window import Window
 
-__all__ = ["Agreed", "Agreement", "at_once"]
-
 
 async def at_once() -> None:
     """Nothing has to be done before the parts go on."""

@@ -38,8 +38,6 @@ from gradstream.worker.parts.messages import (
 )
 from gradstream.worker.parts.value_forms import as_it_was, as_sent, check_encodable, is_encodable
 
-__all__ = ["PartChannel"]
-
 _TAGS: Mapping[type, int] = {
     PartTurn: 0,
     PartReport: 1,

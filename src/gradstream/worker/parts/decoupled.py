@@ -32,8 +32,6 @@ from gradstream.worker.gradient import hash_seed
 from gradstream.worker.parts.gradients import PartSource
 from gradstream.worker.parts.messages import PartReport
 
-__all__ = ["DecoupledGradients"]
-
 TARGETS = "targets"
 
 

@@ -16,8 +16,6 @@ from gradstream.wire.parts import PartMap
 from gradstream.worker.final_model import FINAL_MODEL
 from gradstream.worker.parts.channel import PartChannel
 
-__all__ = ["send_parameters", "write_final_parts"]
-
 PIECE_ELEMS = 1 << 22
 """Elements that are sent and written at once."""
 

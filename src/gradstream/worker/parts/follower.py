@@ -26,8 +26,6 @@ from gradstream.worker.parts.messages import (
 )
 from gradstream.worker.schedule import Schedule, ScheduleHooks
 
-__all__ = ["FollowedSchedule", "FollowerGate", "PartFollower"]
-
 LEAD = 0
 """The part that leads: the worker."""
 

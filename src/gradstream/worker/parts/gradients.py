@@ -32,8 +32,6 @@ from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.messages import PartReport
 from gradstream.worker.parts.meter import PartMeter
 
-__all__ = ["AgreedSource", "Computed", "PartPlace", "PartSource", "Values", "nothing"]
-
 
 @dataclass(frozen=True, slots=True)
 class PartPlace:

@@ -28,8 +28,6 @@ from gradstream.worker.gradient import hash_seed
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.gradients import AgreedSource, Computed
 
-__all__ = ["HybridGradients", "hybrid_outputs"]
-
 
 class HybridGradients(AgreedSource):
     """Computes one part's gradients of a hybrid."""

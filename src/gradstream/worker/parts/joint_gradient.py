@@ -13,8 +13,6 @@ from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
 from gradstream.worker.gradient import JointSource
 from gradstream.worker.joint_gradient import JointGradient
 
-__all__ = ["PartJointGradient"]
-
 
 class PartJointGradient(JointGradient):
     """See `JointGradient`: the same sum, of gradients that all parts of the replica compute together.

@@ -34,8 +34,6 @@ from gradstream.worker.parts.messages import (
 )
 from gradstream.worker.schedule import Schedule, ScheduleHooks
 
-__all__ = ["LedSchedule", "PartLead"]
-
 
 class PartLead(Agreement):
     """Leads the parts of one replica.

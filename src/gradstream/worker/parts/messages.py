@@ -17,19 +17,6 @@ from gradstream.data.base import BatchRef
 from gradstream.errors import InternalError
 from gradstream.untrusted import MismatchError, check_record, parse_json
 
-__all__ = [
-    "MESSAGE_ELEMS",
-    "Message",
-    "PartGradientTurn",
-    "PartOutcome",
-    "PartReport",
-    "PartStandsIn",
-    "PartTurn",
-    "PartVerdict",
-    "decode",
-    "encode",
-]
-
 MESSAGE_ELEMS = 128
 """Length of a message, in float64 elements of 8 bytes."""
 

@@ -10,8 +10,6 @@ from gradstream.memory import Span
 from gradstream.runtime.base import Runtime, Work
 from gradstream.telemetry.events import PartEvent
 
-__all__ = ["PartMeter"]
-
 T = TypeVar("T")
 
 

@@ -32,8 +32,6 @@ from gradstream.worker.parts.sources import gradients_of
 from gradstream.worker.registration import model_spec_of, tensor_specs_of
 from gradstream.worker.replica.base import Replica
 
-__all__ = ["PartNode"]
-
 REPORT_EVERY_S = 1.0
 
 

@@ -24,8 +24,6 @@ from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.gradients import Values, nothing
 from gradstream.worker.parts.hybrid import hybrid_outputs
 
-__all__ = ["GivenOutputs", "compute_outputs", "test_sizes"]
-
 
 def test_sizes(data: Dataset) -> list[int]:
     """Sizes of the batches of an evaluation; see `worker.evaluation.evaluate`."""

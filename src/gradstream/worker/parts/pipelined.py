@@ -27,8 +27,6 @@ from gradstream.worker.computed import ComputedGradient
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.parts.gradients import AgreedSource, Computed, PartSource, nothing
 
-__all__ = ["PartGradients", "Passes", "dropped"]
-
 
 class PartGradients(AgreedSource):
     """The gradients of a pipeline, by a schedule that flushes."""

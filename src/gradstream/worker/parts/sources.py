@@ -17,8 +17,6 @@ from gradstream.worker.parts.hybrid import HybridGradients
 from gradstream.worker.parts.pipelined import PartGradients
 from gradstream.worker.parts.stream import StreamedGradients
 
-__all__ = ["gradients_of"]
-
 
 def gradients_of(
     config: WorkerConfig,

@@ -18,8 +18,6 @@ from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.messages import PartStandsIn
 from gradstream.worker.replica.stand_in import PresentRound, StandIn
 
-__all__ = ["PartStandIn"]
-
 
 class PartStandIn(StandIn):
     """See `StandIn`.

@@ -34,8 +34,6 @@ from gradstream.worker.parts.gradients import PartSource, Values, nothing
 from gradstream.worker.parts.pipelined import Passes, dropped
 from gradstream.worker.parts.window import Window
 
-__all__ = ["StreamedGradients", "ahead_of"]
-
 
 def ahead_of(name: str, model: PartModel, micro_batches: int) -> int:
     """How many minibatches after the present one a part's passes read; on part 0, what all parts can need.

@@ -8,8 +8,6 @@ from gradstream.codec import DTYPES, CastCodec
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.split.plan import DATA, SplitPlan, Value
 
-__all__ = ["as_it_was", "as_sent", "check_encodable", "is_encodable"]
-
 _AS = {8: torch.float64, 4: torch.float32}  # carriers know these; a view of the same bytes
 
 

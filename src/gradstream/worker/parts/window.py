@@ -6,8 +6,6 @@ from collections import deque
 
 from gradstream.data.base import BatchRef
 
-__all__ = ["Window"]
-
 
 class Window:
     """Admits minibatches in order. A part takes the oldest when it knows all that its gradient's passes read.

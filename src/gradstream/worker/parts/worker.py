@@ -28,8 +28,6 @@ from gradstream.worker.parts.outputs import GivenOutputs, compute_outputs, test_
 from gradstream.worker.parts.sources import gradients_of
 from gradstream.worker.registration import tensor_specs_of
 
-__all__ = ["Lead"]
-
 
 class Lead:
     """What the worker of a split replica does with its parts.

@@ -13,8 +13,6 @@ import torch
 
 from gradstream.worker.replica.updater import Factors
 
-__all__ = ["ElasticPull", "LocalStep", "add_scaled"]
-
 BLOCK_ELEMS = 1 << 17  # of four float32 vectors: 2 MiB
 
 

@@ -8,8 +8,6 @@ from gradstream.strategies import api
 from gradstream.worker.batch_gate import BatchGate, Gate
 from gradstream.worker.replica.step_meter import StepMeter
 
-__all__ = ["Attendance"]
-
 
 class Attendance:
     """Takes a worker through the gate before each minibatch, and pauses it while it has nothing to do.

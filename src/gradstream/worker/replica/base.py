@@ -37,8 +37,6 @@ from gradstream.worker.replica.step_meter import StepMeter
 from gradstream.worker.replica.updater import LocalRule
 from gradstream.worker.schedule import BatchSchedule, Schedule, ScheduleHooks
 
-__all__ = ["Replica", "ReplicaContext"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaContext:

@@ -31,8 +31,6 @@ from gradstream.worker.replica.base import Replica, ReplicaContext, vector_of
 from gradstream.worker.replica.sufficient_factors import SufficientFactors, outside
 from gradstream.worker.replica.updater import Updater
 
-__all__ = ["GroupMeter", "GroupPeers", "GroupReplica", "GroupSetup"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSetup:

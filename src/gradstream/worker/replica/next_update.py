@@ -8,8 +8,6 @@ from gradstream.data.base import BatchRef
 from gradstream.server.update import Update
 from gradstream.worker.computed import ComputedGradient
 
-__all__ = ["NextUpdate"]
-
 
 class NextUpdate:
     """Counts the gradients that go into a worker's next update, and weighs them.

@@ -14,8 +14,6 @@ from gradstream.model.base import Layout, Slot
 from gradstream.model.rows import RowGradient
 from gradstream.worker.replica.updater import Factors
 
-__all__ = ["OwnSteps"]
-
 
 class OwnSteps:
     """The local steps since the last fetch. Arithmetic alone.

@@ -29,8 +29,6 @@ from gradstream.server.rows import RowMap, RowPart, RowRange, clipped, joined, p
 from gradstream.server.update import UpdatePiece
 from gradstream.strategies.base import RowExchange
 
-__all__ = ["RowSum"]
-
 Test = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -27,8 +27,6 @@ from gradstream.worker.replica.own_steps import OwnSteps
 from gradstream.worker.replica.row_sum import RowSum
 from gradstream.worker.replica.server import ServerReplica
 
-__all__ = ["RowReplica"]
-
 BRIEF_ELEMS = 1 << 16
 """Number of elements up to which arithmetic takes less time than its change of thread."""
 

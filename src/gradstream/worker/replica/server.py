@@ -34,8 +34,6 @@ from gradstream.worker.replica.next_update import NextUpdate
 from gradstream.worker.replica.stand_in import PresentRound, StandIn
 from gradstream.worker.replica.updater import Updater
 
-__all__ = ["ServerReplica"]
-
 
 class ServerReplica(Replica):
     """Implements `strategies.api.ServerWorker`.

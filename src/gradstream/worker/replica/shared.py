@@ -26,8 +26,6 @@ from gradstream.worker.computed import ComputedGradient, Result, SampleBatch
 from gradstream.worker.replica.base import Replica, ReplicaContext
 from gradstream.worker.shared_words import SharedWords
 
-__all__ = ["SharedReplica"]
-
 
 class SharedReplica(Replica):
     """Implements `strategies.api.SharedMemoryWorker` and `strategies.api.Shared`.

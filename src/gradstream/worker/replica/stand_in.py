@@ -17,8 +17,6 @@ from gradstream.worker.gradient import GradientSource, differentiate
 from gradstream.worker.refusals import Refusals
 from gradstream.worker.schedule import BatchSchedule
 
-__all__ = ["PresentRound", "StandIn"]
-
 
 @dataclass(slots=True)
 class PresentRound:

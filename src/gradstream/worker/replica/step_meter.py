@@ -10,8 +10,6 @@ from gradstream.telemetry.stopwatch import Stopwatch
 from gradstream.telemetry.wait_attribution import WaitAttribution
 from gradstream.worker.computed import Result, SampleBatch
 
-__all__ = ["StepMeter"]
-
 
 class StepMeter:
     """Times a worker's steps, and keeps the figures that are reported with each.

@@ -25,8 +25,6 @@ from gradstream.model.factors import FactoredLayer, FactorPair, FactorPairs
 from gradstream.runtime.base import Runtime, Work
 from gradstream.telemetry.events import FactorsEvent
 
-__all__ = ["Decide", "SufficientFactors", "outside"]
-
 Decide = Callable[[FactoredLayer, int], bool]
 """Whether the gradient of a layer goes as factors, with so many rows a worker; the same at all workers."""
 

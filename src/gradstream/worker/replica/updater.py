@@ -14,8 +14,6 @@ from gradstream.optim.decay import l2_of
 from gradstream.optim.groups import GroupedRule, Range
 from gradstream.optim.schedules import Rate
 
-__all__ = ["Factors", "LocalRule", "UpdateRule", "Updater"]
-
 UpdateRule = tuple[Optimizer, GroupedRule | None]
 """A rule, and the same rule by groups where some parameters have other settings; else None."""
 
