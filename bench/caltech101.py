@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def job(model: str) -> Any:
-    from gradstream._train import load_job
+    from gradstream.job.files import load_job
 
     return load_job(f"{ROOT / 'examples' / 'caltech101.py'}:{model}")
 

@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def described(model: str) -> Any:
-    from gradstream._train import load_job
+    from gradstream.job.files import load_job
 
     return load_job(f"{ROOT / 'examples' / 'caltech101.py'}:{model}")
 

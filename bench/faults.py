@@ -28,8 +28,9 @@ import numpy as np
 import gradstream as gs
 from gradstream.run.plan import shard_name, worker_name
 from gradstream.testing.faults import DiskFull, FaultPlan, Scene
-from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, check_exactly_once, count_tokens
+from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, count_tokens
 from gradstream.testing.storage import FailingStorage
+from gradstream.testing.tokens import check_exactly_once
 from records import RESULTS, command_line, origin
 
 EPOCHS, UNTIL_S, HANGS_S = 6, 0.8, 300

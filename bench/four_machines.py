@@ -24,7 +24,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from gradstream._train import load_job
+from gradstream.job.files import load_job
 from gradstream.run.result import Run
 from gradstream.testing.machines import Machine, Machines, unavailable
 from records import RESULTS, ROOT, command_line, origin

@@ -34,7 +34,7 @@ def loop() -> None:
     import torch
 
     import gradstream
-    from gradstream._train import load_job
+    from gradstream.job.files import load_job
 
     session = gradstream.join(checkpoint_every=None)
     torch.set_num_threads(1)

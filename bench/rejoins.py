@@ -41,7 +41,8 @@ from gradstream.run.plan import plan_run
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.virtual import Clock, VirtualCluster
 from gradstream.server.shard.service import ShardService
-from gradstream.testing.runs import QUICK, UNSTEADY, Tokens, least_squares, numbered
+from gradstream.testing.runs import QUICK, UNSTEADY, least_squares
+from gradstream.testing.tokens import Tokens, numbered
 from gradstream.transport.simulated.network import StreamQueue, VirtualNetwork
 from records import RESULTS, command_line, origin
 

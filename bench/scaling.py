@@ -29,12 +29,13 @@ from typing import Any
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.collectives.algorithms import ALGORITHMS
-from gradstream.job.job import Deadlines
 from gradstream.run.local.machine import git_commit
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.strategies.allreduce import AllReduce
 from gradstream.strategies.base import Strategy
-from gradstream.testing.runs import Sized, numbered
+from gradstream.testing.runs import Sized
+from gradstream.testing.tokens import numbered
 from records import RESULTS, ROOT, command_line
 
 BANDWIDTH_BYTES_S = 86.4e6 / 1.44

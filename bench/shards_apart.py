@@ -51,7 +51,8 @@ from gradstream._simulate import simulate
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.testing.machines import Machines, unavailable
-from gradstream.testing.runs import Sized, numbered
+from gradstream.testing.runs import Sized
+from gradstream.testing.tokens import numbered
 from records import RESULTS, ROOT, command_line, origin
 
 RECORD = RESULTS / "shards-apart.json"

@@ -26,10 +26,10 @@ from typing import Any
 import gradstream as gs
 from gradstream._train import launch
 from gradstream.job.files import load_job
-from gradstream.report.summary import EventDict
 from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.plan import plan_run
 from gradstream.run.result import Run
+from gradstream.telemetry.events import EventDict
 from gradstream.testing.quota import CpuQuota, no_quota
 from gradstream.testing.runs import busy
 from records import RESULTS, command_line, origin

@@ -19,7 +19,8 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.run.local.machine import describe_machine, git_commit
 from gradstream.runtime.simulation import Cost, LogNormal, Network, SimulationConfig
-from gradstream.testing.runs import Sized, numbered
+from gradstream.testing.runs import Sized
+from gradstream.testing.tokens import numbered
 from records import RESULTS, ROOT, command_line, now
 
 WORKERS, STEPS, SEEDS = 16, 25, 3

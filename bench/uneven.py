@@ -31,13 +31,14 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream._train import launch
 from gradstream.job.files import load_job
-from gradstream.report.summary import EventDict
 from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.plan import plan_run
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
+from gradstream.telemetry.events import EventDict
 from gradstream.testing.quota import CpuQuota, no_quota
-from gradstream.testing.runs import Sized, busy, numbered
+from gradstream.testing.runs import Sized, busy
+from gradstream.testing.tokens import numbered
 from records import RESULTS, command_line, origin
 
 ROUNDS = 48

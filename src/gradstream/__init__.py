@@ -41,11 +41,12 @@ if TYPE_CHECKING:
     from gradstream._train import train
     from gradstream.coordinator.stopping import until
     from gradstream.data import from_arrays, from_dataset, from_loader, from_stream
-    from gradstream.job.job import Deadlines, Job
+    from gradstream.job.job import Job
     from gradstream.model import from_functions, from_jax, from_torch
     from gradstream.optim import schedules
     from gradstream.run.result import Run
     from gradstream.runtime import simulation as sim
+    from gradstream.runtime.deadlines import Deadlines
     from gradstream.session import Session, join
     from gradstream.strategies import (
         DCASGD,

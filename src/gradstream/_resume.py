@@ -13,7 +13,7 @@ from gradstream._train import check_detached, launch
 from gradstream.checkpoint import Resume, to_resume
 from gradstream.data.lock import machine_lock
 from gradstream.errors import ConfigError, DataError, UnknownNameError
-from gradstream.job.job import Deadlines, Job, Pipeline, is_script, spread_out
+from gradstream.job.job import Job, Pipeline, is_script, spread_out
 from gradstream.job.registry import find_strategy
 from gradstream.job.validation import check_script
 from gradstream.pipeline.hybrid import Hybrid
@@ -27,6 +27,7 @@ from gradstream.run.plan import plan_run
 from gradstream.run.remote.listening import Listening
 from gradstream.run.reopen import job_of_run
 from gradstream.run.result import FINAL_MODEL, Run
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.storage import DiskStorage
 from gradstream.telemetry.event_lines import EventLines
 from gradstream.untrusted import say

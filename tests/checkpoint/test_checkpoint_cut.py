@@ -20,15 +20,8 @@ from gradstream.data import Ledger, PartitionPlan
 from gradstream.errors import Interrupted
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
-from gradstream.testing.runs import (
-    QUICK,
-    UNSTEADY,
-    Tokens,
-    check_exactly_once,
-    least_squares,
-    numbered,
-    token_counts,
-)
+from gradstream.testing.runs import QUICK, UNSTEADY, least_squares
+from gradstream.testing.tokens import Tokens, check_exactly_once, numbered, token_counts
 from gradstream.wire import v1
 from whole_runs import same, unexpected
 

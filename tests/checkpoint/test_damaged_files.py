@@ -195,7 +195,8 @@ def job():
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was begun and lost: it has checkpoints, and no final parameters."""
-    from gradstream._train import load_job, train
+    from gradstream._train import train
+    from gradstream.job.files import load_job
 
     folder = tmp_path_factory.mktemp("made")
     (folder / "job.py").write_text(JOB_FILE)

@@ -36,9 +36,10 @@ from gradstream.optim import SGD, Adagrad, Adam
 from gradstream.report.summary import summary_of
 from gradstream.run.final_evaluation import evaluate
 from gradstream.run.listing import list_runs
-from gradstream.run.result import Evaluation, Run
+from gradstream.run.result import Run
 from gradstream.runtime.simulation import LogNormal, SimulationConfig
 from gradstream.untrusted import say
+from gradstream.worker.evaluation import Evaluation
 
 MODEL = gs.from_functions(lambda seed: np.zeros(1), lambda p, x: x * p, lambda p, x, y: p)
 DATA = gs.from_arrays(np.zeros((8, 1)), np.zeros((8, 1)))

@@ -22,7 +22,8 @@ from gradstream.data.shares import WorkerSpeed
 from gradstream.run.nodes import _membership, _started
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, SimulationConfig
-from gradstream.testing.runs import QUICK, Tokens, numbered
+from gradstream.testing.runs import QUICK
+from gradstream.testing.tokens import Tokens, numbered
 from gradstream.wire import v1
 
 

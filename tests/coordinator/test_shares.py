@@ -24,11 +24,11 @@ from gradstream.errors import ConfigError, InternalError
 from gradstream.report.figures import figures_of
 from gradstream.report.page import PageSource, page
 from gradstream.report.reason import reason_of
-from gradstream.report.summary import EventDict
 from gradstream.report.uneven import shares_table
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, LogNormal, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
+from gradstream.telemetry.events import EventDict
 from gradstream.testing.runs import least_squares
 from gradstream.worker.balance import ShareReporter
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import gradstream as gs
-from gradstream.model.base import Batch
+from gradstream.model.batch import Batch
 
 
 @dataclass(frozen=True)

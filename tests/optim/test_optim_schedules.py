@@ -19,7 +19,8 @@ from gradstream.errors import ConfigError
 from gradstream.job.registry import describe, find_function, find_optimizer, load_module, place_of
 from gradstream.optim.schedules import Position, Rate, nominal_rate, rate_at
 from gradstream.strategies import Strategy
-from gradstream.testing.runs import QUICK, Tokens, kill_at, least_squares, numbered
+from gradstream.testing.runs import QUICK, kill_at, least_squares
+from gradstream.testing.tokens import Tokens, numbered
 
 STEPS, PER_EPOCH = 40, 8
 

@@ -17,7 +17,8 @@ from gradstream.cli import main
 from gradstream.preflight import base, estimate, samples_per_s
 from gradstream.preflight import job as job_dry_run
 from gradstream.runtime.resources import free_memory_bytes
-from gradstream.testing.runs import Sized, numbered
+from gradstream.testing.runs import Sized
+from gradstream.testing.tokens import numbered
 
 JOB = """
 import numpy as np

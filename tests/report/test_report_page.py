@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 import gradstream as gs
 from gradstream._simulate import simulate
-from gradstream._train import load_job
 from gradstream.cli import main
+from gradstream.job.files import load_job
 from gradstream.report.page import PageSource, page
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, SimulationConfig

@@ -379,7 +379,8 @@ def job():
 ON_SMALL_DISK = """
 import json, os, sys, threading, time
 from pathlib import Path
-from gradstream._train import load_job, train
+from gradstream._train import train
+from gradstream.job.files import load_job
 
 run_dir, full_s = Path(sys.argv[2]), float(sys.argv[3])
 made, told, stop = [], {}, threading.Event()

@@ -18,13 +18,14 @@ from gradstream.data.base import BatchRef, PartitionSpec
 from gradstream.data.feed import plan_of
 from gradstream.data.ledger import Ledger
 from gradstream.errors import ConfigError, GradientError, NonFiniteError, RefusedError
-from gradstream.model.base import Batch
+from gradstream.model.batch import Batch
 from gradstream.model.check import finite, usable
 from gradstream.replay import replay
 from gradstream.run.result import Run
 from gradstream.runtime.base import Report
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
-from gradstream.testing.runs import TOKENS_PER_CHUNK, Tokens, least_squares, numbered, token_counts
+from gradstream.testing.runs import least_squares
+from gradstream.testing.tokens import TOKENS_PER_CHUNK, Tokens, numbered, token_counts
 
 NUM_SAMPLES, WORKERS, CHUNKS = 48, 3, 3
 UNEVEN = SimulationConfig(

@@ -20,7 +20,8 @@ import gradstream as gs
 from gradstream.checkpoint.model_file import load, load_file
 from gradstream.data.base import Ids
 from gradstream.errors import ConfigError
-from gradstream.model.base import Batch, Layout, Reduction
+from gradstream.model.base import Layout, Reduction
+from gradstream.model.batch import Batch
 from gradstream.run.result import FINAL_MODEL, Run
 from gradstream.runtime.base import Report
 

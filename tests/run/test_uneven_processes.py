@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from gradstream.job.files import load_job
-from gradstream.report.summary import EventDict
 from gradstream.run.local import LocalCluster, node_environment
+from gradstream.telemetry.events import EventDict
 from gradstream.testing.quota import CpuQuota, no_quota
 from whole_runs import train
 

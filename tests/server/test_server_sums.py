@@ -30,14 +30,8 @@ from gradstream.server.shard.pending_fetch import PendingFetch
 from gradstream.server.shard.state import Acknowledge, Apply, Instruction, Parked, Release, ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.strategies import ServerWorker
-from gradstream.testing.runs import (
-    QUICK,
-    Tokens,
-    check_exactly_once,
-    kill_at,
-    least_squares,
-    numbered,
-)
+from gradstream.testing.runs import QUICK, kill_at, least_squares
+from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
 from gradstream.testing.trials import bad_world
 from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.window import SequenceWindow

@@ -26,7 +26,8 @@ from gradstream.server.shard.event_schedule import UpdateDue
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.row_store import ChangedRows
 from gradstream.strategies.base import RowExchange
-from gradstream.testing.runs import QUICK, Tokens, check_exactly_once, numbered
+from gradstream.testing.runs import QUICK
+from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
 from gradstream.testing.trials import bad_world, trial
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap

@@ -31,7 +31,8 @@ from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.reassignment import Block, Epoch
 from gradstream.job.files import load_job
 from gradstream.session.bridge import LoopBridge
-from gradstream.session.loaders import LoaderPart, part_of
+from gradstream.session.loaders import part_of
+from gradstream.session.loaders_part import LoaderPart
 from gradstream.session.loaders_takeover import Takeover
 from gradstream.testing.sessions import loop_in_threads
 from gradstream.wire import v1

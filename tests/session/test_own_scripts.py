@@ -33,7 +33,8 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import gradstream as gs
-from gradstream.session.loaders import LoaderPart, part_of
+from gradstream.session.loaders import part_of
+from gradstream.session.loaders_part import LoaderPart
 from gradstream.session.samples import BeforeForward, SampleCount
 from gradstream.testing.sessions import loop_in_threads
 

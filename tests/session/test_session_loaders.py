@@ -30,7 +30,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 import gradstream as gs
 from gradstream.errors import ConfigError
-from gradstream.session.loaders import LoaderPart, part_of
+from gradstream.session.loaders import part_of
+from gradstream.session.loaders_part import LoaderPart
 from gradstream.session.samples import SampleCount
 from gradstream.testing.sessions import loop_in_threads
 

@@ -18,7 +18,8 @@ from gradstream.job.registry import optimizer_of_text
 from gradstream.session.arrays import ArrayBinding
 from gradstream.session.binding import ModuleBinding
 from gradstream.session.bridge import LoopBridge
-from gradstream.session.loaders import LoaderPart, length_of, part_of
+from gradstream.session.loaders import part_of
+from gradstream.session.loaders_part import LoaderPart, length_of
 from gradstream.session.optimizer import DistributedOptimizer
 from gradstream.session.rules import rule_of
 from gradstream.session.torchrun import of_torchrun

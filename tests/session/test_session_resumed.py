@@ -27,7 +27,8 @@ from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.storage import DiskStorage
 from gradstream.session.arrays import ArrayBinding
 from gradstream.session.bridge import LoopBridge
-from gradstream.session.loaders import LoaderPart, part_of
+from gradstream.session.loaders import part_of
+from gradstream.session.loaders_part import LoaderPart
 from gradstream.session.worker_session import WorkerSession
 from whole_runs import train
 

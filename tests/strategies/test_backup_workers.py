@@ -17,7 +17,6 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.errors import ConfigError, PeerLostError
 from gradstream.report.page import PageSource, page
-from gradstream.report.summary import EventDict
 from gradstream.report.uneven import quorums
 from gradstream.run.result import Run
 from gradstream.run.simulated import SimulatedCluster
@@ -27,7 +26,9 @@ from gradstream.server.aggregation import FetchTerms, PushHeader
 from gradstream.server.quorum import QuorumDecision, QuorumLeader, QuorumVotes
 from gradstream.server.shard.state import Acknowledge, Apply, Parked, Release, ShardState
 from gradstream.strategies.synchronous import SynchronousRound
-from gradstream.testing.runs import QUICK, Sized, kill_at, least_squares, numbered
+from gradstream.telemetry.events import EventDict
+from gradstream.testing.runs import QUICK, Sized, kill_at, least_squares
+from gradstream.testing.tokens import numbered
 
 LR = 2.0**-7
 GRID = 2.0**-10

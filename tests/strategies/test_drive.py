@@ -24,23 +24,16 @@ from gradstream.errors import ConfigError, Interrupted, UserCodeError
 from gradstream.report.figures import figures_of
 from gradstream.report.reason import reason_of
 from gradstream.report.sections import workers
-from gradstream.report.summary import EventDict
 from gradstream.report.timeline import lanes_of
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.strategies.api import Participation
 from gradstream.strategies.staged import ALONE
 from gradstream.strategies.stale import StaleGradients
+from gradstream.telemetry.events import EventDict
 from gradstream.testing import properties
-from gradstream.testing.runs import (
-    QUICK,
-    UNSTEADY,
-    Tokens,
-    check_exactly_once,
-    kill_at,
-    least_squares,
-    numbered,
-)
+from gradstream.testing.runs import QUICK, UNSTEADY, kill_at, least_squares
+from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
 from gradstream.testing.trials import bad_world
 from gradstream.wire import v1
 from gradstream.worker.batch_queue import BatchQueue

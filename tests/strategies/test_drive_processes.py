@@ -13,10 +13,10 @@ import gradstream as gs
 import gradstream._resume  # the name in the face is the function's
 from gradstream._train import launch
 from gradstream.job.files import load_job
-from gradstream.report.summary import EventDict
 from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.plan import plan_run
-from gradstream.testing.runs import check_exactly_once
+from gradstream.telemetry.events import EventDict
+from gradstream.testing.tokens import check_exactly_once
 from killing import Killer
 
 resume_module = sys.modules["gradstream._resume"]
@@ -24,7 +24,7 @@ resume_module = sys.modules["gradstream._resume"]
 JOB = """
 import time
 import gradstream as gs
-from gradstream.testing.runs import Tokens, numbered
+from gradstream.testing.tokens import Tokens, numbered
 
 class Slow(Tokens):
     def gradient(self, *given, **options):

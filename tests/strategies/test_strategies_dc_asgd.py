@@ -20,7 +20,8 @@ from gradstream.server.correction import Correction, SenderStates
 from gradstream.strategies import ServerWorker
 from gradstream.strategies.dc_asgd import DCASGD, Compensation
 from gradstream.testing import check_strategy
-from gradstream.testing.runs import QUICK, Sized, least_squares, numbered
+from gradstream.testing.runs import QUICK, Sized, least_squares
+from gradstream.testing.tokens import numbered
 from gradstream.testing.trials import bad_world
 from gradstream.worker.replica.server import ServerReplica
 

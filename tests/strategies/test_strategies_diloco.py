@@ -27,7 +27,8 @@ from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.update import Update
 from gradstream.strategies.base import Pushes, Strategy
 from gradstream.testing import check_strategy
-from gradstream.testing.runs import Sized, kill_at, least_squares, numbered
+from gradstream.testing.runs import Sized, kill_at, least_squares
+from gradstream.testing.tokens import numbered
 from gradstream.worker.replica.server import ServerReplica
 
 Array = np.ndarray[Any, Any]

@@ -18,7 +18,8 @@ from gradstream._simulate import simulate
 from gradstream.data.base import BatchRef, Partitioning
 from gradstream.data.plan import PartitionPlan
 from gradstream.job.files import load_job
-from gradstream.model.base import Batch, Layout
+from gradstream.model.base import Layout
+from gradstream.model.batch import Batch
 from gradstream.optim.base import Optimizer
 from gradstream.optim.schedules import Position
 from gradstream.runtime.base import Report
@@ -30,7 +31,8 @@ from gradstream.server.shard.state import Acknowledge, Apply, Parked, Release, S
 from gradstream.strategies import ServerWorker
 from gradstream.strategies.ssp import Lockstep
 from gradstream.testing import check_strategy
-from gradstream.testing.runs import Tokens, check_exactly_once, least_squares, numbered
+from gradstream.testing.runs import least_squares
+from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
 from gradstream.testing.trials import token_run
 
 WORKERS, CLOCKS = 4, 24

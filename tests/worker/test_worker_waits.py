@@ -16,7 +16,8 @@ from gradstream.server.shard.stragglers import StragglerTracker
 from gradstream.strategies import Strategy
 from gradstream.telemetry.stopwatch import Stopwatch
 from gradstream.telemetry.wait_attribution import Kind, WaitAttribution, shared_out
-from gradstream.testing.runs import Sized, numbered
+from gradstream.testing.runs import Sized
+from gradstream.testing.tokens import numbered
 
 # ---- pure parts -------------------------------------------------------------------------
 

@@ -21,9 +21,9 @@ from gradstream.report.units import time_text
 
 if TYPE_CHECKING:
     from gradstream.job.job import Job
-    from gradstream.report.summary import EventDict
     from gradstream.run.local import LocalCluster
     from gradstream.run.result import Run
+    from gradstream.telemetry.events import EventDict
 
 JOB = "gradstream.cli.demo_job:counted"
 PICTURE = "faults.svg"

@@ -14,7 +14,7 @@ from rich.text import Text
 from gradstream.cli.progress import ProgressLine
 
 if TYPE_CHECKING:
-    from gradstream.report.summary import EventDict
+    from gradstream.telemetry.events import EventDict
 
 PLAIN_EVERY_S = 5.0
 PLAIN_EVERY_FRACTION = 0.1

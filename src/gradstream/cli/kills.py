@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradstream.report.summary import EventDict
     from gradstream.run.local import LocalCluster
+    from gradstream.telemetry.events import EventDict
 
 ONCE = ("coordinator", "shard-1")
 """Nodes that are killed once in a run: others take their place. The shard has a backup on the other one."""

@@ -11,7 +11,7 @@ from gradstream.report.pauses import participation_text
 from gradstream.untrusted import escaped
 
 if TYPE_CHECKING:
-    from gradstream.report.summary import EventDict
+    from gradstream.telemetry.events import EventDict
 
 WINDOW_S = 10.0
 """Period over which rates are averaged, in seconds of the run's own time."""

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from gradstream.run.result import Evaluation, Run
+    from gradstream.run.result import Run
+    from gradstream.worker.evaluation import Evaluation
 
 
 def error_text(error: GradstreamError) -> str:

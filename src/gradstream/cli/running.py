@@ -9,8 +9,8 @@ import click
 
 if TYPE_CHECKING:
     from gradstream.job.job import Job
-    from gradstream.report.summary import EventDict
     from gradstream.run.result import Run
+    from gradstream.telemetry.events import EventDict
 
 OnEvent = Callable[["EventDict"], None]
 

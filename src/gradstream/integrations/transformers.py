@@ -18,8 +18,10 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from gradstream.integrations import wrap
-from gradstream.integrations.accelerate import one_of, set_rank
+from gradstream.integrations.accelerate import one_of, set_process, set_rank
 from gradstream.session.session import Session
+
+__all__ = ["GradstreamTrainer", "set_process"]
 
 
 class GradstreamTrainer(Trainer):

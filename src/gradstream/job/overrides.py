@@ -10,10 +10,11 @@ from typing import Any
 
 from gradstream.coordinator.stopping import Until
 from gradstream.errors import ConfigError
-from gradstream.job.job import Deadlines, Job
+from gradstream.job.job import Job
 from gradstream.job.registry import place_of
 from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.untrusted import MismatchError, check_value
 from gradstream.worker.evaluation import Metric
 

@@ -20,7 +20,6 @@ from gradstream._train import launch
 from gradstream.errors import Interrupted, PreflightError, UserCodeError
 from gradstream.job.job import Job
 from gradstream.model.base import Model
-from gradstream.report.summary import EventDict
 from gradstream.report.units import size_text
 from gradstream.run.local import LocalCluster, node_environment
 from gradstream.run.plan import RunPlan, plan_run
@@ -28,6 +27,7 @@ from gradstream.run.reopen import kept_parameters
 from gradstream.run.result import Run
 from gradstream.runtime.resources import free_disk_bytes
 from gradstream.runtime.simulation import SimulationConfig
+from gradstream.telemetry.events import EventDict
 
 STEPS = 1
 """Minibatches of each worker before the run is asked to stop. The first one warms up, and is not measured; when

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 from gradstream.errors import PreflightError
 from gradstream.preflight.base import Check, DryRun, by_role
-from gradstream.report.summary import EventDict
 from gradstream.report.units import size_text
 from gradstream.runtime.resources import free_memory_bytes
+from gradstream.telemetry.events import EventDict
 
 
 class ScriptDryRun(DryRun):

@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gradstream.report.summary import EventDict, begin_s
+from gradstream.report.summary import begin_s
+from gradstream.telemetry.events import EventDict
 
 MAX_POINTS = 200
 """Most points of a curve: more would lie closer together than the pixels of a page."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from gradstream.report.summary import EventDict
+from gradstream.telemetry.events import EventDict
 
 
 @dataclass(frozen=True, slots=True)

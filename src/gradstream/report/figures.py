@@ -17,8 +17,9 @@ from gradstream.report.grouped import attributed
 from gradstream.report.pauses import pauses_of
 from gradstream.report.staleness import StalenessRow, staleness_by
 from gradstream.report.story import Moment, Status, status_of, story_of
-from gradstream.report.summary import EventDict, begin_s, carriers_of, summary_of
+from gradstream.report.summary import begin_s, carriers_of, summary_of
 from gradstream.report.worker_figures import WorkerFigures, workers_of
+from gradstream.telemetry.events import EventDict
 
 Series = tuple[tuple[float, float], ...]
 """(time_s, value), in the order of time."""

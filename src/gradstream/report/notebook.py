@@ -7,8 +7,8 @@ from html import escape
 
 from gradstream.report import curves
 from gradstream.report.charts import Curve, line_chart
-from gradstream.report.summary import EventDict
 from gradstream.report.units import count_text
+from gradstream.telemetry.events import EventDict
 
 STYLE = """
 .gradstream { display: flex; flex-wrap: wrap; gap: 8px 28px; align-items: flex-start; }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from gradstream.report.summary import EventDict
+from gradstream.telemetry.events import EventDict
 
 
 def pauses_of(changes: Sequence[EventDict], end_s: float) -> Mapping[str, list[tuple[float, float]]]:

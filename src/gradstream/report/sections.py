@@ -11,12 +11,13 @@ from typing import Any
 
 from gradstream.report import curves
 from gradstream.report.charts import Curve, histogram, line_chart, shares, sparkline
-from gradstream.report.figures import LinkFigures, RunFigures, WorkerFigures
+from gradstream.report.figures import LinkFigures, RunFigures
 from gradstream.report.lanes import Styles
 from gradstream.report.staleness import MEMORY, StalenessRow
-from gradstream.report.summary import EventDict
 from gradstream.report.uneven import quorums, shares_table
 from gradstream.report.units import count_text, size_text, time_text
+from gradstream.report.worker_figures import WorkerFigures
+from gradstream.telemetry.events import EventDict
 
 TOGETHER_S = 0.1
 """Seconds after the begin; a node that joins sooner counts as there from the begin."""

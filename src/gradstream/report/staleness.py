@@ -16,7 +16,7 @@ from html import escape
 from typing import Literal
 
 from gradstream.report.charts import histogram
-from gradstream.report.summary import EventDict
+from gradstream.telemetry.events import EventDict
 
 By = Literal["link", "worker", "shard", "run"]
 

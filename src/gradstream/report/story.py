@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradstream.report.pauses import participation_text
-from gradstream.report.summary import EventDict
+from gradstream.telemetry.events import EventDict
 
 Status = Literal["finished", "failed", "stopped", "unfinished"]
 """Stopped: a user stopped it, and it can be resumed. Unfinished: it still runs, or its launcher died."""

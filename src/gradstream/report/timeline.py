@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gradstream.report.pauses import pauses_of
-from gradstream.report.summary import EventDict, begin_s
+from gradstream.report.summary import begin_s
+from gradstream.telemetry.events import EventDict
 
 MAX_STEPS = 12_000
 """Most steps that are drawn one by one, over all workers."""

@@ -17,8 +17,8 @@ from typing import Any
 
 from gradstream.report.figures import figures_of
 from gradstream.report.staleness import StalenessRow
-from gradstream.report.summary import EventDict
 from gradstream.report.timeline import REST, StepSpan, lanes_of, pieces
+from gradstream.telemetry.events import EventDict
 
 TRACKS = ("compute", "wait", "push", "fetch", "evaluate", "apply")
 EVERY = 1 << 62

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from gradstream.report.summary import EventDict
 from gradstream.report.units import count_text
+from gradstream.telemetry.events import EventDict
 
 MOST = 12
 """Most changes that are shown, the newest ones."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from gradstream.errors import GradstreamError
 from gradstream.run.reopen import reopen
-from gradstream.run.result import Evaluation, Run
+from gradstream.run.result import Run
 from gradstream.runtime.event_log import disk_error
 from gradstream.telemetry.events import EvaluatedEvent, encode
 from gradstream.untrusted import say
+from gradstream.worker.evaluation import Evaluation
 
 
 def evaluate(run: Run) -> Evaluation | None:

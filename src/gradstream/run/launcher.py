@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.errors import (
     ConfigError,
     DeadlineError,
@@ -30,7 +31,7 @@ from gradstream.run.followed_events import FollowedEvents
 from gradstream.run.local import NODE, SCRIPT, Cluster
 from gradstream.run.local.signals import StopSignals
 from gradstream.run.losses import losses_of
-from gradstream.run.plan import COORDINATOR, RunPlan, worker_name
+from gradstream.run.plan import RunPlan, worker_name
 from gradstream.run.preparation import LaunchOptions, Preparation
 from gradstream.run.records import add_to_run_json
 from gradstream.run.reshards import ShardChanges

@@ -8,9 +8,10 @@ from typing import Any, Literal, TypedDict
 
 from gradstream.errors import ConfigError
 from gradstream.report.story import Status, status_of
-from gradstream.report.summary import EventDict, summary_of
+from gradstream.report.summary import summary_of
 from gradstream.run.files import read_record
 from gradstream.telemetry.event_lines import read_events
+from gradstream.telemetry.events import EventDict
 
 
 class RunEntry(TypedDict):

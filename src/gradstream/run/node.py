@@ -27,6 +27,7 @@ from gradstream.checkpoint.elsewhere import ElsewhereStorage
 from gradstream.coordinator import DrainedError, RunAbortedError, RunStoppedError
 from gradstream.coordinator.durable.keeper import TAIL_BYTES, Keeper, StateKeeper, Unkept
 from gradstream.coordinator.durable.store import STORE, StateStore
+from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.data.lock import machine_lock
 from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
 from gradstream.job.job import Job, build_model
@@ -35,7 +36,7 @@ from gradstream.run.local.node_log import show_warnings
 from gradstream.run.losses import losses_of
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.nodes import build_coordinator, build_replica
-from gradstream.run.plan import COORDINATOR, RunPlan
+from gradstream.run.plan import RunPlan
 from gradstream.run.reshards import follow_requests, take_request
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.event_log import RETRY_S, EventLog

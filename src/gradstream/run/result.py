@@ -21,10 +21,11 @@ from gradstream.report.notebook import run_html
 from gradstream.report.page import PageSource, page
 from gradstream.report.staleness import By, Staleness, staleness_by
 from gradstream.report.straggler import straggler_text
-from gradstream.report.summary import EventDict, evaluations_of, history_of, summary_of
+from gradstream.report.summary import evaluations_of, history_of, summary_of
 from gradstream.report.trace import trace_json
 from gradstream.run.files import read_config, read_record
 from gradstream.telemetry.event_lines import read_events
+from gradstream.telemetry.events import EventDict
 from gradstream.untrusted import MismatchError, check_record
 from gradstream.worker.evaluation import Evaluation, Metric, evaluate
 

@@ -14,9 +14,10 @@ import torch
 from gradstream.coordinator import Coordinator, RunOutcome
 from gradstream.coordinator.durable.keeper import Keeper, StateKeeper, Unkept
 from gradstream.coordinator.durable.store import StateStore
+from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.model.base import Model
 from gradstream.run.nodes import build_coordinator, build_replica
-from gradstream.run.plan import COORDINATOR, RunPlan, shard_name
+from gradstream.run.plan import RunPlan, shard_name
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.virtual import DeadlockError, VirtualCluster

@@ -14,10 +14,11 @@ from typing import Any
 
 from gradstream.errors import ConfigError, Interrupted
 from gradstream.job.files import intercept, script_of_caller
-from gradstream.job.job import Deadlines, Job
+from gradstream.job.job import Job
 from gradstream.job.registry import describe, find_strategy
 from gradstream.run import placement
 from gradstream.run.result import FINAL_MODEL
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.session import torchrun
 from gradstream.session.job import OwnLoop, ScriptModel
 from gradstream.session.session import Session, SingleProcessSession

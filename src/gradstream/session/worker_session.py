@@ -26,7 +26,8 @@ from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_states import WrappedParameters
 from gradstream.session.gradients import GradientReducer
 from gradstream.session.host import Host
-from gradstream.session.loaders import LoaderPart, part_of
+from gradstream.session.loaders import part_of
+from gradstream.session.loaders_part import LoaderPart
 from gradstream.session.loaders_takeover import Takeover
 from gradstream.session.log import SessionLog
 from gradstream.session.node import RunConnection

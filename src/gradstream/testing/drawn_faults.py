@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from gradstream.run.plan import COORDINATOR, shard_name, worker_name
+from gradstream.coordinator.nodes import COORDINATOR
+from gradstream.run.plan import shard_name, worker_name
 from gradstream.testing.fault_kinds import (
     Corrupt,
     Cut,

@@ -16,8 +16,10 @@ from gradstream.errors import GradstreamError
 from gradstream.testing.ending_checks import CHECKS as ENDING_CHECKS
 from gradstream.testing.flow_checks import CHECKS as FLOW_CHECKS
 from gradstream.testing.memory_checks import CHECKS as MEMORY_CHECKS
-from gradstream.testing.pieces import LIMIT_S, Check, ConformanceError, MakePair
+from gradstream.testing.pieces import LIMIT_S, Check, ConformanceError, MakePair, Pair
 from gradstream.testing.refusal_checks import CHECKS as REFUSAL_CHECKS
+
+__all__ = ["CHECKS", "Check", "ConformanceError", "MakePair", "Pair", "check_endpoint", "run_check"]
 
 CHECKS: tuple[Check, ...] = (*FLOW_CHECKS, *ENDING_CHECKS, *MEMORY_CHECKS, *REFUSAL_CHECKS)
 

@@ -20,29 +20,54 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gradstream.coordinator.durable.store import StateStore
+from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.errors import PeerLostError
 from gradstream.job.job import Job
 from gradstream.run.followed_events import OnEvent
-from gradstream.run.plan import COORDINATOR
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Partition, SimulationConfig
 from gradstream.testing.drawn_faults import Scene, drawn_faults
 from gradstream.testing.fault_kinds import (
+    Corrupt,
     Cut,
     Departure,
     DiskFull,
+    Drain,
+    Duplicate,
     Fault,
     Flaw,
     Freeze,
     Kill,
+    Lose,
+    Reorder,
     Slow,
+    SlowLink,
     Spell,
+    Stop,
 )
 from gradstream.testing.process_faults import ProcessFaults
 from gradstream.testing.storage import FailingStorage
 from gradstream.transport.simulated.network import VirtualNetwork
+
+__all__ = [
+    "Corrupt",
+    "Cut",
+    "DiskFull",
+    "Drain",
+    "Duplicate",
+    "Fault",
+    "FaultPlan",
+    "Freeze",
+    "Kill",
+    "Lose",
+    "Reorder",
+    "Scene",
+    "Slow",
+    "SlowLink",
+    "Stop",
+]
 
 LOOK_S = 0.01
 AGAIN_S, AGAIN_LOOKS = 0.1, 40

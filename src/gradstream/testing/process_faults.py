@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from gradstream._train import launch
+from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.local import node_environment
-from gradstream.run.plan import COORDINATOR, RunPlan, plan_run
+from gradstream.run.plan import RunPlan, plan_run
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
 from gradstream.strategies.base import GroupStrategy, SharedMemoryStrategy

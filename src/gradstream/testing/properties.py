@@ -25,8 +25,9 @@ from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.run.result import Run
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, Strategy
-from gradstream.testing.runs import QUICK, least_squares, token_counts
-from gradstream.testing.trials import NUM_SAMPLES, TrialOutcome, bad_world, token_run, trial
+from gradstream.testing.runs import NUM_SAMPLES, QUICK, least_squares
+from gradstream.testing.tokens import token_counts
+from gradstream.testing.trials import TrialOutcome, bad_world, token_run, trial
 
 SEEDS = 6
 EPOCHS = 2

@@ -23,13 +23,14 @@ import torch
 from gradstream._simulate import simulate
 from gradstream.data import from_arrays
 from gradstream.data.arrays import ArrayDataset
-from gradstream.job.job import Deadlines
 from gradstream.model import from_functions
-from gradstream.model.base import Batch, Layout, Model, Reduction
+from gradstream.model.base import Layout, Model, Reduction
+from gradstream.model.batch import Batch
 from gradstream.optim import SGD
 from gradstream.run.result import Run
 from gradstream.run.simulated import Script, SimulatedCluster
 from gradstream.runtime.base import Report
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.testing.tokens import (
     Silent,

@@ -16,18 +16,19 @@ from typing import Any, cast
 import numpy as np
 
 from gradstream._simulate import simulate
+from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.data.base import Dataset
 from gradstream.errors import Interrupted
 from gradstream.model.base import Model, Reduction
 from gradstream.optim import SGD
-from gradstream.run.plan import COORDINATOR
 from gradstream.run.result import Run
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, Strategy
-from gradstream.testing.runs import NUM_SAMPLES, QUICK, Tokens, numbered
+from gradstream.testing.runs import NUM_SAMPLES, QUICK
+from gradstream.testing.tokens import Tokens, numbered
 
 LIMIT_S = 200.0
 

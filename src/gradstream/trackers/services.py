@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradstream.errors import ConfigError, UnknownNameError
-from gradstream.report.summary import EventDict
+from gradstream.telemetry.events import EventDict
 from gradstream.trackers.tensorboard import Scalars, TensorBoard
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradstream.report.staleness import StalenessRow
-from gradstream.report.summary import EventDict
+from gradstream.telemetry.events import EventDict
 from gradstream.trackers.tfevents import EventFile, Scalar
 
 if TYPE_CHECKING:

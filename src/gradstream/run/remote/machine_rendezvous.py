@@ -12,10 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.errors import DeadlineError, exit_code
 from gradstream.run.followed_events import FollowedEvents
 from gradstream.run.losses import losses_of
-from gradstream.run.plan import COORDINATOR, RunPlan
+from gradstream.run.plan import RunPlan
 from gradstream.run.remote.address import new_token
 from gradstream.run.remote.certificate_authority import LAUNCHER, CertificateAuthority
 from gradstream.run.remote.facts import facts_of, file_hash
