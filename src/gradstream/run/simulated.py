@@ -106,6 +106,11 @@ class SimulatedCluster:
         """Whether a node has started and not ended."""
         return not self._tasks[name].done() and not self.virtual.runtime(name).dead
 
+    async def ended(self, name: str) -> None:
+        """Returns once a node's process of now has ended, or was killed."""
+        if self.is_running(name):
+            await asyncio.wait([self._tasks[name]])
+
     def drain(self, name: str) -> None:
         """Asks a worker to hand in what it has computed and to leave, as SIGTERM does."""
         self._workers[name].drain()

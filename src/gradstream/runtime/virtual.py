@@ -13,7 +13,7 @@ import bisect
 import heapq
 import random
 import selectors
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -109,6 +109,10 @@ class _JumpingSelector(selectors.DefaultSelector):
 class _JumpingLoop(asyncio.SelectorEventLoop):
     """An asyncio loop on virtual time."""
 
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+    _stopping: bool
+
     def __init__(self, clock: Clock) -> None:
         super().__init__(_JumpingSelector(clock))
         self._clock = clock
@@ -116,6 +120,17 @@ class _JumpingLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Virtual seconds."""
         return self._clock.now_ns / 1e9
+
+    def _run_once(self) -> None:
+        """asyncio's own, without the looks at files and at timers of asyncio, of which a simulation has none."""
+        ready = self._ready
+        if self._scheduled or not (ready or self._stopping or self._clock.advance()):
+            super()._run_once()
+            return
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Logs failures of tasks that nobody awaited, except Ctrl-C: `run_until_complete` has raised it."""

@@ -166,8 +166,7 @@ class FaultPlan:
 
     async def _bring_back(self, cluster: SimulatedCluster, fault: Departure) -> None:
         director = cluster.virtual.runtime("director")
-        while cluster.is_running(fault.node):
-            await director.sleep(1e-3)
+        await cluster.ended(fault.node)
         wait_s = fault.back_s or 0.0
         while not cluster.over:
             await director.sleep(wait_s)
