@@ -50,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Has the Python processes of this test and its fixtures forked, unless it is marked `cold`."""
+    mark_kind(item)
     cold = item.get_closest_marker("cold") is not None
     if not STARTER and not cold and item.get_closest_marker("process") and sys.platform == "linux":
         if not item.config.getoption("--cold"):
@@ -72,7 +73,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks each test as `unit`, `sim` or `process`, unless it is marked so, and as `slow` by slow.txt.
+    """Marks tests as `slow` by slow.txt, and each by its kind if `-m` chooses among them.
 
     Where several processes share the files, the file that takes longest comes first.
     """
@@ -86,10 +87,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid.partition("[")[0] in slow:
             item.add_marker("slow")
-        if isinstance(item, pytest.Function) and not any(map(item.get_closest_marker, KINDS)):
-            fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
-            parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-            item.add_marker(kind_of(item.function, fixtures, parameters))
+        if config.option.markexpr:
+            mark_kind(item)
+
+
+def mark_kind(item: pytest.Item) -> None:
+    """Marks a test as `unit`, `sim` or `process`, unless it is marked so. Takes a millisecond or two."""
+    if isinstance(item, pytest.Function) and not any(map(item.get_closest_marker, KINDS)):
+        fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        item.add_marker(kind_of(item.function, fixtures, parameters))
 
 
 @pytest.hookimpl(wrapper=True)

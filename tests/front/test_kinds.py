@@ -77,9 +77,9 @@ def test_what_starts_processes_is_found_however_far_away_it_is() -> None:
     assert kind_of(plain, parameters=[["train"], {"by": starts}]) == "process"
 
 
-def test_every_test_has_one_kind(request: pytest.FixtureRequest) -> None:
+def test_no_test_has_two_kinds(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
-        assert sum(item.get_closest_marker(kind) is not None for kind in KINDS) == 1, item.nodeid
+        assert sum(item.get_closest_marker(kind) is not None for kind in KINDS) <= 1, item.nodeid
 
 
 def test_the_slow_tests_are_there(repository: Path) -> None:
