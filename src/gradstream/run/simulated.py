@@ -109,7 +109,7 @@ class SimulatedCluster:
     async def ended(self, name: str) -> None:
         """Returns once a node's process of now has ended, or was killed."""
         if self.is_running(name):
-            await asyncio.wait([self._tasks[name]])
+            await asyncio.wait([self._tasks[name]])  # noqa: TID251  # one task: there is no order
 
     def drain(self, name: str) -> None:
         """Asks a worker to hand in what it has computed and to leave, as SIGTERM does."""

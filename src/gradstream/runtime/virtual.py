@@ -122,10 +122,10 @@ class _JumpingLoop(asyncio.SelectorEventLoop):
         return self._clock.now_ns / 1e9
 
     def _run_once(self) -> None:
-        """asyncio's own, without the looks at files and at timers of asyncio, of which a simulation has none."""
+        """As in asyncio, without the looks at files and at timers of asyncio, of which a simulation has none."""
         ready = self._ready
         if self._scheduled or not (ready or self._stopping or self._clock.advance()):
-            super()._run_once()
+            super()._run_once()  # type: ignore[misc]  # private
             return
         for _ in range(len(ready)):
             handle = ready.popleft()
