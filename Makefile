@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PUBLIC_MODULES := $(addprefix gradstream.,analysis data errors model optim optim.schedules pipeline replay runs \
 	runtime.simulation session sparse strategies testing trackers)
 
-.PHONY: demo test test-fast test-extras check docs bench format setup
+.PHONY: demo test test-fast test-extras check lint types layers pages docs bench format setup
 .DEFAULT_GOAL := demo
 
 demo: $(INSTALLED)  ## train a small CNN with 2 workers and 1 parameter server
@@ -24,11 +24,19 @@ test-extras: $(READY)  ## with the real trackers, and trainers of transformers, 
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[lightning,transformers,wandb,mlflow,trackio]'
 	$(BIN)/pytest -q tests/integrations/test_integrations.py tests/trackers/test_trackers.py
 
-check: $(READY)
+check: lint types layers pages
+
+lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(READY)
 	$(BIN)/mypy
+
+layers: $(READY)
 	PYTHONPATH=src $(BIN)/lint-imports
+
+pages: $(READY)
 	$(BIN)/python tools/check_docs.py
 	$(BIN)/codespell
 
@@ -57,16 +65,17 @@ format: $(READY)
 setup: $(READY)
 
 # Once per change of the dependencies. Without python3-venv (Debian) the environment comes
-# without pip, and the pip outside installs into it. The demo needs no tool of the developers.
+# without pip, and the pip outside installs into it. The demo needs no tool of the developers. Python compiles what it
+# imports; compiling all of torch takes half a minute.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "gradstream needs Python 3.11 or newer; try: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 2; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
 		{ $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install pip; } || \
 		{ echo "no virtual environment could be made: install python3-venv, or pip 22.3 or newer" >&2; exit 2; }
-	$(BIN)/pip install --quiet -c constraints.txt -e .
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e .
 	touch $@
 
 $(READY): $(INSTALLED)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
