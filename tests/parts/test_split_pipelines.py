@@ -279,8 +279,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run() -> None:
     [
         ({"pipeline": "pipedream", "clip_norm": 1.0}, "take clip_value; or take pipeline='1f1b'"),
         ({"pipeline": "2bw", "strategy": gs.SSP(bound=1)}, "SSP: the age of the weights"),
-        ({"pipeline": "delayed", "micro_batches": 2}, "makes an update after every micro-batch: got 2"),
-        ({"pipeline": "2bw", "micro_batches": 2}, "needs at least 3 micro-batches"),
+        ({"pipeline": "delayed", "micro_batches": 2}, "micro_batches=2 with pipeline='delayed': expected 1"),
+        ({"pipeline": "2bw", "micro_batches": 2}, "micro_batches=2 with pipeline='2bw': expected at least 3"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused_with_the_remedy(options: dict[str, Any], message: str) -> None:

@@ -199,8 +199,8 @@ def test_a_version_that_is_not_held_is_named() -> None:
 
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("1f1b", {}, "unknown schedule of a stream '1f1b'"),
-    ("2bw", {"micro_batches": 2}, '"2bw" needs at least 3 micro-batches in a minibatch.*got 2'),
-    ("delayed", {"micro_batches": 2}, '"delayed" makes an update after every micro-batch: got 2'),
+    ("2bw", {"micro_batches": 2}, "micro_batches=2 with pipeline='2bw': expected at least 3"),
+    ("delayed", {"micro_batches": 2}, "micro_batches=2 with pipeline='delayed': expected 1"),
 ]
 
 

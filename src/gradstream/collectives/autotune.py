@@ -74,11 +74,11 @@ class Choice:
         return cost.seconds(num_bytes, at.alpha_s, at.beta_s_byte, at.gamma_s_byte, at.message_s)
 
     def allreduce(self, num_bytes: int) -> str:
-        """The algorithm for vectors of `num_bytes`."""
+        """Name of the algorithm for vectors of `num_bytes`."""
         return self._cheapest(ALGORITHMS, num_bytes)
 
     def parts(self, num_bytes: int) -> str:
-        """The algorithm for a reduce-scatter or all-gather of `num_bytes`."""
+        """Name of the algorithm for a reduce-scatter or all-gather; `num_bytes` is the length of the whole vector."""
         return self._cheapest([name for name, parts in PARTS.items() if parts.fits(self.size)], num_bytes)
 
     def _cheapest(self, names: Iterable[str], num_bytes: int) -> str:

@@ -80,11 +80,11 @@ def check_streaming(name: str, plan: SplitPlan, micro_batches: int) -> None:
         raise UnknownNameError("schedule of a stream", name, STREAMING)
     if name != "2bw" and micro_batches != 1:
         raise ConfigError(
-            f'"{name}" makes an update after every micro-batch: got {micro_batches} of a minibatch, expected 1. '
-            'Take "2bw" to make one update from several'
+            f"micro_batches={micro_batches} with pipeline={name!r}: expected 1, since it makes an update after every "
+            "micro-batch. Take pipeline='2bw' to make one update from several"
         )
     if name == "2bw" and micro_batches < (least := max(depths(plan)) - 1):
         raise ConfigError(
-            f'"2bw" needs at least {least} micro-batches in a minibatch, one fewer than the pipeline is deep: got '
-            f"{micro_batches}. A minibatch would have to wait for the update of the last but one"
+            f"micro_batches={micro_batches} with pipeline='2bw': expected at least {least}, one fewer than the parts "
+            "that a sample passes through; with fewer, a minibatch would wait for the update of the last but one"
         )

@@ -35,7 +35,7 @@ def cpu_s_of(event: EventDict) -> float:
 
 
 def total_of(counter: Iterable[float]) -> float:
-    """The total of a counter that each process of a resumed run begins at 0."""
+    """The total of a counter, from its readings in order of time. Each process of a resumed run begins again at 0."""
     total = last = 0.0
     for value in counter:
         total += value - last if value >= last else value

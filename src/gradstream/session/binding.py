@@ -218,7 +218,7 @@ class ModuleBinding(ParameterBinding):
             view.copy_(parameter.data)
 
     def set_parameters(self, parameters: torch.Tensor) -> None:
-        """See `ParameterBinding.set_parameters`: the parameters become views."""
+        """See `ParameterBinding.set_parameters`: the module's parameters become views of these."""
         for parameter, (_, view) in zip(self._parameters, self.layout.views(parameters), strict=True):
             parameter.data = view
         self.watch.record(parameters)

@@ -178,7 +178,10 @@ class _Tally:
 
     def add_loss(self, loss: float, batch: Batch, reduction: Reduction) -> None:
         if not math.isfinite(loss):
-            raise UserCodeError(f"in an evaluation, the loss gave {loss}; expected a finite number")
+            raise UserCodeError(
+                f"in an evaluation, the loss gave {loss} for {_held_out(batch)}; expected a finite number: look at "
+                "these samples, or lower the learning rate"
+            )
         self.losses += loss * (batch.num_samples if reduction == "mean" else 1)
         self.has_loss = True
 
@@ -195,7 +198,10 @@ class _Tally:
             with _users_code(f"metric {name!r}"):
                 value = float(metric(outputs, targets))
             if not math.isfinite(value):
-                raise UserCodeError(f"the metric {name!r} gave {value}; expected a finite number")
+                raise UserCodeError(
+                    f"in an evaluation, the metric {name!r} gave {value} for {_held_out(batch)}; expected a finite "
+                    "number for each batch"
+                )
             self.sums[name] = self.sums.get(name, 0.0) + value * batch.num_samples
         return compared
 
@@ -232,6 +238,11 @@ class _Tally:
         )
 
 
+def _held_out(batch: Batch) -> str:
+    """Names the samples of a batch; those of a stream have no numbers."""
+    return f"held-out samples {batch.ids[0]} to {batch.ids[-1]}" if len(batch.ids) else "held-out samples"
+
+
 def _check_numbers(outputs: torch.Tensor, batch: Batch) -> None:
     """Raises UserCodeError if an output is NaN."""
     wrong = torch.isnan(outputs)
@@ -246,7 +257,7 @@ def _check_numbers(outputs: torch.Tensor, batch: Batch) -> None:
         + (
             "; held-out inputs have NaN: look at the data"
             if bad
-            else "; the inputs have none: look at the model"
+            else "; the inputs have none: look at the model, or lower the learning rate"
         )
     )
 

@@ -27,6 +27,8 @@ MAX_COUNT = 1 << 53
 """Largest number of a push, a version or a clock: no run counts further."""
 
 
+_SAME_FILE = "; every node must run the same job file"
+
 MAX_COMMANDS, MAX_NOTE_BYTES = 4096, 1 << 22
 """Limits of a step of a procedure."""
 
@@ -82,7 +84,7 @@ class Inspection:
                 mine.name,
                 "BAD_FINGERPRINT",
                 f"{opened.sender} has model {opened.fingerprint:016x}, this shard holds "
-                f"{mine.fingerprint:016x}; every node must run the same job file",
+                f"{mine.fingerprint:016x}{_SAME_FILE}",
             )
 
     def check_member(self, opened: v1.Open) -> None:
@@ -106,7 +108,7 @@ class Inspection:
         except ConfigError as error:
             raise self.bad(sender, str(error)) from None
         if self._workers and not rank < self._workers:
-            raise self.bad(sender, f"there are {self._workers} workers, of ranks from 0")
+            raise self.bad(sender, f"expected a worker of rank 0 to {self._workers - 1}{_SAME_FILE}")
         if part_of(sender) != self._part:
             raise self.bad(
                 sender, f"this shard holds part {self._part} of the model; ask one of part {part_of(sender)}"
@@ -159,7 +161,7 @@ class Inspection:
         if len(set(chunks)) < len(chunks):
             raise self.bad(sender, f"asks for a chunk twice, among {chunks[:8]}...")
         if request.known and self._store.changed is None:
-            raise self.bad(sender, "asks for changed rows, where whole chunks are exchanged")
+            raise self.bad(sender, f"asks for changed rows of arrays, expected for whole chunks{_SAME_FILE}")
         if len(request.known) not in (0, len(chunks)) or max(request.known, default=0) > MAX_COUNT:
             raise self.bad(sender, f"knows versions of {len(request.known)} of {len(chunks)} chunks")
 
@@ -212,8 +214,7 @@ class Inspection:
             got = "nothing" if elements is None else f"{len(elements)} elements of {elements.dtype}"
             raise self.bad(
                 sender,
-                f"chunk {chunk.index}: got {got}, expected {stop - start} of {dtype} "
-                "(every node must run the same job file)",
+                f"chunk {chunk.index}: got {got}, expected {stop - start} of {dtype}{_SAME_FILE}",
             )
         elements = elements_of(part)
         size = math.inf if elements.is_meta else length(elements)
@@ -229,7 +230,9 @@ class Inspection:
         """The rows in a payload, which must be rows of the chunk, each at most once."""
         changed = self._store.changed
         if changed is None:
-            raise self.bad(sender, f"chunk {chunk.index}: got rows, expected whole chunks in this run")
+            raise self.bad(
+                sender, f"chunk {chunk.index}: got some rows of its arrays, expected all elements{_SAME_FILE}"
+            )
         try:
             return unpack(changed.rows, chunk.index, chunk.rows, payload)
         except ValueError as error:

@@ -58,7 +58,9 @@ class SocketEndpoint(EndpointCore):
     ) -> None:
         super().__init__(identity, runtime, window=window)
         if not 1 <= connections <= MAX_CONNECTIONS:
-            raise ConfigError(f"connections = {connections}: expected from 1 to {MAX_CONNECTIONS}")
+            raise ConfigError(
+                f"connections={connections}: expected from 1 to {MAX_CONNECTIONS} sockets to each peer"
+            )
         check_secret(identity.secret, identity.name)
         self._strangers: dict[asyncio.Task[None], None] = {}
         self._connections = connections

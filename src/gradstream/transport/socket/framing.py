@@ -71,9 +71,9 @@ class OutgoingFrame:
 
     Args:
         stream, number: number of the stream, and of the frame in the order of this stream.
-        frame: the header; may change afterwards.
-        payload: must not change until `on_sent` is called, or `own`.
-        on_sent: called once the system has taken over all of the frame, or never will.
+        frame: the header; copied here, so the caller may change it.
+        payload: sent from where it lies: it must not change before `on_sent` or `own` has been called.
+        on_sent: called when the system has taken over the whole frame, or when it cannot any more.
     """
 
     __slots__ = ("_sealed", "droppable", "head", "number", "on_sent", "payload", "sent_bytes", "stream")

@@ -44,7 +44,7 @@ class FollowerGate(BatchGate):
 
 
 class PartFollower(Agreement):
-    """Takes the turns that the worker gives to this part.
+    """Carries out what the worker tells this part to do next, message by message (`PartTurn`).
 
     Args:
         channel: to the other parts.
@@ -200,10 +200,10 @@ class PartFollower(Agreement):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowedSchedule(Schedule):
-    """The minibatches of a part: those of the worker.
+    """The minibatches of a part that is not the worker: those that its worker begins, in the same order.
 
     Args:
-        follower: takes the turns.
+        follower: hears from the worker which minibatch is next.
     """
 
     follower: PartFollower

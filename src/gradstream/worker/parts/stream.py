@@ -67,10 +67,10 @@ def _until(schedule: Iterator[StagePass], stages: int, micro_batches: int) -> It
 
 
 class StreamedGradients(PartSource):
-    """Computes one part's gradients of a stream.
+    """Computes one part's gradients where the minibatches of a stream (`Window`) follow each other without a flush.
 
     Raises:
-        ConfigError: the pipeline does not go with the model, or with so many micro-batches.
+        ConfigError: `pipeline=` cannot train this model, or not with this `micro_batches=`; see `check_streaming`.
     """
 
     def __init__(self, config: WorkerConfig, *place: Any) -> None:

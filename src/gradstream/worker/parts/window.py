@@ -10,7 +10,7 @@ from gradstream.data.base import BatchRef
 class Window:
     """Admits minibatches in order. A part takes the oldest when it knows all that its gradient's passes read.
 
-    A stream is what is admitted until `close`: then nothing more comes before all of it is in the model.
+    A stream is the minibatches that are admitted until `closing` is set: the next one comes after their updates.
 
     Args:
         ahead: number of minibatches after the present one that the passes of its gradient may read. 0 where the
@@ -19,7 +19,7 @@ class Window:
     Attributes:
         stream: (minibatch, number of samples) of those that have samples, and whose gradients are not computed yet.
         number: number of the stream.
-        closing: the stream gets no further minibatch.
+        closing: whether the stream gets no further minibatch; the next one that is admitted begins another stream.
     """
 
     def __init__(self, ahead: int = 0) -> None:
@@ -30,7 +30,7 @@ class Window:
         self._left = deque[BatchRef]()
 
     def admit(self, ref: BatchRef, samples: int | None) -> None:
-        """Adds a minibatch; the first one after the end of a stream begins another."""
+        """Adds a minibatch. One without samples is taken in its turn, but is not in `stream`: it has no gradient."""
         if self.closing:
             self.number, self.closing = self.number + 1, False
         if samples:
