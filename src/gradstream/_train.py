@@ -95,7 +95,10 @@ def train(
     if is_script(job):
         check_script(job)
         if processes is False:
-            raise ConfigError("a script with a training loop of its own runs as processes, not as threads")
+            raise ConfigError(
+                "train(processes=False): a script with a training loop of its own runs as processes, not as threads; "
+                "leave processes out"
+            )
     spec = _place(job, processes if listen is None and not detach else True)
     name = job.name or Path(spec or "session").name.partition(":")[0].removesuffix(".py")
     job = dataclasses.replace(job, spec=spec, argv=job.argv or sys.argv, name=name)
@@ -104,7 +107,10 @@ def train(
     listening = _listening(listen, wait)
     if listening is not None:
         if processes is False:
-            raise ConfigError("listen needs processes: other machines read the job from a file")
+            raise ConfigError(
+                f"train(listen={listen!r}, processes=False): other machines cannot share the threads of this process; "
+                "leave processes out"
+            )
         if "workers" not in options:
             total = listening.machines * listening.workers_per_machine
             job = dataclasses.replace(job, workers=max(1, total // job.split))
@@ -201,9 +207,13 @@ def host(
 def check_detached(processes: bool | None, on_event: OnEvent | None, listen: object) -> None:
     """Raises ConfigError if a run cannot go on without the process that starts it."""
     if processes is False:
-        raise ConfigError("detach with processes=False: threads end with their process")
+        raise ConfigError(
+            "train(detach=True, processes=False): threads end with this process; leave one of the two out"
+        )
     if on_event is not None:
-        raise ConfigError("on_event with detach: the run goes on without this process; give it to attach()")
+        raise ConfigError(
+            "train(detach=True, on_event=...): the run goes on without this process; give on_event to attach()"
+        )
     if listen is not None:
         raise ConfigError(
             "detach with listen: the other machines end when the launcher does. Detach runs of this machine only; "

@@ -112,7 +112,7 @@ class BatchPlan(Protocol):
 
     @property
     def per_step(self) -> int:
-        """The number of minibatches of a sequence that all workers take in a step; 1 if each worker has its own."""
+        """The number of minibatches that a step takes from a sequence: all workers' together; 1 of a worker's own."""
         ...
 
     @property

@@ -217,8 +217,8 @@ def encode(entry: Entry) -> bytes:
             return _bytes(BEGUN, (entry.begun, entry.number, len(phase))) + phase
 
 
-def decode(data: bytes) -> Iterator[Entry]:
-    """The entries in bytes that `encode` has made. Raises DataError for other bytes."""
+def decode(data: bytes, name: str = "a recording") -> Iterator[Entry]:
+    """The entries in bytes that `encode` has made. Raises DataError for other bytes; `name` says whose they are."""
     at = 0
     try:
         while at < len(data):
@@ -226,7 +226,10 @@ def decode(data: bytes) -> Iterator[Entry]:
             entry, at = _decoded(kind, data, at)
             yield entry
     except (IndexError, ValueError) as error:
-        raise DataError(f"a recording has no complete entry at byte {at} of its block: {error}") from error
+        raise DataError(
+            f"{name} has no complete entry at byte {at} of a block: {error}; read it with the version of gradstream "
+            "that made it, or put it back from a copy"
+        ) from error
 
 
 def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
@@ -273,9 +276,7 @@ def _decoded(kind: int, data: bytes, at: int) -> tuple[Entry, int]:
                 raise IndexError("it ends inside a phase")
             return IntervalBegun(begun, number, data[at : at + size].decode()), at + size
         case other:
-            raise DataError(
-                f"a recording has an entry of kind {other}, which this version of gradstream does not know"
-            )
+            raise ValueError(f"it is of kind {other}, expected 1 to 10")
 
 
 def _signed(number: int) -> int:

@@ -148,9 +148,14 @@ class LogReader:
             try:
                 content = zlib.decompressobj().decompress(packed, MAX_BLOCK_BYTES)
             except zlib.error as error:
-                raise DataError(f"{self._name}: the block at byte {at} cannot be read: {error}") from error
+                raise DataError(
+                    f"{self._name}: the block at byte {at} cannot be read: {error}; put the file back from a copy"
+                ) from error
             if len(content) == MAX_BLOCK_BYTES:
-                raise DataError(f"{self._name}: the block at byte {at} has more than {MAX_BLOCK_BYTES} bytes")
+                raise DataError(
+                    f"{self._name}: the block at byte {at} has more than {MAX_BLOCK_BYTES} bytes: no recording has; "
+                    "put the file back from a copy"
+                )
             yield content
             at = stop
 
@@ -182,5 +187,5 @@ def read_log(data: bytes, name: str) -> LogPart:
             f"{name} has format {number}, but this version of gradstream reads format {FORMAT}: use the version "
             "that made the recording"
         )
-    entries = [entry for block in blocks for entry in decode(block)]
+    entries = [entry for block in blocks for entry in decode(block, name)]
     return LogPart(node, header, entries, reader.torn_bytes)

@@ -37,7 +37,7 @@ def trace_json(events: Sequence[EventDict]) -> str:
 
 
 def trace_events(events: Sequence[EventDict]) -> Iterator[Slice]:
-    """The records of the trace: metadata, slices, counters, instants."""
+    """The records of the Chrome trace: metadata, slices, counters, instants."""
     figures = figures_of(events)
     pids: Pids = defaultdict(itertools.count(1).__next__)
     for node in figures.nodes:

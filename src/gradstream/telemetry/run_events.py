@@ -1,4 +1,7 @@
-"""Events of the coordinator and the launcher: nodes, data epochs, checkpoints, and the end of the run."""
+"""Events of the coordinator and the launcher: nodes, data epochs, checkpoints, and the end of the run.
+
+In parentheses: who records the event.
+"""
 
 from __future__ import annotations
 
@@ -266,7 +269,7 @@ class RefusedEventsEvent(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedEvent(Event):
-    """The run ends with an error of a node (coordinator or launcher)."""
+    """The error of a node, `culprit`, ends the run (coordinator or launcher)."""
 
     name: ClassVar[str] = "failed"
     culprit: str

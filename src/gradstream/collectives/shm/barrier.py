@@ -325,7 +325,10 @@ class HostBarrier:
         for fd, _ in self._poll.poll(1e3 * min(left_s, _NAP_S) + 1):
             if fd == self._stop:
                 self.give_up(PeerFailure.LEFT, self._rank)
-                raise ClosedError(f"{self._names[self._rank]}: its group was closed while it waited {doing}")
+                raise ClosedError(
+                    f"{self._names[self._rank]} has left its group while it waited {doing}; await operations "
+                    "before close()"
+                )
             peer = self._by_fd[fd]
             peer.receive()
             if peer.gone:

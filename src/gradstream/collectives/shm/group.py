@@ -166,7 +166,9 @@ class SharedGroup:
         try:
             self._running = running = self._thread.submit(operation)
         except RuntimeError:  # the thread has ended
-            raise ClosedError(f"{self.names[self.rank]} has left its group") from None
+            raise ClosedError(
+                f"{self.names[self.rank]} has left its group, which carries out no more operations: form another"
+            ) from None
         future = asyncio.wrap_future(running)
         try:
             return await asyncio.shield(future)

@@ -223,7 +223,9 @@ class _HostRendezvous:
             poll.register(fd, select.POLLIN)
         ready = [fd for fd, _ in poll.poll(timeout_ms)]
         if self._stop in ready:
-            raise ClosedError(f"{self._members.me}: the group was closed while its ranks met")
+            raise ClosedError(
+                f"{self._members.me} has left its group while it waited for other ranks to come"
+            )
         return [by_fd[fd] for fd in ready]
 
 

@@ -192,7 +192,9 @@ class TorchGroup:
                 work = Work("reduce", elems=len(span))
                 await self._runtime.compute(lambda _: span.tensor.mul_(weight), work=work, lane="exchange")
             if self._engine is None:
-                raise ClosedError(f"{self._me} has left its group")
+                raise ClosedError(
+                    f"{self._me} has left its group, which carries out no more operations: form another"
+                )
             if not len(span) or self.size == 1:
                 return
             lent.to_torch = True

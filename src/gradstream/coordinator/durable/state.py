@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gradstream.coordinator.durable.values import StateError, decode, encode
+from gradstream.coordinator.durable.values import RESUME, StateError, decode, encode
 
 
 class KeptState:
@@ -45,13 +45,15 @@ class KeptState:
             f"{name}.{one}": (part, one) for name, part in self._parts.items() for one in kept_names(part)
         }
         if odd := sorted(expected.keys() ^ rows.keys()):
-            raise StateError(f"missing or unknown: {', '.join(odd)[:200]}")
+            raise StateError(
+                f"the coordinator's stored state lacks, or has too much: {', '.join(odd)[:200]}{RESUME}"
+            )
         for key, text in rows.items():
             part, attribute = expected[key]
             try:
                 _put(part, attribute, decode(text))
             except StateError as error:
-                raise StateError(f"{key}: {error}") from error
+                raise StateError(f"the coordinator's stored state, {key}: {error}{RESUME}") from error
 
 
 def kept_names(part: object) -> Iterator[str]:
@@ -67,7 +69,7 @@ def _put(part: object, attribute: str, value: Any) -> None:
     if present is not None and value is not None and not isinstance(value, type(present)) and not numbers:
         alike = isinstance(present, dict | list | tuple) and isinstance(value, dict | list | tuple)
         if not alike or isinstance(present, dict) is not isinstance(value, dict):
-            raise StateError(f"a {type(value).__name__}, expected a {type(present).__name__}")
+            raise StateError(f"got a {type(value).__name__}, expected a {type(present).__name__}")
     if isinstance(present, dict | set):
         present.clear()
         present.update(value)

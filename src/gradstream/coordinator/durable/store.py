@@ -17,7 +17,7 @@ import sqlite3
 from collections.abc import Mapping
 from pathlib import Path
 
-from gradstream.coordinator.durable.values import MAX_BYTES, StateError
+from gradstream.coordinator.durable.values import MAX_BYTES, RESUME, StateError
 from gradstream.errors import GradstreamError
 
 STORE = "coordinator.db"
@@ -88,7 +88,7 @@ class StateStore:
         found = self._database.execute("SELECT format, job FROM leader").fetchone()
         if found != (FORMAT, self._job):
             raise StateError(
-                f"{self._path} is the state of {str(found)[:200]}; expected {(FORMAT, self._job)}"
+                f"{self._path} is the state of {str(found)[:200]}, expected of {(FORMAT, self._job)}{RESUME}"
             )
 
     def rule(self) -> tuple[dict[str, str], bytes]:
@@ -99,9 +99,9 @@ class StateStore:
             rows = self._database.execute("SELECT key, value FROM state LIMIT ?", (MAX_ROWS + 1,)).fetchall()
             lines = self._database.execute("SELECT lines FROM events").fetchone() or (b"",)
         if len(rows) > MAX_ROWS or not all(isinstance(one, str) for row in rows for one in row):
-            raise StateError(f"{self._path} has rows that no coordinator writes")
+            raise StateError(f"{self._path} has rows that no coordinator writes{RESUME}")
         if not isinstance(lines[0], bytes):
-            raise StateError(f"{self._path} has events that are no bytes")
+            raise StateError(f"{self._path} has events that are no bytes{RESUME}")
         return dict(rows), lines[0]
 
     def write(self, rows: Mapping[str, str], lines: bytes) -> None:
@@ -168,4 +168,4 @@ class _named:  # noqa: N801  read as a verb
         if isinstance(error, sqlite3.OperationalError):
             raise OSError(f"{self._path}: {error}") from error
         if isinstance(error, sqlite3.Error):
-            raise StateError(f"{self._path}: {error}") from error
+            raise StateError(f"{self._path}: {error}{RESUME}") from error

@@ -68,6 +68,9 @@ _MESSAGES: Mapping[str, type[Message]] = {
 }
 
 
+RESUME = "; `gradstream resume` continues the run from its newest checkpoint, without this file"
+"""The remedy for a user whose run has such a value."""
+
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -122,14 +125,14 @@ def _value(plain: Any) -> Any:
     if not isinstance(plain, dict):
         return plain
     if len(plain) != 1:
-        raise StateError(f"an object with {len(plain)} entries, expected one")
+        raise StateError(f"got an object with {len(plain)} entries, expected one")
     ((kind, inner),) = plain.items()
     if kind in _MESSAGES:
         return _MESSAGES[kind].FromString(base64.b64decode(inner, validate=True))
     if kind == "bytes":
         return base64.b64decode(inner, validate=True)
     if not isinstance(inner, list):
-        raise StateError(f"{kind[:40]!r} is no list")
+        raise StateError(f"{kind[:40]!r}: got a {type(inner).__name__}, expected a list")
     if kind == "dict":
         return {_value(key): _value(one) for key, one in inner}
     values = [_value(one) for one in inner]
@@ -137,7 +140,7 @@ def _value(plain: Any) -> Any:
         return _CONTAINERS[kind](values)
     if kind in _RECORDS:
         return _record(_RECORDS[kind], values)
-    raise StateError(f"a value of unknown kind {kind[:40]!r}")
+    raise StateError(f"got a value of unknown kind {kind[:40]!r}")
 
 
 def _record(cls: Any, values: list[Any]) -> Any:

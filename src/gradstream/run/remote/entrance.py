@@ -28,6 +28,9 @@ from gradstream.untrusted import check_value, parse_json
 from gradstream.wire import v1
 
 
+_GO_ON = "; `gradstream resume` on the launcher's machine continues the run from its newest checkpoint"
+
+
 class Entrance:
     """An asynchronous context manager: this machine is a member of the run while it is open.
 
@@ -100,9 +103,9 @@ class Entrance:
         try:
             received = await self._stream.recv(self._job.deadlines.patience_s)
         except PeerLostError as error:
-            raise PeerLostError(LAUNCHER, f"is gone, and the run with it ({error})") from error
+            raise PeerLostError(LAUNCHER, f"is gone, which ends the run here ({error}){_GO_ON}") from error
         if received is None:
-            raise PeerLostError(LAUNCHER, "closed the connection before the run was over")
+            raise PeerLostError(LAUNCHER, f"closed the connection before the run was over{_GO_ON}")
         order = v1.Order.FromString(received.frame.body.data)
         if order.age_ns:
             zero_ns = self.runtime.now() - order.age_ns

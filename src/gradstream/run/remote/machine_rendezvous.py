@@ -42,10 +42,10 @@ class MachineRendezvous:
 
     Args:
         listening: the address, and the number of machines.
-        plan: of the run; the spec of its job is filled in.
+        plan: plan of the run, whose job names its file (`Job.spec`).
         spec: description of the plan for the nodes, as JSON holds it.
-        on_message: see `JoinService`; the caller passes messages on machines to `note`.
-        events: the run's events, to which records are added, and its clock.
+        on_message: see `JoinService`; the caller gives those about machines to `note`.
+        events: the run's events, to which this adds, and its clock.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class MachineRendezvous:
         self.members.begun = True
 
     def note(self, message: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-        """Records a message of the join service on a machine.
+        """Records what the join service has said about a machine.
 
         Returns:
             The nodes that are lost with the machine, once training has begun, and the error of each; those that
