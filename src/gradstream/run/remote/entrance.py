@@ -28,7 +28,7 @@ from gradstream.untrusted import check_value, parse_json
 from gradstream.wire import v1
 
 
-_GO_ON = "; `gradstream resume` on the launcher's machine continues the run from its newest checkpoint"
+_GO_ON = "; if the run has ended, `gradstream resume` on the launcher's machine continues it"
 
 
 class Entrance:
@@ -103,7 +103,7 @@ class Entrance:
         try:
             received = await self._stream.recv(self._job.deadlines.patience_s)
         except PeerLostError as error:
-            raise PeerLostError(LAUNCHER, f"is gone, which ends the run here ({error}){_GO_ON}") from error
+            raise PeerLostError(LAUNCHER, f"is gone, or cannot be reached ({error}){_GO_ON}") from error
         if received is None:
             raise PeerLostError(LAUNCHER, f"closed the connection before the run was over{_GO_ON}")
         order = v1.Order.FromString(received.frame.body.data)
