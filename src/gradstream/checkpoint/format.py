@@ -73,7 +73,9 @@ def spec_of(name: str, shape: Sequence[int], dtype: torch.dtype | np.dtype[Any])
     """Returns the description of a tensor. Raises ConfigError for an element type without a safetensors name."""
     known = _OF_TORCH.get(dtype) if isinstance(dtype, torch.dtype) else _OF_NUMPY.get(dtype.name)
     if known is None:
-        raise ConfigError(f"{name!r} has elements of {dtype}; a checkpoint holds {', '.join(_TO_NUMPY)}")
+        raise ConfigError(
+            f"{name!r} has elements of {dtype}, expected {', '.join(_TO_NUMPY)}, which a checkpoint holds; convert it"
+        )
     return TensorSpec(name, tuple(shape), known)
 
 
@@ -85,7 +87,10 @@ def to_spec(spec: TensorSpec) -> v1.TensorSpec:
 def of_spec(spec: v1.TensorSpec) -> TensorSpec:
     """Parses a message from the wire. Raises DataError for an unknown element type."""
     if spec.dtype not in _TO_NUMPY:
-        raise DataError(f"{spec.name!r} has elements of {spec.dtype}; known: {', '.join(_TO_NUMPY)}")
+        raise DataError(
+            f"{spec.name[:80]!r} has elements of {spec.dtype[:80]!r}, expected {', '.join(_TO_NUMPY)}; every node must "
+            "run the same version of gradstream"
+        )
     return TensorSpec(spec.name, tuple(spec.shape), spec.dtype, spec.same_as)
 
 

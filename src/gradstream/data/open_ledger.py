@@ -172,7 +172,7 @@ class OpenLedger:
         ]
 
     def brief(self) -> dict[int, tuple[int, int]]:
-        """By rank, loops much shorter than the longest one: (minibatches, minibatches of the longest).
+        """By rank, loops shorter than `BRIEF` of the longest one: (minibatches, minibatches of the longest).
 
         Loops over loaders of `shard` have about the same length, unless a worker has taken over a block.
         """

@@ -62,7 +62,7 @@ def _unsupported(job: Job, strategy: Strategy) -> Iterator[str]:
         )
     if job.data.num_samples is None:
         yield "a stream: its minibatches have no size that all parts know; give the samples as arrays or a dataset"
-    apart, named = isinstance(job.pipeline, SyntheticGradients), "parts that train apart"
+    apart, named = isinstance(job.pipeline, SyntheticGradients), f"pipeline={job.pipeline}"
     scheduled = isinstance(job.pipeline, str)
     for asked, what in (
         (

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class DeadlockError(InternalError):
-    """All tasks wait, and no timer is left."""
+    """All tasks wait, and no timer is left: each waits for another one that waits too."""
 
 
 class _ClockTimer:
@@ -100,8 +100,8 @@ class _JumpingSelector(selectors.DefaultSelector):
         if (timeout is None or timeout > 0) and not self._clock.advance():
             waiting = sorted(task.get_name() for task in asyncio.all_tasks(asyncio.get_running_loop()))
             raise DeadlockError(
-                f"nothing can happen any more at {self._clock.now_ns / 1e9:.6f} s of virtual time; "
-                f"waiting for ever: {', '.join(waiting)}"
+                f"all tasks wait, and no timer is left, at {self._clock.now_ns / 1e9:.6f} s of virtual time: "
+                f"{', '.join(waiting)}; a script or strategy of yours awaits what never comes, or gradstream has a bug"
             )
         return []
 

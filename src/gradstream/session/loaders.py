@@ -196,7 +196,7 @@ class ShardedLoader(DataLoader[Any]):
 
 
 class ShardedStream(DataLoader[Any]):
-    """A worker's part of a DataLoader of an IterableDataset: reads all minibatches, and yields the worker's own."""
+    """A worker's part of a DataLoader of an IterableDataset: reads every minibatch, yields what `LoaderPart.taken` does."""
 
     _part: LoaderPart
     _common_random: CommonRandomState | None

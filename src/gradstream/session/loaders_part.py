@@ -63,7 +63,9 @@ class LoaderPart:
         cut: Callable[[Any, slice], Any],
         size: Callable[[Any], int | None],
     ) -> Iterator[tuple[Any, int | None]]:
-        """The worker's minibatches out of those of one process, each with the samples that it counts.
+        """The worker's minibatches out of those of one process, one of W in turn, or with `split` a piece of each.
+
+        Each comes with the number of samples that it counts.
 
         Args:
             batches: the minibatches of one process.

@@ -281,12 +281,12 @@ def _check_apart(plan: TorchPlan) -> None:
     }
     for name in sorted(buffers & written):
         raise ConfigError(
-            f"parts that train apart: the model changes buffer {name!r} while it trains, which the worker would have "
-            "to wait for; take a layer without running statistics, such as GroupNorm"
+            f"pipeline=SyntheticGradients(...): the model changes buffer {name!r} while it trains, for which the "
+            "worker would have to wait; take a layer without running statistics, such as GroupNorm"
         )
     for value in plan.values:
         if value.has_gradient and not value.per_sample:
             raise ConfigError(
-                f"parts that train apart: {value.name!r} is used by several of them, and nobody can predict a "
+                f"pipeline=SyntheticGradients(...): {value.name!r} is used by several parts, and none can predict a "
                 "parameter's gradient from one minibatch; put its users on one part, or do not tie it"
             )

@@ -197,7 +197,9 @@ class Vectors:
 def number_of(dtype: torch.dtype) -> int:
     """Number of a dtype in a call. Raises ConfigError for a dtype that is not exchanged."""
     if dtype not in NUMBERS:
-        raise ConfigError(f"vectors of {dtype} are not exchanged; known: {', '.join(map(str, DTYPES))}")
+        raise ConfigError(
+            f"got a vector of {dtype}, expected {', '.join(map(str, DTYPES))}: convert it first"
+        )
     return NUMBERS[dtype]
 
 

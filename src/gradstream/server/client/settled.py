@@ -1,7 +1,7 @@
-"""The pushes of a worker that shards need not keep the minibatches of any more.
+"""The settled pushes of a worker: shards may forget which minibatches they had.
 
 If the worker dies, the coordinator asks the shards which pushes they have applied. That matters only for minibatches
-whose receipts it has not heard: so each push says up to which push all receipts have arrived.
+whose receipts it has not heard: so each push says up to which push the coordinator has all receipts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SettledPushes:
         self._newest = 0
 
     def begin(self, update: Update) -> None:
-        """Names the minibatches of a push, which has its sequence number, and the last settled push before."""
+        """Sets `names` and `settled` of an update that has its `sequence`, and follows its receipts once it is done."""
         heard = self._num_heard()
         while self._open and self._open[0][1] <= heard:
             self._newest, _ = self._open.popleft()
