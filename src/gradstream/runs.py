@@ -151,7 +151,9 @@ def reshard(path: str | Path, *, servers: int, wait_s: float = RESHARD_S) -> str
     def decided(_: int) -> bool:
         if not outcome and time.monotonic() > give_up_s:
             raise DeadlineError(
-                "coordinator", f"the shards of {follower.path} did not change within {wait_s:g} s"
+                "coordinator",
+                f"the shards of {follower.path} were not changed within {wait_s:g} s, and may still be: "
+                f"`gradstream attach {shlex.quote(str(follower.path))}` shows when",
             )
         return bool(outcome)
 

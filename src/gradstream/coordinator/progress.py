@@ -125,7 +125,7 @@ class SampleProgress:
         return self._num_complete, self.ledger.missing(self._num_complete)
 
     def brief(self) -> list[LeftOverEvent]:
-        """Returns a warning for each of the user's loops that was much shorter than the longest (`OpenLedger.brief`)."""
+        """Returns a warning for each loop of the user's that was too short: see `OpenLedger.brief`."""
         if not isinstance(self.ledger, OpenLedger):
             return []
         return [

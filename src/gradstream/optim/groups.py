@@ -230,10 +230,10 @@ class GroupedRule:
         lr: float,
         step: int,
     ) -> None:
-        """Updates some elements in place; see `Optimizer.apply`.
+        """Updates n elements in place; see `Optimizer.apply`. All vectors have these elements alone.
 
         Args:
-            places: (n,) int64, ascending: index of each element in the flat vector.
+            places: (n,) int64, ascending: index of each element in the flat vector of the model.
         """
         for one in self._ranges:
             low, high = torch.searchsorted(places, torch.tensor([one.start, one.stop])).tolist()

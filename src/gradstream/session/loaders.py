@@ -196,7 +196,7 @@ class ShardedLoader(DataLoader[Any]):
 
 
 class ShardedStream(DataLoader[Any]):
-    """A worker's part of a DataLoader of an IterableDataset: reads every minibatch, yields what `LoaderPart.taken` does."""
+    """A worker's part of a DataLoader of an IterableDataset: reads all minibatches, yields `LoaderPart.taken`."""
 
     _part: LoaderPart
     _common_random: CommonRandomState | None

@@ -314,7 +314,8 @@ def _checked(part: tuple[Any, Any, Any, Any], which: str) -> tuple[Array, Array,
             )
     if indptr.ndim != 1 or not len(indptr) or indptr[0] != 0 or (np.diff(indptr) < 0).any():
         raise DataError(
-            f"indptr of the {which} samples: expected (n+1,) numbers that begin at 0 and never decrease"
+            f"indptr of the {which} samples: got {indptr[:4].tolist()}, ..., expected n + 1 numbers that begin at 0 "
+            "and never decrease, as in a CSR matrix"
         )
     if not len(indices) == len(values) == indptr[-1] or len(targets) != len(indptr) - 1:
         raise DataError(

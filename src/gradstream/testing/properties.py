@@ -39,6 +39,8 @@ class BrokenPropertyError(AssertionError):
     """A strategy lacks a property; the message says how, with the figures."""
 
 
+_PLAIN = "expected numbers, texts, None, and lists or dicts of these"
+
 Property = Callable[[Strategy], str]
 
 
@@ -68,9 +70,11 @@ def travels(strategy: Strategy) -> str:
     try:
         again = cls(**json.loads(json.dumps(fields)))
     except TypeError as error:
-        raise BrokenPropertyError(f"its options {fields} do not survive JSON: {error}") from error
+        raise BrokenPropertyError(f"its options {fields} do not survive JSON: {error}; {_PLAIN}") from error
     if again != strategy:
-        raise BrokenPropertyError(f"its options {fields} come out of JSON as {describe(again)['fields']}")
+        raise BrokenPropertyError(
+            f"its options {fields} come out of JSON as {describe(again)['fields']}; {_PLAIN}"
+        )
     _check_place(strategy)
     if getattr(strategy, "partitioning", None) not in get_args(Partitioning):
         raise BrokenPropertyError(
@@ -273,8 +277,10 @@ def repeatable(strategy: Strategy) -> str:
             )
         differing = [i for i, (a, b) in enumerate(zip(one.events, other.events, strict=False)) if a != b]
         if differing or len(one.events) != len(other.events):
+            first = one.events[differing[0]] if differing else "one has more of them"
             raise BrokenPropertyError(
-                f"two runs of seed {seed} have different events: {one.events[differing[0]]}"
+                f"two runs of seed {seed} have different events: {first}; take time, tasks and randomness from the "
+                "worker's operations only"
             )
     return f"{len(one.events)} events"
 
@@ -286,7 +292,8 @@ def seeded(strategy: Strategy) -> str:
     ends = {_bytes_of(outcome) for outcome in outcomes}
     if len(orders) == 1 and len(ends) == 1:
         raise BrokenPropertyError(
-            "4 seeds give one and the same history: nothing depends on the data's order"
+            "4 seeds give one and the same history, expected several: compute gradients on the minibatches that the "
+            "worker gets"
         )
     return f"4 seeds, {len(orders)} orders of contributions, {len(ends)} ends"
 
@@ -377,7 +384,10 @@ def _nothing_lost(run: Run, outcome: TrialOutcome, name: str) -> None:
     else:
         missing = int(np.maximum(3 - token_counts(run, NUM_SAMPLES), 0).sum())
     if missing > outcome.record.dropped_samples:
-        raise BrokenPropertyError(f"after the death of {name} {missing} samples are missing, over all chunks")
+        raise BrokenPropertyError(
+            f"after the death of {name} {missing} samples are missing, over all chunks, and "
+            f"{outcome.record.dropped_samples} were reported as dropped; expected no more missing than dropped"
+        )
 
 
 def _ends_by_name(outcome: TrialOutcome, name: str) -> None:

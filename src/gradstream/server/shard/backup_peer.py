@@ -224,7 +224,10 @@ class BackupHolder:
         chunk = backup.chunk
         if backup.HasField("chunk"):
             if chunk.index not in self._here or not self._names.issuperset(chunk.vectors):
-                raise self._bad(f"chunk {chunk.index} with vectors {list(chunk.vectors)[:8]}")
+                raise self._bad(
+                    f"chunk {chunk.index} with vectors {list(chunk.vectors)[:8]}; expected chunks of "
+                    f"{self._owner} with vectors of {sorted(self._names)}"
+                )
             spans = [self._span(name, chunk.index) for name in chunk.vectors]
         else:
             spans = []
@@ -233,7 +236,10 @@ class BackupHolder:
             received = await stream.recv()
             part = None if received is None else received.payload
             if part is None or part.shape != span.tensor.shape or part.dtype != self._dtype:
-                raise self._bad(f"chunk {chunk.index}: elements that do not fit")
+                got = "nothing" if part is None else f"{tuple(part.shape)} of {part.dtype}"
+                raise self._bad(
+                    f"chunk {chunk.index}: got {got}, expected {tuple(span.tensor.shape)} of {self._dtype}"
+                )
             parts.append(part)
         async with self._turn:
             self._check_owner(stream)

@@ -157,18 +157,23 @@ class Inspection:
         self.rank(sender)
         chunks = list(request.chunks)
         if not all(chunk in self._store.here for chunk in chunks):
-            raise self.bad(sender, f"asks for chunks {chunks[:8]}... that live elsewhere")
+            raise self.bad(sender, f"asks for chunks {chunks[:8]}..., of which some are on other shards")
         if len(set(chunks)) < len(chunks):
             raise self.bad(sender, f"asks for a chunk twice, among {chunks[:8]}...")
         if request.known and self._store.changed is None:
             raise self.bad(sender, f"asks for changed rows of arrays, expected for whole chunks{_SAME_FILE}")
         if len(request.known) not in (0, len(chunks)) or max(request.known, default=0) > MAX_COUNT:
-            raise self.bad(sender, f"knows versions of {len(request.known)} of {len(chunks)} chunks")
+            raise self.bad(
+                sender,
+                f"knows versions of {len(request.known)} of {len(chunks)} chunks; expected 0 or all, up to 2^53",
+            )
 
     def check_command(self, sender: str, request: v1.Command) -> None:
         """Refuses an unknown command, and one with impossible values."""
         if request.kind not in v1.Command.Kind.values():
-            raise self.bad(sender, f"command {request.kind}, which is unknown")
+            raise self.bad(
+                sender, f"command {request.kind}; expected one of {sorted(v1.Command.Kind.values())}"
+            )
         if not math.isfinite(request.alpha):
             raise self.bad(sender, f"a command with alpha = {request.alpha}; expected a finite number")
         if request.clock > MAX_COUNT or request.sequence > MAX_COUNT:
@@ -204,7 +209,7 @@ class Inspection:
         """
         chunk, elements, dtype = received.frame.chunk, received.payload, self._store.dtype
         if chunk.index not in self._store.here:
-            raise self.bad(sender, f"chunk {chunk.index} does not live on this shard")
+            raise self.bad(sender, f"chunk {chunk.index} is on another shard")
         if chunk.flags & ABSENT:
             return None, 0.0
         start, stop = self._store.chunks.bounds(chunk.index)

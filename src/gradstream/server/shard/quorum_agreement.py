@@ -133,7 +133,9 @@ class QuorumProtocol:
             said = v1.Whole.FromString(received.frame.body.data)
             if said.round > MAX_ROUND or 0 < self._config.workers <= said.rank:
                 raise self._bad(
-                    stream.peer, f"a vote for round {said.round} of worker {said.rank}, which do not exist"
+                    stream.peer,
+                    f"a vote for round {said.round} of worker {said.rank}; expected a round up to {MAX_ROUND} "
+                    "and a worker of this run",
                 )
             if self._measure is None:
                 self._whole(shard, said.round, said.rank)

@@ -143,7 +143,7 @@ class ChunkState:
 
     @property
     def unapplied(self) -> bool:
-        """Whether a push in the sum, or on its way into the sum, is in no version yet."""
+        """Whether the chunk's sum has a push, or is getting one, that its parameters do not have yet."""
         return self.summed > 0 or (self.applying is not None and not self.applying.completes)
 
 
