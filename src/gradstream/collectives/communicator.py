@@ -237,7 +237,9 @@ class Communicator:
     def _error(self) -> GradstreamError:
         if self.loss is not None:
             return self.loss.error()
-        return ClosedError(f"{self._me} has left its group")
+        return ClosedError(
+            f"{self._me} has left its group, which carries out no more operations: form another"
+        )
 
     def _break(self, loss: LostRank) -> None:
         """Breaks the group. The first reason stands; later ones change nothing."""
