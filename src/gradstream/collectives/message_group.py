@@ -104,7 +104,7 @@ class MessageGroup:
     async def broadcast(self, span: Span, *, root: int = 0) -> None:
         """See `Group.broadcast`."""
         if not 0 <= root < self.size:
-            raise ConfigError(f"broadcast from rank {root} of a group of {self.size}")
+            raise ConfigError(f"broadcast(root={root}): expected a rank from 0 to {self.size - 1}")
         await self._carry_out(f"broadcast from rank {root}", str(root), span)
 
     async def measure(self, elems: int) -> MeasuredCosts:

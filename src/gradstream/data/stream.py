@@ -144,7 +144,9 @@ class StreamDataset:
     def test_batch(self, ids: Ids) -> Batch:
         """The held-out samples with these ids, in this order."""
         if self._test is None:
-            raise DataError(f"data set {self.name!r} has no held-out samples")
+            raise DataError(
+                f"data set {self.name!r} has no held-out samples: give it some with from_stream(test=...)"
+            )
         return self._test.batch(ids)
 
     def plan(self, spec: PartitionSpec) -> StreamPlan:

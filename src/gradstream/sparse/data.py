@@ -327,7 +327,9 @@ def _checked(part: tuple[Any, Any, Any, Any], which: str) -> tuple[Array, Array,
     with np.errstate(over="ignore"):  # a number that overflows is not finite, and refused below
         values, targets = (array.astype(np.float32, copy=False) for array in (values, targets))
     if not (np.isfinite(values).all() and np.isfinite(targets).all()):
-        raise DataError(f"{which} samples: a value or target is not finite")
+        raise DataError(
+            f"{which} samples: got a value or target that is not finite, expected float32 numbers"
+        )
     rows = np.repeat(np.arange(len(targets)), np.diff(indptr))
     order = np.lexsort((indices, rows))
     indices, values = indices[order], values[order]

@@ -202,7 +202,7 @@ class SharedCore:
     def broadcast(self, span: Span, *, root: int = 0) -> Steps[None]:
         """Copies the span of rank `root` into that of every rank. In a common vector it only waits for all."""
         if not 0 <= root < self.size:
-            raise ConfigError(f"broadcast from rank {root} of {self.size}")
+            raise ConfigError(f"broadcast(root={root}): expected a rank from 0 to {self.size - 1}")
         with self._guard:
             yield from self._operations.broadcast(span, root)
 

@@ -155,7 +155,7 @@ class TorchGroup:
     async def broadcast(self, span: Span, *, root: int = 0) -> None:
         """See `Group.broadcast`."""
         if not 0 <= root < self.size:
-            raise ConfigError(f"broadcast from rank {root} of a group of {self.size}")
+            raise ConfigError(f"broadcast(root={root}): expected a rank from 0 to {self.size - 1}")
         await self._run("broadcast", span, root=root)
 
     def abandon(self, error: PeerLostError) -> None:

@@ -166,7 +166,10 @@ async def _load(
             for tensor in destination(backup):
                 part = await stream.recv(silence_s)
                 if part is None or part.payload is None or part.payload.shape != tensor.shape:
-                    raise DataError(f"{peer}: a copy of chunk {backup.chunk.index} is torn")
+                    raise DataError(
+                        f"{peer}: its copy of chunk {backup.chunk.index} does not have the {tensor.numel()} elements "
+                        "that were expected; `gradstream resume` continues the run from its newest checkpoint"
+                    )
                 tensor.copy_(part.payload)
     finally:
         stream.cancel("done")
