@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -310,6 +311,18 @@ PLANTED: tuple[tuple[Property, Strategy, str], ...] = (
 def test_a_planted_fault_is_found_by_its_check(check: Property, strategy: Strategy, message: str) -> None:
     with pytest.raises(BrokenPropertyError, match=message):
         check(strategy)
+
+
+def test_an_event_that_only_one_of_two_runs_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, then = (
+        SimpleNamespace(events=[{"event": "a"}]),
+        SimpleNamespace(events=[{"event": "a"}, {"event": "b"}]),
+    )
+    runs = iter((first, then))
+    monkeypatch.setattr(properties, "_learnt", lambda strategy, seed: next(runs))
+    monkeypatch.setattr(properties, "_bytes_of", lambda outcome: b"")
+    with pytest.raises(BrokenPropertyError, match=r"different events: \{'event': 'b'\}"):
+        properties.repeatable(gs.Downpour())
 
 
 def test_every_property_has_a_planted_fault() -> None:

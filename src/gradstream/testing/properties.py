@@ -275,12 +275,11 @@ def repeatable(strategy: Strategy) -> str:
                 f"two runs of seed {seed} end with different parameters: take time, tasks and randomness "
                 "from the worker's operations only"
             )
-        differing = [i for i, (a, b) in enumerate(zip(one.events, other.events, strict=False)) if a != b]
-        if differing or len(one.events) != len(other.events):
-            first = one.events[differing[0]] if differing else "one has more of them"
+        differing = next((a or b for a, b in itertools.zip_longest(one.events, other.events) if a != b), None)
+        if differing is not None:
             raise BrokenPropertyError(
-                f"two runs of seed {seed} have different events: {first}; take time, tasks and randomness from the "
-                "worker's operations only"
+                f"two runs of seed {seed} have different events: {differing}; take time, tasks and randomness from "
+                "the worker's operations only"
             )
     return f"{len(one.events)} events"
 

@@ -68,7 +68,7 @@ _MESSAGES: Mapping[str, type[Message]] = {
 }
 
 
-RESUME = "; `gradstream resume` continues the run from its newest checkpoint, without this file"
+RESUME = "; `gradstream resume` continues the run from its newest checkpoint, without the coordinator's stored state"
 """The remedy for a user whose run has such a value."""
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode

@@ -161,7 +161,9 @@ class Inspection:
         if len(set(chunks)) < len(chunks):
             raise self.bad(sender, f"asks for a chunk twice, among {chunks[:8]}...")
         if request.known and self._store.changed is None:
-            raise self.bad(sender, f"asks for changed rows of arrays, expected for whole chunks{_SAME_FILE}")
+            raise self.bad(
+                sender, f"asks for changed rows of arrays; expected a request for whole chunks{_SAME_FILE}"
+            )
         if len(request.known) not in (0, len(chunks)) or max(request.known, default=0) > MAX_COUNT:
             raise self.bad(
                 sender,
