@@ -27,7 +27,6 @@ from gradstream.transport.security import Tls
 from gradstream.untrusted import check_value, parse_json
 from gradstream.wire import v1
 
-
 _GO_ON = "; if the run has ended, `gradstream resume` on the launcher's machine continues it"
 
 
