@@ -12,6 +12,7 @@ import gradstream as gs
 from batch_problems import OneProcess, Softmax, naive_lbfgs, quadratic, rosenbrock
 from gradstream.errors import ConfigError
 from gradstream.strategies import lbfgs
+from gradstream.testing import check_strategy
 
 pytestmark = pytest.mark.unit
 
@@ -137,3 +138,8 @@ def test_a_trial_that_is_not_finite_is_shortened() -> None:
 def test_options_out_of_range_are_refused(make: Any, wanted: str) -> None:
     with pytest.raises((ConfigError, Exception), match=wanted):
         make()
+
+
+def test_check_strategy_refuses_a_batch_method() -> None:
+    with pytest.raises(ConfigError, match="hold a batch method to one that runs in one process"):
+        check_strategy("lbfgs")
