@@ -53,7 +53,7 @@ class DraftSnapshot:
         token: distinguishes this draft from drafts of a process that was killed.
         tensors: tensors of the flat vector, in its order; none where no node writes the vector, so that the
             model's file consists of `others` alone.
-        others: further tensors of the model's file: buffers, frozen parameters, second names.
+        others: further tensors of the model's file: buffers, frozen parameters, and second names of tied tensors.
         states: names of the optimizer's state vectors.
 
     Attributes:
@@ -103,13 +103,13 @@ class DraftSnapshot:
         sums: Mapping[str, Sequence[PieceSum]],
         itemsize_bytes: int,
     ) -> str:
-        """Takes steps 2 to 5, once all holders have written. Returns the name of the checkpoint's folder.
+        """Takes steps 2 to 5 above, once all nodes have written their ranges. Returns the name of the folder.
 
         After an error nothing has changed for readers, and `discard` removes the draft.
 
         Args:
             manifest: manifest of the checkpoint; `commit` fills in `files`.
-            others: bytes of each tensor in `others` that is not a second name.
+            others: by name, bytes of each further tensor of the model's file, without those that are copies.
             own: by worker, its own state as safetensors.
             sums: by vector, the checksum of each of its pieces, in the order of the vector.
             itemsize_bytes: bytes of an element.

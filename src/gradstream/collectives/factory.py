@@ -159,7 +159,7 @@ class _GroupFactory:
                 f"{name} at {p.host}" for name, p in zip(communicator.names, self._places, strict=True)
             )
             raise ConfigError(
-                f"ranks cannot share memory ({where}): use the algorithm 'auto', or one by name"
+                f"algorithm='shared': ranks cannot share memory ({where}); take algorithm='auto', or another by name"
             )
         group = await self._join(list(range(communicator.size)), "all")
         try:

@@ -310,11 +310,11 @@ def build_model(job: Job, rank: int = 0) -> Model:
 
 
 def spread_out(job: Job, origin: str) -> Job:
-    """The job with defaults for a network, for a run whose nodes are not all on one machine.
+    """The job with the `chunk_elems` that suits a network; one that the user has set stays.
 
     Args:
-        job: of the run.
-        origin: origin of these values for `Job.origins`.
+        job: of a run whose nodes are not all on one machine, or of a simulated one.
+        origin: who chose the value, in a word, for `Job.origins`.
     """
     if job.chunk_elems is not None:
         return job

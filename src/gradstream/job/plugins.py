@@ -119,5 +119,5 @@ def choose(kind: str, built_in: Mapping[str, str], name: str) -> Plugin | None:
 
 
 def key_of(name: str) -> str:
-    """The normal form of a name: equal for two names that count as one."""
+    """The name in lower case and with hyphens: names of equal form count as one."""
     return name.lower().replace("_", "-")

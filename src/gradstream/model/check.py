@@ -40,8 +40,8 @@ def length(tensor: torch.Tensor) -> float:
 def usable(gradient: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite, and the sum of their squares is finite in the gradient's own dtype.
 
-    Norms and update rules with squares (Adam, Adagrad) need that. In float32 it holds up to a length of 1.8e19, so
-    sums of usable gradients do not overflow either.
+    Norms and update rules with squares (Adam, Adagrad) need that. The norm of a usable float32 gradient is below
+    1.9e19, so sums of usable gradients do not overflow either.
     """
     return math.isfinite(length(gradient))
 

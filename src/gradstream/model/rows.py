@@ -88,7 +88,7 @@ class RowGradient:
         if low < 0 or high >= table.shape[0]:
             raise GradientError(
                 f"gradient of {table.name!r} has row {low if low < 0 else high}; expected rows from 0 to "
-                f"{table.shape[0] - 1}, along the first axis of {table.shape}"
+                f"{table.shape[0] - 1}, along the first axis of {table.shape}: check the indexes in the minibatch"
             )
         flat = values.reshape(len(numbers), table.row_elems)
         rows = merged(numbers, flat, table.shape[0])

@@ -147,7 +147,11 @@ class LoopBridge:
         self._context, self._event_loop = context, asyncio.get_running_loop()
 
     def turn(self, parameters: torch.Tensor, given: Round) -> Turn:
-        """See `Loop.turn`. Raises UserCodeError if the user's loop has failed."""
+        """Lets the user's loop take a step, and waits for it: see `Loop.turn`.
+
+        Raises:
+            UserCodeError: the user's loop has failed.
+        """
         with self._condition:
             if not self.ended and self._user_failure is None:
                 self._set_parameters(parameters)

@@ -59,7 +59,8 @@ class ShardedBatchSampler:
 
     Attributes:
         latest: the latest iteration, which may be ahead of the loop; None before the first.
-        orders: all minibatches of the last epochs, by epoch, where workers take over those of lost workers.
+        orders: all minibatches of the latest `MOST_ORDERS` epochs, by epoch, where workers take over those of lost
+            workers.
     """
 
     def __init__(self, batches: Iterable[Any], part: LoaderPart, *, collated: bool) -> None:

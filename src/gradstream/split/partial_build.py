@@ -300,7 +300,7 @@ class Blueprint:
 
 
 def tensor_at(module: nn.Module, name: str) -> torch.Tensor:
-    """The parameter, buffer or other tensor of this qualified name."""
+    """The parameter, buffer or other tensor of this qualified name. AttributeError if there is none."""
     path, _, attribute = name.rpartition(".")
     tensor: torch.Tensor = getattr(module.get_submodule(path), attribute)
     return tensor

@@ -63,7 +63,7 @@ class _Proxy(fx.Proxy):
 
     def __getattr__(self, k: str) -> Any:
         if k in _REFUSED:
-            raise fx.proxy.TraceError(f".{k} is not known in a part of a module")
+            raise fx.proxy.TraceError(f"it reads .{k} of a tensor, which a part of a module does not know")
         if callable(getattr(self.node.meta["values"][0], k)):
             return Attribute(self, k)
         return self.tracer.create_proxy("call_function", getattr, (self, k), {})
@@ -71,7 +71,7 @@ class _Proxy(fx.Proxy):
     def __len__(self) -> int:
         lengths = {len(value) for value in self.node.meta["values"]}
         if len(lengths) > 1:
-            raise fx.proxy.TraceError("the number of samples is not known")
+            raise fx.proxy.TraceError("it takes len() of a tensor whose axis grows with the samples")
         return lengths.pop()
 
     def __iter__(self) -> Iterator[Any]:
@@ -170,7 +170,9 @@ class _Tracer(fx.Tracer):
         if isinstance(first, tuple | list | dict):
             keys = list(first) if isinstance(first, dict) else range(len(first))
             if any(len(value) != len(first) for value in values):
-                raise fx.proxy.TraceError("the number of its results depends on the number of samples")
+                raise fx.proxy.TraceError(
+                    "the number of tensors that it returns depends on the number of samples"
+                )
             if proxy.node.target is getattr and first in values[1:] and len(set(values)) == 1:
                 return first  # a shape without samples
             parts = [self.create_proxy("call_function", operator.getitem, (proxy, key), {}) for key in keys]
@@ -196,7 +198,7 @@ class _Tracer(fx.Tracer):
 
     def _refuse_autocast(self) -> None:
         if torch.is_autocast_enabled("cpu") and not self._evaluating:
-            raise fx.proxy.TraceError("torch.autocast in a part of a module is not recorded")
+            raise fx.proxy.TraceError("it enters torch.autocast, which is not recorded in a part of a module")
 
 
 class _TraceMode(ShapeMode):  # type: ignore[no-untyped-call]
@@ -319,9 +321,13 @@ def _trace_once(module: nn.Module, call: Any, values: Any) -> tuple[fx.Graph, di
             with _TraceMode(tracer):
                 graph = tracer.trace(module)
         if states != (random.getstate(), np.random.get_state()[1].tolist()):  # type: ignore[index]  # noqa: NPY002
-            raise fx.proxy.TraceError("Python's or NumPy's random numbers decide what it computes")
+            raise fx.proxy.TraceError(
+                "it draws random numbers of Python or NumPy, which would be the same in each step"
+            )
         if changed := [name for name, value in _numbers_of(module).items() if kept.get(name) != value]:
-            raise fx.proxy.TraceError(f"it changes {changed[0]}, which would stay as it is in the graph")
+            raise fx.proxy.TraceError(
+                f"it changes its attribute {changed[0]}, which would stay as it is in the graph"
+            )
     except ConfigError:
         raise
     except Exception as error:

@@ -154,9 +154,9 @@ class LinkEvent(MemberEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEvent(MemberEvent):
-    """A push or a fetch is done with all shards (worker); it began `seconds` before `time_s`.
+    """All shards have answered a push or a fetch (worker), which began `seconds` before `time_s`.
 
-    A worker reports a bounded number of them in a second; `exchange` counts them all.
+    A worker reports at most 128 of them for each `ExchangeEvent`, whose `pushes` and `fetches` count them all.
     """
 
     name: ClassVar[str] = "transfer"

@@ -78,10 +78,14 @@ def travels(strategy: Strategy) -> str:
     _check_place(strategy)
     if getattr(strategy, "partitioning", None) not in get_args(Partitioning):
         raise BrokenPropertyError(
-            f"partitioning is {getattr(strategy, 'partitioning', None)!r}; expected one of {get_args(Partitioning)}"
+            f"{cls.__name__}.partitioning is {getattr(strategy, 'partitioning', None)!r}; expected one of "
+            f"{get_args(Partitioning)}"
         )
     if not isinstance(getattr(strategy, "survives_worker_loss", None), bool):
-        raise BrokenPropertyError("survives_worker_loss is not set: expected True or False")
+        raise BrokenPropertyError(
+            f"{cls.__name__}.survives_worker_loss is {getattr(strategy, 'survives_worker_loss', None)!r}; "
+            "expected True or False"
+        )
     return f"{len(fields)} options, partitioning in {strategy.partitioning}"
 
 

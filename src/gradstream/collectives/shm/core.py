@@ -47,8 +47,8 @@ class SharedCore:
     def __init__(self, members: RendezvousMembers, *, deadline_s: float) -> None:
         if not available():
             raise ConfigError(
-                "collectives in shared memory need Linux on x86-64, which this machine is not: take the "
-                "algorithm 'auto', or another one by name"
+                "algorithms 'shared' and 'hierarchical' need Linux on x86-64, which this machine is not: take "
+                "algorithm='auto', or another one by name"
             )
         self.rank = members.rank
         self.size = len(members.names)

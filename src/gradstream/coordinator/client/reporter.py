@@ -68,7 +68,12 @@ class Reporter:
         self._urgent.ring()
 
     def resharded(self, first: int, error: str = "") -> None:
-        """Reports at once that this shard, of the placement `first`, has its chunks; or why it cannot get them."""
+        """Reports at once that this shard of a new placement has its chunks; or, in `error`, why it cannot get them.
+
+        Args:
+            first: lowest rank of the placement's shards.
+            error: "" if it has them.
+        """
         self.beat.resharded.CopyFrom(v1.Resharded(first=first, error=error))
         self._urgent.ring()
 

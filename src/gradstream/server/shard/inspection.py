@@ -127,9 +127,10 @@ class Inspection:
         if request.command not in (v1.Push.APPLY, v1.Push.ASSIGN):
             raise self.bad(sender, f"push command {request.command}; expected APPLY or ASSIGN")
         if request.stands_for and self._stand_ins.get(request.stands_for - 1) != sender:
-            what = f"a push for worker-{request.stands_for - 1}, for which it does not stand in"
+            what = f"{sender} pushes for worker-{request.stands_for - 1}, for which another worker or none stands in"
             if opened.epoch > mine.epoch:
-                raise RefusedError(mine.name, "STALE_EPOCH", f"{what} as far as this shard knows; try again")
+                known = f"as far as this shard knows at epoch {mine.epoch}"
+                raise RefusedError(mine.name, "STALE_EPOCH", f"{what}, {known}; try again")
             raise self.bad(sender, what)
         if request.vector and request.vector not in self._store.state:
             raise self.bad(
@@ -139,7 +140,7 @@ class Inspection:
             raise self.bad(sender, f"push number {request.sequence}; expected 1 or more")
         counts = request.samples, request.round, request.clock, request.base_version, request.portion
         if max(counts) > MAX_COUNT:
-            raise self.bad(sender, "a count of more than 2^53")
+            raise self.bad(sender, "it sends a count above 2^53")
         if not math.isfinite(request.lr) or math.isinf(request.loss):
             raise self._refused(
                 "NON_FINITE",
@@ -150,7 +151,11 @@ class Inspection:
     def check_base_version(self, sender: str, chunk: int, base_version: int, version: int) -> None:
         """Refuses a gradient that was computed on a version which the chunk has not reached."""
         if base_version > max(version, 0):
-            raise self.bad(sender, f"chunk {chunk}: computed on version {base_version}, it is at {version}")
+            raise self.bad(
+                sender,
+                f"chunk {chunk}: the gradient was computed on version {base_version}; expected at most {version}, "
+                "the version here",
+            )
 
     def check_fetch(self, sender: str, request: v1.Fetch) -> None:
         """Refuses a fetch of chunks that are not on this shard."""
@@ -159,7 +164,7 @@ class Inspection:
         if not all(chunk in self._store.here for chunk in chunks):
             raise self.bad(sender, f"asks for chunks {chunks[:8]}..., of which some are on other shards")
         if len(set(chunks)) < len(chunks):
-            raise self.bad(sender, f"asks for a chunk twice, among {chunks[:8]}...")
+            raise self.bad(sender, f"it asks for a chunk twice, among {chunks[:8]}...")
         if request.known and self._store.changed is None:
             raise self.bad(
                 sender, f"asks for changed rows of arrays; expected a request for whole chunks{_SAME_FILE}"
@@ -179,7 +184,7 @@ class Inspection:
         if not math.isfinite(request.alpha):
             raise self.bad(sender, f"a command with alpha = {request.alpha}; expected a finite number")
         if request.clock > MAX_COUNT or request.sequence > MAX_COUNT:
-            raise self.bad(sender, "a count of more than 2^53")
+            raise self.bad(sender, "it sends a count above 2^53")
         if request.kind in (v1.Command.LEAVE, v1.Command.ENTER, v1.Command.STEP):
             self.rank(sender)
         if request.kind == v1.Command.STEP:

@@ -11,7 +11,7 @@ from gradstream.transport.base import Stream
 
 
 class WaitNotifier:
-    """Waits for chunks on behalf of a stream, and keeps its peer informed.
+    """Waits until chunks are ready, and meanwhile tells the peer, over and over, which nodes they wait for.
 
     Args:
         runtime: runtime of the shard's node.

@@ -258,7 +258,7 @@ class BorrowedLeases:
         """The bytes that a reference names, read-only. The loan is returned when nothing refers to them.
 
         Raises:
-            ReferenceLostError: the loan, or the channel it belongs to, is over.
+            ReferenceLostError: the loan was taken or forgotten before, or belongs to another channel.
             FrameError: the bytes lie in no segment that the peer has handed out.
         """
         if reference.channel != self._channel or not self._arrived.add(reference.loan):

@@ -65,7 +65,7 @@ def check_peer(connection: socket.socket) -> None:
 
 
 def send_descriptors(connection: socket.socket, data: bytes, descriptors: list[int]) -> None:
-    """Sends descriptors with the few bytes that they belong to. The socket may block."""
+    """Sends `data`, and these file descriptors with it. BlockingIOError if a non-blocking socket is full."""
     sent = socket.send_fds(connection, [data], descriptors)
     if sent < len(data):
         connection.sendall(data[sent:])

@@ -102,7 +102,7 @@ class Exchange(ABC):
 
 
 class Transfers:
-    """Reports transfers one by one, up to `MAX_TRANSFERS` between two accounts.
+    """Reports transfers one by one, up to `MAX_TRANSFERS` between two `ExchangeEvent`s.
 
     Args:
         rank: rank of this worker.
@@ -125,5 +125,5 @@ class Transfers:
             )
 
     def accounted(self) -> None:
-        """Notes that an account was given: as many transfers are reported again."""
+        """Begins to count anew, after an `ExchangeEvent`."""
         self._left = MAX_TRANSFERS

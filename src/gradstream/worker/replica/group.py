@@ -163,7 +163,7 @@ class GroupReplica(Replica):
         return self.vectors
 
     def turn(self) -> None:
-        """Exchanges the vectors and those that are to spare: an update is made in memory that nobody else needs.
+        """Swaps the vectors with the spare ones: an update is written into the spare ones, and the old stay whole.
 
         A second call, before `in_model`, takes back the update.
         """
