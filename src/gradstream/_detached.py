@@ -133,7 +133,10 @@ def _record(run_dir: Path, begin: bool) -> LauncherRecord:
         return LauncherRecord.here(events_from=end)
     found = LauncherRecord.read(run_dir)
     if found is None:
-        raise ConfigError(f"{run_dir / FILE} does not say where the run began, so nobody can take it over")
+        raise ConfigError(
+            f"no launcher can take over the run in {run_dir}: {FILE} is missing or empty; end its processes, and "
+            "continue with gradstream resume"
+        )
     return found
 
 

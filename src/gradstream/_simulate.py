@@ -84,7 +84,8 @@ def simulate(
     job = spread_out(make_job(job_of(model, data), data, **options), "simulate")
     if is_script(job):
         raise ConfigError(
-            "a script with a training loop of its own runs in real time: it cannot be simulated"
+            "a script with a training loop of its own runs in real time: it cannot be simulated. Give the model with "
+            "gradstream.from_torch, and the data, and leave the loop to gradstream"
         )
     intercept(job, simulated=True)
     config = config or SimulationConfig()

@@ -96,7 +96,10 @@ def _compared(run: Path, replay: Replay) -> str:
     if not kept:
         return "the run has kept none to compare with"
     if not same_bits(replay.parameters, kept):
-        raise DivergedError(f"after {replay.num_updates} updates the parameters are not those in {run}")
+        raise DivergedError(
+            f"after {replay.num_updates} updates the parameters are not those in {run}: the model or the data do not "
+            "return the same for the same input, or a module that the job file imports has changed"
+        )
     return "the same bits as the run's own"
 
 

@@ -68,7 +68,7 @@ class Replay:
             awaited = "; ".join(cluster.awaited()[:3])
             raise DivergedError(
                 f"after {self.num_updates} updates the replay cannot continue: {cluster.num_left} recorded "
-                f"contributions did not arrive. It waits for {awaited}"
+                f"pushes did not arrive. It waits for {awaited}: has a module that the job file imports changed?"
             )
         for name, error in cluster.failures.items():
             return f"the recording ends here: {name} could not go on: {type(error).__name__}: {error}"

@@ -36,7 +36,7 @@ def status_of(events: Iterable[EventDict]) -> Status:
 
 
 def story_of(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[Moment, ...]:
-    """The story of a run, in the order of time.
+    """Who joined, left, died and came back, checkpoints, stops and the end, in the order of time.
 
     Args:
         by_kind: events by their name; a name without events has an empty list.

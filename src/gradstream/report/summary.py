@@ -22,8 +22,8 @@ def history_of(events: Iterable[EventDict]) -> list[dict[str, Any]]:
     """One row per minibatch, in the order of time.
 
     Keys: step, epoch, rank, samples, loss, lr, gradient_norm, time_s. `time_s` counts from the start of the run. `loss`
-    is None if the model does not return it. `gradient_norm`, the length of the mean gradient before clipping, is None
-    if it is not clipped by its length.
+    is the mean or the sum over the minibatch, as the model's `reduction` says, and None if the model does not return
+    it. `gradient_norm`, the length of the mean gradient before clipping, is None if it is not clipped by its length.
     """
     rows = [{key: event.get(key) for key in _ROW} for event in surviving(events) if event["event"] == "step"]
     return sorted(rows, key=lambda row: (row["time_s"], row["rank"], row["step"]))

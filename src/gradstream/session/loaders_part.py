@@ -52,7 +52,7 @@ class LoaderPart:
         return samples[self.rank :: self.world_size]
 
     def count(self, total: int) -> int:
-        """Number of minibatches that the worker takes out of `total`; if they are split, at most."""
+        """Number of minibatches that the worker takes out of `total`; an upper bound if each is split among workers."""
         if self.split:
             return total
         return len(range(0 if self.aligned else self.rank, total, self.world_size))

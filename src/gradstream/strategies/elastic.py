@@ -124,7 +124,7 @@ class ElasticAveraging(ServerStrategy):
             )
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
-        """Adds the differences of all workers together, or each in the order of arrival."""
+        """With `synchronous` adds the differences of all workers together, otherwise each as it arrives."""
         return Barrier(frozenset(range(num_workers))) if self.synchronous else EveryPush()
 
 

@@ -246,7 +246,8 @@ def _counts(run: Run, outcome: TrialOutcome, where: str) -> np.ndarray[Any, Any]
     for chunk, sample in np.argwhere(np.abs(total - counts) > 1e-3):
         raise BrokenPropertyError(
             f"{where}: sample {sample} is {total[chunk, sample]:.3f} times in chunk {chunk} of the server "
-            "and all workers together: an exchange takes more, or less, than it brings"
+            "and all workers together; expected a whole number: what an exchange takes from a worker it must add to "
+            "the server"
         )
     return counts
 

@@ -60,7 +60,10 @@ class ReceiveQueue:
         num_bytes = _size_bytes(received)
         if not costs and self._free_bytes + num_bytes > MAX_FREE_BYTES:
             unread = self._free_bytes + num_bytes
-            raise FrameError(f"{unread} unread bytes of bodies; expected at most {MAX_FREE_BYTES}")
+            raise FrameError(
+                f"the peer has sent {unread} unread bytes of bodies; expected at most {MAX_FREE_BYTES} before "
+                "this node reads them"
+            )
         if not self.has_room(num_bytes):
             return False
         self._credit -= costs

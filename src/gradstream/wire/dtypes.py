@@ -24,8 +24,10 @@ def to_wire(dtype: torch.dtype) -> v1.DType:
     """
     wire = _TO_WIRE.get(dtype)
     if wire is None:
-        known = ", ".join(str(d) for d in _TO_WIRE)
-        raise ConfigError(f"dtype {dtype} cannot be sent: expected one of {known}; convert the vector first")
+        known = " or ".join(str(d) for d in _TO_WIRE)
+        raise ConfigError(
+            f"a vector of dtype {dtype} cannot be sent; expected {known}: convert it with Tensor.to"
+        )
     return wire
 
 

@@ -60,8 +60,8 @@ class Refusals:
         """
         if self._report is None:
             raise NonFiniteError(
-                f"{what}; lower the learning rate, scale the inputs, or clip the gradient. Nothing of it was "
-                "applied where the exchange does not overlap"
+                f"{what}; lower the learning rate, scale the inputs, or clip the gradient. Nothing of this gradient "
+                "was applied, except for chunks that were pushed during its computation (overlap)"
             )
         self._in_a_row += 1
         ref, samples = gradient.batch.ref, gradient.samples

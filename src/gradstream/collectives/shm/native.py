@@ -51,14 +51,14 @@ _NUMBERS = {
 
 
 class State:
-    """Words about a rank that machine code and Python both use.
+    """64-bit words about a rank that machine code and Python both use.
 
     Args:
         rank: this rank.
         blocks: addresses of the control blocks of all ranks.
-        looks: how often `arrive` looks at most whether others have arrived, and for how many nanoseconds.
+        looks: the most looks that `arrive` takes whether others have arrived, and the most nanoseconds that it looks.
         yields: whether each look yields the core.
-        share: the fewest ranks that can share a core.
+        share: ranks per core if they are spread evenly, rounded up.
     """
 
     def __init__(

@@ -93,9 +93,12 @@ class SharedOperations:
         return _is_small(span) or (_size_bytes(span) <= BRIEF_BYTES and self.vectors.is_own(span.vector))
 
     def check_sum(self, span: Span, weight: float) -> None:
-        """Raises ConfigError for a span that cannot be summed up with this weight."""
+        """Raises ConfigError for a span of a common vector, and for integers with a weight other than 1."""
         if self.vectors.is_common(span.vector):
-            raise ConfigError(f"{span.vector.name} is common to all ranks: there is nothing to sum up")
+            raise ConfigError(
+                f"vector {span.vector.name!r} is common to all ranks, so there is nothing to sum; expected one "
+                "that each rank has for itself"
+            )
         if weight != 1.0 and not span.vector.tensor.is_floating_point():
             raise ConfigError(
                 f"weight {weight} for {span.vector.tensor.dtype}: integers are summed with weight 1"

@@ -92,7 +92,10 @@ class StateStore:
             )
 
     def rule(self) -> tuple[dict[str, str], bytes]:
-        """Takes the next ruling. Returns the stored state, which is empty before the first one, and its last events."""
+        """Makes this process the leader, with the next ruling. Returns the stored state and its last events.
+
+        Both are empty before the first ruling. Earlier leaders cannot write any more.
+        """
         with _named(self._path), self._transaction():
             self._database.execute("UPDATE leader SET ruling = ruling + 1")
             (self.ruling,) = self._database.execute("SELECT ruling FROM leader").fetchone()

@@ -103,5 +103,8 @@ def _source(job: Job) -> tuple[Path, str]:
         return Path(place), function
     found = importlib.util.find_spec(place)
     if found is None or found.origin is None:
-        raise ConfigError(f"job {job.spec!r}: module {place!r} has no file that machines could compare")
+        raise ConfigError(
+            f"job {job.spec!r}: module {place!r} has no file, and machines compare the job's file; give the path of a "
+            ".py file"
+        )
     return Path(found.origin), function

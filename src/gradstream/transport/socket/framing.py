@@ -47,7 +47,8 @@ class PayloadPlace(NamedTuple):
 
     Args:
         memory: contiguous, of exactly the payload's length.
-        landed: whether the stream's user has named the memory.
+        landed: whether `memory` is the destination that the stream's user has named with `Stream.land`; else it was
+            allocated for this payload.
     """
 
     memory: torch.Tensor

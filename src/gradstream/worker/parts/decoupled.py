@@ -255,8 +255,8 @@ def label_width(data: Sequence[Value], model: PartModel) -> int:
         return model.output.shape[-1]
     got = "a tree of tensors" if targets is None else f"integers of shape {targets.shape} a sample"
     raise ConfigError(
-        f"SyntheticGradients(labels=True): targets are {got}; expected one class a sample, or numbers: "
-        "take labels=False"
+        f"SyntheticGradients(labels=True): targets are {got}; expected one class (an integer) or floats for each "
+        "sample. For other targets take labels=False"
     )
 
 
