@@ -63,7 +63,11 @@ class MessageChecks:
                 "only workers have receipts, gradients and groups, finish, are paused, or begin epochs",
             )
         if any(one.rank >= self._num_workers or one.round > MAX_COUNT for one in beat.handed):
-            raise _impossible(node.name, "it hands over to a worker, or at a round, that cannot be")
+            raise _impossible(
+                node.name,
+                f"it hands over (worker, round) {[(one.rank, one.round) for one in beat.handed][:4]}; expected workers "
+                f"below {self._num_workers} and rounds up to 2^53",
+            )
         for one in beat.begun:
             _check_begun(node.name, one)
         for receipt in beat.receipts:
@@ -84,7 +88,7 @@ class MessageChecks:
                 raise _impossible(node.name, f"a report of unknown kind {report.kind}")
             if report.count > self._ledger.most_begun:
                 raise _impossible(
-                    node.name, f"{report.count} minibatches begun, of {self._ledger.most_begun}"
+                    node.name, f"{report.count} minibatches begun; expected at most {self._ledger.most_begun}"
                 )
 
     def _check_refused(self, node: v1.Node, refused: v1.Refused) -> None:
@@ -92,7 +96,10 @@ class MessageChecks:
         if not self._ledger.knows(ref, node.rank):
             raise _impossible(node.name, f"a gradient of {ref}, which is no minibatch of this run")
         if max(refused.samples, refused.step) > MAX_COUNT:
-            raise _impossible(node.name, f"a gradient of {refused.samples} samples in step {refused.step}")
+            raise _impossible(
+                node.name,
+                f"a gradient of {refused.samples} samples in step {refused.step}; expected at most 2^53",
+            )
 
     def _check_estates(self, node: v1.Node, beat: v1.Beat) -> None:
         if (beat.estates and node.role != "shard") or (beat.redone and node.role == "shard"):
@@ -119,7 +126,11 @@ class MessageChecks:
     def ending(self, who: str, request: v1.Ending) -> None:
         """Checks the counts of a worker that has no minibatches left."""
         if max(request.batches, request.samples, request.round) > MAX_COUNT:
-            raise _impossible(who, f"an end after {request.batches} minibatches of {request.samples} samples")
+            raise _impossible(
+                who,
+                f"an end in round {request.round}, after {request.batches} minibatches of {request.samples} samples; "
+                "expected at most 2^53",
+            )
 
     def take_over(self, who: str, request: v1.TakeOver) -> None:
         """Checks how a worker says that an epoch is divided among the workers, and how far it has come."""
@@ -128,9 +139,16 @@ class MessageChecks:
         if (parts or request.per_step) and (len(parts) != self._num_workers or max(parts) > MAX_COUNT):
             raise _impossible(who, f"parts of {parts[:8]} minibatches; expected one of each worker")
         if not request.epoch.step <= request.step <= MAX_COUNT:
-            raise _impossible(who, f"an epoch from step {request.epoch.step} to {request.step}")
+            raise _impossible(
+                who,
+                f"an epoch from step {request.epoch.step} to {request.step}; expected an end from there on, up to 2^53",
+            )
         if request.oldest > request.epoch.epoch or request.epoch.epoch - request.oldest > MOST_EPOCHS_BACK:
-            raise _impossible(who, f"knowledge of epochs {request.oldest} to {request.epoch.epoch}")
+            raise _impossible(
+                who,
+                f"knowledge of epochs {request.oldest} to {request.epoch.epoch}; expected at most "
+                f"{MOST_EPOCHS_BACK} epochs back",
+            )
 
     def took(self, who: str, rank: int, request: v1.Took) -> None:
         """Checks a request for the shares of a round."""
@@ -147,12 +165,16 @@ class MessageChecks:
         if not all(math.isfinite(value) and 0 <= value <= MAX_COUNT for value in measured):
             raise _impossible(who, f"a measurement of {measured}; expected finite numbers from 0 on")
         if 0 < request.samples < 1 or request.samples > MOST_PER_S * request.seconds:
-            raise _impossible(who, f"{request.samples:g} samples in {request.seconds:g} s")
+            raise _impossible(
+                who,
+                f"{request.samples:g} samples in {request.seconds:g} s; expected none, or 1 to "
+                f"{MOST_PER_S:g} a second",
+            )
 
 
 def _check_begun(who: str, begun: v1.Begun) -> None:
     if abs(begun.step) > MAX_COUNT:
-        raise _impossible(who, f"an epoch from step {begun.step}")
+        raise _impossible(who, f"an epoch from step {begun.step}; expected at most 2^53")
 
 
 def _impossible(who: str, message: str) -> RefusedError:

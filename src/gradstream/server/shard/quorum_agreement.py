@@ -147,7 +147,9 @@ class QuorumProtocol:
         assert self._leader is not None and self._config.quorum is not None
         expected = (1 + self._config.quorum) ** 2
         if len(said.distances) != expected:
-            raise self._bad(f"shard-{shard}", f"{len(said.distances)} distances; expected {expected}")
+            raise self._bad(
+                f"shard-{shard}", f"{len(said.distances)} distances between gradients; expected {expected}"
+            )
         self._publish(self._leader.measured(shard, said.round, said.distances))
 
     def _bad(self, peer: str, message: str) -> RefusedError:
