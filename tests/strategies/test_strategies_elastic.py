@@ -112,7 +112,7 @@ def test_all_sides_together_keep_what_was_found_to_the_bit(
 def test_the_common_bug_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert complete(LAWFUL)
     monkeypatch.setattr(ElasticPull, "__call__", PulledTwice.__call__)
-    with pytest.raises(BrokenPropertyError, match="takes more, or less, than it brings"):
+    with pytest.raises(BrokenPropertyError, match="takes from a worker it must add"):
         complete(LAWFUL)
 
 
