@@ -29,15 +29,16 @@ T = TypeVar("T")
 
 
 class ElsewhereStorage(DiskStorage):
-    """Implements `Storage`. Only threads beside the event loop may access the files of a checkpoint.
+    """Implements `Storage`: paths in "checkpoints/" are on the coordinator's disk, all others on this machine's.
 
-    All methods raise OSError if the coordinator cannot be reached, or cannot read or write.
+    Methods block while they access files of a checkpoint: call them from threads beside the event loop. They raise
+    OSError if the coordinator cannot be reached, or cannot read or write.
 
     Args:
-        root: directory of the node's own files.
+        root: directory of the files on this machine.
         endpoint: endpoint of the node, started; it knows the coordinator.
         coordinator: name of the coordinator.
-        silence_s: longest silence of the coordinator, in seconds.
+        silence_s: seconds of silence of the coordinator after which a method raises.
     """
 
     def __init__(self, root: Path, endpoint: Endpoint, coordinator: str, *, silence_s: float) -> None:

@@ -64,7 +64,7 @@ class Manifest:
     Args:
         step: rounds of a synchronous run, minibatches over all workers of another.
         rounds: minibatches of each worker: `step` itself, or the mean over the workers.
-        steps: by worker, its number of minibatches.
+        steps: number of minibatches of each worker, by its name.
         done: which samples are done.
         versions: the version of each chunk.
         model: fingerprint, elems, dtype and chunk_elems of the model, and its update rule if workers bring it.

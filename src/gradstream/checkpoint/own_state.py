@@ -145,7 +145,7 @@ async def ask(
         expected: the worker's buffers, or frozen parameters, as it has registered them. They bound the answer.
         step: asks for the state after so many steps, if the worker still has it; None for the present one.
         fixed: asks for the frozen parameters.
-        silence_s: longest silence of the worker, in seconds.
+        silence_s: seconds of silence of the worker after which DeadlineError is raised.
 
     Raises:
         PeerLostError, DeadlineError: the worker is gone, or silent.

@@ -37,7 +37,7 @@ class LostPush:
     """What shards have reported of a push of a lost worker.
 
     Args:
-        sequences: by sender, its number.
+        sequences: the push's sequence number, by sender: each process of the replica numbers its own pushes.
         applied: number of chunks that have applied it.
     """
 
@@ -47,12 +47,12 @@ class LostPush:
 
 @dataclass(slots=True)
 class Errand:
-    """A torn push of a lost worker, which another one redoes.
+    """A torn push of a lost worker, which a living worker redoes.
 
     Args:
-        heir: rank of that worker.
+        heir: rank of the living worker.
         batches: minibatches of the push.
-        sequences: by sender, its number.
+        sequences: see `LostPush`.
         left: senders whose push is not redone yet.
     """
 

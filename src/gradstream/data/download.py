@@ -133,13 +133,12 @@ def download(
         to: path for the file, in a folder that exists.
         extra_bytes: further disk space that the caller will need, for example to extract the file.
         on_progress: called during the download.
-        silence_s: longest silence of the server, in seconds.
+        silence_s: an attempt fails if the server sends nothing for this long, in seconds.
         pause: waits for some seconds between two attempts.
 
     Raises:
         DataError: there is no network, the server refuses, the length or the checksum is wrong, or the disk is full;
-        the
-            message says what to do. The bytes so far are kept for the next call unless they are wrong.
+            the message says what to do. The bytes so far are kept for the next call unless they are wrong.
     """
     scheme = urlsplit(file.url).scheme
     if scheme not in ("http", "https"):

@@ -163,7 +163,7 @@ def fetch(
 
     Raises:
         DataError: the download failed; the message says why, and what to do. The bytes so far are kept for the next
-        one.
+            one.
     """
     packed, say = source.packed, say or _on_stderr
     assert packed is not None

@@ -46,8 +46,9 @@ class Sink:
 
     Args:
         view: the parameter's place in the flat gradient vector, in its own shape.
-        of: the pass that fills it.
-        factors: takes the sufficient factors of a gradient that is one product; None computes the product.
+        of: only the contributions of this backward pass are collected.
+        factors: keeps the two factors of a gradient that is a single product, instead of the product; None if the
+            product is always computed.
     """
 
     __slots__ = ("factors", "of", "ready", "view", "written")
@@ -101,7 +102,7 @@ class RowSink:
     Args:
         rows: gradients of all row-sparse parameters.
         table: place of this parameter.
-        of: the pass that fills it.
+        of: only the contributions of this backward pass are collected.
     """
 
     __slots__ = ("_rows", "_table", "of", "ready", "written")

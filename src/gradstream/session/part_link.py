@@ -102,7 +102,7 @@ class PartLink:
         names: node names of the processes, by part.
         pipeline_dtype: see `Session.split`.
         seed: of random numbers of the passes; the same in all parts.
-        silence_s: longest silence of another part.
+        silence_s: see `PartChannel`.
 
     Attributes:
         forms: how each tensor among the outputs depends on the number of samples.

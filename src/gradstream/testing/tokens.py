@@ -143,9 +143,9 @@ class TokenAudit:
     """How a run of `Tokens` differs from one in which every chunk has every sample once per data epoch.
 
     Args:
-        lost: applications that are missing in the chunk that has fewest, over all samples.
-        doubled: applications that are too many in the chunk that has most, over all samples.
-        torn: number of samples that some chunks have more often than others.
+        lost: sum over samples of max(0, epochs − c), where c is the sample's count in the chunk that counts it least.
+        doubled: sum over samples of max(0, c − epochs), where c is the count in the chunk that counts it most.
+        torn: number of samples whose counts differ between chunks.
     """
 
     lost: int

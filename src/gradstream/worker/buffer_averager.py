@@ -28,7 +28,7 @@ class BufferAverager:
         endpoint: endpoint of the worker's node.
         model: the worker's own instance of the model.
         workers: names of the present workers, this one included.
-        silence_s: longest silence of another worker.
+        silence_s: seconds of silence after which another worker is not waited for any more.
 
     Attributes:
         restored: set once this worker's model holds what it begins with. Until then no other worker copies it.

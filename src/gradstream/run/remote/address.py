@@ -129,5 +129,8 @@ def new_token(given: str | None = None) -> str:
     if given is None:
         return secrets.token_hex(16)
     if len(given) < MIN_TOKEN_CHARS:
-        raise ConfigError(f"the token has {len(given)} characters: expected at least {MIN_TOKEN_CHARS}")
+        raise ConfigError(
+            f"the token has {len(given)} characters, expected at least {MIN_TOKEN_CHARS}; it comes from --token, "
+            f"--token-file, {TOKEN} or {TOKEN_FILE}: to join a run, copy the launcher's token whole"
+        )
     return given

@@ -34,8 +34,8 @@ class ShardLinks:
         endpoint: endpoint of the client's node.
         placement: the shards.
         chunks: the chunk map; only its bounds are used.
-        deadlines: the longest silence of a shard (a shard that waits for others is not silent), and how long an
-            exchange is retried without any progress.
+        deadlines: `silence_s`, after which a shard counts as silent and the exchange is tried again (a shard that
+            waits for others is not silent), and `retry_s`, after which an exchange without any progress raises.
         on_transfer: called with each push and fetch that is done.
 
     Attributes:

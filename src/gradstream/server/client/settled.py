@@ -15,12 +15,12 @@ from gradstream.wire import v1
 
 
 class SettledPushes:
-    """Follows the receipts of a worker's pushes.
+    """Writes into each push which earlier pushes are settled: the coordinator has the receipts of their minibatches.
 
     Args:
-        num_receipts: number of receipts that this worker has reported.
-        num_heard: number of those that the coordinator has.
-        name_of: makes a receipt for a minibatch.
+        num_receipts: returns the number of receipts that this worker has reported.
+        num_heard: returns how many of those the coordinator has.
+        name_of: returns the name of a minibatch as messages contain it.
     """
 
     def __init__(

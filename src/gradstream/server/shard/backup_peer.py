@@ -43,12 +43,12 @@ class BackupOnPeer:
         runtime: runtime of the shard's node.
         endpoint: endpoint of the shard's node.
         holder: name of the shard that keeps the backups.
-        silence_s: the longest silence of the holder, in seconds.
-        retry_s: how long writing or reading a backup is tried, in seconds.
+        silence_s: a try fails if the holder says nothing for this long, in seconds.
+        retry_s: how long writing or reading a backup is tried before the error is raised, in seconds.
 
     Attributes:
-        incarnation: of the holder's process, as the last notice says; None while there is none. Only a notice decides
-            that no backup is made: a holder that cannot be reached is waited for.
+        incarnation: of the holder's process, as the coordinator's newest notice says; None while no holder is a
+            member, and then no backup is made. A holder that is a member and cannot be reached is tried again.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ async def load_copies(
         peer: name of the other shard.
         request: method that sends copies, and its request.
         destination: names the memory for each copy.
-        silence_s: the longest silence of the other shard, in seconds.
-        retry_s: how long reading is tried, in seconds.
+        silence_s: a try fails if the other shard says nothing for this long, in seconds.
+        retry_s: how long reading is tried before the error is raised, in seconds.
 
     Raises:
         PeerLostError, DeadlineError: the other shard could not be reached for `retry_s`.

@@ -28,8 +28,8 @@ class ShardConfig:
         num_shards: number of shards of its placement; of a split model, those of its part.
         rule: the strategy's server half.
         optimizer: update rule.
-        silence_s: the longest time in which a reader may take no chunk that it asked for, in seconds. In that time
-            the shard tells a peer four times that it must wait.
+        silence_s: a fetch ends with DeadlineError if its reader takes no chunk for this long, in seconds. In that
+            time the shard tells a peer four times that it must wait.
         grouped: the update rule, where some parameters have settings of their own.
         find_optimizer: makes the update rule that the registered model names, if it names one.
         resume_from: folder of the checkpoint from which the run continues; "" for a new run.
@@ -40,7 +40,7 @@ class ShardConfig:
         workers: number of workers, whose clocks the shard keeps.
         acknowledge: when the shard acknowledges a push: "applied", or once a backup has the result, "logged" in a
             file or "replicated" on the next shard.
-        retry_s: how long a disk that is full is waited for, in seconds.
+        retry_s: how long a full disk, or the shard that keeps the backup, is waited for, in seconds.
         part: the part of a split model that it holds, with the other shards of that part.
         first: rank of the first shard of its placement.
         decayed: whether gradients contain their weight decay already; see `Strategy.decays_gradients`.

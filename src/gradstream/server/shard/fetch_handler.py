@@ -49,7 +49,7 @@ class FetchHandler:
         executor: releases chunks to fetches.
         inspection: checks each request.
         notifier: tells readers which nodes they wait for.
-        silence_s: the longest time in which a reader may take no chunk, in seconds.
+        silence_s: a fetch ends with DeadlineError if its reader takes no chunk for this long, in seconds.
     """
 
     def __init__(

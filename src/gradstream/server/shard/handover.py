@@ -32,7 +32,7 @@ class HandoverSource:
         executor: is held meanwhile.
         commands: commands on vectors, which no copy has.
         copies: makes the copies.
-        silence_s: the longest time in which the new shard may take nothing, in seconds.
+        silence_s: a handover ends with DeadlineError if the new shard takes nothing for this long, in seconds.
     """
 
     def __init__(

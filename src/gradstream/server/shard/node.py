@@ -65,7 +65,7 @@ class ShardMembership(SnapshotMember, Protocol):
         ...
 
     def resharded(self, first: int, error: str = "") -> None:
-        """Reports that this shard, of the placement `first`, has all of its chunks; or why it cannot get them."""
+        """See `Reporter.resharded`."""
         ...
 
     def backed_up(self, incarnation: int) -> None:

@@ -66,7 +66,8 @@ class PartChannel:
         names: node names of the replica's processes, by part.
         model: this part's model, whose plan determines the size of every value.
         failed: called with the error of something that could not be sent.
-        silence_s: a part may compute for any time, but one that is asked and gives no answer for so long is lost.
+        silence_s: a part that gives no answer to a question for this long, in seconds, counts as lost. It may compute
+            for any time.
 
     Attributes:
         sizes: number of samples of each micro-batch: of those of the present minibatch, or of several minibatches.
