@@ -105,7 +105,7 @@ def test_the_command_stops_where_it_is_told(made: tuple[Path, Path]) -> None:
     [
         (["--worker", 1], "--worker and --step go together"),
         (["--until-update", 3, "--find", "nan"], "places at which to stop; expected one"),
-        (["--worker", 7, "--step", 1], "no such update among the 96"),
+        (["--worker", 7, "--step", 1], "--worker 7 --step 1: none of the 96 updates"),
         (["--version", 2, "--chunk", 9], "chunks 0 to 5"),
         (["--chunk", 2], "--chunk goes with --version"),
     ],

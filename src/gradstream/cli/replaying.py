@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -33,6 +34,10 @@ class ReplayQuery:
     version: int | None
     chunk: int | None
     find: str | None
+
+    def __str__(self) -> str:
+        given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
 
     @property
     def found(self) -> Found | None:
@@ -83,7 +88,7 @@ def show_replay(run: Path, asked: ReplayQuery, *, watch: bool, anyway: bool, as_
         rows.append(("parameters", _compared(run, replay)))
     elif asked.find is None:
         raise ConfigError(
-            f"no such update among the {replay.num_updates:,} that were replayed; {replay.ended}"
+            f"{asked}: none of the {replay.num_updates:,} updates that were replayed; {replay.ended}"
         )
     else:
         rows.append(("found", "none"))

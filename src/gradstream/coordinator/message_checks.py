@@ -137,7 +137,9 @@ class MessageChecks:
         parts = list(request.parts)
         _check_begun(who, request.epoch)
         if (parts or request.per_step) and (len(parts) != self._num_workers or max(parts) > MAX_COUNT):
-            raise _impossible(who, f"parts of {parts[:8]} minibatches; expected one of each worker")
+            raise _impossible(
+                who, f"parts of {parts[:8]} minibatches; expected {self._num_workers}, one a worker"
+            )
         if not request.epoch.step <= request.step <= MAX_COUNT:
             raise _impossible(
                 who,

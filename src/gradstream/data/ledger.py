@@ -375,10 +375,12 @@ class Ledger:
         self._lost.discard(rank)
 
     def pause(self, rank: int) -> int:
-        """Takes back the minibatches of a paused worker, which it has not begun. Others may get those of its sequence.
+        """Takes back the minibatches that were assigned to a paused worker and have no receipt.
+
+        Other workers may get them, and all further ones of the paused worker's own sequence.
 
         Returns:
-            The number of minibatches that the worker had.
+            The number of minibatches taken back.
         """
         self._paused.add(rank)
         return self._take_back(rank)

@@ -61,7 +61,7 @@ class AssignableBatches(Receipts):
     returned: list[Piece] = field(default_factory=list)  # heap: assigned and taken back without a receipt
 
     def first(self) -> int | None:
-        """The first number that no worker has. Drops returned numbers that have got a receipt since."""
+        """Number of the first minibatch to assign: no worker has it, and it has no receipt. None if there is none."""
         while self.returned and self.received(self.returned[0][0]):
             k, count = heapq.heappop(self.returned)
             if count > 1:
@@ -83,10 +83,10 @@ class AssignableBatches(Receipts):
         return k, min(most, count)
 
     def give_back(self, piece: Piece) -> None:
-        """Takes numbers back from a worker that will not compute them."""
+        """Takes minibatches back from a worker that will not compute them."""
         heapq.heappush(self.returned, piece)
 
     def num_free(self, stop: int | None = None) -> int:
-        """The number of numbers below `stop` that no worker has; a few too many if returned ones have got receipts."""
+        """How many minibatches below `stop` no worker has; a few too many if some given back have receipts by now."""
         fresh = max(0, (self.total if stop is None else min(stop, self.total)) - self.fresh)
         return fresh + sum(count for k, count in self.returned if stop is None or k < stop)

@@ -140,7 +140,10 @@ def _divided(graph: Graph, name: str, places: Sequence[int], parts: int) -> Grap
     if len(chain) == 1 and divisible(graph, chain[0]):
         return divide(graph, chain[0], [(part in places) / len(places) for part in range(parts)])
     if not chain:
-        raise ConfigError(f"plan_split: map divides {name!r}, in which nothing is computed")
+        raise ConfigError(
+            f"plan_split: map[{name!r}] names {len(places)} parts, but the forward pass computes nothing in this "
+            "module: leave it out of map"
+        )
     return divide_space(graph, chain, places)
 
 

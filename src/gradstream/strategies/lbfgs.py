@@ -130,7 +130,10 @@ class LBFGS(Descent, BatchMethod):
 
 
 def direction(dots: Sequence[Sequence[float]]) -> list[float]:
-    """The coefficients of d in the basis b = (s_1 … s_m, y_1 … y_m, g), from the table of all b_i·b_j."""
+    """The coefficients δ (2m + 1,) of d = Σ δ_i·b_i = -H·g, from the table (2m + 1, 2m + 1) of all b_i·b_j.
+
+    b = (s_1 … s_m, y_1 … y_m, g), the oldest pair first, and H is the approximate inverse Hessian (Chen et al. 2014).
+    """
     m = len(dots) // 2
     q = [0.0] * (2 * m) + [1.0]
 

@@ -164,7 +164,9 @@ class VectorCommands:
         store, kind = self._store, v1.Command
         self.on_vectors = True
         if command.kind in (kind.CREATE, kind.DROP) and not command.out:
-            raise ConfigError("CREATE and DROP need the name of a vector other than the parameters")
+            raise ConfigError(
+                f"{kind.Kind.Name(command.kind)}: got '', the name of the parameters; expected that of another vector"
+            )
         async with self.turn:
             if command.kind == kind.DROP:
                 store.drop(command.out)

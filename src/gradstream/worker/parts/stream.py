@@ -36,9 +36,14 @@ from gradstream.worker.parts.window import Window
 
 
 def ahead_of(name: str, model: PartModel, micro_batches: int) -> int:
-    """How many minibatches after the present one a part's passes read; on part 0, what all parts can need.
+    """How many minibatches after the present one a part's passes read; at least 1, so that it knows the stream's end.
 
-    It is at least 1, so that a part knows of each minibatch whether it is the last of its stream.
+    Part 0 admits minibatches for the others: it needs its own number plus the largest of theirs.
+
+    Args:
+        name: name of the pipeline schedule.
+        model: model of the part.
+        micro_batches: number of micro-batches of a minibatch.
 
     Raises:
         UnknownNameError, ConfigError: see `check_streaming`.
