@@ -216,7 +216,7 @@ class PartLead(Agreement):
         return Agreed(scale, refused, loss, norm)
 
     def note(self, mine: PartReport) -> float:
-        """See `Agreement`. The loss is the newest that other parts have reported, of this minibatch or an earlier one."""
+        """See `Agreement`: the newest loss that the others have reported, of this minibatch or an earlier one."""
         for reports in self._gradients.values():
             while not reports.empty():
                 self._loss = reports.get_nowait().loss
