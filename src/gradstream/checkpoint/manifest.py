@@ -153,7 +153,10 @@ def seal_of(body: bytes) -> bytes:
 def _checked(name: str) -> str:
     """Returns the name of a file in the checkpoint's folder. Raises DataError for any other path."""
     if not _FILE_NAME.fullmatch(name):
-        raise DataError(f"{STATE} lists a file {name!r}: expected a plain name in its own folder")
+        raise DataError(
+            f"{STATE} lists a file {name!r}, expected a plain name in its own folder: it was altered; resume from "
+            "another checkpoint"
+        )
     return name
 
 

@@ -171,7 +171,7 @@ class AssignmentReplies:
     # ---- shares of rounds -----------------------------------------------------------------
 
     def took(self, who: str, request: v1.Took) -> list[Instruction]:
-        """Takes the speed that a worker has measured, with which it asks for the shares of a round."""
+        """Notes the speed that a worker has measured and sends to ask for the shares (samples) of a round."""
         node = self._worker(who)
         if isinstance(node, Refuse) or self._balance is None:
             return []

@@ -130,8 +130,11 @@ class StashedStages:
         return results
 
     async def weights(self, stage: int, micro_batch: int) -> None:
-        """Streams have no such passes."""
-        raise InternalError(f"stage {stage}, micro-batch {micro_batch}: a stream computes whole backwards")
+        """Raises InternalError: schedules of streams have no separate passes for gradients of weights."""
+        raise InternalError(
+            f"stage {stage}, micro-batch {micro_batch}: got a pass for the gradients of weights alone, expected "
+            "forward or backward: a stream's backward computes both gradients"
+        )
 
     def _read(self, kind: Kind, stage: int, micro_batch: int) -> torch.Tensor:
         step = StagePass(kind, stage, micro_batch)

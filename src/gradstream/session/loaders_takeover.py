@@ -120,7 +120,11 @@ class EpochSteps:
         return bridge.take_over(self._epoch, self._begin, steps, self._parts, self._per_step or 0, oldest)
 
     def used(self) -> bool:
-        """Whether the loop has made one step with the block that it took over last. Else reports that it is unclear."""
+        """Whether the loop has made exactly one step since it took over a block, or has taken none over.
+
+        If not, it tells the coordinator that the steps of this epoch's minibatches are unclear: then no worker takes
+        over minibatches of the epoch.
+        """
         if self._asked is None or self._takeover.steps() == self._asked + 1:
             return True
         self._report(unclear=True)

@@ -38,7 +38,7 @@ EVERYWHERE = -1
 def plan_hybrid(
     model: TorchModel, example: Batch, parts: int, layers: Sequence[str] | None = None
 ) -> TorchPlan:
-    """Plans a hybrid. Each process finds the same plan by itself.
+    """Plans model-parallel `layers` in an otherwise data-parallel replica. Each process finds the same plan by itself.
 
     Args:
         model: the whole model, which is not built.

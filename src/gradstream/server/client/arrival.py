@@ -150,7 +150,10 @@ class SparseDelta(Arrival):
         self.land(header.index, header.version, header.clock)
 
     def unchanged(self, peer: str, chunk: int, version: int) -> None:
-        """Notes that no row of a chunk has changed. Raises RefusedError if this worker has no version of the chunk."""
+        """Notes that the shard's chunk has `version`, and that no row has changed since the version `known`.
+
+        Raises RefusedError if this worker has no version of the chunk.
+        """
         if self._known[chunk] < 0:
             raise RefusedError(
                 peer, "BAD_REQUEST", f"says that chunk {chunk} is unchanged, which is not here"

@@ -102,7 +102,7 @@ class Inspection:
         raise RefusedError(mine.name, "NOT_MEMBER", text)
 
     def rank(self, sender: str) -> int:
-        """The rank of a sender. Refuses a sender that is no worker of this run."""
+        """The rank of a sender. Raises RefusedError for a sender that is no worker of this run."""
         try:
             rank = rank_of(sender)
         except ConfigError as error:

@@ -95,7 +95,9 @@ class ShardStore:
         if name in self._named:
             return False
         if len(self._named) >= MAX_NAMED:
-            raise ConfigError(f"{name[:64]!r} would be the {MAX_NAMED + 1}th named vector: DROP one")
+            raise ConfigError(
+                f"CREATE {name[:64]!r}: the shard has {MAX_NAMED} created vectors, the most allowed: DROP one first"
+            )
         self._named[name] = self._memory.allocate(self._elems, self.dtype, name, exchanged=True)
         return True
 

@@ -127,7 +127,7 @@ class Arena:
 
 
 class GivenLeases:
-    """The loans that this side has given.
+    """Lends memory of this node to the other side of a channel, which reads it where it lies, and counts the loans.
 
     Args:
         runtime: runtime of this node.
