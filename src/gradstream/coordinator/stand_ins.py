@@ -18,13 +18,13 @@ from gradstream.wire import v1
 
 
 class StandIns:
-    """The workers that stand in for lost ones.
+    """Knows which workers compute the minibatches of lost workers.
 
     Args:
         nodes: the members of the run.
-        hands_over: a newcomer waits until its stand-in hands over. In a group it does not: all workers meet again
-            when it joins, and begin the next round together. But the run cannot go on with it alone before it has a
-            part in the model.
+        hands_over: True, with servers: a newcomer begins when its stand-in hands over. False, in a group: all workers
+            meet again when a newcomer joins, and begin the next round together; it counts as active from its first
+            receipt on.
 
     Attributes:
         ever_lost: ranks of the workers that were ever lost. Receipts of theirs may have been on their way.
@@ -56,7 +56,7 @@ class StandIns:
             self._by_rank.pop(node.rank, None)
 
     def heard(self, name: str) -> None:
-        """Notes that a worker has a part in the model. A newcomer of a group has parameters by then."""
+        """Notes that a receipt of a worker has come. A newcomer of a group has parameters by then."""
         if not self._hands_over:
             self._nodes.entering.discard(name)
 

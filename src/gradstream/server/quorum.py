@@ -39,7 +39,7 @@ class QuorumDecision:
 
 
 class QuorumVotes:
-    """The pushes of which one shard has every chunk.
+    """Finds the pushes of which one shard has every chunk: the shard votes for each of these, once.
 
     Args:
         num_chunks: number of chunks on this shard.

@@ -120,7 +120,7 @@ class ReplicaBinding(GradientBinding):
             else:
                 raise ConfigError(
                     f"checkpoint: {name.removeprefix(EXTRA)} is a {type(value).__name__}; expected a tensor, a "
-                    "number, a bool or None: checkpoints can hold no other state of an optimizer"
+                    "number, a bool or None: keep it outside of optimizer.state, or store it there as one of these"
                 )
         return {**arrays, PLAIN: np.frombuffer(json.dumps(plain).encode(), np.uint8)}
 

@@ -288,7 +288,9 @@ async def _made(communicator: Communicator, make: Callable[[], Engine]) -> Engin
 def _host_for(runtime: Runtime, endpoint: Endpoint) -> str:
     """The interface that torch is to use: the endpoint's."""
     if not isinstance(runtime, RealRuntime):
-        raise ConfigError("torch.distributed knows no virtual time: simulate with another exchange")
+        raise ConfigError(
+            'torch.distributed cannot be simulated, since it knows no virtual time: set exchange="auto"'
+        )
     host, _ = host_and_port(next(iter(CarrierOffer.parse(endpoint.address).addresses.values())))
     if endpoint.protected and not is_loopback(host):
         raise ConfigError(

@@ -200,7 +200,7 @@ class Computed:
 
 
 class AgreedSource(PartSource):
-    """Computes the gradients of the whole model, each part its own elements: all parts use one, or none does."""
+    """Computes a part's elements of each gradient. The parts agree on it: all of them use it, or none does."""
 
     async def _compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result:
         computed, read_s = await self._compute(parameters, gradient)

@@ -43,7 +43,7 @@ class PresentRound:
 
 
 class StandIn:
-    """The parts of lost workers that one worker computes.
+    """Computes and pushes the minibatches of lost workers in each round, for which its worker stands in.
 
     Args:
         runtime: runtime of the worker's node.
@@ -51,8 +51,8 @@ class StandIn:
         schedule: sizes and learning rates of minibatches.
         source_of: makes the source of another rank's gradients, with that rank's samples and random numbers.
         allocate: allocates memory for a gradient, by name.
-        hand_over: tells the coordinator that this worker computes no part of a rank from a round on.
-        failed: tells it that a part cannot be computed.
+        hand_over: tells the coordinator from which round on this worker no longer computes a rank's minibatches.
+        failed: tells the coordinator that a minibatch cannot be computed.
         refusals: refuses gradients that are not finite.
     """
 
