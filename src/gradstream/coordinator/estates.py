@@ -86,7 +86,7 @@ class Estate:
 
 
 class Estates:
-    """The estates of all lost workers that are not settled.
+    """Settles the estate of each lost worker: has its minibatches receipted, handed out again, or redone.
 
     Args:
         ledger: which minibatches are in the model.

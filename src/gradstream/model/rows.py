@@ -50,7 +50,7 @@ def merged(numbers: torch.Tensor, values: torch.Tensor, num_rows: int) -> TableR
 
 
 class RowGradient:
-    """The gradients of all row-sparse tensors of a model, for one minibatch or summed over several.
+    """Collects the gradients of a model's row-sparse tensors, of one minibatch or summed over several.
 
     Args:
         tables: the row-sparse tensors.

@@ -25,7 +25,10 @@ _NS = 1_000_000_000
 
 
 class Stalls:
-    """The stalls of a node. Times are nanoseconds of the runtime's clock."""
+    """Remembers when a node stalled, and for how long a silent peer is still excused by that.
+
+    Times are nanoseconds of the runtime's clock.
+    """
 
     def __init__(self) -> None:
         self.total_ns = 0

@@ -31,7 +31,7 @@ Scores = Callable[[Array, SparseRows], Array]
 
 @dataclass(slots=True)
 class SweepState:
-    """The memory of a sweep, and how far it is.
+    """What a worker's sweep over its samples reads and writes, and how far it has come.
 
     Args:
         parameters: (E,); other workers update them at the same time.

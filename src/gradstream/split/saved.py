@@ -49,7 +49,7 @@ class StageSink(Sink):
 
 
 class SavedPass:
-    """The graph of one forward pass of a stage."""
+    """Keeps the autograd graph of one forward pass of a stage, and runs the backward pass through it."""
 
     def __init__(self, pieces: tuple[Piece, ...], views: Any, halves: bool) -> None:
         self._pass = Pass()

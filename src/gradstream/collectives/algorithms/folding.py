@@ -17,7 +17,7 @@ from gradstream.collectives.schedule import Recv, Send, Step
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """The steps of a rank before and after the algorithm, and its number within.
+    """Tells a rank its steps before and after the algorithm, and its number among those that carry the algorithm out.
 
     Args:
         core: p', the number of ranks that take part.

@@ -28,10 +28,10 @@ REDIAL_S = 0.1
 
 
 class Presence:
-    """The presence of a node, on the node's side.
+    """Sends a node's beats to the coordinator and hears the notices; takes another stream when one is silent.
 
     Args:
-        runtime: time.
+        runtime: the node's runtime; only its time is used.
         endpoint: endpoint of this node.
         stream: the first stream, opened by "join".
         deadlines: bound the silence of the coordinator.

@@ -14,7 +14,7 @@ from gradstream.coordinator.durable.values import RESUME, StateError, decode, en
 
 
 class KeptState:
-    """The state of some state machines.
+    """Encodes the changing attributes of several state machines as rows, and restores them.
 
     Args:
         parts: the machines, by a name of one word.

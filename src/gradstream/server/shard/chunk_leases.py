@@ -15,7 +15,7 @@ PATIENCE_S = 2.0
 
 
 class ChunkLeases:
-    """The lock of each chunk of a shard, and the loans of the chunk that readers have not returned yet.
+    """Keeps a lock for each chunk of a shard, and the loans of the chunk that readers have not returned yet.
 
     A task holds the lock while it updates the chunk or lends it to a reader.
     """

@@ -20,7 +20,7 @@ NOBODY = 1 << 62
 
 
 class Clocks:
-    """The clocks of all workers, chunk by chunk.
+    """Keeps each worker's clock, chunk by chunk, and tells the smallest.
 
     Args:
         chunks: numbers of this shard's chunks.

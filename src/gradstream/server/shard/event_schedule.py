@@ -39,7 +39,7 @@ class FetchArrived:
 
 @dataclass(frozen=True, slots=True)
 class ChunkReleased:
-    """The terms of a fetch hold for a chunk."""
+    """A chunk has reached the version and clocks that a fetch asks for, so the fetch may read it."""
 
     chunk: int
     fetch: PendingFetch

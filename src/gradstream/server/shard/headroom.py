@@ -28,7 +28,7 @@ LOOK_EVERY = 64
 
 
 class Headroom:
-    """The bounds of some ranges of the vectors.
+    """Bounds the absolute values of the elements in ranges of the vectors, update by update.
 
     Args:
         optimizer: the update rule.

@@ -17,7 +17,7 @@ Part = torch.Tensor | RowPart
 
 
 class ChangedRows:
-    """The version that last changed each row of each chunk.
+    """Remembers for each row of each chunk the version that changed it last.
 
     It takes 4 bytes a row, for the chunks of which single rows were ever updated.
 
