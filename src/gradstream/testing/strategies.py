@@ -85,8 +85,8 @@ def check_strategy(strategy: str | type[Strategy] | Strategy, **options: Any) ->
     made = find_strategy(strategy, options)  # type: ignore[arg-type]  # it takes classes too
     if isinstance(made, ServerStrategy) and made.in_passes:
         raise ConfigError(
-            f"{made!r} makes its own steps from passes over all samples, and these checks give a strategy an update rule: "
-            "hold a batch method to one that runs in one process, as tests/strategies/test_batch_runs.py does"
+            f"{made!r} makes its own steps from passes over all samples, and these checks give a strategy an update "
+            "rule: hold a batch method to one that runs in one process, as tests/strategies/test_batch_runs.py does"
         )
     report = StrategyReport(repr(made), tuple(_result(check, made) for check in PROPERTIES))
     if report.broken:
