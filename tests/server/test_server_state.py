@@ -6,15 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradstream.server.aggregation import EveryPush, FetchTerms, PushHeader
-from gradstream.server.shard.state import (
-    Acknowledge,
-    Apply,
-    Instruction,
-    Parked,
-    Release,
-    ShardState,
-    Supersede,
-)
+from gradstream.server.shard.instructions import Acknowledge, Apply, Instruction, Parked, Release, Supersede
+from gradstream.server.shard.state import ShardState
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.wire.window import SequenceWindow
 

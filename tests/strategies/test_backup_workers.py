@@ -24,7 +24,8 @@ from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Ne
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import FetchTerms, PushHeader
 from gradstream.server.quorum import QuorumDecision, QuorumLeader, QuorumVotes
-from gradstream.server.shard.state import Acknowledge, Apply, Parked, Release, ShardState
+from gradstream.server.shard.instructions import Acknowledge, Apply, Parked, Release
+from gradstream.server.shard.state import ShardState
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.telemetry.events import EventDict
 from gradstream.testing.runs import QUICK, Sized, kill_at, least_squares

@@ -27,7 +27,8 @@ from gradstream.runtime.simulation import Cost, Exponential, Link, Network, NoJi
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import EveryPush, FetchTerms, PushHeader
 from gradstream.server.shard.clocks import NOBODY, Clocks
-from gradstream.server.shard.state import Acknowledge, Apply, Parked, Release, ShardState
+from gradstream.server.shard.instructions import Acknowledge, Apply, Parked, Release
+from gradstream.server.shard.state import ShardState
 from gradstream.strategies import ServerWorker
 from gradstream.strategies.ssp import Lockstep
 from gradstream.testing import check_strategy

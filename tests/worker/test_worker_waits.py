@@ -11,7 +11,7 @@ from gradstream._simulate import simulate
 from gradstream.run.result import Run
 from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
 from gradstream.server.aggregation import PushHeader
-from gradstream.server.shard.state import Apply, Parked
+from gradstream.server.shard.instructions import Apply, Parked
 from gradstream.server.shard.stragglers import StragglerTracker
 from gradstream.strategies import Strategy
 from gradstream.telemetry.stopwatch import Stopwatch

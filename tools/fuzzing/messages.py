@@ -36,7 +36,8 @@ from gradstream.optim import SGD
 from gradstream.run.remote.members import MachineMembers
 from gradstream.server.aggregation import FetchTerms, PushHeader
 from gradstream.server.shard.inspection import Inspection
-from gradstream.server.shard.state import Acknowledge, Apply, Parked, ShardState
+from gradstream.server.shard.instructions import Acknowledge, Apply, Parked
+from gradstream.server.shard.state import ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.strategies.synchronous import SynchronousRound
 from gradstream.telemetry.events import MachineEvent, StartedEvent, encode

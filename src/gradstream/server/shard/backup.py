@@ -13,7 +13,7 @@ Sources: Li et al. 2014 (replication after aggregation); Bressoud and Schneider 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from gradstream.memory import Span
@@ -37,6 +37,14 @@ class BackupPlace(Protocol):
 
     async def clear(self) -> None:
         """Removes what an earlier part of the run has left: a resumed run begins with its checkpoint."""
+        ...
+
+    def follow(self, members: Mapping[str, int]) -> int | None:
+        """Takes in the members of the run, by name their incarnation, as a notice says them.
+
+        Returns:
+            The incarnation of a process that keeps the backups from now on, and has none yet; None if there is none.
+        """
         ...
 
     async def load(self, destination: Destination) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,6 +113,9 @@ class BackupLog:
         if self._writing is None:
             self._writing = self._runtime.spawn(self._write(), name=f"{self._runtime.node}-backups")
         await waiting.done
+
+    def follow(self, members: Mapping[str, int]) -> None:
+        """See `BackupPlace`: no process keeps the file."""
 
     async def _write(self) -> None:
         """Writes what waits, until nothing does."""

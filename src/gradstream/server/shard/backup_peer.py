@@ -8,7 +8,7 @@ goes on without a backup, and makes it anew in the new process (`ShardBackup.kee
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from google.protobuf.message import Message
@@ -46,9 +46,8 @@ class BackupOnPeer:
         silence_s: a try fails if the holder says nothing for this long, in seconds.
         retry_s: how long writing or reading a backup is tried before the error is raised, in seconds.
 
-    Attributes:
-        incarnation: of the holder's process, as the coordinator's newest notice says; None while no holder is a
-            member, and then no backup is made. A holder that is a member and cannot be reached is tried again.
+    No backup is made while the coordinator's newest notice names no holder. A holder that is a member and cannot be
+    reached is tried again.
     """
 
     def __init__(
@@ -59,7 +58,12 @@ class BackupOnPeer:
         self._holder = holder
         self._silence_s = silence_s
         self._retry_s = retry_s
-        self.incarnation: int | None = None
+        self._incarnation: int | None = None  # of the holder's process; None while there is none
+
+    def follow(self, members: Mapping[str, int]) -> int | None:
+        """See `BackupPlace`."""
+        before, self._incarnation = self._incarnation, members.get(self._holder)
+        return None if self._incarnation == before else self._incarnation
 
     async def put(self, backup: v1.Backup, spans: Sequence[Span] = ()) -> None:
         """See `BackupPlace`. Returns also where there is no holder: then there is no backup.
@@ -69,7 +73,7 @@ class BackupOnPeer:
             PeerLostError, DeadlineError: the holder could not be reached for `retry_s`, and does not count as lost.
         """
         since_ns = self._runtime.now()
-        while self.incarnation is not None:
+        while self._incarnation is not None:
             try:
                 await self._put(backup, spans)
                 return

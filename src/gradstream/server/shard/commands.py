@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
-
-import torch
+from collections.abc import Collection, Mapping
 
 from gradstream.errors import ConfigError
 from gradstream.memory import Vector
-from gradstream.runtime.base import Runtime, Work
+from gradstream.runtime.base import Runtime
 from gradstream.server.aggregation import rank_of
 from gradstream.server.shard.event_schedule import ParticipationChange
 from gradstream.server.shard.executor import ShardExecutor
-from gradstream.server.shard.state import Sender
-from gradstream.server.shard.updates import BRIEF_ELEMS
+from gradstream.server.shard.instructions import Sender
+from gradstream.server.shard.procedures import ProcedureSteps
+from gradstream.server.shard.vector_arithmetic import carry_out, outs_of, vectors_of
 from gradstream.wire import v1
 
 KEPT_RESULTS = 64  # per sender; a client has a few commands in flight
@@ -46,6 +45,7 @@ class VectorCommands:
         self._executor = executor
         self._store = executor.store
         self.turn = asyncio.Lock()
+        self._steps = ProcedureSteps(runtime, executor, self.turn)
         self.on_vectors = False
         self._results: dict[Sender, OrderedDict[int, asyncio.Task[v1.CommandResult]]] = {}
 
@@ -90,75 +90,8 @@ class VectorCommands:
             self._executor.handle(change)
             return v1.CommandResult(clock=change.new_clock)
         if command.kind == kind.STEP:
-            return await self._step(command)
+            return await self._steps.carry_out(command)
         return v1.CommandResult(scalar=await self._do_on_vectors(command))
-
-    async def _step(self, command: v1.Command) -> v1.CommandResult:
-        """Carries a step of a procedure out on each chunk that has not got so far, and reports where all chunks are.
-
-        A chunk that has a step and one that has not may be mixed when a sender died: the next one completes it.
-        """
-        while True:
-            await self._executor.thawed.wait()
-            async with self.turn:
-                if self._executor.thawed.is_set():
-                    return await self._step_in_turn(command)
-
-    async def _step_in_turn(self, command: v1.Command) -> v1.CommandResult:
-        note, latest, chunks = b"", 0, []
-        reads = {name: self._store.vector(name) for one in command.commands for name in _reads(one)}
-        outs = {one.out: self._store.vector(one.out) for one in command.commands if one.kind != one.DOT}
-        for chunk in self._store.here:
-            async with self._executor.leases.turn(chunk):
-                procedure = self._executor.state.chunks[chunk].procedure
-                if procedure.number < command.step.number:
-                    scalars = await self._step_on_chunk(command, {**reads, **outs}, list(outs), chunk)
-                    procedure.number, procedure.note = command.step.number, command.step.note
-                    procedure.scalars = scalars
-                    if command.step.pass_number:
-                        procedure.begin(command.step.pass_number)
-                    if self._executor.keep is not None:
-                        await self._executor.keep(chunk)
-                    if "" in outs:
-                        self._executor.commanded(chunk)
-                chunks.append(procedure.summary(chunk))
-                if procedure.number > latest:
-                    latest, note = procedure.number, procedure.note
-        return v1.CommandResult(chunks=chunks, note=note)
-
-    async def _step_on_chunk(
-        self, command: v1.Command, vectors: Mapping[str, Vector], outs: Sequence[str], chunk: int
-    ) -> Sequence[float]:
-        """Carries the commands of a step out on one chunk, whose turn the caller has. Returns its scalars."""
-        store, commands = self._store, list(command.commands)
-        spans = {name: store.span(vector, chunk) for name, vector in vectors.items()}
-        if not spans:
-            return ()
-        if outs:
-            await self._executor.leases.gone(chunk)
-        elems = len(next(iter(spans.values())))
-
-        def arithmetic(_: object) -> list[float]:
-            tensors = {name: span.tensor for name, span in spans.items()}
-            results = [
-                _carry_out(
-                    one,
-                    [tensors[name] for name in _reads(one)],
-                    None if one.kind == one.DOT else tensors[one.out],
-                )
-                for one in commands
-            ]
-            return [result for one, result in zip(commands, results, strict=True) if one.kind == one.DOT]
-
-        scalars = await self._runtime.compute(
-            arithmetic,
-            work=Work("apply", elems=elems * len(commands), brief=elems * len(commands) <= BRIEF_ELEMS),
-            reads=[span for name, span in spans.items() if name not in outs],
-            writes=[spans[name] for name in outs],
-            shape_only=[0.0 for one in commands if one.kind == one.DOT],
-        )
-        store.headroom.forget(chunk)
-        return scalars
 
     async def _do_on_vectors(self, command: v1.Command) -> float:
         store, kind = self._store, v1.Command
@@ -173,75 +106,13 @@ class VectorCommands:
                 return 0.0
             if command.kind == kind.CREATE and store.create(command.out):
                 return 0.0
-            reads = [store.vector(name) for name in _reads(command)]
-            out = None if command.kind == kind.DOT else store.vector(command.out)
-            return sum([await self._do_on_chunk(command, reads, out, chunk) for chunk in store.here])
+            vectors = vectors_of(store, [command])
+            return sum([await self._do_on_chunk(command, vectors, chunk) for chunk in store.here])
 
-    async def _do_on_chunk(
-        self, command: v1.Command, reads: Sequence[Vector], out: Vector | None, chunk: int
-    ) -> float:
-        """Carries a command out on one chunk, in turn with its readers and updates.
-
-        Args:
-            command: the command.
-            reads: vectors that the command reads.
-            out: vector that the command changes; None if it changes none.
-            chunk: number of the chunk.
-
-        Returns:
-            The chunk's part of the result.
-        """
-        store = self._store
-        spans = [store.span(vector, chunk) for vector in reads if vector is not out]
-        written = [] if out is None else [store.span(out, chunk)]
-        inputs = [store.span(vector, chunk).tensor for vector in reads]
-        elems = len((spans + written)[0])
+    async def _do_on_chunk(self, command: v1.Command, vectors: Mapping[str, Vector], chunk: int) -> float:
+        """Carries a command out on one chunk, in turn with its readers and updates. Returns its part of the result."""
         async with self._executor.leases.turn(chunk):
-            if out is not None:
-                await self._executor.leases.gone(chunk)
-            result = await self._runtime.compute(
-                lambda _: _carry_out(command, inputs, written[0].tensor if written else None),
-                work=Work("apply", elems=elems, brief=elems <= BRIEF_ELEMS),
-                reads=spans,
-                writes=written,
-                shape_only=0.0,
-            )
-            store.headroom.forget(chunk)
-            if out is store.parameters:
+            scalars = await carry_out(self._runtime, self._executor, [command], vectors, chunk)
+            if "" in outs_of([command]):
                 self._executor.commanded(chunk)
-        return result
-
-
-def _reads(command: v1.Command) -> list[str]:
-    """Names of the vectors that a command reads."""
-    kind = v1.Command
-    if command.kind == kind.DOT:
-        return [command.x, command.y]
-    return [command.x] if command.kind in (kind.COPY, kind.ADD, kind.MULTIPLY) else []
-
-
-def _carry_out(command: v1.Command, inputs: Sequence[torch.Tensor], out: torch.Tensor | None) -> float:
-    """Does the arithmetic of a command on one chunk, and returns the chunk's part of the result."""
-    if out is None:
-        return _dot(*inputs)
-    match command.kind:
-        case v1.Command.CREATE:
-            out.zero_()
-        case v1.Command.SCALE:
-            out.mul_(command.alpha)
-        case v1.Command.COPY:
-            out.copy_(inputs[0])
-        case v1.Command.MULTIPLY:
-            out.mul_(inputs[0])
-        case _:
-            out.add_(inputs[0], alpha=command.alpha)
-    return 0.0
-
-
-def _dot(x: torch.Tensor, y: torch.Tensor) -> float:
-    """x·y, accumulated in float64 block by block: a float64 copy of a whole vector would take too much memory."""
-    block = 1 << 18
-    return sum(
-        float(torch.dot(x[i : i + block].double(), y[i : i + block].double()))
-        for i in range(0, len(x), block)
-    )
+        return sum(scalars)

@@ -15,9 +15,10 @@ import torch
 
 from gradstream.server.aggregation import FetchTerms
 from gradstream.server.quorum import QuorumDecision
+from gradstream.server.shard.instructions import Apply, Parked
 from gradstream.server.shard.pending_fetch import PendingFetch
 from gradstream.server.shard.row_store import Part
-from gradstream.server.shard.state import Apply, Parked, ShardState
+from gradstream.server.shard.state import ShardState
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,19 +30,19 @@ from gradstream.server.shard.event_schedule import (
     UpdateApplied,
     UpdateDue,
 )
-from gradstream.server.shard.pending_fetch import PendingFetch
-from gradstream.server.shard.pending_push import PendingPush
-from gradstream.server.shard.row_store import Part
-from gradstream.server.shard.state import (
+from gradstream.server.shard.instructions import (
     Acknowledge,
     Apply,
     Instruction,
     Release,
     Sender,
-    ShardState,
     Supersede,
     Token,
 )
+from gradstream.server.shard.pending_fetch import PendingFetch
+from gradstream.server.shard.pending_push import PendingPush
+from gradstream.server.shard.row_store import Part
+from gradstream.server.shard.state import ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.stragglers import StragglerTracker
 from gradstream.server.shard.updates import Updates

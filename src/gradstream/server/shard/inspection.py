@@ -15,8 +15,8 @@ from gradstream.errors import ConfigError, RefusedError
 from gradstream.model.check import length
 from gradstream.server.aggregation import rank_of
 from gradstream.server.rows import RowPart, unpack
+from gradstream.server.shard.instructions import Sender
 from gradstream.server.shard.row_store import Part, elements_of
-from gradstream.server.shard.state import Sender
 from gradstream.server.shard.store import ShardStore
 from gradstream.transport.base import Identity, Received
 from gradstream.wire import v1

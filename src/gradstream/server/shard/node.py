@@ -190,8 +190,8 @@ class ShardNode:
     async def _take(self) -> None:
         notice, service = self._member.notice, self._service
         members = _incarnations(notice)
-        if service.peer is not None:
-            service.peer.incarnation = members.get(self._config.backup_holder)
+        if service.backup is not None:
+            service.backup.place.follow(members)
         try:
             await service.take_over(Placement.of(notice.placement), members)
         except Exception as error:
@@ -237,14 +237,9 @@ class ShardNode:
         The first notice finds it whole, as the coordinator knows: a shard that begins has nothing that its holder
         lacks, and one that comes back has read all that it has.
         """
-        backup, peer = self._service.backup, self._service.peer
-        if backup is None:
-            return
-        holder = self._members.get(self._config.backup_holder)
-        if peer is None or holder == peer.incarnation:
-            return
-        peer.incarnation = holder
-        if holder is not None and not first:
+        backup = self._service.backup
+        holder = None if backup is None else backup.place.follow(self._members)
+        if backup is not None and holder is not None and not first:
             task = self._runtime.spawn(self._back_up(backup, holder), name=f"{self._runtime.node}-backup")
             awaited_later(task)
 

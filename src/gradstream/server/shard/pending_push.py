@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from gradstream.server.shard.instructions import Acknowledge
 from gradstream.server.shard.row_store import Part
-from gradstream.server.shard.state import Acknowledge
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
 

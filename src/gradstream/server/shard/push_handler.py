@@ -8,11 +8,11 @@ from gradstream.server.shard.estates import PushEstates
 from gradstream.server.shard.event_schedule import PushArrived
 from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.inspection import Inspection
+from gradstream.server.shard.instructions import Parked
 from gradstream.server.shard.pending_push import PendingPush
 from gradstream.server.shard.push_pacer import PacedPush, PushPacer
 from gradstream.server.shard.quorum_agreement import QuorumProtocol
 from gradstream.server.shard.row_store import Part
-from gradstream.server.shard.state import Parked
 from gradstream.server.shard.wait_notifier import WaitNotifier
 from gradstream.transport.base import Stream
 from gradstream.wire import v1

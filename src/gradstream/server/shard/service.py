@@ -33,10 +33,11 @@ from gradstream.server.shard.executor import ShardExecutor
 from gradstream.server.shard.fetch_handler import FetchHandler
 from gradstream.server.shard.handover import HandoverSource, take_over
 from gradstream.server.shard.inspection import Inspection
+from gradstream.server.shard.instructions import Sender
 from gradstream.server.shard.push_handler import PushHandler
 from gradstream.server.shard.push_pacer import PushPacer
 from gradstream.server.shard.quorum_agreement import QuorumProtocol
-from gradstream.server.shard.state import Sender, ShardState
+from gradstream.server.shard.state import ShardState
 from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.updates import Updates
 from gradstream.server.shard.wait_notifier import WaitNotifier
@@ -62,9 +63,7 @@ class ShardService:
 
     Attributes:
         on_decision: called with each decision of a quorum.
-        store, state, executor, commands, estates, copies, handover: exist once a model is registered.
-        backup: backs up each update; None if pushes are acknowledged without, or before a model is registered.
-        peer: where it does so on another shard: that shard.
+        executor, commands, estates, copies, handover: exist once a model is registered.
         quorum: agrees with the other shards on each update; None before a model is registered, and without a quorum.
     """
 
@@ -73,10 +72,7 @@ class ShardService:
         self._endpoint = endpoint
         self._config = config
         self._opened = asyncio.Event()
-        self._registered = asyncio.Event()
-        self._holder: BackupHolder | None = None
-        self.backup: ShardBackup | None = None
-        self.peer: BackupOnPeer | None = None
+        self._holder: asyncio.Future[BackupHolder] = asyncio.get_running_loop().create_future()
         self.quorum: QuorumProtocol | None = None
         self.on_decision: Callable[[QuorumDecision], None] = lambda decision: None
         endpoint.serve("push", self._push)
@@ -86,6 +82,21 @@ class ShardService:
         if config.acknowledge == "replicated":
             endpoint.serve("backup", self._keep_backup)
             endpoint.serve("backups", self._give_backups)
+
+    @property
+    def store(self) -> ShardStore:
+        """The memory of the shard, once a model is registered."""
+        return self.executor.store
+
+    @property
+    def state(self) -> ShardState:
+        """The state machine of the shard, once a model is registered."""
+        return self.executor.state
+
+    @property
+    def backup(self) -> ShardBackup | None:
+        """Backs up each update, once a model is registered; None if pushes are acknowledged without."""
+        return self.copies if isinstance(self.copies, ShardBackup) else None
 
     def place(self, placement: Placement) -> None:
         """Sets the placement of this shard, before `register`."""
@@ -108,29 +119,24 @@ class ShardService:
         optimizer, grouped = self._update_rule(model)
         chunks, memory = ChunkMap(model.elems, model.chunk_elems, config.num_shards), runtime.memory
         rows = RowMap.of(chunks, model.rows) if model.HasField("rows") else None
-        self.store = ShardStore(memory, chunks, config.index, dtype, optimizer, grouped, rows)
+        store = ShardStore(memory, chunks, config.index, dtype, optimizer, grouped, rows)
         senders = None
         if config.correction is not None:
-            senders = SenderStates(memory, chunks, len(self.store.parameters), dtype, config.correction)
-        self.state = ShardState(
-            self.store.here, config.rule, quorum=config.quorum is not None, workers=config.workers
-        )
-        updates = Updates(runtime, self.store, config.rule, senders)
-        self.executor = ShardExecutor(runtime, config.schedule, self.state, self.store, updates)
+            senders = SenderStates(memory, chunks, len(store.parameters), dtype, config.correction)
+        state = ShardState(store.here, config.rule, quorum=config.quorum is not None, workers=config.workers)
+        updates = Updates(runtime, store, config.rule, senders)
+        self.executor = ShardExecutor(runtime, config.schedule, state, store, updates)
         if config.quorum is not None:
             whole = isinstance(config.rule.robust, WholeRule)
             measure = partial(self._measure, updates, config.quorum) if whole else None
             self.quorum = QuorumProtocol(runtime, endpoint, config, chunks, self._decide, measure)
-        inspection = Inspection(
-            endpoint.identity, self.store, self.executor.counters, config.workers, config.part
-        )
-        notifier = WaitNotifier(runtime, config.waiting_every_s, self.state)
+        inspection = Inspection(endpoint.identity, store, self.executor.counters, config.workers, config.part)
+        notifier = WaitNotifier(runtime, config.waiting_every_s, state)
         self._inspection = inspection
         pacer = PushPacer() if config.rule.paced else None
-        self.estates = PushEstates(self.state)
+        self.estates = PushEstates(state)
         self.executor.on_freed = self.estates.report
-        self.copies = ChunkCopies(self.executor, self.estates)
-        self._make_backups(optimizer)
+        self.copies = self._make_copies(optimizer)
         self._pushes = PushHandler(
             runtime, self.executor, inspection, notifier, self.quorum, pacer, self.estates
         )
@@ -140,26 +146,19 @@ class ShardService:
             endpoint.identity.name, self.executor, self.commands, self.copies, config.silence_s
         )
         endpoint.identity.fingerprint = model.fingerprint
-        self._registered.set()
         if opens:
             self.open()
 
-    def _make_backups(self, optimizer: Optimizer) -> None:
+    def _make_copies(self, optimizer: Optimizer) -> ChunkCopies:
+        """The copies of the shard's chunks, and, where it keeps the backup of another shard, memory for that."""
         config, runtime = self._config, self._runtime
         if config.acknowledge == "logged":
-            place = BackupLog(runtime, config.retry_s)
-            self.copies = self.backup = ShardBackup(self.executor, self.estates, place)
-        elif config.acknowledge == "replicated":
-            self.peer = BackupOnPeer(
-                runtime,
-                self._endpoint,
-                config.backup_holder,
-                silence_s=config.silence_s,
-                retry_s=config.retry_s,
-            )
-            self.copies = self.backup = ShardBackup(self.executor, self.estates, self.peer)
-            owner = config.backed_up_here
-            self._holder = BackupHolder(
+            return ShardBackup(self.executor, self.estates, BackupLog(runtime, config.retry_s))
+        if config.acknowledge != "replicated":
+            return ChunkCopies(self.executor, self.estates)
+        owner = config.backed_up_here
+        self._holder.set_result(
+            BackupHolder(
                 runtime,
                 self.store.chunks,
                 config.placement.names[owner],
@@ -167,6 +166,15 @@ class ShardService:
                 self.store.dtype,
                 optimizer.state_names,
             )
+        )
+        place = BackupOnPeer(
+            runtime,
+            self._endpoint,
+            config.backup_holder,
+            silence_s=config.silence_s,
+            retry_s=config.retry_s,
+        )
+        return ShardBackup(self.executor, self.estates, place)
 
     def _update_rule(self, model: v1.ModelSpec) -> tuple[Optimizer, GroupedRule | None]:
         """The update rule of the run, or the rule that the workers bring."""
@@ -275,14 +283,12 @@ class ShardService:
             await self.backup.keep_all()
 
     async def _keep_backup(self, stream: Stream) -> None:
-        await self._registered.wait()
-        assert self._holder is not None
-        await self._holder.serve_backup(stream)
+        holder = await asyncio.shield(self._holder)
+        await holder.serve_backup(stream)
 
     async def _give_backups(self, stream: Stream) -> None:
-        await self._registered.wait()
-        assert self._holder is not None
-        await self._holder.serve_backups(stream)
+        holder = await asyncio.shield(self._holder)
+        await holder.serve_backups(stream)
 
     async def _admitted(self, stream: Stream) -> None:
         """Holds a stream back until the model is registered, and then checks its sender."""

@@ -1,4 +1,4 @@
-"""The shard as a state machine: events in, instructions out, no I/O and no arithmetic.
+"""The shard as a state machine: events in, instructions (`instructions.py`) out, no I/O and no arithmetic.
 
 Each chunk stands alone. It is idle or being updated; an update takes time, so pushes that arrive meanwhile wait in a
 queue. A push is exactly-once per (sender, incarnation, sequence, chunk). A second copy is answered DUPLICATE if the
@@ -20,95 +20,28 @@ window are their special case of one writer per clock entry).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from gradstream.server.aggregation import AggregationRule, FetchTerms, PushHeader
 from gradstream.server.quorum import QuorumDecision
 from gradstream.server.shard.clocks import Clocks
+from gradstream.server.shard.instructions import (
+    Acknowledge,
+    Apply,
+    Instruction,
+    Outcome,
+    Parked,
+    Release,
+    Sender,
+    Supersede,
+    Token,
+)
 from gradstream.server.shard.passes import ChunkProcedure
 from gradstream.wire.window import SequenceWindow
 
 DECISIONS_KEPT = 64
 """Decisions that the shard keeps, for retries of pushes whose answer was lost."""
-
-Token = Hashable
-
-Sender = tuple[str, int]
-"""Name and incarnation of a node that pushes."""
-
-Outcome = Literal["applied", "duplicate", "dropped"]
-
-
-@dataclass(frozen=True, slots=True)
-class Parked:
-    """One chunk of a push that waits for its update.
-
-    Args:
-        header: the chunk's header.
-        token: identifies the push, with its elements and the stream that waits for the result.
-        assign: whether the push brings initial parameters, for a chunk that has none yet.
-    """
-
-    header: PushHeader
-    token: Token
-    assign: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """Compute this update, then call `applied(chunk)`.
-
-    Args:
-        chunk: number of the chunk.
-        update: pushes to add up; none where only the sum is to be applied.
-        step: number of the update on this chunk, from 1.
-        lr: learning rate of the update, and of the sum: the first rate above 0 among its pushes. The weight of each
-            push contains the push's own rate divided by this one.
-        summed: number of pushes in the chunk's sum, which these pushes join.
-        completes: whether to apply the sum with these pushes; else they only join it.
-        distances: those of the quorum's decision, if it has any.
-    """
-
-    chunk: int
-    update: tuple[Parked, ...]
-    step: int
-    lr: float = 0.0
-    summed: int = 0
-    completes: bool = True
-    distances: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Acknowledge:
-    """Tell the sender the outcome of its chunk. A push that has joined a sum counts as applied."""
-
-    token: Token
-    chunk: int
-    sequence: int
-    outcome: Outcome
-    version: int
-    staleness: int
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Send this chunk to the fetch, as it is at that time."""
-
-    token: Token
-    chunk: int
-
-
-@dataclass(frozen=True, slots=True)
-class Supersede:
-    """End the stream of this push: on a chunk, a retry has replaced it."""
-
-    token: Token
-    chunk: int
-
-
-Instruction = Apply | Acknowledge | Release | Supersede
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 
-from gradstream.server.shard.state import Apply
+from gradstream.server.shard.instructions import Apply
 from gradstream.wire import v1
 
 

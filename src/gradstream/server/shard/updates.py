@@ -19,8 +19,8 @@ from gradstream.server.correction import SenderStates
 from gradstream.server.robust import CoordinateRule, RobustRule, WholeRule
 from gradstream.server.rows import RowPart
 from gradstream.server.shard.distances import DistanceTable, weights_of
+from gradstream.server.shard.instructions import Apply
 from gradstream.server.shard.row_store import Part, row_sum
-from gradstream.server.shard.state import Apply
 from gradstream.server.shard.store import ShardStore
 
 BRIEF_ELEMS = 1 << 18
