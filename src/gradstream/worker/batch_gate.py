@@ -60,6 +60,40 @@ class _SnapshotStop:
             self._report(v1.SnapshotReport(number=self.snapshot.number, kind=kind, count=begun))
 
 
+class _Intervals:
+    """The worker's intervals of a participation schedule.
+
+    Args:
+        worker: name of the worker's node.
+        quiesced: tells the coordinator that the worker stands in a paused interval of this number.
+    """
+
+    def __init__(self, worker: str, quiesced: Callable[[int], None]) -> None:
+        self.present = v1.Interval()
+        self.phase = ""
+        self._worker = worker
+        self._quiesced = quiesced
+        self._entered = 0  # number of the interval in which the worker has passed the gate
+        self._reported = 0  # number of the interval in which it has reported to stand
+
+    def hear(self, schedule: v1.Participation) -> None:
+        """Takes in what the coordinator says of all intervals, and of the strategy's phase."""
+        self.present = schedule.intervals.get(self._worker, v1.Interval())
+        self.phase = schedule.phase
+
+    def enter(self) -> bool:
+        """Enters the present interval. Returns False if the worker has been in it before."""
+        is_new = self._entered != self.present.number
+        self._entered = self.present.number
+        return is_new
+
+    def stands(self) -> None:
+        """Reports that a worker stands, if it is paused."""
+        if self.present.paused and self._reported != self.present.number:
+            self._reported = self.present.number
+            self._quiesced(self.present.number)
+
+
 class BatchGate:
     """The gate before each minibatch of a worker. No I/O: notices come in, reports go out.
 
@@ -76,7 +110,6 @@ class BatchGate:
         begun: number of minibatches that the worker has begun.
         begun_before: the same when it was resumed, or entered the present phase.
         phase: phase of the strategy, as of the minibatch that was begun last.
-        interval: the worker's interval of the participation schedule.
         flush_others: awaited before the worker stands: brings into the model what the other processes of its replica
             have computed. None if there are none.
     """
@@ -92,16 +125,11 @@ class BatchGate:
         self.begun = 0
         self.begun_before = 0
         self.phase = ""
-        self.interval = v1.Interval()
         self.flush_others: Callable[[], Awaitable[None]] | None = None
-        self._worker = worker
         self._stop = _SnapshotStop(worker, report)
-        self._quiesced = quiesced
+        self._intervals = _Intervals(worker, quiesced)
         self._on_stand = on_stand
         self._on_interval = on_interval
-        self._participation = v1.Participation()
-        self._entered = 0  # number of the interval in which the worker has passed the gate
-        self._reported = 0  # number of the interval in which it has reported to stand
         self._standing = False  # everything that was begun is in the model
         self._leave: Callable[[], None] | None = None
         self._error: Exception | None = None
@@ -127,10 +155,14 @@ class BatchGate:
         if notice.phase == v1.Notice.STOPPED:
             return  # a worker that stands for the last snapshot must begin no minibatch that nobody would count
         self._stop.hear(notice, self.begun)
-        self._participation = notice.participation
-        self.interval = notice.participation.intervals.get(self._worker, v1.Interval())
+        self._intervals.hear(notice.participation)
         self._report_standing()
         self._changed.set()
+
+    @property
+    def interval(self) -> v1.Interval:
+        """The worker's interval of the participation schedule."""
+        return self._intervals.present
 
     @property
     def ending(self) -> bool:
@@ -171,12 +203,11 @@ class BatchGate:
                 else:
                     self._changed.clear()
                     await self._changed.wait()
-            elif self._entered != self.interval.number:
-                self._entered = self.interval.number
-                self._enter(self._participation.phase)
+            elif self._intervals.enter():
+                self._enter(self._intervals.phase)
                 return "anew"
-            elif self.phase != self._participation.phase:
-                phase = self._participation.phase
+            elif self.phase != self._intervals.phase:
+                phase = self._intervals.phase
                 await flush()  # everything that a phase has computed is in the model when the next one begins
                 self._enter(phase)
             else:
@@ -204,6 +235,4 @@ class BatchGate:
         self._stop.stands(self.begun)
         if self._leave is not None:
             self._leave()
-        if self.interval.paused and self._reported != self.interval.number:
-            self._reported = self.interval.number
-            self._quiesced(self.interval.number)
+        self._intervals.stands()
