@@ -34,7 +34,7 @@ from gradstream.run.remote.invitation import Invitation
 from gradstream.run.remote.join import Joining, join
 from gradstream.run.remote.join_service import JoinService
 from gradstream.run.remote.listening import Listening, workers_each
-from gradstream.run.remote.members import MachineMembers, Seat
+from gradstream.run.remote.members import REPLACED, MachineMembers, Seat
 from gradstream.run.remote.reach import reach
 from gradstream.wire import v1
 
@@ -157,7 +157,8 @@ def test_the_place_of_a_machine_that_left_before_training_is_free() -> None:
 
 @pytest.mark.parametrize("rescues", [False, True])
 def test_shards_of_a_lost_machine_go_to_the_launchers(rescues: bool) -> None:
-    state = members(machines=2, shards=4, rescues=rescues)
+    losses = replace(REPLACED, acknowledge="replicated" if rescues else "applied")
+    state = members(machines=2, shards=4, losses=losses)
     seat = state.enrol(ask("b"))
     assert isinstance(seat, Seat)
     state.begun = True
@@ -208,7 +209,7 @@ def test_nobody_takes_the_place_of_a_shard_or_where_the_run_forbids_it() -> None
     assert isinstance(state.enrol(ask("b")), v1.Refuse)
     state.left(c)
     assert state.enrol(ask("b")) == replace(c, machine="b")
-    state, (b,) = seated(2, obstacle="the training loop is the user's own")
+    state, (b,) = seated(2, losses=replace(REPLACED, obstacle="the training loop is the user's own"))
     state.left(b)
     refused = state.enrol(ask("b"))
     assert isinstance(refused, v1.Refuse) and refused.code == v1.NOT_MEMBER

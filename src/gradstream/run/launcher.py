@@ -78,7 +78,6 @@ class Launcher:
         self._credentials_file: Path | None = None  # for workers that another program starts
         kept = not (options.as_threads or options.is_trial)
         self._comebacks = Comebacks(losses_of(plan), plan.job.max_restarts, Succession(kept))
-        self._address = ""  # of the coordinator, once it can be asked to stop
         self._begins_again = False  # a resumed script would begin from its start
         elsewhere = [worker_name(rank) for rank in range(plan.workers)] if options.on_address else []
         self._others = [name for name in plan.node_names if name not in (COORDINATOR, *elsewhere)]
@@ -113,6 +112,11 @@ class Launcher:
             self._record_carriers()
 
     @property
+    def _address(self) -> str:
+        """Of the coordinator, once it can be asked to stop; "" before."""
+        return self._comebacks.coordinator.address
+
+    @property
     def _job(self) -> Job:
         return self._plan.job
 
@@ -139,6 +143,10 @@ class Launcher:
             machines.wait(self._handle_and_read)
             yield
 
+    def _is_here(self, name: str) -> bool:
+        """Whether this machine runs a node."""
+        return self._machines is None or self._machines.is_here(name)
+
     def _handle_and_read(self) -> None:
         self._handle_message()
         self._events.read()
@@ -158,11 +166,7 @@ class Launcher:
                 self._credentials_file = self._credentials.save(self._run_dir)
             self._options.on_address(self._run_dir / "nodes.json", address, self._network(worker_name(0)))
         for name in self._others:
-            if (
-                name not in there
-                and not self._shards.is_extra(name)
-                and (self._machines is None or self._machines.is_here(name))
-            ):
+            if name not in there and not self._shards.is_extra(name) and self._is_here(name):
                 self._start_node(name, "--coordinator", address)
 
     def _adopted(self) -> set[str]:
@@ -294,8 +298,7 @@ class Launcher:
 
     def _note_coordinator(self, address: str) -> None:
         """Notes that a process of the coordinator serves; a later one may not know that the run is to stop."""
-        self._address = self._address or address
-        self._comebacks.coordinator.serves()
+        self._comebacks.coordinator.serves(address)
         if self._comebacks.stopping:
             self._cluster.signal(COORDINATOR, signal.SIGTERM)
 
@@ -312,11 +315,11 @@ class Launcher:
 
     def _restart_nodes(self) -> None:
         for name in self._comebacks.unheard(time.monotonic()):
-            if self._machines is not None and not self._machines.is_here(name):
+            if not self._is_here(name):
                 self._comebacks.ended(name)
                 self._rescue(name)
         for name in self._comebacks.due(time.monotonic()):
-            here = self._machines is None or self._machines.is_here(name)
+            here = self._is_here(name)
             if self._has_ended or not (here or (self._machines and self._machines.start_again(name))):
                 continue
             self._ended.forget(name)

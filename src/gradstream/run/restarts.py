@@ -102,14 +102,17 @@ class Succession:
 
     Attributes:
         stored: whether what a new process would find is the newest state.
+        address: where the first of them serves, and the others again; "" before.
     """
 
     def __init__(self, is_kept: bool) -> None:
         self.stored = is_kept
+        self.address = ""
         self._vain = 0
 
-    def serves(self) -> None:
+    def serves(self, address: str) -> None:
         """Notes that the present process serves."""
+        self.address = self.address or address
         self._vain = 0
 
     def may_follow(self, status: int, training: bool) -> bool:

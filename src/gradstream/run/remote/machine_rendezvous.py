@@ -61,7 +61,7 @@ class MachineRendezvous:
         self._job = job = plan.job
         self._authority = None if listening.insecure else CertificateAuthority()
         self._token = new_token(listening.token)
-        by_rank, losses = listening.on_open is not None, losses_of(plan)
+        by_rank = listening.on_open is not None
         self.machine = name_of_rank(0, socket.gethostname()) if by_rank else socket.gethostname()
         self.members = (RankMembers if by_rank else MachineMembers)(
             self.machine,
@@ -71,8 +71,7 @@ class MachineRendezvous:
             facts=facts_of(job),
             shards=plan.servers,
             servers_on=listening.servers_on,
-            obstacle=losses.obstacle,
-            rescues=losses.acknowledge == "replicated",
+            losses=losses_of(plan),
         )
         files = [*_files_of(spec["strategy"]), *_files_of(spec["optimizer"])]
         hashes = {path.name: file_hash(path) for path in files}

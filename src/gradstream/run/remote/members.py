@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gradstream.coordinator.phases import LossTolerance
 from gradstream.errors import ConfigError
 from gradstream.run.remote.facts import difference
 from gradstream.run.remote.listening import ServersOn
@@ -18,6 +19,8 @@ NO_NAME = r"[^\w.-]"
 
 NAME_BYTES = 128
 """Longest name and longest address of a machine."""
+
+REPLACED = LossTolerance(survives_worker_loss=True, obstacle="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,8 @@ class MachineMembers:
         facts: values that must be the same on every machine.
         shards: number of shards of the parameter server.
         servers_on: "all" places shard i on machine i mod `machines`, "launcher" places all on the launcher's.
-        obstacle: why nobody can take the place of a lost worker once training has begun; "" if one can.
-        rescues: whether another machine's shard has what a lost shard has held, so that it can be rescued.
+        losses: whether others can take the place of lost workers once training has begun, and whether a lost shard can
+            be rescued, since another machine's shard has what it has held.
     """
 
     kind = "machines"
@@ -62,8 +65,7 @@ class MachineMembers:
         facts: Mapping[str, str],
         shards: int = 0,
         servers_on: ServersOn = "all",
-        obstacle: str = "",
-        rescues: bool = False,
+        losses: LossTolerance = REPLACED,
     ) -> None:
         self.own = own
         self.begun = False
@@ -73,8 +75,7 @@ class MachineMembers:
         self._shards = shards
         self._hosts = machines if servers_on == "all" else 1  # of shards
         self._facts = facts
-        self._obstacle = obstacle
-        self._rescues = rescues
+        self._losses = losses
         self._rescued: list[str] = []  # shards of other machines, which the launcher's machine has now
         self._gone: set[int] = set()  # seats whose machines have left since training began
         self._seats: dict[int, Seat] = {0: Seat(own, "", self.nodes_of(0))}
@@ -120,8 +121,8 @@ class MachineMembers:
         free = self._may_take(request.machine, self._free(asked))
         if not free:
             why = ". If one of these was lost, try again when the launcher has said that it has left"
-            if self._gone and self._obstacle:
-                why = f". A machine that has left cannot be replaced: {self._obstacle}"
+            if self._gone and self._losses.obstacle:
+                why = f". A machine that has left cannot be replaced: {self._losses.obstacle}"
             message = f"no machine can join now: the launcher is {self.state}{why if self.begun else ''}"
             return v1.Refuse(code=v1.NOT_MEMBER, message=message)
         seat = Seat(self._name(asked), address, self.nodes_of(free[0]))
@@ -139,7 +140,11 @@ class MachineMembers:
 
     def rescue(self, node: str) -> bool:
         """Gives a shard that was lost to the launcher's machine, for good. False if that cannot be, or has been."""
-        if not self._rescues or not node.startswith("shard") or node in self.nodes_of(0):
+        if (
+            self._losses.acknowledge != "replicated"
+            or not node.startswith("shard")
+            or node in self.nodes_of(0)
+        ):
             return False
         self._rescued.append(node)
         self._seats[0] = Seat(self.own, "", self.nodes_of(0))
@@ -162,7 +167,7 @@ class MachineMembers:
         """
         if not self.begun:
             return [index for index in range(self._machines) if index not in self._seats]
-        if self._obstacle:
+        if self._losses.obstacle:
             return []
         alone = [
             i
