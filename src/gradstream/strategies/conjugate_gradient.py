@@ -32,11 +32,7 @@ class ConjugateGradient(Descent, BatchMethod):
 
     Args:
         lr: first trial of the first line search, times min(1, 1/|g|); > 0.
-        max_iter: largest number of iterations; None for no limit.
-        max_eval: largest number of passes over the data; None for the run's `epochs`.
-        tolerance_grad: ends at |g| ≤ this.
-        tolerance_change: ends where f, or |t·d|, changes by at most this.
-        line_search_fn: "armijo", "strong_wolfe" or "exact" (two passes, for quadratic functions); None takes `lr`.
+        max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn: see `strategies.descent.Descent`.
 
     Example:
         >>> run = gs.simulate(model, data, strategy=gs.ConjugateGradient(), workers=2, batch_size=8, epochs=12)

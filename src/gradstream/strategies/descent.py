@@ -14,7 +14,7 @@ from gradstream.strategies.line_search import LINE_SEARCHES, MOST_TRIALS, Found,
 
 @dataclass(frozen=True, slots=True)
 class Descent:
-    """Options of a method that goes down along directions; see `LBFGS`.
+    """Options of a method that goes down along directions.
 
     Args:
         lr: first trial of each line search, and the step without one; > 0.
@@ -22,7 +22,7 @@ class Descent:
         max_eval: largest number of passes over the data; None for the run's `epochs`.
         tolerance_grad: ends at |g| ≤ this.
         tolerance_change: ends where f, or |t·d|, changes by at most this.
-        line_search_fn: "armijo", "strong_wolfe", "exact", or None.
+        line_search_fn: "armijo", "strong_wolfe" or "exact" (two passes, for quadratic functions); None takes `lr`.
     """
 
     lr: float = 1.0

@@ -45,13 +45,8 @@ class LBFGS(Descent, BatchMethod):
     """L-BFGS; see the module.
 
     Args:
-        lr: first trial of each line search, and the step without one; > 0.
-        max_iter: largest number of iterations; None for no limit.
-        max_eval: largest number of passes over the data; None for the run's `epochs`.
-        tolerance_grad: ends at |g| ≤ this.
-        tolerance_change: ends where f, or |t·d|, changes by at most this.
+        lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn: see `strategies.descent.Descent`.
         history_size: m, number of pairs, at least 1.
-        line_search_fn: "armijo", "strong_wolfe", "exact" (two passes, for quadratic functions), or None.
         vector_free: True is the form on coefficients; False has two loops over the pairs.
 
     Example:
@@ -61,7 +56,6 @@ class LBFGS(Descent, BatchMethod):
     """
 
     history_size: int = 10
-    line_search_fn: str | None = "strong_wolfe"
     vector_free: bool = True
 
     def __post_init__(self) -> None:
