@@ -83,7 +83,6 @@ class Communicator:
     def __init__(self, runtime: Runtime, endpoint: Endpoint, members: GroupMembers) -> None:
         self.runtime = runtime
         self.members = members
-        self.names = tuple(members.names)
         self.rank, self.size = members.rank, len(members.names)
         self.loss: LostRank | None = None
         self.data_sockets: GroupDataSockets | None = None
@@ -96,6 +95,11 @@ class Communicator:
         self._heartbeat: asyncio.Task[None] | None = None
         self._announcing: asyncio.Task[None] | None = None
         self._closed = False
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of all ranks, by rank."""
+        return self.members.names
 
     # ---- meeting ------------------------------------------------------------------------
 

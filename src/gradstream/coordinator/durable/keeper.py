@@ -128,7 +128,6 @@ class StateKeeper:
         tell: Callable[[str, bool], None],
     ) -> None:
         self._stored, last = store.rule()
-        self.ruling = store.ruling
         self.restored = bool(self._stored)
         if missing := missing_lines(last, written()):
             write_events(missing)
@@ -143,6 +142,11 @@ class StateKeeper:
         self._wanted, self._done = Wakeup(), asyncio.Condition()
         self._failing = False  # the disk takes nothing
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def ruling(self) -> int:
+        """See `Keeper`."""
+        return self._store.ruling
 
     def begin(self, state: KeptState, on_superseded: Callable[[], None]) -> None:
         """See `Keeper`."""

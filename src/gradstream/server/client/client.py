@@ -53,7 +53,6 @@ class ServerClient:
         self.back_buffer: Vector | None = back_buffer
         self.clock = 0
         self.traffic, self.claims = links.traffic, links.claims
-        self._runtime = links.runtime
         self._links = links
         self._sequence = 0  # number of the last push or command
         self._last_push = 0  # number of the last push
@@ -92,9 +91,9 @@ class ServerClient:
         if self.settled is not None:
             self.settled.begin(update)
         self._pushed = update.vector
-        name = f"{self._runtime.node}-push-{self._sequence}"
+        name = f"{self._links.runtime.node}-push-{self._sequence}"
         push = PendingPushRequest(self._links, update, self._sequence, before, pieces)
-        self._pushing = awaited_later(self._runtime.spawn(push.run(), name=name))
+        self._pushing = awaited_later(self._links.runtime.spawn(push.run(), name=name))
 
     async def push_beside(self, update: Update) -> None:
         """Pushes an update in no order with other operations. Returns once every shard has acknowledged it."""
@@ -152,10 +151,10 @@ class ServerClient:
             min_clock=min_clock,
             vector=vector,
         )
-        name = f"{self._runtime.node}-fetch-after-{self._sequence}"
+        name = f"{self._links.runtime.node}-fetch-after-{self._sequence}"
         free = self.flush() if self._pushed is arrival.vector else None
         fetch = PendingFetchRequest(self._links, arrival, terms)
-        arrival.task = awaited_later(self._runtime.spawn(fetch.run(free), name=name))
+        arrival.task = awaited_later(self._links.runtime.spawn(fetch.run(free), name=name))
         self._last_fetch = arrival
         return arrival
 
