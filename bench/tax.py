@@ -62,7 +62,7 @@ PROTECTIONS: dict[str, dict[str, Any]] = {  # by kind: functions, and what they 
     },
     "ledger": {
         "gradstream.data.ledger:Ledger.receipt": NEEDED,
-        "gradstream.data.ledger:Ledger.hand_out": NEEDED,
+        "gradstream.data.hands:Hands.hand_out": NEEDED,
         "gradstream.server.shard.estates:PushEstates.note": None,
     },
     "fencing": {

@@ -15,6 +15,7 @@ from gradstream._simulate import simulate
 from gradstream.checkpoint import Manifest, newest, snapshot, verify
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data import Ledger, PartitionPlan
 from gradstream.errors import Interrupted
@@ -282,7 +283,7 @@ def test_a_worker_that_is_lost_when_the_run_has_done_enough_is_no_reason_to_keep
     for rank in range(2):
         nodes.add(v1.Node(name=f"worker-{rank}", role="worker", rank=rank))
     ledger = Ledger(PartitionPlan(4, 2, 2), epochs=1)
-    rounds = SnapshotRounds(ledger, nodes, Policy(), in_rounds=False)
+    rounds = SnapshotRounds(SampleProgress(ledger, None, None), nodes, Policy())
     rounds.finish(0.0)
     for kind in (v1.SnapshotReport.BEGUN, v1.SnapshotReport.REACHED):
         for who in nodes.worker_names:

@@ -26,7 +26,7 @@ def lost() -> tuple[Ledger, Estates, list[BatchRef]]:
             if rank != 1:
                 nodes.add(v1.Node(name=name, role=name.partition("-")[0], rank=rank, incarnation=1))
     ledger = Ledger(PartitionPlan(18, WORKERS, 2), epochs=1)
-    refs = list(ledger.hand_out(1, 3))
+    refs = list(ledger.hands.hand_out(1, 3))
     estates = Estates(ledger, nodes)
     estates.lost(1, LOST)
     return ledger, estates, refs

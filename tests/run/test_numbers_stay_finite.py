@@ -14,9 +14,11 @@ import torch
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.coordinator.offences import Offences
+from gradstream.coordinator.progress import SampleProgress
 from gradstream.data.base import BatchRef, PartitionSpec
 from gradstream.data.feed import plan_of
 from gradstream.data.ledger import Ledger
+from gradstream.data.plan import PartitionPlan
 from gradstream.errors import ConfigError, GradientError, NonFiniteError, RefusedError
 from gradstream.model.batch import Batch
 from gradstream.model.check import finite, usable
@@ -24,8 +26,10 @@ from gradstream.replay import replay
 from gradstream.run.result import Run
 from gradstream.runtime.base import Report
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
+from gradstream.telemetry.events import GradientRefusedEvent
 from gradstream.testing.runs import least_squares
 from gradstream.testing.tokens import TOKENS_PER_CHUNK, Tokens, numbered, token_counts
+from gradstream.wire import v1
 
 NUM_SAMPLES, WORKERS, CHUNKS = 48, 3, 3
 UNEVEN = SimulationConfig(
@@ -283,17 +287,26 @@ def test_a_model_that_has_diverged_ends_the_run_with_the_parameters_before(strat
 
 
 def test_offences() -> None:
-    offences = Offences(2)
-    workers = ["worker-0", "worker-1"]
-    assert offences.refused("worker-0", 1, "a NaN", workers) == ""
+    ledger = Ledger(PartitionPlan(8, 2, 2), epochs=1)
+    offences, workers = Offences(SampleProgress(ledger, 8, None), 2), ["worker-0", "worker-1"]
+
+    def refused(who: str, *in_a_row: int) -> tuple[list[int], str]:
+        one = [
+            v1.Refused(batch=v1.Receipt(partition=int(who[-1])), what="a NaN", in_a_row=n) for n in in_a_row
+        ]
+        out, diverged = offences.heard(who, v1.Beat(refused=one), workers)
+        return [emit.event.in_a_row for emit in out if isinstance(emit.event, GradientRefusedEvent)], diverged
+
+    assert refused("worker-0", 1) == ([1], "")
     assert offences.reason("worker-0") == ""
-    offences.sound("worker-0")
-    assert offences.refused("worker-1", 1, "a NaN", workers) == ""
+    assert offences.heard("worker-0", v1.Beat(sound=True), workers) == ([], "")
+    assert refused("worker-1", 1) == ([1], "")
     assert offences.reason("worker-1") == ""
-    assert offences.refused("worker-1", 2, "a NaN", workers) == ""
+    assert refused("worker-1", 2) == ([2], "")
     assert offences.reason("worker-1") == "quarantined, since its last 2 gradients were not finite (a NaN)"
-    assert offences.refused("worker-0", 1, "a NaN", workers) == ""
-    assert "3 in a row: the model has diverged" in offences.refused("worker-1", 3, "a NaN", workers)
+    assert refused("worker-0", 1) == ([1], "")
+    events, diverged = refused("worker-1", 3, 4)  # the run ends with the first
+    assert events == [3] and "3 in a row: the model has diverged" in diverged
 
 
 def test_the_ledger_drops_a_refused_minibatch_once() -> None:
@@ -301,7 +314,7 @@ def test_the_ledger_drops_a_refused_minibatch_once() -> None:
         partitioning="queue", batch_size=4, workers=2, seed=0, shares=None, epochs=1, steps=None
     )
     ledger = Ledger(plan_of(numbered(16), spec), epochs=1)
-    one, other, *_ = ledger.hand_out(0, 2)
+    one, other, *_ = ledger.hands.hand_out(0, 2)
     ledger.refuse(one, 4)
     assert (ledger.num_samples, dict(ledger.dropped)) == (0, {})
     ledger.receipt(one, 0)
@@ -309,7 +322,7 @@ def test_the_ledger_drops_a_refused_minibatch_once() -> None:
     assert (ledger.num_samples, dict(ledger.dropped)) == (0, {0: 4})
     ledger.refuse(other, 4)
     ledger.lost(0)  # another worker computes it, and its gradient is good
-    (again,) = (ref for ref in ledger.hand_out(1, 4) if ref == other)
+    (again,) = (ref for ref in ledger.hands.hand_out(1, 4) if ref == other)
     ledger.receipt(again, 1)
     assert (ledger.num_samples, dict(ledger.dropped)) == (4, {0: 4})
     with pytest.raises(gs.errors.InternalError):

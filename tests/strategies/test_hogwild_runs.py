@@ -18,6 +18,7 @@ from gradstream import sparse
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.instructions import Discard, Emit
 from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import PartitionPlan, epoch_order
@@ -113,7 +114,7 @@ def two_workers(shards: int) -> tuple[SnapshotRounds, Nodes]:
     for rank in range(2):
         nodes.add(v1.Node(name=f"worker-{rank}", role="worker", rank=rank))
     ledger = Ledger(PartitionPlan(8, 2, 2, seed=0), epochs=1)
-    return SnapshotRounds(ledger, nodes, Policy(), in_rounds=False), nodes
+    return SnapshotRounds(SampleProgress(ledger, None, None), nodes, Policy()), nodes
 
 
 def test_a_worker_lost_while_it_writes_a_checkpoint_ends_the_cut_and_not_the_run() -> None:

@@ -29,8 +29,9 @@ import statistics
 from collections.abc import Sequence
 
 from gradstream.data.base import BatchRef
+from gradstream.data.hands import Unassigned
 from gradstream.data.joined import unjoined
-from gradstream.data.ledger import Ledger, Unassigned
+from gradstream.data.ledger import Ledger
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.data.shares import WorkerSpeed, better
 from gradstream.telemetry.events import SharesEvent
@@ -118,14 +119,14 @@ class BatchAssignment:
             in_hand: number of the worker's minibatches that are not in the model yet.
             at_s: present time in seconds.
         """
-        left_over = self._ledger.unassigned(rank)
+        left_over = self._ledger.hands.unassigned(rank)
         if not left_over.run:
             return ()
         size = self._size(rank, present)
         if not size or self._others_sooner(rank, present, left_over, in_hand, at_s):
             return ()
         self._denied_s.pop(rank, None)
-        return self._ledger.hand_out(rank, self._limit(rank, present, size, left_over), size)
+        return self._ledger.hands.hand_out(rank, self._limit(rank, present, size, left_over), size)
 
     def _size(self, rank: int, present: Sequence[int]) -> int:
         """Size of the worker's minibatch; 0 where the others take all."""
@@ -138,7 +139,7 @@ class BatchAssignment:
             return 1
         if self._measures and any(self._speeds[worker].rounds < SURE_AFTER for worker in present):
             return FEW  # sizes will change soon
-        share = known / math.fsum(self._per_s(present).values()) if self._ledger.helping else 1.0
+        share = known / math.fsum(self._per_s(present).values()) if self._ledger.hands.helping else 1.0
         half = share / (2 * size)
         few = max(FEW, known * FEW_S / size)
         block = max(left_over.epoch * half, min(few, left_over.run * half))
@@ -150,7 +151,7 @@ class BatchAssignment:
         self, rank: int, present: Sequence[int], left_over: Unassigned, in_hand: int, at_s: float
     ) -> bool:
         """Whether the others can complete all that is left before this worker completes one more."""
-        if self._speeds[rank].per_s is None or len(present) < 2 or not self._ledger.helping:
+        if self._speeds[rank].per_s is None or len(present) < 2 or not self._ledger.hands.helping:
             return False
         per_s = self._per_s(present)
         each_s = {worker: max(1, self._sizes[worker]) / per_s[worker] for worker in present}
@@ -158,7 +159,7 @@ class BatchAssignment:
         left = left_over.run
         for worker in present:
             if worker != rank:
-                more = math.ceil(done_s / each_s[worker]) - 1 - self._ledger.in_hand(worker)
+                more = math.ceil(done_s / each_s[worker]) - 1 - self._ledger.hands.in_hand(worker)
                 left -= max(0, more) * max(1, self._sizes[worker])
         if left > 0:
             return False

@@ -124,7 +124,7 @@ class Estates:
             rank: its rank.
             senders: by name, the incarnation of each process of its replica.
         """
-        held = set(self._ledger.fence(rank))
+        held = set(self._ledger.hands.fence(rank))
         if held:
             self._open.append(Estate(rank, dict(senders), held, set(self._nodes.holders)))
         for errand in self.errands:
@@ -161,7 +161,7 @@ class Estates:
         for ref in sorted(estate.held - torn):
             counts["again"] += 1
             estate.held.remove(ref)
-            self._ledger.give_back(ref)
+            self._ledger.hands.give_back(ref)
         who = member_name(0, estate.rank)
         event = SettledEvent(who=who, in_model=counts["in_model"], torn=counts["torn"], again=counts["again"])
         self._close(estate)

@@ -5,6 +5,7 @@
                          ├── `admission.py`           which nodes may join
                          ├── `progress.py`            what is in the model
                          ├── `estates.py`             what lost workers had pushed without a receipt
+                         ├── `offences.py`            which workers' gradients are refused
                          ├── `participation.py`       which workers take part
                          ├── `snapshot.py`            checkpoints
                          ├── `resharding.py`          other shards for the parameters
@@ -29,7 +30,6 @@ from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.offences import Offences
 from gradstream.coordinator.phases import LossTolerance, Phases
 from gradstream.coordinator.progress import SampleProgress
-from gradstream.coordinator.receipts import ref_of
 from gradstream.coordinator.resharding import Resharding
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.coordinator.stand_ins import StandIns
@@ -39,7 +39,6 @@ from gradstream.errors import ConfigError, NonFiniteError, PeerLostError
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import (
     BackedUpEvent,
-    GradientRefusedEvent,
     JoinedEvent,
     LeftEvent,
     ParticipationEvent,
@@ -51,9 +50,8 @@ from gradstream.wire.parts import member_name
 
 NAME_BYTES = 128
 MESSAGE_BYTES = 8192
-WHAT_BYTES = 512
 TRACEBACK_BYTES = 1 << 16
-"""The most bytes that are kept of a member's failure: its name, message, what is wrong with a gradient, traceback."""
+"""The most bytes that are kept of a member's failure: its name, message, traceback."""
 
 NOTIFIED_OF_EACH = 64
 """Up to so many nodes, all members get a notice of each node that joins."""
@@ -108,14 +106,12 @@ class Membership:
         self.participation = distribution.participation
         self.nodes = Nodes(started.workers, started.servers, parts)
         self.admission = Admission(self.nodes, software, resume)
-        self.progress = SampleProgress(ledger, started.num_samples, resume)
+        self.progress = SampleProgress(ledger, started.num_samples, resume, in_rounds=started.in_rounds)
         self.estates = Estates(ledger, self.nodes) if losses.redoes and isinstance(ledger, Ledger) else None
         self.snapshots = SnapshotRounds(
-            ledger,
+            self.progress,
             self.nodes,
             policy,
-            in_rounds=started.in_rounds,
-            resume=resume,
             deadlines=deadlines,
             verdicts=by_verdicts,
             estates=self.estates,
@@ -133,7 +129,9 @@ class Membership:
         first_round = resume.rounds if resume is not None else 0
         self._first_round = first_round
         self._checks = MessageChecks(ledger, started.workers, first_round=first_round, quorum=by_verdicts)
-        self._offences = Offences(losses.quarantine_after)
+        self._offences = Offences(
+            self.progress, losses.quarantine_after, whole_rounds=started.in_rounds and not started.servers
+        )
         self.replies = AssignmentReplies(distribution, self.nodes, self.phases, self.snapshots, self._checks)
 
     def parts(self) -> dict[str, object]:
@@ -214,7 +212,7 @@ class Membership:
         self.nodes.epoch += 1
         self.admission.admit(request)
         assert isinstance(self.progress.ledger, Ledger)  # `LossTolerance.replaces`
-        self.progress.ledger.rejoined(node.rank)
+        self.progress.ledger.hands.rejoined(node.rank)
         self.replies.joined(node)
         if self.stand_ins is not None:
             self.stand_ins.joined(node)
@@ -319,34 +317,10 @@ class Membership:
         return [Notify()] if any(begin) else []
 
     def _gradients(self, who: str, beat: v1.Beat) -> list[Instruction]:
-        """Counts the gradients of a worker that are not in the model, until they end the run."""
-        out: list[Instruction] = []
-        for refused in beat.refused:
-            out += self._refused(who, refused)
-            if self.phases.over:
-                break
-        if beat.sound:
-            self._offences.sound(who)
-        return out
-
-    def _refused(self, who: str, refused: v1.Refused) -> list[Instruction]:
-        """Counts a gradient that is not in the model; ends the run where no worker has another one."""
-        ref, what = ref_of(refused.batch), escaped(refused.what, WHAT_BYTES)
-        self.progress.refused(
-            ref, refused.samples, what, whole_round=self._started.in_rounds and not self._started.servers
-        )
-        event = GradientRefusedEvent(
-            who=who,
-            step=refused.step,
-            epoch=ref.epoch,
-            batch=ref.batch,
-            samples=refused.samples,
-            what=what,
-            in_a_row=refused.in_a_row,
-        )
-        diverged = self._offences.refused(who, refused.in_a_row, what, self.nodes.worker_names)
+        """Counts the gradients of a worker that are not in the model; ends the run where no worker has another one."""
+        out, diverged = self._offences.heard(who, beat, self.nodes.worker_names)
         end = self.phases.abort(who, NonFiniteError.__name__, diverged) if diverged else []
-        return [Emit(event), *end]
+        return [*out, *end]
 
     def quarantined(self, who: str) -> str:
         """Why a member counts as lost from now on, although it lives; "" if it does not."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradstream.data.ledger import Ledger
+from gradstream.data.hands import Hands
 from gradstream.wire import v1
 
 
@@ -29,7 +29,7 @@ class ParticipationSchedule:
     """Decides which workers take part.
 
     Args:
-        ledger: gives the minibatches of paused workers to others.
+        hands: gives the minibatches of paused workers to others.
         num_workers: number of workers.
 
     Attributes:
@@ -40,13 +40,13 @@ class ParticipationSchedule:
     KEPT = ("phase", "wanted", "_intervals")
     """See `durable.state`."""
 
-    def __init__(self, ledger: Ledger, num_workers: int) -> None:
+    def __init__(self, hands: Hands, num_workers: int) -> None:
         self.phase = ""
         self.wanted = 0
-        self._ledger = ledger
+        self._hands = hands
         self._intervals = {f"worker-{rank}": Interval() for rank in range(num_workers)}
         for rank in range(num_workers):
-            ledger.pause(rank)
+            hands.pause(rank)
 
     @property
     def paused(self) -> list[str]:
@@ -74,12 +74,12 @@ class ParticipationSchedule:
         if interval is None or interval.quiesced or number != interval.number:
             return False
         interval.quiesced = True
-        self._ledger.pause(_rank(who))
+        self._hands.pause(_rank(who))
         self._update()
         return True
 
     def lost(self, who: str) -> bool:
-        """Removes a lost worker, after the ledger has. Returns whether another worker replaces it."""
+        """Removes a lost worker, whose minibatches were taken back. Returns whether another worker replaces it."""
         before = self.active
         self._intervals.pop(who, None)
         self._update()
@@ -89,7 +89,7 @@ class ParticipationSchedule:
         """Adds a worker in the place of a lost one, paused. Returns whether it takes part at once."""
         self._intervals[who] = Interval()
         self._intervals = dict(sorted(self._intervals.items(), key=lambda one: _rank(one[0])))
-        self._ledger.pause(_rank(who))
+        self._hands.pause(_rank(who))
         self._update()
         return not self._intervals[who].paused
 
@@ -115,7 +115,7 @@ class ParticipationSchedule:
         for place, (name, interval) in enumerate(self._intervals.items()):
             if place < self.wanted and interval.paused and interval.quiesced:
                 interval.paused = False
-                self._ledger.resume(_rank(name))
+                self._hands.resume(_rank(name))
                 interval.number += 1
             elif place >= self.wanted and not interval.paused:
                 interval.paused, interval.quiesced = True, False

@@ -144,7 +144,7 @@ class Phases:
     def stop(self) -> list[Instruction]:
         """Ends the run with the newest checkpoint."""
         self.phase = v1.Notice.STOPPED
-        return [Emit(StoppedEvent(step=self._snapshots.step, folder=self._snapshots.kept)), Notify()]
+        return [Emit(StoppedEvent(step=self._progress.step, folder=self._snapshots.kept)), Notify()]
 
     def abort(self, culprit: str, error: str, message: str, traceback: str = "") -> list[Instruction]:
         """Ends a run that cannot continue.

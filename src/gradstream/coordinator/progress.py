@@ -22,6 +22,7 @@ class SampleProgress:
         ledger: records which minibatches are in the model.
         num_samples: number of samples in a data epoch; None for a stream, whose samples are not counted.
         resume: where a resumed run goes on; None for a new run.
+        in_rounds: whether the workers go through rounds.
 
     Attributes:
         samples_per_epoch: see `num_samples`.
@@ -32,8 +33,16 @@ class SampleProgress:
     KEPT = ("_num_complete", "last_refused", "_began_s", "_heard_s")
     """See `durable.state`."""
 
-    def __init__(self, ledger: Ledger | OpenLedger, num_samples: int | None, resume: Resume | None) -> None:
+    def __init__(
+        self,
+        ledger: Ledger | OpenLedger,
+        num_samples: int | None,
+        resume: Resume | None,
+        *,
+        in_rounds: bool = False,
+    ) -> None:
         self.ledger = ledger
+        self.in_rounds = in_rounds
         self.samples_per_epoch = num_samples
         self.earlier_s = resume.time_s if resume is not None else 0.0
         self.resume = resume
@@ -99,6 +108,13 @@ class SampleProgress:
         )
 
     # ---- figures ------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Rounds in the model, in a run of rounds; otherwise minibatches of all workers."""
+        ledger = self.ledger
+        before = 0 if self.resume is None else self.resume.step
+        return before + (ledger.num_rounds if self.in_rounds else ledger.num_receipts)
 
     @property
     def num_samples(self) -> int | None:

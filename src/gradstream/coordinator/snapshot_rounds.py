@@ -19,14 +19,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradstream.checkpoint.draft import VectorPlace
-from gradstream.checkpoint.manifest import Evaluated, Resume
+from gradstream.checkpoint.manifest import Evaluated
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.estates import Estates
 from gradstream.coordinator.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare
+from gradstream.coordinator.last_attempt import LastAttempt
 from gradstream.coordinator.nodes import Nodes
+from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot import Snapshot
-from gradstream.data.ledger import Ledger
-from gradstream.data.open_ledger import OpenLedger
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import CheckpointEvent, CheckpointFailedEvent
 from gradstream.untrusted import escaped
@@ -43,11 +43,9 @@ class SnapshotRounds:
     """Begins snapshots when they are due, leads one at a time to its end, and reports the outcome.
 
     Args:
-        ledger: which minibatches are in the model.
+        progress: the minibatches in the model, and where a resumed run goes on.
         nodes: the members.
         policy: when a checkpoint is due; None makes no checkpoints: the run just stops.
-        in_rounds: workers go through rounds, and stop after the same one.
-        resume: where a resumed run goes on.
         deadlines: `cut_s` limits the pause of the workers.
         verdicts: the ledger learns of a round from the first shard's verdict, and not from workers that
             report to have reached it. The verdict may come later.
@@ -68,41 +66,35 @@ class SnapshotRounds:
         "stopping",
         "finishing",
         "_count",
-        "_latest",
-        "_since_s",
+        "_last_attempt",
         "_deferred",
     )
     """See `durable.state`."""
 
     def __init__(
         self,
-        ledger: Ledger | OpenLedger,
+        progress: SampleProgress,
         nodes: Nodes,
         policy: Policy | None,
         *,
-        in_rounds: bool,
-        resume: Resume | None = None,
         deadlines: Deadlines | None = None,
         verdicts: bool = False,
         estates: Estates | None = None,
     ) -> None:
         self.current: Snapshot | None = None
-        self.kept = resume.folder if resume is not None else ""
+        self.kept = progress.resume.folder if progress.resume is not None else ""
         self.evaluated: Evaluated | None = None
         self.stopping = False
         self.finishing = False
-        self._ledger = ledger
+        self._progress = progress
         self._nodes = nodes
         self._policy = policy
-        self._in_rounds = in_rounds
         self._pause_s = (deadlines or Deadlines()).cut_s
         self._verdicts = verdicts
         self._estates = estates
-        self._first_step = resume.step if resume is not None else 0
         self._count = 0
         self._deferred = False
-        self._latest = self._first_step, ledger.num_complete  # step and epochs when the latest one began
-        self._since_s: float | None = None  # since when no snapshot was tried
+        self._last_attempt = LastAttempt(progress)
         self._cut_short = False  # a process of the coordinator has died while it made a snapshot with files
 
     @property
@@ -122,19 +114,11 @@ class SnapshotRounds:
         """
         out: list[Instruction] = []
         if self._cut_short:
-            self._since_s, why = at_s, "the coordinator died while the snapshot was made"
-            out = [
-                Emit(CheckpointFailedEvent(step=self.step, who="coordinator", message=why, kept=self.kept))
-            ]
+            self._last_attempt.failed(at_s)
+            out = [self._failed("coordinator", "the coordinator died while the snapshot was made")]
         if self.current is None and self._policy is not None and (self.stopping or self.finishing):
             out += self.begin(at_s)
         return out
-
-    @property
-    def step(self) -> int:
-        """Rounds in the model, in a run of rounds; otherwise minibatches of all workers."""
-        ledger = self._ledger
-        return self._first_step + (ledger.num_rounds if self._in_rounds else ledger.num_receipts)
 
     @property
     def stopped(self) -> bool:
@@ -148,18 +132,14 @@ class SnapshotRounds:
 
     def tick(self, at_s: float) -> list[Instruction]:
         """Begins a snapshot that is due, and ends one that takes too long."""
-        if self._since_s is None:
-            self._since_s = at_s
+        self._last_attempt.begin(at_s)
         if self.current is not None:
             return self._check_time(self.current, at_s)
         if self._deferred:
             return self.begin(at_s)
-        if self._policy is None or self._ledger.finished or not self._whole:
+        if self._policy is None or self._progress.ledger.finished or not self._whole:
             return []
-        step, epochs = self._latest
-        steps, epochs = self.step - step, self._ledger.num_complete - epochs
-        due = self._policy.due(steps=steps, epochs=epochs, seconds=at_s - self._since_s)
-        return self.begin(at_s) if due else []
+        return self.begin(at_s) if self._last_attempt.is_due(self._policy, at_s) else []
 
     def _check_time(self, snapshot: Snapshot, at_s: float) -> list[Instruction]:
         if self._verdicts and snapshot.phase == v1.Snapshot.STOP and (out := self._advance(snapshot, at_s)):
@@ -198,12 +178,12 @@ class SnapshotRounds:
         if self._deferred:
             return []
         self._count += 1
-        self._latest, self._since_s = (self.step, self._ledger.num_complete), at_s
+        self._last_attempt.begun(at_s)
         self.current = Snapshot(
             number=self._count,
             workers=self._nodes.worker_names,
             holders=self._nodes.holders,
-            in_rounds=self._in_rounds,
+            in_rounds=self._progress.in_rounds,
             last=self.stopping,
             began_s=at_s,
             ends=self.finishing,
@@ -265,11 +245,11 @@ class SnapshotRounds:
         snapshot, self.current = self.current, None
         if snapshot is None:
             return []
-        self._since_s = at_s
-        if snapshot.ends:
-            return []
-        event = CheckpointFailedEvent(step=self.step, who=who, message=why, kept=self.kept)
-        return [Discard(snapshot), Emit(event), Notify()]
+        self._last_attempt.failed(at_s)
+        return [] if snapshot.ends else [Discard(snapshot), self._failed(who, why), Notify()]
+
+    def _failed(self, who: str, why: str) -> Emit:
+        return Emit(CheckpointFailedEvent(step=self._progress.step, who=who, message=why, kept=self.kept))
 
     def drop(self) -> list[Instruction]:
         """Ends the snapshot under way: the run is over."""
@@ -290,7 +270,7 @@ class SnapshotRounds:
                 snapshot.phase = v1.Snapshot.ENDED
                 return [Notify()]
             case v1.Snapshot.STOP:
-                snapshot.progress, snapshot.step = self._ledger.progress(), self.step
+                snapshot.progress, snapshot.step = self._progress.ledger.progress(), self._progress.step
                 return self._order(snapshot, Prepare(snapshot))
             case v1.Snapshot.SNAPSHOT:
                 if any(version < 0 for versions in snapshot.versions.values() for version in versions):
@@ -309,7 +289,7 @@ class SnapshotRounds:
 
     def _verdict_missing(self, snapshot: Snapshot) -> bool:
         """Whether the verdict on a round that workers have gone through has not come yet."""
-        return self._verdicts and self._ledger.num_rounds < max(snapshot.stop_at.values(), default=0)
+        return self._verdicts and self._progress.ledger.num_rounds < max(snapshot.stop_at.values(), default=0)
 
     @staticmethod
     def _order(snapshot: Snapshot, instruction: Instruction) -> list[Instruction]:

@@ -1,12 +1,7 @@
-"""The data ledger: which minibatches are in the model, and which are still to be assigned.
+"""The data ledger: which minibatches are in the model. `hands.py` says which worker has the others.
 
 If a quorum makes each update, its decision about a round accounts for all minibatches of the round
-(`record_decision`).
-
-Without rounds, workers ask for minibatches (`hand_out`). A plan has one sequence of minibatches for all workers, or one
-for each. A worker gets the next minibatches of its own sequence, unless another sequence is an epoch behind: a worker
-that has finished its part of an epoch helps the others to finish theirs. Minibatches that a lost worker had without a
-receipt are assigned again.
+(`record_decision`). Without rounds, workers ask for minibatches, which the ledger's `hands` give them.
 
 Receipts come in any order and more than once. The minibatches of a sequence have numbers k over all epochs
 (`BatchPlan.nth`); see `data.receipts` for the memory that they take.
@@ -16,9 +11,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gradstream.data.base import BatchPlan, BatchRef
+from gradstream.data.hands import Hands
 from gradstream.data.progress import DataProgress
 from gradstream.data.receipts import AssignableBatches
 from gradstream.errors import ConfigError, InternalError
@@ -34,19 +30,6 @@ class EpochCounts:
     reassigned: int = 0  # receipts of minibatches that were assigned to another worker before
 
 
-@dataclass(frozen=True, slots=True)
-class Unassigned:
-    """The minibatches that can be assigned to a worker, or units if sizes differ.
-
-    Args:
-        epoch: number of minibatches of the oldest epoch that has some.
-        run: number of minibatches up to the end of the run.
-    """
-
-    epoch: int
-    run: int
-
-
 class Ledger:
     """Accounts for every minibatch of a run, without I/O. The coordinator calls it.
 
@@ -57,16 +40,13 @@ class Ledger:
         epochs: number of data epochs of the run.
         steps: number of minibatches of each worker over all epochs; with one sequence for all workers, the mean. At
             least one of the two limits must be given; with both, the smaller one counts.
-        helping: whether a worker that has finished its own sequence of an epoch gets minibatches of all others.
-            Otherwise it gets those of lost and paused workers only.
-        in_passes: whether no minibatch is assigned before all of the epoch before have their receipts. The last
-            minibatches of an epoch are then assigned twice (the backup tasks of Dean et al. 2012): a worker that
-            would have nothing to do gets the first one, in the order of the data, that one other worker has.
+        helping, in_passes: see `Hands`.
 
     Raises:
         ConfigError: there is no limit, or one is below 1.
 
     Attributes:
+        hands: the minibatches that workers have, and can get.
         num_epochs: number of data epochs of the run; with a limit on steps the last ones may be incomplete.
         num_complete: number of data epochs, from the first one on, that have all their receipts.
         num_receipts: number of minibatches with a receipt.
@@ -77,12 +57,8 @@ class Ledger:
         "num_complete",
         "_sequences",
         "_counts",
-        "_hands",
-        "_again",
-        "_refused",
+        "hands",
         "_left_out",
-        "_lost",
-        "_paused",
         "num_receipts",
         "num_samples",
     )
@@ -105,29 +81,20 @@ class Ledger:
                 "got neither epochs nor steps, so the run would have no end: give epochs or steps"
             )
         self.plan = plan
-        self.helping = helping or plan.num_partitions == 1
-        self.in_passes = in_passes
-        self._sequences = []
+        self._sequences: list[AssignableBatches] = []
         for partition in range(plan.num_partitions):
             limits = [plan.batches_before(partition, epochs)] if epochs is not None else []
             if steps is not None:
                 limits.append(steps * plan.per_step if plan.batches_per_epoch(partition) else 0)
             self._sequences.append(AssignableBatches(total=min(limits)))
+        self.hands = Hands(plan, self._sequences, helping=helping, in_passes=in_passes)
         totals = [sequence.total for sequence in self._sequences]
         lasts = [plan.nth(number, total - 1).epoch for number, total in enumerate(totals) if total]
         self.num_epochs = max(lasts, default=-1) + 1
         self.num_complete = min(plan.progress.epochs, self.num_epochs)
         self._counted = (-1, 0)  # an epoch, and the number of its minibatches
         self._counts: defaultdict[int, EpochCounts] = defaultdict(EpochCounts)  # by epoch
-        self._hands: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)
-        """By worker, its assigned minibatches: (sequence, k) -> count."""
-        self._again: set[tuple[int, int]] = set()  # those of them that another worker had before
-        self._refused: set[tuple[int, int]] = (
-            set()
-        )  # minibatches whose receipt will say that they are dropped
         self._left_out: set[int] = set()  # rounds
-        self._lost: set[int] = set()
-        self._paused: set[int] = set()
         self.num_receipts = 0
         self.num_samples: int | None = 0
 
@@ -151,7 +118,7 @@ class Ledger:
             InternalError: the run has no such minibatch.
         """
         sequence, first = self._place(ref)
-        self._hands[worker].pop((ref.partition, first), None)
+        self.hands.put_down(worker, ref.partition, first)
         new = [k for k in range(first, first + ref.count) if not sequence.received(k)]
         if not new:
             return False
@@ -164,11 +131,9 @@ class Ledger:
         units = [ref] if len(new) == ref.count else [self.plan.nth(ref.partition, k) for k in new]
         for size in map(self.plan.size, units):
             self.num_samples = None if size is None or self.num_samples is None else self.num_samples + size
-        if (ref.partition, first) in self._again:
-            self._again.remove((ref.partition, first))
+        if self.hands.forget_again(ref.partition, first):
             counts.reassigned += 1
-        if (ref.partition, first) in self._refused:
-            self._refused.remove((ref.partition, first))
+        if self.hands.forget_refusal(ref.partition, first):
             self._drop(ref)
         while not self.finished and self.missing(self.num_complete) == 0:
             self.num_complete += 1
@@ -187,7 +152,7 @@ class Ledger:
         if sequence.received(first):  # a quorum's decision was faster
             self._drop(ref)
         else:
-            self._refused.add((ref.partition, first))
+            self.hands.refuse(ref.partition, first)
 
     def refuse_round(self, ref: BatchRef) -> None:
         """Notes that a round is left out since a worker's gradient was refused. Repeating it changes nothing."""
@@ -237,7 +202,7 @@ class Ledger:
         refs = tuple(self.plan.nth(partition, k) for partition in range(len(self._sequences)))
         for partition, ref in enumerate(refs):
             if partition not in ranks:
-                self._refused.discard((partition, k))  # dropped once
+                self.hands.forget_refusal(partition, k)  # dropped once
             if self.receipt(ref, partition) and partition not in ranks:
                 self._drop(ref)
         return refs
@@ -246,82 +211,6 @@ class Ledger:
     def dropped(self) -> Mapping[int, int]:
         """By data epoch, the number of samples that updates were made without, as far as it is known."""
         return {epoch: counts.dropped for epoch, counts in sorted(self._counts.items()) if counts.dropped}
-
-    # ---- assignment ---------------------------------------------------------------------
-
-    def unassigned(self, taker: int) -> Unassigned:
-        """The minibatches that can be assigned to a worker now; none for a lost worker."""
-        number = None if taker in self._lost else self._next_sequence(taker)
-        if number is None:
-            twice = self._twice(taker) is not None
-            return Unassigned(int(twice), int(twice))
-        k = self._sequences[number].first()
-        assert k is not None
-        behind = self.plan.nth(number, k).epoch + 1
-        open_numbers = [other for other in range(len(self._sequences)) if self._is_open(other, taker)]
-        stops = {other: self.plan.batches_before(other, behind) for other in open_numbers}
-        epoch = sum(self._sequences[other].num_free(stop) for other, stop in stops.items())
-        if self.in_passes:
-            return Unassigned(epoch, epoch)
-        return Unassigned(epoch, sum(self._sequences[other].num_free() for other in open_numbers))
-
-    def _is_open(self, number: int, taker: int) -> bool:
-        """Whether a worker may get minibatches of a sequence."""
-        return self.helping or number == taker or number in self._lost or number in self._paused
-
-    def hand_out(self, taker: int, limit: int, size: int = 1) -> tuple[BatchRef, ...]:
-        """Assigns up to `limit` minibatches to a worker, those of the oldest epoch first.
-
-        Args:
-            taker: rank of the worker.
-            limit: most minibatches. A lost worker gets none.
-            size: units of each; fewer at the end of an epoch, and for minibatches that another worker had.
-        """
-        handed: list[BatchRef] = []
-        while len(handed) < limit and taker not in self._lost:
-            number = self._next_sequence(taker)
-            if number is None:
-                if not handed and (twice := self._twice(taker)) is not None:
-                    handed.append(self._hand_out_twice(*twice, taker))
-                break
-            handed.append(self._hand_out(number, taker, size))
-        return tuple(handed)
-
-    def _twice(self, taker: int) -> tuple[int, int, int] | None:
-        """The minibatch (sequence, k, count) that a worker without one computes beside another worker.
-
-        It is the first in the order of the data, of those without a receipt that one other worker alone has.
-        """
-        if not self.in_passes or taker in self._lost | self._paused:
-            return None
-        holders: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
-        for worker, hand in self._hands.items():
-            for (number, k), count in hand.items():
-                if not self._sequences[number].received(k):
-                    holders[number, k, count].append(worker)
-        alone = [one for one, workers in holders.items() if len(workers) == 1 and workers != [taker]]
-        return min(alone, default=None)
-
-    def _hand_out_twice(self, number: int, k: int, count: int, taker: int) -> BatchRef:
-        self._hands[taker][number, k] = count
-        self._again.add((number, k))
-        return replace(self.plan.nth(number, k), count=count)
-
-    def _hand_out(self, number: int, taker: int, size: int) -> BatchRef:
-        """Assigns the first minibatch of a sequence that has one."""
-        sequence = self._sequences[number]
-        first = sequence.first()
-        assert first is not None
-        again = bool(sequence.returned)
-        k, count = sequence.take(size, self._stop(number, first))
-        self._hands[taker][number, k] = count
-        if again:
-            self._again.add((number, k))
-        return replace(self.plan.nth(number, k), count=count)
-
-    def in_hand(self, worker: int) -> int:
-        """The number of minibatches that a worker has without a receipt."""
-        return len(self._hands[worker])
 
     def lost(self, rank: int) -> int:
         """Takes back the minibatches of a lost worker, for others.
@@ -340,24 +229,7 @@ class Ledger:
                 f"got the loss of worker {rank}; expected a rank that the ledger knows, 0 to "
                 f"{self.plan.num_workers - 1}"
             )
-        self._lost.add(rank)
-        return self._take_back(rank)
-
-    def fence(self, rank: int) -> tuple[BatchRef, ...]:
-        """Marks a worker as lost. Returns its minibatches without a receipt, which nobody has from now on.
-
-        Each of them may be in the model: `receipt` or `give_back` says so once that is known.
-        """
-        self._lost.add(rank)
-        hand = self._hands.pop(rank, {})
-        return tuple(replace(self.plan.nth(number, k), count=count) for (number, k), count in hand.items())
-
-    def give_back(self, ref: BatchRef) -> None:
-        """Lets others have a minibatch that nobody has, and that is in no chunk."""
-        sequence, k = self._place(ref)
-        self._again.discard((ref.partition, k))
-        self._refused.discard((ref.partition, k))
-        sequence.give_back((k, ref.count))
+        return self.hands.lost(rank)
 
     def settle_rounds(self, rank: int) -> None:
         """Adds the receipts of a worker for all rounds up to the latest of which another worker has one.
@@ -369,62 +241,6 @@ class Ledger:
         sequence = self._sequences[rank]
         while (k := sequence.next_missing(0)) <= min(last, sequence.total - 1):
             self.receipt(self.plan.nth(rank, k), rank)
-
-    def rejoined(self, rank: int) -> None:
-        """Lets a lost worker take part again, as a new process that has no minibatches yet."""
-        self._lost.discard(rank)
-
-    def pause(self, rank: int) -> int:
-        """Takes back the minibatches that were assigned to a paused worker and have no receipt.
-
-        Other workers may get them, and all further ones of the paused worker's own sequence.
-
-        Returns:
-            The number of minibatches taken back.
-        """
-        self._paused.add(rank)
-        return self._take_back(rank)
-
-    def resume(self, rank: int) -> None:
-        """Lets a paused worker take part again."""
-        self._paused.discard(rank)
-
-    def _take_back(self, rank: int) -> int:
-        hand = self._hands.pop(rank, {})
-        for (number, k), count in hand.items():
-            self._again.discard((number, k))
-            self._refused.discard((number, k))
-            self._sequences[number].give_back((k, count))
-        return len(hand)
-
-    def _next_sequence(self, taker: int) -> int | None:
-        """The sequence of a worker's next minibatch: one with the oldest epoch, its own before others.
-
-        A sequence that only its own worker reads fast is left to that worker, until it is lost or no other is left.
-        """
-        if len(self._sequences) == 1:
-            k = self._sequences[0].first()
-            ahead = k is not None and self.in_passes and self.plan.nth(0, k).epoch > self.num_complete
-            return None if k is None or ahead else 0
-        found: tuple[tuple[int, int, int], int] | None = None
-        for number, sequence in enumerate(self._sequences):
-            k = sequence.first()
-            if k is None or not self._is_open(number, taker):
-                continue
-            epoch, free = self.plan.nth(number, k).epoch, sequence.num_free()
-            if not (self.plan.seekable or number == taker or number in self._lost | self._paused):
-                epoch = self.num_epochs  # after everything else
-            rank = epoch, int(number != taker), -free
-            if found is None or rank < found[0]:
-                found = rank, number
-        return None if found is None else found[1]
-
-    def _stop(self, number: int, k: int) -> int:
-        """The first number after the epoch of a sequence's k-th minibatch."""
-        return min(
-            self._sequences[number].total,
-            self.plan.batches_before(number, self.plan.nth(number, k).epoch + 1),
-        )
 
     # ---- figures ------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ def _membership(
         if not started.in_rounds:
             assignment = BatchAssignment(ledger, plan.workers, 2 * deadlines.lease_s)
         if plan.served is not None and plan.served.drives():
-            participation = ParticipationSchedule(ledger, plan.workers)
+            participation = ParticipationSchedule(ledger.hands, plan.workers)
     return Membership(
         started,
         BatchDistribution(ledger=ledger, balance=balance, assignment=assignment, participation=participation),

@@ -1,7 +1,8 @@
 """The coordinator's state as rows, one for each attribute of a state machine: what is kept, and how it comes back.
 
-A class says in `KEPT` which of its attributes change during a run. Everything else follows from the plan, which a
-new process makes again. A row is restored into the attribute's present container, since others may hold it, too.
+A class says in `KEPT` which of its attributes change during a run. Where such an attribute is an object with a `KEPT`
+of its own, the object's attributes are rows of the machine. Everything else follows from the plan, which a new process
+makes again. A row is restored into the attribute's present container, since others may hold it, too.
 """
 
 from __future__ import annotations
@@ -29,11 +30,7 @@ class KeptState:
 
     def rows(self) -> dict[str, str]:
         """The whole state: JSON by part and attribute."""
-        return {
-            f"{name}.{attribute}": encode(getattr(part, attribute))
-            for name, part in self._parts.items()
-            for attribute in kept_names(part)
-        }
+        return {key: encode(getattr(part, attribute)) for key, (part, attribute) in self._places().items()}
 
     def restore(self, rows: Mapping[str, str]) -> None:
         """Restores the state that `rows` has given.
@@ -41,9 +38,7 @@ class KeptState:
         Raises:
             StateError: a row is missing, unknown, or none of this state's values.
         """
-        expected = {
-            f"{name}.{one}": (part, one) for name, part in self._parts.items() for one in kept_names(part)
-        }
+        expected = self._places()
         if odd := sorted(expected.keys() ^ rows.keys()):
             raise StateError(
                 f"the coordinator's stored state lacks, or has too much: {', '.join(odd)[:200]}{RESUME}"
@@ -55,11 +50,19 @@ class KeptState:
             except StateError as error:
                 raise StateError(f"the coordinator's stored state, {key}: {error}{RESUME}") from error
 
+    def _places(self) -> dict[str, tuple[object, str]]:
+        """By row, the object and its attribute."""
+        return {
+            f"{name}.{place[1]}": place for name, machine in self._parts.items() for place in _kept(machine)
+        }
 
-def kept_names(part: object) -> Iterator[str]:
-    """The attributes of a machine that are kept."""
-    for cls in reversed(type(part).__mro__):
-        yield from vars(cls).get("KEPT", ())
+
+def _kept(machine: object) -> Iterator[tuple[object, str]]:
+    """The attributes of a machine that are kept, each with the object that has it."""
+    for cls in reversed(type(machine).__mro__):
+        for attribute in vars(cls).get("KEPT", ()):
+            value = getattr(machine, attribute)
+            yield from _kept(value) if hasattr(value, "KEPT") else [(machine, attribute)]
 
 
 def _put(part: object, attribute: str, value: Any) -> None:

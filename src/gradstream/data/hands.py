@@ -1,0 +1,244 @@
+"""The hands of the workers: who has which minibatch, and who gets which next.
+
+A plan has one sequence of minibatches for all workers, or one for each. A worker gets the next minibatches of its own
+sequence, unless another sequence is an epoch behind: a worker that has finished its part of an epoch helps the others
+to finish theirs. Minibatches that a lost worker had without a receipt are assigned again.
+
+The minibatches of a sequence have numbers k over all epochs (`BatchPlan.nth`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gradstream.data.base import BatchPlan, BatchRef
+from gradstream.data.receipts import AssignableBatches
+
+
+@dataclass(frozen=True, slots=True)
+class Unassigned:
+    """The minibatches that can be assigned to a worker, or units if sizes differ.
+
+    Args:
+        epoch: number of minibatches of the oldest epoch that has some.
+        run: number of minibatches up to the end of the run.
+    """
+
+    epoch: int
+    run: int
+
+
+class Hands:
+    """Assigns the minibatches of a ledger to workers, without I/O.
+
+    Args:
+        plan: the division of the data.
+        sequences: the minibatches by partition, with the receipts that the ledger adds.
+        helping: whether a worker that has finished its own sequence of an epoch gets minibatches of all others.
+            Otherwise it gets those of lost and paused workers only.
+        in_passes: whether no minibatch is assigned before all of the epoch before have their receipts. The last
+            minibatches of an epoch are then assigned twice (the backup tasks of Dean et al. 2012): a worker that
+            would have nothing to do gets the first one, in the order of the data, that one other worker has.
+
+    Attributes:
+        helping: as given; True where there is one sequence for all workers.
+    """
+
+    KEPT = ("_hands", "_again", "_refused", "_lost", "_paused")
+    """See `coordinator.durable.state`."""
+
+    def __init__(
+        self, plan: BatchPlan, sequences: Sequence[AssignableBatches], *, helping: bool, in_passes: bool
+    ) -> None:
+        self.helping = helping or plan.num_partitions == 1
+        self._plan = plan
+        self._sequences = sequences
+        self._in_passes = in_passes
+        self._hands: defaultdict[int, dict[tuple[int, int], int]] = defaultdict(dict)
+        """By worker, its assigned minibatches: (sequence, k) -> count."""
+        self._again: set[tuple[int, int]] = set()  # those of them that another worker had before
+        self._refused: set[tuple[int, int]] = set()  # minibatches whose gradient was refused
+        self._lost: set[int] = set()
+        self._paused: set[int] = set()
+
+    # ---- what a worker can get, and gets ------------------------------------------------
+
+    def unassigned(self, taker: int) -> Unassigned:
+        """The minibatches that can be assigned to a worker now; none for a lost worker."""
+        number = None if taker in self._lost else self._next_sequence(taker)
+        if number is None:
+            twice = self._twice(taker) is not None
+            return Unassigned(int(twice), int(twice))
+        k = self._sequences[number].first()
+        assert k is not None
+        behind = self._plan.nth(number, k).epoch + 1
+        open_numbers = [other for other in range(len(self._sequences)) if self._is_open(other, taker)]
+        stops = {other: self._plan.batches_before(other, behind) for other in open_numbers}
+        epoch = sum(self._sequences[other].num_free(stop) for other, stop in stops.items())
+        if self._in_passes:
+            return Unassigned(epoch, epoch)
+        return Unassigned(epoch, sum(self._sequences[other].num_free() for other in open_numbers))
+
+    def hand_out(self, taker: int, limit: int, size: int = 1) -> tuple[BatchRef, ...]:
+        """Assigns up to `limit` minibatches to a worker, those of the oldest epoch first.
+
+        Args:
+            taker: rank of the worker.
+            limit: most minibatches. A lost worker gets none.
+            size: units of each; fewer at the end of an epoch, and for minibatches that another worker had.
+        """
+        handed: list[BatchRef] = []
+        while len(handed) < limit and taker not in self._lost:
+            number = self._next_sequence(taker)
+            if number is None:
+                if not handed and (twice := self._twice(taker)) is not None:
+                    handed.append(self._assign(taker, *twice, again=True))
+                break
+            sequence = self._sequences[number]
+            first, again = sequence.first(), bool(sequence.returned)
+            assert first is not None
+            k, count = sequence.take(size, self._stop(number, first))
+            handed.append(self._assign(taker, number, k, count, again=again))
+        return tuple(handed)
+
+    def _next_sequence(self, taker: int) -> int | None:
+        """The sequence of a worker's next minibatch: one with the oldest epoch, its own before others.
+
+        A sequence that only its own worker reads fast is left to that worker, until it is lost or no other is left.
+        """
+        if len(self._sequences) == 1:
+            k = self._sequences[0].first()
+            return None if k is None or (self._in_passes and self._is_ahead(k)) else 0
+        found: tuple[tuple[float, int, int], int] | None = None
+        for number, sequence in enumerate(self._sequences):
+            k = sequence.first()
+            if k is None or not self._is_open(number, taker):
+                continue
+            epoch: float = self._plan.nth(number, k).epoch
+            if not (self._plan.seekable or number == taker or number in self._lost | self._paused):
+                epoch = math.inf  # after everything else
+            rank = epoch, int(number != taker), -sequence.num_free()
+            if found is None or rank < found[0]:
+                found = rank, number
+        return None if found is None else found[1]
+
+    def _is_open(self, number: int, taker: int) -> bool:
+        """Whether a worker may get minibatches of a sequence."""
+        return self.helping or number == taker or number in self._lost or number in self._paused
+
+    def _is_ahead(self, k: int) -> bool:
+        """Whether a minibatch of the one sequence belongs to an epoch before which receipts are missing."""
+        return self._sequences[0].low < self._plan.batches_before(0, self._plan.nth(0, k).epoch)
+
+    def _stop(self, number: int, k: int) -> int:
+        """The first number after the epoch of a sequence's k-th minibatch."""
+        end = self._plan.batches_before(number, self._plan.nth(number, k).epoch + 1)
+        return min(self._sequences[number].total, end)
+
+    def _twice(self, taker: int) -> tuple[int, int, int] | None:
+        """The minibatch (sequence, k, count) that a worker without one computes beside another worker.
+
+        It is the first in the order of the data, of those without a receipt that one other worker alone has.
+        """
+        if not self._in_passes or taker in self._lost | self._paused:
+            return None
+        holders: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+        for worker, hand in self._hands.items():
+            for (number, k), count in hand.items():
+                if not self._sequences[number].received(k):
+                    holders[number, k, count].append(worker)
+        alone = [one for one, workers in holders.items() if len(workers) == 1 and workers != [taker]]
+        return min(alone, default=None)
+
+    def _assign(self, taker: int, number: int, k: int, count: int, *, again: bool) -> BatchRef:
+        self._hands[taker][number, k] = count
+        if again:
+            self._again.add((number, k))
+        return self._ref(number, k, count)
+
+    def _ref(self, number: int, k: int, count: int) -> BatchRef:
+        return replace(self._plan.nth(number, k), count=count)
+
+    # ---- what becomes of a minibatch ----------------------------------------------------
+
+    def in_hand(self, worker: int) -> int:
+        """The number of minibatches that a worker has without a receipt."""
+        return len(self._hands[worker])
+
+    def put_down(self, worker: int, number: int, k: int) -> None:
+        """Notes that a worker is done with a minibatch, whether or not it had it."""
+        self._hands[worker].pop((number, k), None)
+
+    def refuse(self, number: int, k: int) -> None:
+        """Notes that the gradient of a minibatch was refused, until others get the minibatch."""
+        self._refused.add((number, k))
+
+    def forget_refusal(self, number: int, k: int) -> bool:
+        """Forgets that the gradient of a minibatch was refused. Returns whether it was."""
+        refused = (number, k) in self._refused
+        self._refused.discard((number, k))
+        return refused
+
+    def forget_again(self, number: int, k: int) -> bool:
+        """Forgets that a minibatch was assigned to another worker before. Returns whether it was."""
+        again = (number, k) in self._again
+        self._again.discard((number, k))
+        return again
+
+    def give_back(self, ref: BatchRef) -> None:
+        """Lets others have a minibatch that nobody has, and that is in no chunk."""
+        k = self._plan.batches_before(ref.partition, ref.epoch) + ref.batch
+        self._free(ref.partition, k, ref.count)
+
+    def _free(self, number: int, k: int, count: int) -> None:
+        self._again.discard((number, k))
+        self._refused.discard((number, k))
+        self._sequences[number].give_back((k, count))
+
+    # ---- what becomes of a worker -------------------------------------------------------
+
+    def lost(self, rank: int) -> int:
+        """Takes back the minibatches of a lost worker, for others. A second call changes nothing.
+
+        Returns:
+            The number of minibatches that the worker had.
+        """
+        self._lost.add(rank)
+        return self._take_back(rank)
+
+    def fence(self, rank: int) -> tuple[BatchRef, ...]:
+        """Marks a worker as lost. Returns its minibatches without a receipt, which nobody has from now on.
+
+        Each of them may be in the model: `Ledger.receipt` or `give_back` says so once that is known.
+        """
+        self._lost.add(rank)
+        hand = self._hands.pop(rank, {})
+        return tuple(self._ref(number, k, count) for (number, k), count in hand.items())
+
+    def rejoined(self, rank: int) -> None:
+        """Lets a lost worker take part again, as a new process that has no minibatches yet."""
+        self._lost.discard(rank)
+
+    def pause(self, rank: int) -> int:
+        """Takes back the minibatches that were assigned to a paused worker and have no receipt.
+
+        Other workers may get them, and all further ones of the paused worker's own sequence.
+
+        Returns:
+            The number of minibatches taken back.
+        """
+        self._paused.add(rank)
+        return self._take_back(rank)
+
+    def resume(self, rank: int) -> None:
+        """Lets a paused worker take part again."""
+        self._paused.discard(rank)
+
+    def _take_back(self, rank: int) -> int:
+        hand = self._hands.pop(rank, {})
+        for (number, k), count in hand.items():
+            self._free(number, k, count)
+        return len(hand)
