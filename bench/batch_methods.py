@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import gradstream as gs
-from gradstream.data import ledger
+from gradstream.data.hands import Hands
 from gradstream.job.files import load_job
 from records import RESULTS, command_line, origin
 
@@ -183,7 +183,7 @@ def uneven() -> dict[str, dict[str, float]]:
     for portions in (25, 50, 75, 100, 150):
         size, slow = 1200 // portions, {"worker-3": 0.2}
         allowed_s = seconds(1, size, {}) / 3.2
-        with mock.patch.object(ledger.Ledger, "_twice", return_value=None):
+        with mock.patch.object(Hands, "_twice", return_value=None):
             once = seconds(4, size, slow) / allowed_s
         found[str(portions)] = {"twice": seconds(4, size, slow) / allowed_s, "once": once}
     return found
