@@ -122,7 +122,7 @@ def test_what_is_no_state_is_refused_in_words(data: bytes, message: str) -> None
 def test_a_state_cannot_tell_of_files_elsewhere() -> None:
     good = two_checkpoints().read(f"{NEW}/{STATE}")
     body = good.split(b"\n", 1)[1].replace(b'"worker-0.safetensors"', b'"../../../elsewhere"')
-    with pytest.raises(DataError, match=r"a file '../../../elsewhere': expected a plain name"):
+    with pytest.raises(DataError, match=r"a file '../../../elsewhere', expected a plain name"):
         Manifest.decode(sealed(body))
 
 
