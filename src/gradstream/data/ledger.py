@@ -287,15 +287,23 @@ class Ledger:
 
     def progress(self) -> DataProgress:
         """The samples in the model: those of minibatches with a receipt, and those that the plan left out."""
+        first = self.num_complete
+        if first and first == self.num_epochs and not self._is_whole(first - 1):
+            first -= 1  # it was complete for this run, which steps have ended inside of it
         last = max((epoch for epoch, counts in self._counts.items() if counts.received), default=-1)
         refs = (
             BatchRef(epoch, partition, batch)
-            for epoch in range(self.num_complete, last + 1)
+            for epoch in range(first, max(last, self.num_complete - 1) + 1)
             for partition, sequence in enumerate(self._sequences)
             for batch in range(self._span(partition, epoch))
             if sequence.received(self.plan.batches_before(partition, epoch) + batch)
         )
-        return self.plan.done_with(self.num_complete, refs)
+        return self.plan.done_with(first, refs)
+
+    def _is_whole(self, epoch: int) -> bool:
+        """Whether the run goes through all minibatches of a data epoch."""
+        partitions = range(len(self._sequences))
+        return all(self._span(one, epoch) == self.plan.batches_in(one, epoch) for one in partitions)
 
     def num_batches(self, epoch: int) -> int:
         """The number of minibatches of a data epoch with a receipt."""
