@@ -85,6 +85,10 @@ class StepEvent(MemberEvent):
     gradient_norm: float | None = (
         None  # length of the mean gradient before clipping, if it was clipped by its length
     )
+    part_squares: float | None = (
+        None  # mean of |g|² over its minibatches, where batches grow by their variance
+    )
+    square: float | None = None  # |g|² of the mean of these gradients
     late: bool = False  # its gradient came after its update, and was dropped
     read_s: float = 0.0  # reading samples: in the gradient, or before it for a stream
 

@@ -25,6 +25,7 @@ class Result:
         loss: mean or sum over samples, as the model's `reduction` says; NaN where unknown.
         norm: length of the mean gradient before clipping; None if it is not clipped by length.
         read_s: seconds spent on reading samples, as part of computing the gradient.
+        squares: |g|² of the mean gradient of each part, and of their mean, where they are measured; else ().
         refused: why the gradient cannot be used: worker, step, minibatch, and what is not finite; "" if it can.
     """
 
@@ -32,6 +33,7 @@ class Result:
     norm: float | None = None
     read_s: float = 0.0
     refused: str = ""
+    squares: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)

@@ -68,12 +68,8 @@ class Clip:
                 rows.clamp(self.value * num_summed)
         if self.norm is None:
             return None
-        squares = [
-            torch.linalg.vector_norm(part[start : start + BLOCK_ELEMS]).item() ** 2
-            for part in (gradient, *(values.flatten() for values in (rows.values() if rows else ())))
-            for start in range(0, len(part), BLOCK_ELEMS)
-        ]
-        length = math.sqrt(math.fsum(squares)) / num_summed
+        vectors = (gradient, *(values.flatten() for values in (rows.values() if rows else ())))
+        length = math.sqrt(math.fsum(one for vector in vectors for one in _squares(vector))) / num_summed
         if not math.isfinite(length):
             raise NonFiniteError(
                 "the norm of the gradient overflows, so it cannot be clipped; scale the loss, or lower the learning "
@@ -147,6 +143,7 @@ class Differentiator:
         seed: seed of the run.
         now: clock, in nanoseconds.
         clip: bounds of each gradient; None for none.
+        measures: whether the gradients of parts are measured: see `coordinator.variance_test`.
     """
 
     elsewhere = False
@@ -161,7 +158,11 @@ class Differentiator:
         seed: int,
         now: Callable[[], int],
         clip: Clip | None = None,
+        measures: bool = False,
     ) -> None:
+        self._measures = measures
+        self._squares: list[float] = []  # |g|² of the parts of the present gradient
+        self._sizes: set[int] = set()  # and their samples
         self._model = model
         self._feed = feed
         self._plan = plan
@@ -179,7 +180,7 @@ class Differentiator:
 
     def _held(self, mean: bool) -> bool:
         """Whether no element is final before the whole gradient is computed."""
-        return bool(self._clip) or (mean and self._model.reduction == "sum")
+        return bool(self._clip) or self._measures or (mean and self._model.reduction == "sum")
 
     def read(self, ref: BatchRef, step: int) -> tuple[Batch, ...]:
         """See `GradientSource`."""
@@ -192,11 +193,12 @@ class Differentiator:
             UserCodeError, GradientError, DataError: naming worker, step, data epoch and minibatch.
         """
         self._read_ns = 0
+        self._squares, self._sizes = [], set()
         try:
             loss, norm = self._computed(parameters, gradient, report)
         except NonFiniteError as error:
             return Result(math.nan, None, self._read_ns / 1e9, str(error))
-        return Result(loss, norm, self._read_ns / 1e9)
+        return Result(loss, norm, self._read_ns / 1e9, squares=tuple(self._squares))
 
     def _computed(
         self, parameters: torch.Tensor, gradient: ComputedGradient, report: Report
@@ -216,6 +218,10 @@ class Differentiator:
         if math.isinf(loss) or not all(map(usable, unseen)):
             what = f"loss is {loss}" if math.isinf(loss) else "gradient has a NaN or an infinity"
             raise NonFiniteError(f"{self._where(gradient.batch.ref, gradient.step)}: the {what}")
+        if len(self._squares) > 1 and len(self._sizes) == 1:  # an epoch may end with smaller parts
+            self._squares.append(_square(into) / num_summed**2)
+        else:
+            self._squares = []
         norm = None
         if self._clip:
             with self._users_code(gradient.batch.ref, gradient.step, "model"):
@@ -234,7 +240,7 @@ class Differentiator:
             weight = part.num_samples / batch.num_samples if self._model.reduction == "mean" else 1.0
             num_done += part.num_samples
             if num_done == batch.num_samples:
-                final = _Final(into, sums if index else None, weight, report)
+                final = _Final(into, sums if index else None, weight, report, self._measured(part))
                 loss += weight * self._differentiate(parameters, gradient, part, index, weight, into, final)
                 break
             assert sums is not None
@@ -242,11 +248,25 @@ class Differentiator:
             loss += weight * self._differentiate(
                 parameters, gradient, part, index, weight, target, _unreported
             )
+            self._measured(part)(target)
             if index:
                 sums.add_(into, alpha=weight)
             elif weight != 1.0:
                 sums.mul_(weight)
         return loss
+
+    def _measured(self, part: Batch) -> Callable[[torch.Tensor], None]:
+        """What measures the gradient of a part as it was computed, block by block, before others are added."""
+        if not self._measures:
+            return _unmeasured
+        summed = part.num_samples if self._model.reduction == "sum" else 1
+        self._squares.append(0.0)
+        self._sizes.add(part.num_samples)
+
+        def measure(block: torch.Tensor) -> None:
+            self._squares[-1] += _square(block) / summed**2
+
+        return measure
 
     def _differentiate(
         self,
@@ -296,6 +316,20 @@ class Differentiator:
         return f"worker-{self._rank}, step {step} (data epoch {ref.epoch}, batch {ref.batch})"
 
 
+def _squares(vector: torch.Tensor) -> Iterator[float]:
+    """The squared lengths of the blocks of a vector."""
+    for start in range(0, len(vector), BLOCK_ELEMS):
+        yield torch.linalg.vector_norm(vector[start : start + BLOCK_ELEMS]).item() ** 2
+
+
+def _square(vector: torch.Tensor) -> float:
+    return math.fsum(_squares(vector))
+
+
+def _unmeasured(block: torch.Tensor) -> None:
+    """Nobody asks for the variance of the gradients."""
+
+
 def _unreported(elems: int) -> None:
     """A `Report` of elements that are not final yet."""
 
@@ -308,14 +342,17 @@ class _Final:
     sums: torch.Tensor | None  # None if there are no earlier parts
     weight: float
     report: Report
+    measured: Callable[[torch.Tensor], None]
     done: int = 0
 
     def __call__(self, elems: int) -> None:
-        if self.sums is not None and elems > self.done:
+        if elems > self.done:
             block = slice(self.done, elems)
-            if self.weight != 1.0:
-                self.into[block].mul_(self.weight)
-            self.into[block].add_(self.sums[block])
+            self.measured(self.into[block])
+            if self.sums is not None:
+                if self.weight != 1.0:
+                    self.into[block].mul_(self.weight)
+                self.into[block].add_(self.sums[block])
             self.done = elems
         self.report(elems)
 

@@ -56,6 +56,7 @@ class StepMeter:
             lr: its learning rate.
         """
         late, self.late = self.late, False
+        *parts, square = self.result.squares or (None,)
         now_ns = self._runtime.now()
         times = self._stopwatch.times(now_ns)
         self._stopwatch.begin(now_ns)  # unless `begin` is called, the next step begins here
@@ -67,6 +68,8 @@ class StepMeter:
             loss=self.result.loss,
             lr=lr,
             gradient_norm=self.result.norm,
+            part_squares=math.fsum(parts) / len(parts) if parts else None,
+            square=square,
             late=late,
             read_s=batch.read_s + (self.result.read_s if batch.num_samples else 0.0),
             **times,
