@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from gradstream.coordinator.stopping import until
     from gradstream.data import from_arrays, from_dataset, from_loader, from_stream
     from gradstream.job.job import Job
+    from gradstream.job.phases import Phase
     from gradstream.model import from_functions, from_jax, from_torch
     from gradstream.optim import schedules
     from gradstream.run.result import Run
@@ -84,6 +85,7 @@ __all__ = [
     "Hogwild",
     "Job",
     "ParameterAveraging",
+    "Phase",
     "Run",
     "Session",
     "Softsync",
@@ -107,6 +109,7 @@ __all__ = [
 _MODULE_OF = {
     "Deadlines": "runtime.deadlines",
     "Job": "job.job",
+    "Phase": "job.phases",
     "Run": "run.result",
     "Session": "session",
     "from_functions": "model",

@@ -184,9 +184,9 @@ def _nodes(
     sys.argv[:] = spec.argv
     plan = spec.plan(replace(spec.load_again(), run_dir=run_dir))
     credentials = Credentials(new_secret())
-    shards = plan.servers > 0
+    shards = plan.most_servers > 0
     if begin:
-        environment = node_environment(plan.workers, shards=shards)
+        environment = node_environment(plan.most_workers, shards=shards)
         log = logs / "forkserver.log"
         link: ForkserverLink | None = ForkserverLink.started(log, environment, shards=shards, door=door)
     else:

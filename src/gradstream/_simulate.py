@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import traceback
 from collections.abc import Callable, Mapping
@@ -100,11 +101,13 @@ def simulate(
             notify(event)
 
     found = to_resume(storage, lambda _: None) if storage is not None and resume else None
+    if job.phases and storage is None:  # each phase goes on from a checkpoint, and there are no others
+        job = dataclasses.replace(job, checkpoint_every=None)
     plan = plan_run(
         job,
         "simulation",
         resume=None if found is None else Resume.at(*found),
-        keeps=storage is not None and not config.shape_only,
+        keeps=(storage is not None or bool(job.phases)) and not config.shape_only,
     )
     config.check_names(plan.node_names)
     if isinstance(plan.strategy, GroupStrategy) and plan.strategy.exchange != "auto":

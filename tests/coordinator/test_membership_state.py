@@ -174,13 +174,13 @@ def test_a_quarantined_worker_is_lost_for_good_and_so_is_its_certificate() -> No
 def test_the_deadline_for_joining_names_who_is_missing() -> None:
     membership = make()
     membership.join(ask("shard-0"), 0.0)
-    failed = only(membership.overdue(), FailedEvent)
+    failed = only(membership.overdue(0.0), FailedEvent)
     assert isinstance(failed, FailedEvent)
     assert "worker-0, worker-1" in failed.message
     assert "in: shard-0" in failed.message
     assert membership.notice.phase == v1.Notice.ABORTED
     assert membership.notice.culprit == "worker-0"
-    assert not gathered().overdue()
+    assert not gathered().overdue(0.0)
 
 
 def test_batches_of_a_lost_worker_are_taken_over() -> None:

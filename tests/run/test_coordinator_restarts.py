@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,10 +57,10 @@ class Dies:
 class Forgetful(StateStore):
     """Says that it has stored a transaction, and stores it only with the next one."""
 
-    _late: tuple[Mapping[str, str], bytes] | None = None
+    _late: tuple[Mapping[str, str], bytes, Sequence[str]] | None = None
 
-    def write(self, rows: Mapping[str, str], lines: bytes) -> None:
-        late, self._late = self._late, (rows, lines)
+    def write(self, rows: Mapping[str, str], lines: bytes, gone: Sequence[str] = ()) -> None:
+        late, self._late = self._late, (rows, lines, gone)
         if late is not None:
             super().write(*late)
 

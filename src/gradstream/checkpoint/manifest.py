@@ -57,6 +57,31 @@ class Evaluated:
         return (no if self.accuracy is None else self.accuracy, no if self.loss is None else -self.loss)
 
 
+@dataclass(frozen=True, slots=True)
+class JobPhase:
+    """Which phase of its job a run is in, and where that has begun; see `job.phases`.
+
+    Args:
+        number: number of the phase, from 0.
+        over: the phase is over, and the run goes on with the next one.
+        epochs: number of data epochs that were complete when it began.
+        rounds: minibatches of each worker before it (`Manifest.rounds`).
+        origin: step of its first minibatch, as the plan of this phase counts steps (`Position.step`).
+        accumulate: number of minibatches of a step, where the gradients' variance has set it; 0 where the job does.
+        grown: with `over`: the phase itself goes on, with this number of minibatches of a step; 0: the next one does.
+        stretch: number of the run's boundaries before, at which nodes went on with another plan.
+    """
+
+    number: int = 0
+    over: bool = False
+    epochs: int = 0
+    rounds: int = 0
+    origin: int = 0
+    accumulate: int = 0
+    grown: int = 0
+    stretch: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Contents of `state.json`.
@@ -82,6 +107,8 @@ class Manifest:
         dropped: by data epoch, how many of the samples that are done are not in the model, since updates were
             made without them.
         procedures: what chunks know of a procedure (`v1.Procedure`, in base64); nothing if there is none.
+        rule: class of the update rule whose state vectors these are: of the shards, or of the workers of a group.
+        phase: the phase of the job.
     """
 
     step: int
@@ -103,6 +130,8 @@ class Manifest:
     shares: Sequence[int] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
     procedures: Sequence[str] = ()
+    rule: str = ""
+    phase: JobPhase = field(default_factory=JobPhase)
 
     def encode(self) -> bytes:
         """Returns the contents of `state.json`."""
@@ -110,6 +139,7 @@ class Manifest:
         record["done"] = self.done.as_json()
         record["files"] = {name: dataclasses.asdict(entry) for name, entry in self.files.items()}
         record["evaluated"] = None if self.evaluated is None else dataclasses.asdict(self.evaluated)
+        record["phase"] = dataclasses.asdict(self.phase)
         body = json.dumps({"format": FORMAT, **record}, indent=1).encode()[2:] + b"\n"  # without "{\n"
         return seal_of(body) + body
 
@@ -138,6 +168,7 @@ class Manifest:
             record["files"] = {_checked(name): FileEntry(**entry) for name, entry in record["files"].items()}
             if record["evaluated"] is not None:
                 record["evaluated"] = Evaluated(**record["evaluated"])
+            record["phase"] = JobPhase(**record.get("phase", {}))
             return cls(**record)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, DataError):
@@ -183,6 +214,9 @@ class Resume:
     time_s: float = 0.0
     shares: Sequence[int] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
+    rule: str = ""
+    strategy: str = ""
+    phase: JobPhase = field(default_factory=JobPhase)
 
     @classmethod
     def at(cls, folder: str, manifest: Manifest, *, time_s: float = 0.0) -> Resume:
@@ -197,7 +231,7 @@ class Resume:
     def as_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values."""
         record = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
-        return {**record, "done": self.done.as_json()}
+        return {**record, "done": self.done.as_json(), "phase": dataclasses.asdict(self.phase)}
 
     @classmethod
     def of_json(cls, record: Mapping[str, Any]) -> Resume:
@@ -207,4 +241,4 @@ class Resume:
             check_record(cls, {**record, "done": {"epochs": 0}})
         except MismatchError as error:
             raise ConfigError(f"not where a run goes on: {error}") from None
-        return cls(**{**record, "done": done})
+        return cls(**{**record, "done": done, "phase": JobPhase(**record.get("phase", {}))})

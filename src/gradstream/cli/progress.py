@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gradstream.report.pauses import participation_text
+from gradstream.report.pauses import participation_text, phase_text
 from gradstream.untrusted import escaped
 
 if TYPE_CHECKING:
@@ -130,6 +130,9 @@ class ProgressLine:
                 self.total_steps = event["total_steps"]
                 self._members.expected = event["workers"]
                 self._by_round = event.get("in_rounds", False)
+            case "phase":
+                self.total_steps = event["total_steps"]
+                self._members.expected, self._by_round = event["workers"], event["in_rounds"]
             case "joined" if event["who"].startswith("worker"):
                 self._members.workers.add(event["who"])
             case "machine" if event["state"] == "joined":
@@ -162,6 +165,8 @@ class ProgressLine:
         match event["event"]:
             case "participation":
                 return participation_text(event)
+            case "phase":
+                return phase_text(event)
             case "left" if event["lost"]:
                 machine = self._members.machines.get(event["who"])
                 return f"lost {event['who']}{f' on {machine}' if machine else ''}: {event['reason']}"

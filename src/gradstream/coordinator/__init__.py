@@ -1,7 +1,13 @@
 """The coordinator: which nodes are in the run, and which minibatches are in the model."""
 
 from gradstream.coordinator.client.lifeline import EvictedError
-from gradstream.coordinator.client.member import DrainedError, Member, RunAbortedError, RunStoppedError
+from gradstream.coordinator.client.member import (
+    DrainedError,
+    Member,
+    PhaseOverError,
+    RunAbortedError,
+    RunStoppedError,
+)
 from gradstream.coordinator.coordinator import Coordinator, RunOutcome
 from gradstream.coordinator.membership import Membership
 
@@ -11,6 +17,7 @@ __all__ = [
     "EvictedError",
     "Member",
     "Membership",
+    "PhaseOverError",
     "RunAbortedError",
     "RunOutcome",
     "RunStoppedError",

@@ -15,7 +15,7 @@ from itertools import chain
 from gradstream.checkpoint.draft import DraftSnapshot, VectorPlace
 from gradstream.checkpoint.folder import prune, sweep
 from gradstream.checkpoint.format import TensorSpec, of_spec
-from gradstream.checkpoint.manifest import Manifest
+from gradstream.checkpoint.manifest import JobPhase, Manifest
 from gradstream.checkpoint.own_state import EXTRA, EXTRA_FILE, OwnState, ask, averaged
 from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.context import CoordinatorContext
@@ -201,7 +201,9 @@ class CheckpointWriter:
             samples = {who: state.samples for who, state in opened.own.items()}
         else:
             begin = {who: self._resume.step_of(who) if self._resume else 0 for who in snapshot.stop_at}
-            steps, samples = {who: begin[who] + count for who, count in snapshot.stop_at.items()}, {}
+            before = {} if self._resume is None else self._resume.steps  # also of workers that are no more
+            steps = {**before, **{who: begin[who] + count for who, count in snapshot.stop_at.items()}}
+            samples = {}
         manifest = replace(
             options.template,
             step=snapshot.step,
@@ -225,6 +227,7 @@ class CheckpointWriter:
             evaluated=self._membership.snapshots.evaluated,
             dropped=self._membership.progress.dropped,
             shares=self._membership.balance.sizes if self._membership.balance is not None else (),
+            phase=self._phase(over=snapshot.last and self._membership.phases.crossing),
         )
         others = {**averaged(list(opened.own.values())), **opened.frozen}
         own = {who: state.encode() for who, state in opened.own.items()}
@@ -252,6 +255,10 @@ class CheckpointWriter:
 
         elems = len(snapshot.places) * spec.elems
         return await self._runtime.beside(write, work=Work("commit", elems=elems)), opened.draft.size_bytes
+
+    def _phase(self, *, over: bool) -> JobPhase:
+        phase = self._options.template.phase
+        return replace(phase, over=True, grown=self._membership.phases.grown) if over else phase
 
     async def _discard(self, snapshot: Snapshot) -> None:
         """Removes the files of a snapshot."""

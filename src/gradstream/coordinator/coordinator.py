@@ -6,8 +6,9 @@ neither gradients nor parameters.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from gradstream.checkpoint.manifest import Evaluated
 from gradstream.coordinator.checkpoint_handler import CheckpointHandler
@@ -23,6 +24,7 @@ from gradstream.coordinator.presence_service import PresenceService
 from gradstream.coordinator.request_service import RequestService
 from gradstream.coordinator.run_clock import Age, RunClock
 from gradstream.coordinator.stopping import StoppingCriterion
+from gradstream.coordinator.variance_test import VarianceTest
 from gradstream.errors import ConfigError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.deadlines import Deadlines
@@ -64,9 +66,14 @@ class Coordinator:
         checkpoints: how checkpoints are made; None makes none.
         criterion: ends the run early; None lets it run to its last data epoch.
         drive: the strategy's schedule of participation; None if all workers take part.
+        phase_criterion: ends this phase of the job early; None lets it run to its last epoch or step.
+        variance_test: makes the batches of this phase grow; None if nothing does.
+        also: further objects whose state is kept, by name.
+        clock: of the phases before; None: it begins with the training.
 
     Attributes:
         clock: time of the events.
+        membership: see above.
         on_begin: called when training begins, with `clock.zero_ns`; not in a process that goes on after another.
     """
 
@@ -81,14 +88,23 @@ class Coordinator:
         checkpoints: CheckpointOptions | None = None,
         criterion: StoppingCriterion | None = None,
         drive: Callable[[ParticipationDriver], Awaitable[None]] | None = None,
+        phase_criterion: StoppingCriterion | None = None,
+        variance_test: VarianceTest | None = None,
+        also: Mapping[str, object] | None = None,
+        clock: RunClock | None = None,
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
-        self._membership = membership
+        self.membership = self._membership = membership
+        self._begun = False  # the training of this phase
         self._keeper = keeper
         self._deadlines = deadlines
-        self._criterion = criterion
-        self.clock = RunClock(runtime, membership.progress.earlier_s)
+        ends: dict[str, tuple[StoppingCriterion | None, Callable[[str, float], list[Instruction]]]] = {
+            "criterion": (criterion, membership.finish),
+            "phase_criterion": (phase_criterion, membership.cross),
+        }
+        self._criteria = [(one, end) for one, end in ends.values() if one is not None]
+        self.clock = clock or RunClock(runtime, membership.progress.earlier_s)
         endpoint.on_damage = lambda peer, size_bytes: self.emit(
             DamagedEvent(peer=peer, size_bytes=size_bytes)
         )
@@ -116,10 +132,14 @@ class Coordinator:
         )
         self._requests = RequestService(context)
         state = KeptState({**membership.parts(), "clock": self.clock, "age": age_s, "heard": self._presences})
-        if criterion is not None:
-            state.add("criterion", criterion)
+        self._variance_test = variance_test
+        parts = {**{name: one for name, (one, _) in ends.items()}, "variance_test": variance_test}
+        for name, part in {**parts, **(also or {})}.items():
+            if part is not None:
+                state.add(name, part)
+        restored = keeper.restored
         keeper.begin(state, self._ended.ring)
-        if keeper.restored:
+        if restored:
             self._go_on()
 
     def _go_on(self) -> None:
@@ -127,6 +147,7 @@ class Coordinator:
         membership = self._membership
         self._presences.await_members()
         if membership.phases.training:
+            self._begun = True
             self._begin_training()
         missing = membership.nodes.names
         self.emit(CoordinatorEvent(ruling=self._keeper.ruling, members=missing, epoch=membership.nodes.epoch))
@@ -139,7 +160,9 @@ class Coordinator:
     async def run(self) -> RunOutcome:
         """Returns when the run is over, and all members have left or their lease has passed."""
         runtime, deadlines = self._runtime, self._deadlines
-        deadline = runtime.expire_after(deadlines.join_s, lambda: self._carry_out(self._membership.overdue()))
+        deadline = runtime.expire_after(
+            deadlines.join_s, lambda: self._carry_out(self._membership.overdue(self._age_s()))
+        )
         for node in self._membership.nodes.as_notice():  # of an earlier process
             self._endpoint.know(node.name, node.address)
         if self._writer is not None:
@@ -211,22 +234,24 @@ class Coordinator:
     def _take_events(self, admitted: Admitted) -> None:
         """Keeps events of a node, notes the latest evaluation, and looks whether the criterion is reached."""
         self._keeper.emit(admitted.lines)
-        criterion = self._criterion if self._criterion is not None and self._criterion.needs_events else None
         for event in admitted.events:
             if event["event"] == "evaluated":
                 evaluated = Evaluated(event["step"], event["accuracy"], event["loss"])
                 self._membership.snapshots.evaluated = evaluated
             if event["event"] == "converged":
-                self._reached(event["reason"])
-            if criterion is not None:
-                self._reached(criterion.event(event))
+                self._reached(event["reason"], self._membership.finish)
+            if self._variance_test is not None and (grown := self._variance_test.event(event)):
+                self._carry_out(self._membership.grow(grown, self._age_s()))
+            for criterion, end in self._criteria:
+                if criterion.needs_events:
+                    self._reached(criterion.event(event), end)
 
     def _after_beat(self, beat: v1.Beat) -> None:
         if self._driver is not None:
             self._driver.look()
         if beat.receipts or beat.verdicts:
-            if self._criterion is not None:
-                self._reached(self._criterion.counted(self._membership.progress.num_samples))
+            for criterion, end in self._criteria:
+                self._reached(criterion.counted(self._membership.progress.num_samples), end)
             self._requests.wake()
 
     def _after_loss(self) -> None:
@@ -234,18 +259,21 @@ class Coordinator:
             self._driver.look()
         self._ended.ring()
 
-    def _reached(self, reason: str) -> None:
-        """Finishes the run if there is a reason."""
+    def _reached(self, reason: str, end: Callable[[str, float], list[Instruction]]) -> None:
+        """Ends the run, or its phase, if there is a reason."""
         if reason:
-            self._carry_out(self._membership.finish(reason, self._age_s()))
+            self._carry_out(end(reason, self._age_s()))
 
     # ---- instructions -------------------------------------------------------------------
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         self._keeper.changed()
-        if self._membership.phases.training and self.clock.begin():
-            assert self.clock.zero_ns is not None
-            self.on_begin(self.clock.zero_ns)
+        begins = self._membership.phases.training and not self._begun
+        if begins:
+            self._begun = True
+            if self.clock.begin():
+                assert self.clock.zero_ns is not None
+                self.on_begin(self.clock.zero_ns)
             self._begin_training()
         nodes = self._membership.nodes
         self._endpoint.identity.epoch = (
@@ -267,9 +295,9 @@ class Coordinator:
             self._ended.ring()
 
     def _begin_training(self) -> None:
-        criterion = self._criterion
-        if criterion is not None and criterion.until.seconds is not None:
-            left_s = max(0.0, criterion.until.seconds - self.clock.time_s())
-            self._runtime.call_later(left_s, lambda: self._reached(criterion.timed()))
+        for criterion, end in self._criteria:
+            if criterion.until.seconds is not None:
+                left_s = max(0.0, criterion.until.seconds - self.clock.time_s())
+                self._runtime.call_later(left_s, partial(self._reached, criterion.timed(), end))
         if self._driver is not None:
             self._driver.start()

@@ -24,7 +24,7 @@ from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.admission import Admission
 from gradstream.coordinator.assignment_replies import AssignmentReplies, BatchDistribution
 from gradstream.coordinator.estates import Estates
-from gradstream.coordinator.instructions import Emit, Instruction, Notify
+from gradstream.coordinator.instructions import Emit, Instruction, Notify, Refuse
 from gradstream.coordinator.message_checks import MessageChecks
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.offences import Offences
@@ -39,9 +39,11 @@ from gradstream.errors import ConfigError, NonFiniteError, PeerLostError
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import (
     BackedUpEvent,
+    Event,
     JoinedEvent,
     LeftEvent,
     ParticipationEvent,
+    PhaseEvent,
     StartedEvent,
 )
 from gradstream.untrusted import escaped
@@ -52,6 +54,9 @@ NAME_BYTES = 128
 MESSAGE_BYTES = 8192
 TRACEBACK_BYTES = 1 << 16
 """The most bytes that are kept of a member's failure: its name, message, traceback."""
+
+GROWS_BEFORE = 8
+"""Steps of each worker that have to be left for a boundary at which batches grow."""
 
 NOTIFIED_OF_EACH = 64
 """Up to so many nodes, all members get a notice of each node that joins."""
@@ -70,6 +75,11 @@ class Membership:
         deadlines: among others, how long workers may be paused while a snapshot for a checkpoint is taken.
         resume: the checkpoint from which a resumed run continues; None for a new run.
         parts: number of processes of each worker's replica; if one is lost, all of them are replaced.
+        stretch: number of the run's boundaries between phases of the job before this one.
+        follows: another phase of the job follows this one.
+        before: the nodes of the job's phase before this one; None in the first.
+        announced: reported when the training of this phase of the job begins; None if the job has no phases.
+        continues: the same nodes have gone through the phase before.
         keeps_shards: if the run cannot change its number of shards, the message that says why and what to do; else "".
 
     Attributes:
@@ -99,12 +109,20 @@ class Membership:
         resume: Resume | None = None,
         parts: int = 1,
         keeps_shards: str = "",
+        stretch: int = 0,
+        follows: bool = False,
+        before: Nodes | None = None,
+        announced: PhaseEvent | None = None,
+        continues: bool = False,
     ) -> None:
         ledger, by_verdicts = distribution.ledger, losses.quorum is not None
         self._started = started
+        self._announced = announced
+        self._stretch = stretch
+        self.continues = continues
         self.balance = distribution.balance
         self.participation = distribution.participation
-        self.nodes = Nodes(started.workers, started.servers, parts)
+        self.nodes = Nodes(started.workers, started.servers, parts, before)
         self.admission = Admission(self.nodes, software, resume)
         self.progress = SampleProgress(ledger, started.num_samples, resume, in_rounds=started.in_rounds)
         self.estates = Estates(ledger, self.nodes) if losses.redoes and isinstance(ledger, Ledger) else None
@@ -124,7 +142,9 @@ class Membership:
             obstacle=keeps_shards,
             fewest=2 if losses.acknowledge == "replicated" else 1,
         )
-        self.phases = Phases(started, self.nodes, self.progress, self.snapshots, self.participation, losses)
+        self.phases = Phases(
+            started, self.nodes, self.progress, self.snapshots, self.participation, losses, stretch, follows
+        )
         self.stand_ins = StandIns(self.nodes, hands_over=not losses.regroups) if losses.stands_in else None
         first_round = resume.rounds if resume is not None else 0
         self._first_round = first_round
@@ -177,12 +197,19 @@ class Membership:
             revoked=self.nodes.revoked,
             fenced=() if self.estates is None else self.estates.as_notice(),
             stand_ins=() if self.stand_ins is None else self.stand_ins.as_notice(),
+            first_epoch=self.nodes.first_epoch,
+            next_stretch=self.phases.next_stretch,
         )
 
     # ---- nodes --------------------------------------------------------------------------
 
     def join(self, request: v1.Join, at_s: float) -> list[Instruction]:
         """Admits a node, or returns `Refuse` as the only instruction; none if the node has to ask again later."""
+        if request.stretch != self._stretch or self.phases.next_stretch:
+            text = f"{request.node.name} was built for another phase of the job: ask which one it is now"
+            return [Refuse(v1.STALE_EPOCH, text)]
+        if self.phases.crossing and self.phases.training:
+            return []  # it joins the next phase
         closed = self._offences.reason(request.node.name)
         if self.phases.over or not self.resharding.awaits(request.node.name):
             closed = closed or self.phases.why_closed(request.node.role)
@@ -197,7 +224,10 @@ class Membership:
             whole = request.node.role != "worker" or not self.nodes.missing_parts(request.node.rank)
             return self._replace(request) if may_enter and whole else []
         self.admission.admit(request)
-        begun = [] if self.nodes.missing else self._begin(at_s)
+        missing = self.nodes.missing
+        begun = [] if missing else self._begin(at_s)
+        if missing and self.continues and self.nodes.gone.issuperset(missing) and self.phases.can_begin:
+            begun = self._begin_without(missing, at_s)
         node = request.node
         joined = Emit(JoinedEvent(who=node.name, address=node.address, epoch=self.nodes.epoch))
         # Notices of each of n nodes to all others would hold n³ / 2 names.
@@ -277,7 +307,8 @@ class Membership:
             out += [*self.resharding.proceed(at_s), *self.snapshots.tick(at_s)]
         out += self.after_snapshot()
         if beat.receipts or beat.verdicts or beat.finished or settled:
-            out += self.phases.conclude()
+            out += self.phases.conclude(at_s)
+            out += self.after_snapshot()
         return out
 
     def _note(self, who: str, beat: v1.Beat) -> list[Instruction]:
@@ -375,17 +406,22 @@ class Membership:
         replaced = self.participation is not None and self.participation.lost(who)
         out += self._participation_changed() if replaced else [Notify()]
         out += self.snapshots.lost(who, at_s)
-        return out + self.after_snapshot() + self.replies.rebalance() + self.phases.conclude()
+        return out + self.after_snapshot() + self.replies.rebalance() + self.phases.conclude(at_s)
 
     def _left_with(self, gone: v1.Node, who: str) -> LeftEvent:
         """Tells that another process of a lost one's replica is removed with it; it ends when it hears of that."""
         lost, reason = gone.name not in self.nodes.leaving, f"{gone.name} of its replica has left"
         return LeftEvent(who=who, lost=lost, reason=reason, epoch=self.nodes.epoch)
 
-    def overdue(self) -> list[Instruction]:
-        """Aborts a run in which nodes are missing when the deadline for joining has passed."""
+    def overdue(self, at_s: float) -> list[Instruction]:
+        """Aborts a run in which nodes are missing when the deadline for joining has passed.
+
+        A phase of the job that follows another begins without workers that were lost at the boundary, if it can.
+        """
         if not self.phases.gathering:
             return []
+        if self.continues and self.phases.can_begin:
+            return self._begin_without(self.nodes.missing, at_s)
         missing, there = self.nodes.missing, self.nodes.names
         text = (
             f"did not join in time: {', '.join(missing)} (in: {', '.join(there) or 'nobody'}); see their logs"
@@ -403,10 +439,13 @@ class Membership:
 
     def stop(self, at_s: float) -> list[Instruction]:
         """Stops the run on request, with a snapshot if training has begun. Repeating it changes nothing."""
-        if self.phases.over or self.snapshots.stopping:
+        if self.phases.over or self.phases.asked:
             return []
+        self.phases.asked = True
         if self.phases.gathering:
             return self.phases.stop()
+        if self.snapshots.stopping:  # with the checkpoint at the end of this phase of the job
+            return []
         return self.snapshots.stop(at_s) + self.after_snapshot()
 
     def reshard(self, servers: int, token: str, at_s: float) -> list[Instruction]:
@@ -421,6 +460,25 @@ class Membership:
             return []
         self.phases.criterion = reason
         return self.snapshots.finish(at_s)
+
+    def cross(self, reason: str, at_s: float) -> list[Instruction]:
+        """Ends this phase of the job, or the run with it, before its epochs or steps do: see `finish`."""
+        if not self.phases.follows:
+            return self.finish(reason, at_s)
+        if not self.phases.training or self.phases.crossing:
+            return []
+        self.phases.criterion = reason
+        return self.phases.cross(at_s) + self.after_snapshot()
+
+    def grow(self, accumulate: int, at_s: float) -> list[Instruction]:
+        """Lets this phase of the job go on with more minibatches of a step, if enough of it is left."""
+        ledger = self.progress.ledger
+        if not self.phases.training or self.phases.crossing or not isinstance(ledger, Ledger):
+            return []
+        if ledger.finished:
+            return []
+        left = ledger.num_planned - ledger.num_receipts
+        return self.phases.cross(at_s, accumulate) if left > GROWS_BEFORE * self._started.workers else []
 
     def set_active_workers(self, count: int, phase: str) -> list[Instruction]:
         """Sets how many workers take part from now on, and the strategy's word for that phase."""
@@ -440,9 +498,29 @@ class Membership:
         self.phases.phase = v1.Notice.TRAINING
         self.progress.begin(at_s)
         self.nodes.begin()
-        started = self.admission.with_model(self._started)
-        resumed = self.progress.resumed()
-        return [Emit(started)] if resumed is None else [Emit(started), Emit(resumed)]
+        started, resumed = self.admission.with_model(self._started), self.progress.resumed()
+        events: list[Event] = []
+        if not self.continues:
+            events = [started] if resumed is None else [started, resumed]
+        if self._announced is not None:
+            samples = self.progress.num_samples if resumed is not None else 0
+            events.append(replace(self._announced, optimizer=started.optimizer, samples=samples))
+        return list(map(Emit, events))
+
+    def _begin_without(self, missing: list[str], at_s: float) -> list[Instruction]:
+        """Begins the training without workers that have been there in the phase before."""
+        out, reason = self._begin(at_s), "it did not come back for this phase of the job"
+        ledger = self.progress.ledger
+        for who in missing:
+            rank = int(who.rpartition("-")[2])
+            ledger.lost(rank)
+            if self.stand_ins is not None:
+                self.stand_ins.lost(rank)
+            if self.participation is not None:
+                self.participation.lost(who)
+            out.append(Emit(LeftEvent(who=who, lost=True, reason=reason, epoch=self.nodes.epoch)))
+        self._settle_rounds()
+        return [*out, Notify()]
 
     def _settle_rounds(self) -> None:
         """Accounts for the parts of lost workers in rounds that are in the model."""

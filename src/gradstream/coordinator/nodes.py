@@ -17,14 +17,18 @@ class Nodes:
         num_workers: number of expected workers; their ranks start at 0.
         num_servers: number of expected shards.
         parts: number of processes of each worker's replica.
+        before: the nodes of the job's phase before this one; None in the first.
 
     Attributes:
         placement: the shards that hold the parameters.
         newcomers: the shards that are about to take their place; None while none are.
         handing_over: whether they get the parameters now: nothing is updated meanwhile.
+        absent: names of the nodes that were missing when a phase of the job ended.
+        gone: the same of the phase before: nobody waits for these.
         revoked: SHA-256 of the certificates of lost members. A node that shows one is not admitted again.
-        epoch: the membership epoch: 0 while gathering, 1 when training begins, one more after each loss, each
-            worker that joins later, and each group that has failed without a loss.
+        epoch: the membership epoch: 0 while gathering, `first_epoch` when training begins, one more after each loss,
+            each worker that joins later, and each group that has failed without a loss.
+        first_epoch: 1, or one more than the last of the phase before, so that nobody takes a late message of that.
         leaving: names of workers that were asked to go, and have said that they do.
         backed_up: by shard, the incarnation of the shard that has a backup of all its chunks.
         entering: names of workers that have joined late, and wait for the round in which they begin.
@@ -32,6 +36,8 @@ class Nodes:
 
     KEPT = (
         "epoch",
+        "first_epoch",
+        "absent",
         "revoked",
         "_nodes",
         "_finished",
@@ -44,9 +50,14 @@ class Nodes:
     )
     """See `durable.state`."""
 
-    def __init__(self, num_workers: int, num_servers: int, parts: int = 1) -> None:
+    def __init__(
+        self, num_workers: int, num_servers: int, parts: int = 1, before: Nodes | None = None
+    ) -> None:
         self.epoch = 0
-        self.revoked: list[bytes] = []
+        self.first_epoch: int = 1 if before is None else max(before.first_epoch, before.epoch) + 1
+        self.absent: list[str] = []
+        self.gone = frozenset[str]() if before is None else frozenset(before.absent)
+        self.revoked: list[bytes] = [] if before is None else list(before.revoked)
         self.num_workers = num_workers
         self.parts = parts
         self.placement = Placement(0, num_servers)
@@ -78,8 +89,8 @@ class Nodes:
         return [name for name in self.placement.names if name not in self._nodes]
 
     def begin(self) -> None:
-        """Begins epoch 1: all are in, and no shard has anything yet that its backup lacks."""
-        self.epoch = 1
+        """Begins the first epoch: no shard has anything yet that its backup lacks."""
+        self.epoch = self.first_epoch
         self._all_backed_up()
 
     def switch(self) -> None:

@@ -5,7 +5,8 @@
         └──abort, stop───────┴──▶ ABORTED, STOPPED
 
 The run is FINISHED when every minibatch has a receipt and every remaining worker has finished; ABORTED when
-it cannot get there any more; STOPPED on request. These three are final.
+it cannot get there any more; STOPPED on request. These three are final. A phase of the job that another one follows
+(`job.phases`) ends as STOPPED, too: with a checkpoint, from which the same nodes go on.
 """
 
 from __future__ import annotations
@@ -67,15 +68,21 @@ class Phases:
         snapshots: a run that ends early ends with a snapshot.
         participation: has to resume paused workers at the end; None if no worker is ever paused.
         losses: which losses the run survives.
+        stretch: number of the run's boundaries between phases of the job before this one.
+        follows: another phase follows this one.
 
     Attributes:
         phase: the present phase.
         reason: why the run was aborted; "" if it was not.
         culprit: name of the node that caused it.
         criterion: the stopping criterion that was reached; "" while none is.
+        crossing: this phase of the job is over: all is in the model, or its criterion was reached.
+        grown: with `crossing`: see `JobPhase`.
+        follows: see above.
+        asked: somebody has asked the run to stop.
     """
 
-    KEPT = ("phase", "reason", "culprit", "criterion")
+    KEPT = ("phase", "reason", "culprit", "criterion", "crossing", "grown", "asked")
     """See `durable.state`."""
 
     def __init__(
@@ -86,7 +93,14 @@ class Phases:
         snapshots: SnapshotRounds,
         participation: ParticipationSchedule | None,
         losses: LossTolerance,
+        stretch: int = 0,
+        follows: bool = False,
     ) -> None:
+        self.crossing = False
+        self.asked = False
+        self.grown = 0
+        self._stretch = stretch
+        self.follows = follows
         self.phase: v1.Notice.Phase = v1.Notice.GATHERING
         self.reason = ""
         self.culprit = ""
@@ -103,6 +117,13 @@ class Phases:
     def over(self) -> bool:
         """Whether the run is FINISHED, ABORTED or STOPPED."""
         return self.phase >= v1.Notice.FINISHED
+
+    @property
+    def next_stretch(self) -> int:
+        """Number of the boundary after which the nodes go on, as this phase of the job has ended; 0: they do not."""
+        crossed = self.crossing and self._snapshots.crossed
+        goes_on = self.phase == v1.Notice.STOPPED and crossed and not self.asked
+        return self._stretch + 1 if goes_on else 0
 
     @property
     def gathering(self) -> bool:
@@ -141,9 +162,39 @@ class Phases:
         begun = self._progress.ledger.num_receipts > 0
         return begun and self._snapshots.current is None and not self._nodes.missing_shards
 
+    def cross(self, at_s: float, grown: int = 0) -> list[Instruction]:
+        """Ends this phase of the job with a checkpoint, if it goes on or another one follows.
+
+        Repeating it changes nothing.
+
+        Args:
+            at_s: time in seconds.
+            grown: see `JobPhase`.
+        """
+        goes_on = grown or self.follows
+        if not goes_on or self.crossing or self._snapshots.stopping or self._snapshots.finishing:
+            return []
+        self.grown = grown
+        self.crossing = self._snapshots.required = True
+        return self._snapshots.stop(at_s)
+
+    def _stay(self) -> list[Instruction]:
+        """Gives up a boundary at which batches were to grow: the last minibatch of the run has come first."""
+        self.crossing, self.grown = False, 0
+        return self._snapshots.give_up()
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether this phase of the job can begin without the nodes that are missing: some workers, at most."""
+        there, shards = len(self._nodes.active_workers), self._nodes.missing_shards
+        return not shards and there >= self._needed and there > 0
+
     def stop(self) -> list[Instruction]:
-        """Ends the run with the newest checkpoint."""
+        """Ends the run, or this phase of the job, with the newest checkpoint."""
         self.phase = v1.Notice.STOPPED
+        self._nodes.absent = self._nodes.missing
+        if self.next_stretch:
+            return [Notify()]
         return [Emit(StoppedEvent(step=self._progress.step, folder=self._snapshots.kept)), Notify()]
 
     def abort(self, culprit: str, error: str, message: str, traceback: str = "") -> list[Instruction]:
@@ -183,15 +234,17 @@ class Phases:
         bare = [name for name in self._nodes.missing_shards if not self._nodes.is_backed_up(name)]
         return f"{lost}: no other shard has a whole backup of {', '.join(bare)}" if bare else ""
 
-    def conclude(self) -> list[Instruction]:
-        """Reports data epochs that have become complete, and ends the run if everything is done."""
+    def conclude(self, at_s: float) -> list[Instruction]:
+        """Reports data epochs that have become complete, and ends the run, or this phase, if everything is done."""
         if self.over:
             return []
         ledger = self._progress.ledger
         out: list[Instruction] = [Emit(epoch) for epoch in self._progress.completed()]
         if ledger.finished and self._participation is not None and self._participation.dismiss():
             out.append(Notify())
-        if self._nodes.unfinished:
+        if ledger.finished:
+            out += self._stay() if self.grown and not (self.follows or self.asked) else self.cross(at_s)
+        if self.crossing or self._nodes.unfinished:
             return out
         early = self._snapshots.ending and not ledger.finished
         if not ledger.finished and not early:

@@ -35,6 +35,9 @@ from gradstream.wire import v1
 WRITE_S = 1800.0
 """How long the nodes may take to write a snapshot, after the workers have resumed."""
 
+ATTEMPTS = 5
+"""How often a snapshot is tried that the run needs: that at the end of a phase of the job which another one follows."""
+
 ERROR_BYTES = 1024
 """The most bytes of a node's error message that are kept."""
 
@@ -57,6 +60,8 @@ class SnapshotRounds:
         evaluated: the latest evaluation.
         stopping: the run was asked to stop.
         finishing: the run has reached its stopping criterion.
+        required: the run goes on from the snapshot that it stops with: one that has failed is tried again.
+        crossed: that snapshot has become a checkpoint.
     """
 
     KEPT = (
@@ -65,6 +70,9 @@ class SnapshotRounds:
         "evaluated",
         "stopping",
         "finishing",
+        "required",
+        "crossed",
+        "_failures",
         "_count",
         "_last_attempt",
         "_deferred",
@@ -86,6 +94,9 @@ class SnapshotRounds:
         self.evaluated: Evaluated | None = None
         self.stopping = False
         self.finishing = False
+        self.required = False
+        self.crossed = False
+        self._failures = 0
         self._progress = progress
         self._nodes = nodes
         self._policy = policy
@@ -224,6 +235,7 @@ class SnapshotRounds:
         if snapshot is not self.current:
             return [Emit(event)]
         self.current = None
+        self.crossed = self.required and snapshot.last
         again = self.finishing or (self.stopping and not snapshot.last)
         return [Emit(event), *(self.begin(at_s) if again else [Notify()])]
 
@@ -246,10 +258,19 @@ class SnapshotRounds:
         if snapshot is None:
             return []
         self._last_attempt.failed(at_s)
-        return [] if snapshot.ends else [Discard(snapshot), self._failed(who, why), Notify()]
+        if snapshot.ends:
+            return []
+        self._failures += self.required
+        self._deferred = self.required and self._failures < ATTEMPTS
+        return [Discard(snapshot), self._failed(who, why), Notify()]
 
     def _failed(self, who: str, why: str) -> Emit:
         return Emit(CheckpointFailedEvent(step=self._progress.step, who=who, message=why, kept=self.kept))
+
+    def give_up(self) -> list[Instruction]:
+        """Lets the run go on that was to stop with a required snapshot."""
+        self.stopping = self.required = self._deferred = False
+        return [*self.drop(), Notify()]
 
     def drop(self) -> list[Instruction]:
         """Ends the snapshot under way: the run is over."""

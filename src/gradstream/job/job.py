@@ -12,6 +12,7 @@ from gradstream.coordinator.stopping import Until
 from gradstream.data.arrays import from_arrays
 from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset
 from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.job.phases import Phase, phase_of
 from gradstream.job.registry import find_dataset
 from gradstream.model.base import Model
 from gradstream.model.device_model import on_device
@@ -40,7 +41,7 @@ Pipeline = Literal[
 ]
 """The order in which the parts of a split model compute; see `pipeline.schedule`."""
 
-RIVALS = frozenset({"epochs", "steps"})
+RIVALS = frozenset({"epochs", "steps", "phases"})
 """Fields that exclude each other: a later value of one removes an earlier value of the others."""
 
 
@@ -93,8 +94,10 @@ class Job:
             minibatch. "error" ends the run at the first one.
         quarantine_after: number of such gradients of one worker in a row for which it counts as lost. If the
             newest gradients of all others are not finite either, the model has diverged, and the run ends.
-        epochs: passes over the data. Exactly one of `epochs` and `steps` is given.
+        epochs: passes over the data. Exactly one of `epochs`, `steps` and `phases` is given.
         steps: steps per worker: minibatches, or k of them with `accumulate`.
+        phases: the run is divided into these, one after the other, each with a strategy, number of workers, batch size
+            and learning rate of its own: see `gradstream.job.phases.Phase`.
         evaluate_every: steps (synchronous: rounds) between two evaluations on held-out samples, or "epoch".
             The worker of the lowest rank evaluates, while the others go on or wait for it; there is one more
             evaluation at the end.
@@ -173,6 +176,7 @@ class Job:
     quarantine_after: int = 3
     epochs: int | None = None
     steps: int | None = None
+    phases: Sequence[Phase] = ()
     evaluate_every: int | Literal["epoch"] | None = None
     metrics: Mapping[str, str | Metric] = field(default_factory=dict)
     until: Until | None = None
@@ -203,6 +207,7 @@ class Job:
             object.__setattr__(self, "data", find_dataset(self.data))
         elif isinstance(self.data, tuple) and len(self.data) == 2:
             object.__setattr__(self, "data", from_arrays(*self.data))
+        object.__setattr__(self, "phases", tuple(map(phase_of, self.phases or ())))
 
 
 class JobOptions(TypedDict, total=False):
@@ -229,6 +234,7 @@ class JobOptions(TypedDict, total=False):
     quarantine_after: int
     epochs: int | None
     steps: int | None
+    phases: Sequence[Phase]
     evaluate_every: int | Literal["epoch"] | None
     metrics: Mapping[str, str | Metric]
     until: Until | None

@@ -11,7 +11,8 @@ from typing import Any
 from gradstream.coordinator.stopping import Until
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job
-from gradstream.job.registry import place_of
+from gradstream.job.phases import Phase, described_phase, phase_of
+from gradstream.job.registry import place_of, plain
 from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.runtime.deadlines import Deadlines
@@ -26,6 +27,7 @@ def overrides(job: Job) -> dict[str, Any]:
     """The fields of a job that are plain values, as JSON holds them."""
     names = [entry.name for entry in dataclasses.fields(job) if entry.name not in _NOT_PLAIN]
     fields = {name: plain(getattr(job, name)) for name in names}
+    fields["phases"] = list(map(described_phase, job.phases))
     return {**fields, "metrics": {name: _place_of(metric) for name, metric in job.metrics.items()}}
 
 
@@ -54,6 +56,7 @@ def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
             values["pipeline"] = kind(**values["pipeline"])
         if values["run_dir"] is not None:
             values["run_dir"] = Path(values["run_dir"])
+        values["phases"] = _phases(job, values.get("phases", ()))
         values["metrics"] = {
             name: place or _own_metric(job, name) for name, place in values.get("metrics", {}).items()
         }
@@ -67,10 +70,18 @@ def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
 def _check(values: Mapping[str, Any]) -> None:
     """Raises MismatchError for a field that a job does not have, or a value of a wrong type."""
     hints = {**typing.get_type_hints(Job), "run_dir": str | None, "metrics": Mapping[str, str]}
+    hints["phases"] = Sequence[Mapping[str, Any]]
     for name, value in values.items():
         if name in _NOT_PLAIN or name not in hints:
             raise MismatchError(f"{name[:80]!r} is no plain field of a job")
         check_value(value, hints[name], name)
+
+
+def _phases(job: Job, records: Sequence[Mapping[str, Any]]) -> Sequence[Phase]:
+    """The phases that were written; those of the job file, where these are the same."""
+    if records == list(map(described_phase, job.phases)):
+        return job.phases
+    return list(map(phase_of, records))
 
 
 def _own_metric(job: Job, name: str) -> str | Metric:
@@ -80,16 +91,3 @@ def _own_metric(job: Job, name: str) -> str | Metric:
             "top level of a file"
         )
     return job.metrics[name]
-
-
-def plain(value: Any) -> Any:
-    """The value of a field as JSON holds it."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, str) or value is None:
-        return value
-    if isinstance(value, Sequence):
-        return list(value)
-    return value

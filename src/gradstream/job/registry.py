@@ -230,7 +230,7 @@ def describe(value: Any) -> dict[str, Any]:
     entries = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
     return {
         "class": f"{place}:{cls.__qualname__}" if (place := _place(cls)) else "",
-        "fields": {entry.name: _described(getattr(value, entry.name)) for entry in entries if entry.init},
+        "fields": {entry.name: described(getattr(value, entry.name)) for entry in entries if entry.init},
         "defaults": {e.name: e.default for e in entries if e.default is not dataclasses.MISSING},
     }
 
@@ -289,7 +289,7 @@ def _is_script(module: ModuleType) -> bool:
     return special and str(getattr(module, "__file__", "")).endswith(".py")
 
 
-def _described(value: Any) -> Any:
+def described(value: Any) -> Any:
     """A field as JSON holds it."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         described = describe(value)
@@ -451,3 +451,16 @@ def _place(cls: type) -> str:
     if module is None or cls.__module__.startswith("__"):
         return ""
     return str(module.__file__) if cls.__module__.startswith("_gradstream_") else cls.__module__
+
+
+def plain(value: Any) -> Any:
+    """The value of a field as JSON holds it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str) or value is None:
+        return value
+    if isinstance(value, Sequence):
+        return list(value)
+    return value

@@ -14,7 +14,7 @@ from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.callbacks import check_callbacks
 from gradstream.job.job import Job, build_model, is_open_ended
-from gradstream.job.overrides import plain
+from gradstream.job.registry import plain
 from gradstream.model.devices import device_of
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
@@ -283,6 +283,34 @@ def check_resumed(job: Job, resume: Resume) -> None:
             raise ConfigError(
                 f"{name}={got}, but the run of the checkpoint {resume.folder} had {expected}; expected {expected}"
             )
+
+
+def check_phases(job: Job) -> None:
+    """Raises ConfigError if a job with phases has something that no run of phases can do."""
+    if is_open_ended(job):
+        raise ConfigError(
+            "phases with a training loop of your own, which makes its steps itself; leave phases out, or pass a model "
+            "and data to train()"
+        )
+    if job.epochs is not None or job.steps is not None:
+        name = "epochs" if job.steps is None else "steps"
+        raise ConfigError(
+            f"{name}={getattr(job, name)} with phases, each of which has its own length; leave {name} out"
+        )
+    if job.split > 1:
+        raise ConfigError(
+            f"split={job.split} with phases, which split models do not have yet; leave one of the two out"
+        )
+    inside = [one for one in job.phases if one.steps or one.until or one.variance_test]
+    if job.data.num_samples is None and inside:
+        raise ConfigError(
+            f"the data {job.data.name!r} is a stream, which begins a data epoch anew after a boundary inside of it; "
+            "give all phases in epochs, without until and variance_test"
+        )
+    if job.record:
+        raise ConfigError(
+            "record=True with phases: a replay goes through one plan of the run; leave one of the two out"
+        )
 
 
 # Fields that a training loop of the user's own decides by itself.

@@ -17,8 +17,10 @@ from typing import Any
 
 from gradstream._simulate import simulate
 from gradstream._train import launch
+from gradstream.checkpoint.manifest import JobPhase
 from gradstream.errors import Interrupted, PreflightError, UserCodeError
 from gradstream.job.job import Job
+from gradstream.job.phases import job_of_phase
 from gradstream.model.base import Model
 from gradstream.report.units import size_text
 from gradstream.run.local import LocalCluster, node_environment
@@ -225,7 +227,8 @@ def estimate(job: Job, model: Model) -> dict[str, dict[str, int]]:
 
 
 def quiet(job: Job) -> Job:
-    """The job without callbacks, trackers, evaluations and regular checkpoints."""
+    """The job without callbacks, trackers, evaluations and regular checkpoints; of several phases the first."""
+    job = job_of_phase(job, JobPhase()) if job.phases else job
     return dataclasses.replace(job, evaluate_every=None, checkpoint_every=None, callbacks=(), trackers=())
 
 

@@ -1,4 +1,4 @@
-"""When a strategy's participation schedule paused which workers. A paused worker is neither slow nor lost nor idle."""
+"""When a strategy paused which workers, which are then neither slow nor lost nor idle; phases of a job in words."""
 
 from __future__ import annotations
 
@@ -37,3 +37,13 @@ def participation_text(event: EventDict) -> str:
         parts.append(f"{other} {'is' if len(paused) == 1 else 'are'} paused")
     phase = f"{event['phase']}: " if event["phase"] else ""
     return phase + ", ".join(parts)
+
+
+def phase_text(event: EventDict) -> str:
+    """A "phase" event in words: "phase 2 of 3, fast: downpour, 4 workers, minibatches of 32"."""
+    sizes = sorted(set(event["batch_size"]))
+    size = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}" if sizes else "?"
+    joined = f", {event['accumulate']:,} for each step" if event["accumulate"] > 1 else ""
+    workers = f"{event['workers']:,} worker{'s' * (event['workers'] > 1)}"
+    name = f"phase {event['number']} of {event['phases']}, {event['label']}"
+    return f"{name}: {event['strategy']}, {workers}, minibatches of {size}{joined}"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradstream.report.pauses import participation_text
+from gradstream.report.pauses import participation_text, phase_text
 from gradstream.telemetry.events import EventDict
 
 Status = Literal["finished", "failed", "stopped", "unfinished"]
@@ -68,7 +68,7 @@ def story_of(by_kind: Mapping[str, Sequence[EventDict]]) -> tuple[Moment, ...]:
 
 
 def _notable(by_kind: Mapping[str, Sequence[EventDict]]) -> list[Moment]:
-    """Machines, participation, checkpoints, stops and resumptions."""
+    """Machines, participation, phases, checkpoints, stops and resumptions."""
     moments = []
     for event in by_kind["machine"]:
         why = f": {event['reason']}" if event["reason"] else ""
@@ -76,6 +76,8 @@ def _notable(by_kind: Mapping[str, Sequence[EventDict]]) -> list[Moment]:
         moments.append(Moment(event["time_s"], "machine", text))
     for event in by_kind["participation"]:
         moments.append(Moment(event["time_s"], "participation", participation_text(event)))
+    for event in by_kind["phase"]:
+        moments.append(Moment(event["time_s"], "phase", phase_text(event)))
     for event in by_kind["insecure"][:1]:
         text = f"traffic of {event['address']} is neither encrypted nor authenticated"
         moments.append(Moment(event["time_s"], "insecure", text))

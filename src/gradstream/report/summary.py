@@ -15,6 +15,18 @@ from gradstream.report.straggler import straggler_of
 from gradstream.telemetry.events import EventDict
 
 _ROW = ("step", "epoch", "rank", "samples", "loss", "lr", "gradient_norm", "time_s")
+_PHASE = (
+    "number",
+    "label",
+    "strategy",
+    "optimizer",
+    "workers",
+    "servers",
+    "batch_size",
+    "accumulate",
+    "samples",
+    "time_s",
+)
 _EVALUATION = ("step", "epoch", "samples", "accuracy", "loss", "metrics", "held_out", "final", "time_s")
 
 
@@ -90,6 +102,9 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
     Keys:
         job, strategy, optimizer, workers, servers, num_parameters, num_samples, chunk_elems: as started.
             For a resumed run these are of its last part; all other figures are of all its parts.
+            In a run with phases, strategy, optimizer, workers and servers are of the last phase.
+        phases: one row for each phase of the job that has begun: number (from 1), label, strategy, optimizer, workers,
+            servers, batch_size, accumulate, samples (in the model at its beginning), time_s; [] without phases.
         steps: number of minibatches of all workers, without those that a resumed run has computed again.
         samples: number of samples in them; a sample counts each time.
         samples_accounted: number of samples with a receipt, which are in the model; None if the run did not finish.
@@ -121,9 +136,11 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         workers_lost: names of workers that left without a goodbye.
         failed: {culprit, error, message}, or None.
     """
-    started = _last(events, "started")
+    phases = _phases(events)
+    started = {**_last(events, "started"), **(phases[-1] if phases else {})}
     return {
         **{key: started.get(key) for key in _STARTED},
+        "phases": phases,
         **_progress(surviving(events)),
         **_held_out(events),
         **_logged(surviving(events)),
@@ -136,6 +153,14 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         "workers_lost": _workers_lost(events),
         "failed": _failed(events),
     }
+
+
+def _phases(events: Sequence[EventDict]) -> list[dict[str, Any]]:
+    """The phases of the job, as they began first."""
+    rows: dict[int, dict[str, Any]] = {}
+    for event in _of(events, "phase"):
+        rows.setdefault(event["number"], {key: event[key] for key in _PHASE})
+    return [rows[number] for number in sorted(rows)]
 
 
 def _group(events: Sequence[EventDict]) -> str | None:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradstream.job.overrides import overrides, plain
-from gradstream.job.registry import describe
+from gradstream.job.overrides import overrides
+from gradstream.job.registry import describe, find_optimizer, find_strategy, plain
 from gradstream.run.plan import RunPlan
 
 
@@ -35,7 +35,7 @@ def effective(plan: RunPlan) -> list[Entry]:
 
     Values of None, which leave a choice open, are left out.
     """
-    job = plan.job
+    job = plan.whole or plan.job
     own = Path(job.spec.partition(":")[0]).name if job.spec else "given"
 
     def entry(key: str, value: Any, default: Any, otherwise: str = own) -> Entry:
@@ -53,7 +53,12 @@ def effective(plan: RunPlan) -> list[Entry]:
         else:
             inner = default if isinstance(default, Mapping) else {}
             entries += [entry(f"{name}.{key}", part, inner.get(key)) for key, part in value.items()]
-    for name, used in (("strategy", plan.strategy), ("optimizer", plan.optimizer)):
+    used_by_all = {"strategy": plan.strategy, "optimizer": plan.optimizer}
+    if plan.whole is not None:
+        used_by_all = {"strategy": find_strategy(job.strategy, job.strategy_options)}
+        if job.optimizer is not None:
+            used_by_all["optimizer"] = find_optimizer(job.optimizer)
+    for name, used in used_by_all.items():
         described, asked = describe(used), getattr(job, name)
         origin = job.origins.get(name) or ("default" if asked in (None, defaults.get(name)) else own)
         entries.append(Entry(f"{name}.class", described["class"], origin))

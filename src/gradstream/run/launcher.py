@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradstream.coordinator.nodes import COORDINATOR
+from gradstream.coordinator.phases import LossTolerance
 from gradstream.errors import (
     ConfigError,
     DeadlineError,
@@ -51,6 +52,12 @@ BOOT_S = 60.0
 """Seconds for a process to load torch and the job file, before its deadline to join begins."""
 
 
+def _losses_of_all(plan: RunPlan) -> LossTolerance:
+    """The losses that some phase of the run survives: where the present one does not, the coordinator ends the run."""
+    losses = [losses_of(one) for one in plan.every or (plan,)]
+    return next((one for one in losses if one.replaces), losses[0])
+
+
 class Launcher:
     """Starts and follows the nodes of one run.
 
@@ -69,7 +76,7 @@ class Launcher:
         self._signals = detached.signals if detached else StopSignals()
         self._credentials = detached.credentials if detached else Credentials(new_secret())
         from_bytes = detached.events_from if detached else None
-        self._shards = ShardChanges(plan.servers)
+        self._shards = ShardChanges(plan.most_servers)
         self._events = FollowedEvents(
             run_dir, options.on_event, self._note_lost, self._note_reshard, from_bytes=from_bytes
         )
@@ -77,9 +84,9 @@ class Launcher:
         self._machines: MachineRendezvous | None = None  # the other machines, where there are any
         self._credentials_file: Path | None = None  # for workers that another program starts
         kept = not (options.as_threads or options.is_trial)
-        self._comebacks = Comebacks(losses_of(plan), plan.job.max_restarts, Succession(kept))
+        self._comebacks = Comebacks(_losses_of_all(plan), plan.job.max_restarts, Succession(kept))
         self._begins_again = False  # a resumed script would begin from its start
-        elsewhere = [worker_name(rank) for rank in range(plan.workers)] if options.on_address else []
+        elsewhere = [worker_name(rank) for rank in range(plan.most_workers)] if options.on_address else []
         self._others = [name for name in plan.node_names if name not in (COORDINATOR, *elsewhere)]
 
     def run(self) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
-import dataclasses
 import io
 import json
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,10 +23,11 @@ from typing import Any, TextIO
 import torch
 
 from gradstream.checkpoint.elsewhere import ElsewhereStorage
-from gradstream.coordinator import DrainedError, RunAbortedError, RunStoppedError
+from gradstream.coordinator import Coordinator, DrainedError, RunAbortedError, RunStoppedError
 from gradstream.coordinator.durable.keeper import TAIL_BYTES, Keeper, StateKeeper, Unkept
 from gradstream.coordinator.durable.store import STORE, StateStore
 from gradstream.coordinator.nodes import COORDINATOR
+from gradstream.coordinator.run_clock import RunClock
 from gradstream.data.lock import machine_lock
 from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
 from gradstream.job.job import Job, build_model
@@ -35,7 +35,8 @@ from gradstream.run.local.machine import SWITCH_INTERVAL_S
 from gradstream.run.local.node_log import show_warnings
 from gradstream.run.losses import losses_of
 from gradstream.run.node_spec import NodeSpec
-from gradstream.run.nodes import build_coordinator, build_replica
+from gradstream.run.nodes import build_replica
+from gradstream.run.phases import PhaseLeader, run_phases
 from gradstream.run.plan import RunPlan
 from gradstream.run.reshards import follow_requests, take_request
 from gradstream.runtime.base import Runtime
@@ -98,8 +99,8 @@ async def run_node(
     given = _arguments(argv)
     try:
         spec = NodeSpec.read(given.spec)
-        job = dataclasses.replace(plan.job, model=copy.deepcopy(build_model(plan.job)))
-        return await _run(spec, dataclasses.replace(plan, job=job), given, say, core, when_asked)
+        model = copy.deepcopy(build_model(plan.job))
+        return await _run(spec, plan.of_model(model), given, say, core, when_asked)
     except Exception as error:
         text = io.StringIO()
         status = _failed(error, given.name, say, text)
@@ -228,15 +229,18 @@ async def _run(
             patience_s = job.deadlines.patience_s
             runtime.storage = ElsewhereStorage(root, endpoint, COORDINATOR, silence_s=patience_s)
         say(address=endpoint.address)
-        if role == "shard":
-            from gradstream.run.shard import build_shard  # a run without servers does not import it
 
-            await build_shard(plan, runtime, endpoint, int(rank), model, zero_ns=given.clock).run()
-        else:
-            worker = build_replica(plan, runtime, endpoint, model, zero_ns=given.clock)
+        def build(plan: RunPlan, clock: RunClock) -> Callable[[], Awaitable[None]]:
+            if role == "shard":
+                from gradstream.run.shard import build_shard  # a run without servers does not import it
+
+                return build_shard(plan, runtime, endpoint, int(rank), model, clock=clock).run
+            worker = build_replica(plan, runtime, endpoint, model, clock=clock)
             if losses_of(plan).replaces and core is None:
                 _on_sigterm(worker.drain)
-            await worker.run()
+            return worker.run
+
+        await run_phases(plan, runtime, endpoint, build, zero_ns=given.clock)
         return OK
     finally:
         lateness.cancel()
@@ -305,17 +309,22 @@ async def _coordinate(
         keeper = StateKeeper(
             runtime, kept.store, log.append, kept.written, lambda text, stored: say(disk=text, stored=stored)
         )
-    coordinator = build_coordinator(plan, runtime, endpoint, keeper, spread=spread)
-    coordinator.on_begin = lambda zero_ns: say(zero_ns=zero_ns)
+
+    def begins(coordinator: Coordinator) -> None:
+        coordinator.on_begin = lambda zero_ns: say(zero_ns=zero_ns)
+
+    leader = PhaseLeader(plan, runtime, endpoint, keeper, spread=spread, on_coordinator=begins)
+    coordinator = leader.coordinator
     if coordinator.clock.zero_ns is not None:  # it goes on after another process, which has said so
         say(zero_ns=coordinator.clock.zero_ns)  # a launcher that comes later hears of the last process alone
-    when_asked(coordinator.stop)
+    when_asked(leader.stop)
     await _listen(endpoint, runtime, 0.0 if kept is None or not kept.again else plan.job.deadlines.lease_s)
     say(address=endpoint.address)
     if kept is None or not kept.again:
         take_request(runtime.storage)  # of an earlier part of the run
-    requests = runtime.spawn(follow_requests(runtime, coordinator.reshard), name="reshards")
-    outcome = await coordinator.run()
+    requests = runtime.spawn(follow_requests(runtime, leader.reshard), name="reshards")
+    outcome = await leader.run()
+    coordinator = leader.coordinator
     requests.cancel()
     for event in runtime.process_metrics(COORDINATOR):
         coordinator.emit(event)

@@ -19,6 +19,12 @@ from gradstream.run.plan import RunPlan, plan_run
 from gradstream.untrusted import MismatchError, check_record
 
 
+def _optimizer_of(plan: RunPlan, job: Job) -> dict[str, Any]:
+    if plan.whole is None:
+        return describe(plan.optimizer)
+    return {} if job.optimizer is None else describe(find_optimizer(job.optimizer))
+
+
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
     """The plan of a run as nodes.json holds it.
@@ -68,15 +74,15 @@ class NodeSpec:
         meeting: str = "",
     ) -> NodeSpec:
         """The description of a plan. A job that is not in a file can be run, but not be read again."""
-        job = plan.job
+        job, phased = plan.whole or plan.job, plan.whole is not None
         return cls(
             id=plan.id,
             job=job.data.job if is_script(job) else job.spec or "",  # type: ignore[attr-defined]
             earlier=tuple(map(str, earlier)),
             run_dir=str(run_dir),
             plain=overrides(job),
-            strategy=describe(plan.strategy),
-            optimizer=describe(plan.optimizer),
+            strategy=describe(find_strategy(job.strategy, job.strategy_options) if phased else plan.strategy),
+            optimizer=_optimizer_of(plan, job),
             resume=None if plan.resume is None else plan.resume.as_json(),
             script=job.spec or "" if is_script(job) else "",
             data=dict(getattr(job.data, "quick_checks", {})),
@@ -137,8 +143,10 @@ class NodeSpec:
         loaded = load_job(job, earlier=[Path(path) for path in self.earlier], argv=self.argv)
         # A class that is defined in the job file has no place: the fields of the file's own object are changed.
         strategy = find_strategy(self.strategy["class"] or loaded.strategy, self.strategy["fields"])
-        optimizer = find_optimizer(
-            self.optimizer["class"] or loaded.optimizer or strategy.optimizer(), self.optimizer["fields"]
-        )
+        optimizer = None  # of a job with phases, each of which takes that of its strategy
+        if self.optimizer:
+            optimizer = find_optimizer(
+                self.optimizer["class"] or loaded.optimizer or strategy.optimizer(), self.optimizer["fields"]
+            )
         changed = with_overrides(loaded, self.plain)
         return dataclasses.replace(changed, strategy=strategy, strategy_options={}, optimizer=optimizer)

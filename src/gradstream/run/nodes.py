@@ -7,7 +7,7 @@ built in `run.shard`, which a run without servers does not import.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -26,6 +26,7 @@ from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.coordinator import Coordinator
 from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.membership import Membership
+from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.run_clock import RunClock
 from gradstream.coordinator.stopping import StoppingCriterion
@@ -33,11 +34,12 @@ from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError
-from gradstream.job.registry import optimizer_of_text
+from gradstream.job.job import Job
+from gradstream.job.registry import describe, optimizer_of_text
 from gradstream.model.base import Model
 from gradstream.model.torch_module import TorchModel
 from gradstream.optim.groups import GroupedRule
-from gradstream.optim.merge import Replace
+from gradstream.optim.merge import Outer, Replace
 from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.recording import FOLDER, Log, origin_of
@@ -48,7 +50,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.split.hybrid_model import HybridModel
 from gradstream.split.part_model import PartModel
 from gradstream.strategies.base import GroupStrategy
-from gradstream.telemetry.events import StartedEvent
+from gradstream.telemetry.events import PhaseEvent, StartedEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
@@ -64,8 +66,33 @@ from gradstream.worker.replica.updater import UpdateRule
 # ---- coordinator ------------------------------------------------------------------------
 
 
+@dataclass
+class PhasePlace:
+    """The place of a phase of the job among the others, for its coordinator.
+
+    Args:
+        clock: clock of all phases; None makes one.
+        before: the nodes of the phase before; None in the first, and in a process that has not led that one.
+        resume: where the phase goes on in the same nodes, as JSON; "" where the nodes begin with it. It is kept, and
+            so tells a new process of the coordinator which phase it leads.
+    """
+
+    KEPT = ("resume",)
+    """See `durable.state`."""
+
+    clock: RunClock | None = None
+    before: Nodes | None = None
+    resume: str = ""
+
+
 def build_coordinator(
-    plan: RunPlan, runtime: Runtime, endpoint: Endpoint, keeper: Keeper, *, spread: bool = False
+    plan: RunPlan,
+    runtime: Runtime,
+    endpoint: Endpoint,
+    keeper: Keeper,
+    *,
+    spread: bool = False,
+    place: PhasePlace | None = None,
 ) -> Coordinator:
     """Builds the coordinator of a run.
 
@@ -74,6 +101,7 @@ def build_coordinator(
         runtime, endpoint: of this node.
         keeper: gets every event of the run, as JSON lines.
         spread: whether nodes may be on several machines.
+        place: the place of this phase of the job among the others; None if the job has none.
     """
     served, deadlines = plan.served, plan.job.deadlines
     ledger = plan.ledger()
@@ -81,12 +109,16 @@ def build_coordinator(
     return Coordinator(
         runtime,
         endpoint,
-        _membership(plan, ledger, started, spread=spread),
+        _membership(plan, ledger, started, spread=spread, place=place),
         keeper=keeper,
         deadlines=deadlines,
         checkpoints=None if plan.policy is None else _checkpoint_options(plan, started, plan.policy),
         criterion=None if plan.job.until is None else StoppingCriterion(plan.job.until),
         drive=served.drive if served is not None and served.drives() else None,
+        phase_criterion=None if plan.phase_until is None else StoppingCriterion(plan.phase_until),
+        variance_test=plan.variance_test,
+        also=None if place is None else {"job_phase": place},
+        clock=None if place is None else place.clock,
     )
 
 
@@ -110,7 +142,12 @@ def _started(plan: RunPlan, ledger: Ledger | OpenLedger) -> StartedEvent:
 
 
 def _membership(
-    plan: RunPlan, ledger: Ledger | OpenLedger, started: StartedEvent, *, spread: bool = False
+    plan: RunPlan,
+    ledger: Ledger | OpenLedger,
+    started: StartedEvent,
+    *,
+    spread: bool = False,
+    place: PhasePlace | None = None,
 ) -> Membership:
     deadlines = plan.job.deadlines
     balance = assignment = participation = None
@@ -131,6 +168,30 @@ def _membership(
         resume=plan.resume,
         parts=plan.parts,
         keeps_shards=why_shards_stay(plan, spread=spread),
+        stretch=plan.phase.stretch,
+        follows=plan.follows,
+        before=None if place is None else place.before,
+        announced=None if plan.whole is None else _announced(plan, plan.whole, started),
+        continues=place is not None and bool(place.resume),
+    )
+
+
+def _announced(plan: RunPlan, whole: Job, started: StartedEvent) -> PhaseEvent:
+    """The event with which a phase of the job begins."""
+    job, number = plan.job, plan.phase.number
+    sizes = [job.batch_size] * plan.workers if isinstance(job.batch_size, int) else list(job.batch_size)
+    return PhaseEvent(
+        number=number + 1,
+        phases=len(whole.phases),
+        label=whole.phases[number].name or started.strategy,
+        workers=started.workers,
+        servers=started.servers,
+        strategy=started.strategy,
+        optimizer=started.optimizer,
+        batch_size=sizes,
+        accumulate=job.accumulate,
+        total_steps=started.total_steps,
+        in_rounds=started.in_rounds,
     )
 
 
@@ -149,6 +210,8 @@ def _checkpoint_options(plan: RunPlan, started: StartedEvent, policy: Policy) ->
         servers=plan.servers_of_part,
         num_samples=started.num_samples,
         software=__version__,
+        rule=_rule_name(plan),
+        phase=plan.phase,
     )
     return CheckpointOptions(
         template=template,
@@ -157,6 +220,28 @@ def _checkpoint_options(plan: RunPlan, started: StartedEvent, policy: Policy) ->
         pieces=partial(_pieces, plan),
         gradients_only=plan.gradients_only,
     )
+
+
+def _rule_name(plan: RunPlan) -> str:
+    """The class of the rule whose state vectors a checkpoint of the run has."""
+    rule = plan.shards_optimizer
+    return describe(rule.rule if isinstance(rule, Outer) else rule)["class"] or type(rule).__qualname__
+
+
+def restores_state(plan: RunPlan) -> bool:
+    """Whether the optimizer state of the checkpoint is that of the plan's rule, and not of another phase's."""
+    return plan.resume is None or plan.whole is None or plan.resume.rule == _rule_name(plan)
+
+
+def renumbered(plan: RunPlan) -> int | None:
+    """The version of all chunks of the checkpoint, in rounds that follow another strategy; else None.
+
+    Versions of rounds are the numbers of the rounds, and those of another strategy count pushes.
+    """
+    resume = plan.resume
+    if resume is None or plan.whole is None or plan.strategy.partitioning != "rounds":
+        return None
+    return None if resume.strategy == type(plan.strategy).__name__.lower() else resume.rounds
 
 
 def _states(plan: RunPlan, model: v1.ModelSpec) -> Sequence[str]:
@@ -195,16 +280,16 @@ def build_worker(
     rank: int,
     model: Model,
     *,
-    zero_ns: int | None = None,
+    clock: RunClock | None = None,
 ) -> WorkerNode:
     """Builds one worker, with its own instance of the model; its endpoint knows the coordinator.
 
-    One that takes the place of another on the coordinator's machine is told `RunClock.zero_ns`.
+    `clock` is that of the node's events, where it has one already.
     """
     config = worker_config(plan, rank, model)
     if plan.job.record:
         config = replace(config, log=recording_of(plan, runtime))
-    member = member_of(plan, runtime, endpoint, "worker", rank, zero_ns=zero_ns)
+    member = member_of(plan, runtime, endpoint, "worker", rank, clock=clock)
     return WorkerNode(runtime, endpoint, member, config)
 
 
@@ -214,20 +299,20 @@ def build_replica(
     endpoint: Endpoint,
     model: Model,
     *,
-    zero_ns: int | None = None,
+    clock: RunClock | None = None,
 ) -> WorkerNode | PartNode:
     """Builds the process of a replica that the endpoint's name says: the worker, or one of its parts.
 
     Args:
         model: the whole model, not yet built, of which a part of a split replica keeps its own.
-        plan, runtime, endpoint, zero_ns: as for `build_worker`.
+        plan, runtime, endpoint, clock: as for `build_worker`.
     """
     name = endpoint.identity.name
     rank, part = int(name.rpartition("-")[2]), part_of(name)
     if plan.parts == 1:
-        return build_worker(plan, runtime, endpoint, rank, model, zero_ns=zero_ns)
+        return build_worker(plan, runtime, endpoint, rank, model, clock=clock)
     config = worker_config(plan, rank, _model_of(plan, model, part), part)
-    member = member_of(plan, runtime, endpoint, role_of_part(part), rank, zero_ns=zero_ns)
+    member = member_of(plan, runtime, endpoint, role_of_part(part), rank, clock=clock)
     return (PartNode if part else WorkerNode)(runtime, endpoint, member, config)
 
 
@@ -284,6 +369,10 @@ def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> Work
         optimizer=own.optimizer if own and (plan.served is None or plan.served.pushes == "gradients") else "",
         resume=plan.resume,
         gradients_only=plan.gradients_only,
+        restores_state=restores_state(plan),
+        measures=plan.variance_test is not None,
+        renumbered=renumbered(plan),
+        ends_run=not plan.follows,
         skips_non_finite=job.non_finite == "skip",
         balanced=plan.balanced,
         redoes=losses_of(plan).redoes,
@@ -314,7 +403,13 @@ def recording_of(plan: RunPlan, runtime: Runtime) -> Log:
 
 
 def member_of(
-    plan: RunPlan, runtime: Runtime, endpoint: Endpoint, role: str, rank: int, *, zero_ns: int | None = None
+    plan: RunPlan,
+    runtime: Runtime,
+    endpoint: Endpoint,
+    role: str,
+    rank: int,
+    *,
+    clock: RunClock | None = None,
 ) -> Member:
     """The membership of a shard or a worker in the run, before it has joined."""
     identity = endpoint.identity
@@ -331,5 +426,11 @@ def member_of(
         node,
         software=__version__,
         deadlines=plan.job.deadlines,
-        clock=RunClock(runtime, plan.resume.time_s if plan.resume is not None else 0.0, zero_ns),
+        clock=clock or clock_of(plan, runtime),
+        stretch=plan.phase.stretch,
     )
+
+
+def clock_of(plan: RunPlan, runtime: Runtime, zero_ns: int | None = None) -> RunClock:
+    """The clock of a node's events; `zero_ns` as in `RunClock`."""
+    return RunClock(runtime, plan.resume.time_s if plan.resume is not None else 0.0, zero_ns)

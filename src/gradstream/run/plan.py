@@ -6,12 +6,14 @@ plan again; nodes that are threads or simulated share the launcher's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
-from gradstream.checkpoint.manifest import Resume
+from gradstream.checkpoint.manifest import JobPhase, Resume
 from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.coordinator.nodes import COORDINATOR
+from gradstream.coordinator.stopping import Until
+from gradstream.coordinator.variance_test import VarianceTest
 from gradstream.data.base import BatchPlan, Partitioning, PartitionSpec
 from gradstream.data.feed import plan_of
 from gradstream.data.joined import JoinedPlan
@@ -23,9 +25,10 @@ from gradstream.data.queue_plan import QueuePlan
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job, is_open_ended
+from gradstream.job.phases import job_of_phase, rate_of_phase
 from gradstream.job.registry import find_function, find_optimizer, find_strategy
 from gradstream.job.split import check_split
-from gradstream.job.validation import check, check_resumed, check_strategy, whole
+from gradstream.job.validation import check, check_phases, check_resumed, check_strategy, whole
 from gradstream.model.base import Layout, Model
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule, ParameterGroup, groups_of
@@ -38,6 +41,7 @@ from gradstream.wire.parts import member_name
 from gradstream.worker.evaluation import EvaluationPlan, Metric
 from gradstream.worker.loop import OwnData
 from gradstream.worker.registration import whole_layout_of
+from gradstream.worker.schedule import Schedule
 
 
 def shard_name(rank: int) -> str:
@@ -65,6 +69,9 @@ class RunPlan:
         evaluation: when held-out samples are evaluated.
         policy: when checkpoints are made; None makes none, also when the run is stopped.
         resume: where the run goes on; None where it begins.
+        whole: the job with all of its phases, where it has some; `job` is then that of one phase.
+        phase: which phase that is, and where it has begun.
+        every: the plans of all phases, as if each began the run; () where there are none.
     """
 
     id: str
@@ -77,6 +84,9 @@ class RunPlan:
     evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
     policy: Policy | None = None
     resume: Resume | None = None
+    whole: Job | None = None
+    phase: JobPhase = field(default_factory=JobPhase)
+    every: tuple[RunPlan, ...] = ()
 
     @property
     def workers(self) -> int:
@@ -85,14 +95,27 @@ class RunPlan:
 
     @property
     def node_names(self) -> list[str]:
-        """The names of all nodes, in the order in which they are started."""
-        shards = [shard_name(rank) for rank in range(self.servers)]
-        return [COORDINATOR, *shards, *self.replica_names]
+        """The names of all nodes, those of all phases, in the order in which they are started."""
+        return self._nodes(self.most_servers, self.most_workers)
 
     @property
-    def replica_names(self) -> list[str]:
-        """The names of all workers, each with the parts of its replica."""
-        return [member_name(part, rank) for rank in range(self.workers) for part in range(self.parts)]
+    def own_nodes(self) -> list[str]:
+        """The names of the nodes that take part: of a run with phases, in this phase."""
+        return self._nodes(self.servers, self.workers)
+
+    def _nodes(self, servers: int, workers: int) -> list[str]:
+        replicas = [member_name(part, rank) for rank in range(workers) for part in range(self.parts)]
+        return [COORDINATOR, *map(shard_name, range(servers)), *replicas]
+
+    @property
+    def most_workers(self) -> int:
+        """Number of workers of the phase that has most of them."""
+        return max((plan.workers for plan in self.every), default=self.workers)
+
+    @property
+    def most_servers(self) -> int:
+        """Number of shards of the phase that has most of them."""
+        return max((plan.servers for plan in self.every), default=self.servers)
 
     @property
     def parts(self) -> int:
@@ -106,7 +129,33 @@ class RunPlan:
 
     def identity(self, name: str, incarnation: int) -> Identity:
         """The identity of a node before it has joined."""
-        return Identity(self.id, name, incarnation, nodes=1 + self.servers + self.workers * self.parts)
+        return Identity(self.id, name, incarnation, nodes=len(self.node_names))
+
+    @property
+    def follows(self) -> bool:
+        """Whether another phase of the job follows this one."""
+        return self.whole is not None and self.phase.number + 1 < len(self.whole.phases)
+
+    @property
+    def variance_test(self) -> VarianceTest | None:
+        """What makes the batches of this phase grow; None if nothing does."""
+        if self.whole is None or (given := self.whole.phases[self.phase.number]).variance_test is None:
+            return None
+        return VarianceTest(given.variance_test, self.workers, self.job.accumulate, given.largest)
+
+    @property
+    def phase_until(self) -> Until | None:
+        """What ends this phase before its epochs or steps do."""
+        return None if self.whole is None else self.whole.phases[self.phase.number].until
+
+    def at(self, resume: Resume | None) -> RunPlan:
+        """The plan of the same run, of the phase in which a checkpoint goes on."""
+        return plan_run(self.whole or self.job, self.id, resume=resume, keeps=self.policy is not None)
+
+    def of_model(self, model: Model) -> RunPlan:
+        """The same plan with another instance of the model."""
+        whole = None if self.whole is None else replace(self.whole, model=model)
+        return replace(self, job=replace(self.job, model=model), whole=whole)
 
     # ---- data ---------------------------------------------------------------------------
 
@@ -255,11 +304,83 @@ def plan_run(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool
     Raises:
         ConfigError: any mistake that can be known before a node is started.
     """
+    if job.phases:
+        return _plan_phases(job, run_id, resume, keeps)
+    return _plan_job(job, run_id, resume, keeps)
+
+
+def _plan_phases(job: Job, run_id: str, resume: Resume | None, keeps: bool) -> RunPlan:
+    """The plan of the phase in which a run begins, or goes on."""
+    check_phases(job)
+    if not keeps:
+        raise ConfigError(
+            "phases need a disk for the checkpoint between them, which a shape-only simulation does not have; "
+            "simulate each phase by itself"
+        )
+    every = tuple(_plan_phase(job, run_id, JobPhase(number), None) for number in range(len(job.phases)))
+    begin = JobPhase() if resume is None else resume.phase
+    if not 0 <= begin.number < len(job.phases):
+        raise ConfigError(
+            f"the checkpoint is one of phase {begin.number + 1}, but the job has {len(job.phases)}; resume it with "
+            "the phases that the run had"
+        )
+    while resume is not None and (after := _after(job, run_id, begin, resume)) is not None:
+        begin = replace(after, origin=_first_step(_plan_phase(job, run_id, after, resume)))
+    plan = _plan_phase(job, run_id, begin, resume)
+    return replace(plan, every=every)
+
+
+def _after(job: Job, run_id: str, at: JobPhase, resume: Resume) -> JobPhase | None:
+    """Where a run goes on whose phase is over, or has nothing left; None if it is in the middle of it."""
+    phase, stretch = job.phases[at.number], at.stretch + 1
+    if at.over and at.grown:
+        return replace(at, over=False, grown=0, accumulate=at.grown, stretch=stretch)
+    if at.number + 1 == len(job.phases):
+        return None
+    over = at.over or (phase.steps is not None and resume.rounds >= at.rounds + phase.steps)
+    if over or _plan_phase(job, run_id, at, resume).ledger().finished:
+        return JobPhase(at.number + 1, epochs=resume.done.epochs, rounds=resume.rounds, stretch=stretch)
+    return None
+
+
+def _plan_phase(job: Job, run_id: str, begin: JobPhase, resume: Resume | None) -> RunPlan:
+    try:
+        return replace(
+            _plan_job(job_of_phase(job, begin), run_id, resume, True, of=(job, begin)),
+            whole=job,
+            phase=replace(begin, over=False, grown=0),
+        )
+    except ConfigError as error:
+        where = f"phases[{begin.number}]"
+        if where in str(error):
+            raise
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _first_step(plan: RunPlan) -> int:
+    """The step with which a plan begins, as it counts steps."""
+    job = plan.job
+    schedule = Schedule(
+        plan=plan.batch_plan(), rank=0, epochs=job.epochs, steps=plan.steps_left, lr=0.0, num_steps=job.steps
+    )
+    return 0 if plan.ledger().finished else schedule.first.step
+
+
+def _plan_job(
+    job: Job,
+    run_id: str,
+    resume: Resume | None,
+    keeps: bool,
+    of: tuple[Job, JobPhase] | None = None,
+) -> RunPlan:
+    """The plan of a job without phases, or of one of them."""
     check(job)
     if resume is not None:
         check_resumed(job, resume)
     strategy = find_strategy(job.strategy, job.strategy_options)
     optimizer = strategy.optimizer() if job.optimizer is None else find_optimizer(job.optimizer)
+    if of is not None:
+        optimizer = rate_of_phase(*of, optimizer)
     check_strategy(job, strategy, optimizer)
     check_split(job, strategy, optimizer)
     plan = RunPlan(

@@ -148,11 +148,11 @@ class Preparation:
                 return nullcontext(options.cluster)
             if options.as_threads:
                 return ThreadCluster(logs, partial(run_node, self._plan))
-            return LocalCluster(logs, self._environment, shards=self._plan.servers > 0)
+            return LocalCluster(logs, self._environment, shards=self._plan.most_servers > 0)
 
     def _check_memory(self) -> None:
         """Raises ConfigError if this machine's memory cannot hold so many processes, whatever the model."""
-        listening, shards = self._options.listening, self._plan.servers
+        listening, shards = self._options.listening, self._plan.most_servers
         if listening is not None and listening.servers_on == "all":
             shards = -(-shards // listening.machines)
         workers = 0 if self._options.on_address else self._per_machine
@@ -190,12 +190,12 @@ class Preparation:
     def _environment(self) -> dict[str, str]:
         if self._options.as_threads:
             return {}
-        return node_environment(self._per_machine, shards=self._plan.servers > 0)
+        return node_environment(self._per_machine, shards=self._plan.most_servers > 0)
 
     @property
     def _per_machine(self) -> int:
         """Number of workers, and parts of replicas, on this machine, and on each of the others."""
         listening = self._options.listening
         if listening is None or self._options.on_address is not None:
-            return self._plan.workers * self._plan.parts
+            return self._plan.most_workers * self._plan.parts
         return listening.workers_per_machine

@@ -37,6 +37,8 @@ def why_shards_stay(plan: RunPlan, *, spread: bool) -> str:
     served, name = plan.served, type(plan.strategy).__name__
     if served is None:
         return f"the workers of {name} exchange without shards; take a strategy with servers"
+    if plan.whole is not None:
+        return "each phase of the job says how many shards it has; give phases servers=, or leave phases out"
     if plan.job.record:
         why = "a recording has one file for each shard, from its first push on"
     elif served.quorum(plan.workers) is not None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gradstream.coordinator.run_clock import RunClock
 from gradstream.job.registry import optimizer_of_text
 from gradstream.model.base import Model
 from gradstream.optim.merge import Replace
-from gradstream.run.nodes import grouped_rule, member_of, recording_of
+from gradstream.run.nodes import grouped_rule, member_of, recording_of, renumbered, restores_state
 from gradstream.run.plan import RunPlan
 from gradstream.runtime.base import Runtime
 from gradstream.server.shard.config import ShardConfig
@@ -23,7 +24,7 @@ def build_shard(
     rank: int,
     model: Model,
     *,
-    zero_ns: int | None = None,
+    clock: RunClock | None = None,
 ) -> ShardNode:
     """Builds one shard of the parameter server; its endpoint has started and knows the coordinator.
 
@@ -32,12 +33,12 @@ def build_shard(
         runtime, endpoint: of this node.
         rank: rank of the shard.
         model: gives its reduction, and the names of its parameters where some have settings of their own.
-        zero_ns: `RunClock.zero_ns`, for a shard that takes the place of another one.
+        clock: of the shard's events, where it has one already.
     """
     config = shard_config(plan, rank, model)
     if plan.job.record:
         config = replace(config, schedule=ShardRecorder(recording_of(plan, runtime)))
-    member = member_of(plan, runtime, endpoint, "shard", rank, zero_ns=zero_ns)
+    member = member_of(plan, runtime, endpoint, "shard", rank, clock=clock)
     return ShardNode(runtime, endpoint, member, config)
 
 
@@ -58,6 +59,8 @@ def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
         silence_s=plan.job.deadlines.silence_s,
         find_optimizer=(lambda _: (Replace(), None)) if plan.gradients_only else optimizer_of_text,
         resume_from=plan.resume.folder if plan.resume is not None and not plan.gradients_only else "",
+        restores_state=restores_state(plan),
+        renumbered=renumbered(plan),
         quorum=strategy.quorum(plan.workers),
         correction=strategy.correction(),
         workers=plan.workers,

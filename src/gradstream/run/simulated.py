@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import defaultdict, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,11 @@ from gradstream.coordinator import Coordinator, RunOutcome
 from gradstream.coordinator.durable.keeper import Keeper, StateKeeper, Unkept
 from gradstream.coordinator.durable.store import StateStore
 from gradstream.coordinator.nodes import COORDINATOR
+from gradstream.coordinator.run_clock import RunClock
 from gradstream.model.base import Model
-from gradstream.run.nodes import build_coordinator, build_replica
-from gradstream.run.plan import RunPlan, shard_name
+from gradstream.run.nodes import build_replica
+from gradstream.run.phases import PhaseLeader, run_phases
+from gradstream.run.plan import RunPlan
 from gradstream.runtime.base import Storage
 from gradstream.runtime.simulation import SimulationConfig
 from gradstream.runtime.virtual import DeadlockError, VirtualCluster
@@ -68,6 +70,7 @@ class SimulatedCluster:
         self._workers: dict[str, WorkerNode | PartNode] = {}
         self._outcome: RunOutcome | None = None
         self.successor_due = False
+        self._stop: Callable[[], None] = lambda: None
 
     def run(self, script: Script | None = None) -> RunOutcome | None:
         """Runs until every node has ended.
@@ -144,8 +147,7 @@ class SimulatedCluster:
 
     def stop(self) -> None:
         """Asks the run to stop with a checkpoint, as Ctrl-C does."""
-        if self.coordinator is not None:
-            self.coordinator.stop()
+        self._stop()
 
     async def _bury(self, task: asyncio.Task[None]) -> None:
         """Cancels a task until it ends: clean-up code of a dead node waits for timers that never fire."""
@@ -156,10 +158,9 @@ class SimulatedCluster:
 
     async def _main(self, script: Script | None) -> None:
         await self._start(COORDINATOR, self._coordinator)
-        for rank in range(self.plan.servers):
-            await self._start(shard_name(rank), partial(self._shard, rank))
-        for name in self.plan.replica_names:
-            await self._start(name, self._replica)
+        for name in self.plan.node_names[1:]:
+            shard = partial(self._shard, int(name.rpartition("-")[2]))
+            await self._start(name, shard if name.startswith("shard") else self._replica)
         director = self.virtual.runtime("director")
         if script is not None:
             director.spawn(script(self), name="script")
@@ -199,10 +200,14 @@ class SimulatedCluster:
             keeper = StateKeeper(
                 runtime, self.store, self._write, lambda: b"".join(self._written), lambda text, stored: None
             )
-        coordinator = self.coordinator = build_coordinator(self.plan, runtime, endpoint, keeper)
-        outcome = await coordinator.run()
-        await coordinator.close()
+        leader = PhaseLeader(self.plan, runtime, endpoint, keeper, on_coordinator=self._note_coordinator)
+        self._stop = leader.stop
+        outcome = await leader.run()
+        await leader.coordinator.close()
         self._outcome = outcome
+
+    def _note_coordinator(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
 
     def _write(self, lines: bytes) -> None:
         self._written.extend(lines.splitlines(keepends=True))
@@ -215,15 +220,22 @@ class SimulatedCluster:
     async def _shard(self, rank: int, endpoint: MemoryEndpoint) -> None:
         from gradstream.run.shard import build_shard  # a run without servers does not import it
 
-        runtime = self.virtual.runtime(endpoint.identity.name)
-        await build_shard(self.plan, runtime, endpoint, rank, self._model, zero_ns=self._zero_ns).run()
+        runtime, model = self.virtual.runtime(endpoint.identity.name), self._model
+
+        def build(plan: RunPlan, clock: RunClock) -> Callable[[], Awaitable[None]]:
+            return build_shard(plan, runtime, endpoint, rank, model, clock=clock).run
+
+        await run_phases(self.plan, runtime, endpoint, build, zero_ns=self._zero_ns)
 
     async def _replica(self, endpoint: MemoryEndpoint) -> None:
         runtime = self.virtual.runtime(endpoint.identity.name)
         model = self._model if self.virtual.config.shape_only else copy.deepcopy(self._model)
-        worker = build_replica(self.plan, runtime, endpoint, model, zero_ns=self._zero_ns)
-        self._workers[runtime.node] = worker
-        await worker.run()
+
+        def build(plan: RunPlan, clock: RunClock) -> Callable[[], Awaitable[None]]:
+            worker = self._workers[runtime.node] = build_replica(plan, runtime, endpoint, model, clock=clock)
+            return worker.run
+
+        await run_phases(self.plan, runtime, endpoint, build, zero_ns=self._zero_ns)
 
 
 Script = Callable[[SimulatedCluster], Coroutine[Any, Any, None]]

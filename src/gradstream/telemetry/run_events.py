@@ -30,6 +30,25 @@ class StartedEvent(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseEvent(Event):
+    """A phase of the job begins, or goes on in a resumed run (coordinator)."""
+
+    name: ClassVar[str] = "phase"
+    number: int  # from 1
+    phases: int  # number of the job's phases
+    label: str  # its name
+    workers: int
+    servers: int
+    strategy: str
+    optimizer: str
+    batch_size: list[int]  # of each worker's minibatches
+    accumulate: int  # number of minibatches of a step
+    total_steps: int  # as of `StartedEvent`, of the run up to the end of this phase
+    in_rounds: bool
+    samples: int | None = 0  # number of samples in the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedEvent(Event):
     """A node has joined (coordinator)."""
 

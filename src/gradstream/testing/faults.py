@@ -269,12 +269,12 @@ class _Disk(StateStore):
     full = False
     num_failed = 0
 
-    def write(self, rows: Mapping[str, str], lines: bytes) -> None:
+    def write(self, rows: Mapping[str, str], lines: bytes, gone: Sequence[str] = ()) -> None:
         """See `StateStore.write`."""
         if self.full:
             self.num_failed += 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "coordinator.db")
-        super().write(rows, lines)
+        super().write(rows, lines, gone)
 
 
 def _kind(fault: Fault) -> str:

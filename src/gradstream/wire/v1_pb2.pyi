@@ -692,20 +692,42 @@ class RowSpec(_message.Message):
     def __init__(self, tables: _Optional[_Iterable[_Union[RowSpec.Table, _Mapping]]] = ..., block_elems: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("node", "model", "software", "tensors", "buffers", "fixed")
+    __slots__ = ("node", "model", "software", "tensors", "buffers", "fixed", "stretch")
     NODE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
     FIXED_FIELD_NUMBER: _ClassVar[int]
+    STRETCH_FIELD_NUMBER: _ClassVar[int]
     node: Node
     model: ModelSpec
     software: str
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     buffers: _containers.RepeatedCompositeFieldContainer[TensorSpec]
     fixed: _containers.RepeatedCompositeFieldContainer[TensorSpec]
-    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., software: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fixed: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ...) -> None: ...
+    stretch: int
+    def __init__(self, node: _Optional[_Union[Node, _Mapping]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., software: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., fixed: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., stretch: _Optional[int] = ...) -> None: ...
+
+class AskStretch(_message.Message):
+    __slots__ = ("least",)
+    LEAST_FIELD_NUMBER: _ClassVar[int]
+    least: int
+    def __init__(self, least: _Optional[int] = ...) -> None: ...
+
+class Stretch(_message.Message):
+    __slots__ = ("number", "resume", "end", "reason", "culprit")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CULPRIT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    resume: str
+    end: Notice.Phase
+    reason: str
+    culprit: str
+    def __init__(self, number: _Optional[int] = ..., resume: _Optional[str] = ..., end: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "shape", "dtype", "same_as")
@@ -720,7 +742,7 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., same_as: _Optional[str] = ...) -> None: ...
 
 class Notice(_message.Message):
-    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "snapshot", "participation", "revoked", "stand_ins", "placement", "resharding", "heard", "ruling", "fenced")
+    __slots__ = ("epoch", "nodes", "model", "phase", "reason", "culprit", "snapshot", "participation", "revoked", "stand_ins", "placement", "resharding", "heard", "ruling", "fenced", "first_epoch", "next_stretch")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         GATHERING: _ClassVar[Notice.Phase]
@@ -748,6 +770,8 @@ class Notice(_message.Message):
     HEARD_FIELD_NUMBER: _ClassVar[int]
     RULING_FIELD_NUMBER: _ClassVar[int]
     FENCED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NEXT_STRETCH_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
     model: ModelSpec
@@ -763,7 +787,9 @@ class Notice(_message.Message):
     heard: int
     ruling: int
     fenced: _containers.RepeatedCompositeFieldContainer[Fenced]
-    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., participation: _Optional[_Union[Participation, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ..., stand_ins: _Optional[_Iterable[_Union[StandIn, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., resharding: _Optional[_Union[Resharding, _Mapping]] = ..., heard: _Optional[int] = ..., ruling: _Optional[int] = ..., fenced: _Optional[_Iterable[_Union[Fenced, _Mapping]]] = ...) -> None: ...
+    first_epoch: int
+    next_stretch: int
+    def __init__(self, epoch: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., model: _Optional[_Union[ModelSpec, _Mapping]] = ..., phase: _Optional[_Union[Notice.Phase, str]] = ..., reason: _Optional[str] = ..., culprit: _Optional[str] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., participation: _Optional[_Union[Participation, _Mapping]] = ..., revoked: _Optional[_Iterable[bytes]] = ..., stand_ins: _Optional[_Iterable[_Union[StandIn, _Mapping]]] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., resharding: _Optional[_Union[Resharding, _Mapping]] = ..., heard: _Optional[int] = ..., ruling: _Optional[int] = ..., fenced: _Optional[_Iterable[_Union[Fenced, _Mapping]]] = ..., first_epoch: _Optional[int] = ..., next_stretch: _Optional[int] = ...) -> None: ...
 
 class Fenced(_message.Message):
     __slots__ = ("sender", "incarnation", "errands")

@@ -89,6 +89,10 @@ class WorkerConfig:
         resume: where the run continues; None if it begins.
         gradients_only: whether only gradients are exchanged; then the loop's own optimizer makes each step.
         stands_in: the workers compute the parts of lost ones in each round.
+        restores_state: the rule's state in the checkpoint is that of `update_rule`; else the state begins anew.
+        renumbered: version of the checkpoint's parameters, where another strategy has counted them; else None.
+        measures: workers measure the variance of their gradients: see `coordinator.variance_test`.
+        ends_run: the run ends with this plan, and is not followed by another phase of the job.
         skips_non_finite: a gradient that is not finite is left out; else it ends the run.
         balanced: the workers' shares of a round follow their measured speed.
         form_group: makes the group, for strategies that exchange in one.
@@ -122,6 +126,10 @@ class WorkerConfig:
     resume: Resume | None = None
     gradients_only: bool = False
     stands_in: bool = False
+    restores_state: bool = True
+    renumbered: int | None = None
+    measures: bool = False
+    ends_run: bool = True
     skips_non_finite: bool = False
     balanced: bool = False
     redoes: bool = False

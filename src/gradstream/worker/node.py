@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from gradstream.coordinator.client.lifeline import EvictedError
-from gradstream.coordinator.client.member import Member, names_of
+from gradstream.coordinator.client.member import Member, PhaseOverError, names_of
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.data.base import BatchRef
 from gradstream.data.joined import JoinedPlan
@@ -111,6 +111,7 @@ class WorkerNode:
             RunAbortedError: another node ended the run.
             PeerLostError, DeadlineError: a shard, another worker of a group, or the coordinator was lost.
             DrainedError: see `drain`.
+            PhaseOverError: the run goes on with the next phase of the job.
             EvictedError: the coordinator has counted this worker as lost.
         """
         config = self._config
@@ -119,6 +120,10 @@ class WorkerNode:
             self._averager.serve()  # another worker may begin earlier than this one
             await self._member.join(spec, *tensor_specs_of(config.model))
             await self._runtime.gather(self._train(), self._member.over())
+        except PhaseOverError:
+            if self._exchange is not None:
+                self._report(self._exchange)
+            raise
         except Exception as error:
             await self._failed(error)
             if (evicted := eviction_of(error, self._member)) is not None:
@@ -195,6 +200,8 @@ class WorkerNode:
             init=init_of(config, self._runtime),
             is_lowest=self._is_lowest,
             failed=self._failed,
+            restores_state=config.restores_state,
+            renumbered=config.renumbered,
         )
         return Assembly(
             config,
@@ -217,8 +224,10 @@ class WorkerNode:
     async def _conclude(self, exchange: Exchange) -> None:
         """Reports that this worker has finished. The worker of the lowest rank keeps the parameters first.
 
-        If that worker dies, even now, the next one keeps them.
+        If that worker dies, even now, the next one keeps them. Where another phase of the job follows, nobody does.
         """
+        if not self._config.ends_run:
+            await self._member.heard(lambda: self._batch_gate.ending or self._is_over())
         if not self._is_lowest():
             self._report(exchange)
             self._member.finished(relies=True)

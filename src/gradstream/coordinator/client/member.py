@@ -45,6 +45,18 @@ class RunStoppedError(GradstreamError):
     """The run was stopped on request; it can be resumed."""
 
 
+class PhaseOverError(RunStoppedError):
+    """A phase of the job is over, and the run goes on with the next one.
+
+    Args:
+        next_stretch: number of boundaries of the run before that phase, this one included.
+    """
+
+    def __init__(self, next_stretch: int) -> None:
+        super().__init__(f"a phase of the job is over; boundary {next_stretch} of the run")
+        self.next_stretch = next_stretch
+
+
 class DrainedError(GradstreamError):
     """This node was asked to go, and has left the run; the others go on."""
 
@@ -59,6 +71,7 @@ class Member(Reporter):
         software: version of gradstream.
         deadlines: bound the silence of either side.
         clock: time of the node's events; None for one that begins with the training.
+        stretch: number of the run's boundaries between phases of the job before the node joins.
 
     Attributes:
         notice: the coordinator's latest notice.
@@ -74,6 +87,7 @@ class Member(Reporter):
         software: str,
         deadlines: Deadlines | None = None,
         clock: RunClock | None = None,
+        stretch: int = 0,
     ) -> None:
         super().__init__(node.name, clock or RunClock(runtime))
         self.node = node
@@ -81,6 +95,7 @@ class Member(Reporter):
         self._runtime = runtime
         self._endpoint = endpoint
         self._software = software
+        self._stretch = stretch
         self._deadlines = deadlines or Deadlines()
         self.requests = WorkerRequests(runtime, endpoint, self._deadlines, self)
         self._listeners: list[Callable[[v1.Notice], None]] = []
@@ -146,6 +161,7 @@ class Member(Reporter):
             tensors=tensors,
             buffers=buffers,
             fixed=fixed,
+            stretch=self._stretch,
         )
         stream = await self._endpoint.open(COORDINATOR, "join", request, priority=Priority.CONTROL)
         self._presence = Presence(self._runtime, self._endpoint, stream, self._deadlines)
@@ -311,6 +327,8 @@ class Member(Reporter):
         changed, self.notice = notice != self.notice, notice
         if notice.phase == v1.Notice.ABORTED:
             self._error = RunAbortedError(notice.culprit, notice.reason)
+        elif notice.phase == v1.Notice.STOPPED and notice.next_stretch:
+            self._error = PhaseOverError(notice.next_stretch)
         elif notice.phase == v1.Notice.STOPPED:
             self._error = RunStoppedError("the run was stopped; it can be resumed")
         elif notice.phase == v1.Notice.TRAINING and all(one.name != self.node.name for one in notice.nodes):

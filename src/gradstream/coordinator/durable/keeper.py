@@ -17,11 +17,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from gradstream.coordinator.durable.state import KeptState
 from gradstream.coordinator.durable.store import StateStore, SupersededError
-from gradstream.coordinator.durable.values import StateError
+from gradstream.coordinator.durable.values import StateError, decode
 from gradstream.runtime.base import Runtime, Work
 from gradstream.runtime.wakeup import Wakeup
 
@@ -53,8 +53,18 @@ class Keeper(Protocol):
         """Whether there is the state of an earlier process."""
         ...
 
+    def row(self, key: str) -> Any:
+        """A value of the state of an earlier process, before `begin` restores it; None where there is none.
+
+        Raises:
+            StateError: it cannot be read.
+        """
+        ...
+
     def begin(self, state: KeptState, on_superseded: Callable[[], None]) -> None:
         """Restores the stored state, where there is any, and keeps it from now on.
+
+        The next phase of a job begins again, with another state in the place of this one.
 
         Raises:
             StateError: the stored state is none of this run's.
@@ -91,6 +101,10 @@ class Unkept:
 
     def __init__(self, write_events: Callable[[bytes], None]) -> None:
         self.emit = write_events
+
+    def row(self, key: str) -> Any:
+        """See `Keeper`."""
+        return None
 
     def begin(self, state: KeptState, on_superseded: Callable[[], None]) -> None:
         """Does nothing, as all methods do."""
@@ -137,6 +151,7 @@ class StateKeeper:
         self._write_events = write_events
         self._tell = tell
         self._state = KeptState({})
+        self._on_superseded: Callable[[], None] = lambda: None
         self._lines: list[bytes] = []  # events that wait for the next transaction
         self._changes = self._kept = 0  # number of changes; and of those that are stored
         self._wanted, self._done = Wakeup(), asyncio.Condition()
@@ -148,12 +163,19 @@ class StateKeeper:
         """See `Keeper`."""
         return self._store.ruling
 
+    def row(self, key: str) -> Any:
+        """See `Keeper`."""
+        return decode(self._stored[key]) if key in self._stored else None
+
     def begin(self, state: KeptState, on_superseded: Callable[[], None]) -> None:
         """See `Keeper`."""
         if self.restored:
             state.restore(self._stored)
-        self._state = state
-        self._task = self._runtime.spawn(self._keep(on_superseded), name=f"{self._runtime.node}-keeper")
+            self.restored = False
+        self._state, self._on_superseded = state, on_superseded
+        self.changed()
+        if self._task is None:
+            self._task = self._runtime.spawn(self._keep(), name=f"{self._runtime.node}-keeper")
 
     def changed(self) -> None:
         """Notes that the state may have changed."""
@@ -194,21 +216,22 @@ class StateKeeper:
             self._write_events(b"".join(self._lines))
             self._lines = []
 
-    async def _keep(self, on_superseded: Callable[[], None]) -> None:
+    async def _keep(self) -> None:
         while True:
             await self._wanted.rung(self._runtime, RETRY_S if self._failing else PACE_S)
             if self._kept < self._changes:
                 await self._store_changes()
             if self.superseded is not None:
-                on_superseded()
+                self._on_superseded()
                 return
 
     async def _store_changes(self) -> None:
         number, rows = self._changes, self._state.rows()
         lines, self._lines = b"".join(self._lines), []
         changed = {key: value for key, value in rows.items() if self._stored.get(key) != value}
+        gone = [key for key in self._stored if key not in rows]
         try:
-            await self._runtime.beside(partial(self._store.write, changed, lines), work=Work("write"))
+            await self._runtime.beside(partial(self._store.write, changed, lines, gone), work=Work("write"))
         except SupersededError as error:
             self.superseded = error
         except (OSError, StateError) as error:

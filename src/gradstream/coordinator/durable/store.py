@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gradstream.coordinator.durable.values import MAX_BYTES, RESUME, StateError
@@ -107,8 +107,8 @@ class StateStore:
             raise StateError(f"{self._path} has events that are no bytes{RESUME}")
         return dict(rows), lines[0]
 
-    def write(self, rows: Mapping[str, str], lines: bytes) -> None:
-        """Stores changed rows and the events that belong to them, all or nothing.
+    def write(self, rows: Mapping[str, str], lines: bytes, gone: Sequence[str] = ()) -> None:
+        """Stores changed rows and the events that belong to them, and removes those that are gone, all or nothing.
 
         Raises:
             SupersededError: another process rules; nothing was written.
@@ -118,10 +118,10 @@ class StateStore:
             self._database.close()
             self._open()
         self._usable = False
-        self._write(rows, lines)
+        self._write(rows, lines, gone)
         self._usable = True
 
-    def _write(self, rows: Mapping[str, str], lines: bytes) -> None:
+    def _write(self, rows: Mapping[str, str], lines: bytes, gone: Sequence[str]) -> None:
         with _named(self._path), self._transaction():
             (ruling,) = self._database.execute("SELECT ruling FROM leader").fetchone()
             if ruling != self.ruling:
@@ -129,6 +129,7 @@ class StateStore:
                     f"this coordinator, the {self.ruling}. process to lead the run, was stopped, and the {ruling}. "
                     "has taken its place: it has written nothing since, and ends"
                 )
+            self._database.executemany("DELETE FROM state WHERE key = ?", [(key,) for key in gone])
             self._database.executemany("INSERT OR REPLACE INTO state VALUES (?, ?)", rows.items())
             self._database.execute("INSERT OR REPLACE INTO events VALUES (1, ?)", (lines,))
 

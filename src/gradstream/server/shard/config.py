@@ -33,6 +33,8 @@ class ShardConfig:
         grouped: the update rule, where some parameters have settings of their own.
         find_optimizer: makes the update rule that the registered model names, if it names one.
         resume_from: folder of the checkpoint from which the run continues; "" for a new run.
+        restores_state: the rule's state in that checkpoint is that of `optimizer`; else the state begins anew.
+        renumbered: version of all chunks of that checkpoint, where another strategy has counted them; else None.
         quorum: number of pushes to an update, the same pushes on every chunk; None lets the rule decide for each
             chunk.
         schedule: decides when the shard's events happen: as they come, or as they were recorded.
@@ -54,6 +56,8 @@ class ShardConfig:
     grouped: GroupedRule | None = None
     find_optimizer: FindOptimizer | None = None
     resume_from: str = ""
+    restores_state: bool = True
+    renumbered: int | None = None
     quorum: int | None = None
     schedule: EventSchedule = field(default_factory=ArrivalOrder)
     correction: Correction | None = None

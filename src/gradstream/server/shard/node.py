@@ -133,9 +133,9 @@ class ShardNode:
             finally:
                 for task in tasks:
                     task.cancel()
+                self._report()
             if self._service.backup is not None and not self._holds(self._member.notice):
                 await self._service.backup.place.clear()
-            self._report()
             if self._recorder is not None:
                 self._recorder.close(self._service.store.parameters_of)
         except Exception as error:
@@ -265,8 +265,11 @@ class ShardNode:
         """Loads the checkpoint from which the run continues, if there is one."""
         folder, storage = self._config.resume_from, self._runtime.storage
         if folder:
+            config = self._config
             await self._runtime.beside(
-                lambda: source.restore(storage, folder),
+                lambda: source.restore(
+                    storage, folder, state=config.restores_state, version=config.renumbered
+                ),
                 work=Work("restore", elems=len(self._service.store.parameters)),
             )
 

@@ -57,18 +57,28 @@ class ShardSnapshot:
                 await turns.enter_async_context(self._service.executor.leases.turn(chunk))
             yield
 
-    def restore(self, storage: Storage, folder: str) -> None:
-        """Reads the shard's ranges and the versions of its chunks from a checkpoint. Raises what `load` raises."""
+    def restore(
+        self, storage: Storage, folder: str, *, state: bool = True, version: int | None = None
+    ) -> None:
+        """Reads the shard's ranges and the versions of its chunks from a checkpoint. Raises what `load` raises.
+
+        Args:
+            storage: the run directory.
+            folder: folder of the checkpoint.
+            state: whether the rule's state is that of the checkpoint; else it begins anew.
+            version: version of all chunks; None takes those of the checkpoint.
+        """
         manifest = Manifest.decode(storage.read(f"{folder}/{STATE}"))
-        versions = manifest.versions
+        versions = manifest.versions if version is None else [version] * len(manifest.versions)
         if self._place is not None:  # the chunks of parts are not those of the whole
             versions = [min(versions, default=0)] * self._service.store.chunks.num_chunks
-        for chunk, state in self._service.state.chunks.items():
-            state.version = versions[chunk]
+        for chunk, held in self._service.state.chunks.items():
+            held.version = versions[chunk]
         messages = [v1.Procedure.FromString(b64decode(text)) for text in manifest.procedures]
         for chunk, procedure in ChunkProcedure.restored(messages).items():
             if chunk in self._service.state.chunks:
                 self._service.state.chunks[chunk].procedure = procedure
         if self._service.store.changed is not None:
             self._service.store.changed.restored(dict(enumerate(versions)))
-        load(storage, folder, self.pieces())
+        pieces = self.pieces()
+        load(storage, folder, pieces if state else {"": pieces[""]})

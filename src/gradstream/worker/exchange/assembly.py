@@ -302,6 +302,11 @@ class Assembly:
     def _differentiator(self, schedule: Schedule, rank: int | None = None) -> Differentiator:
         config = self._config
         rank = config.rank if rank is None else rank
+        if config.measures and config.model.layout.tables:
+            raise ConfigError(
+                "variance_test: the model has row-sparse tensors, whose gradients are not measured; leave "
+                "variance_test out, or build the embeddings with sparse=False"
+            )
         return Differentiator(
             config.model,
             feed_of(config.data, unjoined(schedule.plan), rank, config.seed),
@@ -310,6 +315,7 @@ class Assembly:
             seed=config.seed,
             now=self._context.runtime.now,
             clip=config.clip,
+            measures=config.measures,
         )
 
 

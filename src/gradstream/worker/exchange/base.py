@@ -38,6 +38,7 @@ class ExchangeContext:
         init: fills a vector with the model's first parameters.
         is_lowest: whether this is the worker of the lowest rank that is still there.
         failed: reports that this node cannot continue.
+        restores_state, renumbered: see `WorkerConfig`.
     """
 
     runtime: Runtime
@@ -51,6 +52,8 @@ class ExchangeContext:
     init: Callable[[Vector], Awaitable[None]]
     is_lowest: Callable[[], bool]
     failed: Callable[[Exception], Awaitable[None]]
+    restores_state: bool = True
+    renumbered: int | None = None
 
 
 class Exchange(ABC):

@@ -23,9 +23,6 @@ from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
 from gradstream.worker.exchange.forming import LOST, GroupForming
 from gradstream.worker.replica.group import GroupReplica, GroupSetup
 
-FIRST_EPOCH = 1
-"""Membership epoch of the group in which all workers begin the run together."""
-
 
 class GroupExchange(Exchange):
     """Implements `Exchange`.
@@ -75,7 +72,7 @@ class GroupExchange(Exchange):
         A worker that has joined late gets them from the others.
         """
         try:
-            late = self._forming.notice.epoch > FIRST_EPOCH
+            late = self._forming.notice.epoch > self._forming.notice.first_epoch
             (await self._forming.jointly(self._level() if late else self._begin_together()))()
         except LOST as error:
             await self._regroup(error)
@@ -107,8 +104,11 @@ class GroupExchange(Exchange):
             await context.init(self.replica.parameters)
             return
         folder, storage = context.resume.folder, context.runtime.storage
-        work = Work("restore", elems=len(self.replica.parameters))
-        await context.runtime.beside(lambda: source.restore(storage, folder, whole=whole), work=work)
+        work, state = Work("restore", elems=len(self.replica.parameters)), context.restores_state
+        await context.runtime.beside(
+            lambda: source.restore(storage, folder, whole=whole, state=state, version=context.renumbered),
+            work=work,
+        )
 
     async def train(self) -> None:
         """See `Exchange`."""
@@ -310,9 +310,20 @@ class _GroupSnapshot:
         """See `SnapshotSource`: only this worker writes the pieces, and it is paused."""
         return nullcontext()
 
-    def restore(self, storage: Storage, folder: str, *, whole: bool) -> None:
-        """Reads the ranges that this worker updates, or all, with their state. Raises what `load` raises."""
+    def restore(
+        self, storage: Storage, folder: str, *, whole: bool, state: bool = True, version: int | None = None
+    ) -> None:
+        """Reads the ranges that this worker updates, or all, with their state. Raises what `load` raises.
+
+        Args:
+            storage: the run directory.
+            folder: folder of the checkpoint.
+            whole: whether to read all.
+            state, version: as for `ShardSnapshot.restore`.
+        """
         setup = self._replica.setup
-        load(storage, folder, self._pieces([(0, self._elems)] if whole or not setup.sharded else setup.owned))
-        versions = Manifest.decode(storage.read(f"{folder}/{STATE}")).versions
-        self._replica.version = min(versions, default=0)
+        pieces = self._pieces([(0, self._elems)] if whole or not setup.sharded else setup.owned)
+        load(storage, folder, pieces if state else {"": pieces[""]})
+        if version is None:
+            version = min(Manifest.decode(storage.read(f"{folder}/{STATE}")).versions, default=0)
+        self._replica.version = version
