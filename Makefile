@@ -55,6 +55,8 @@ bench: $(READY)
 	$(BIN)/python bench/allreduce.py
 	$(BIN)/python bench/collectives.py
 	$(BIN)/python bench/hogwild.py
+	$(BIN)/python bench/pipeline_runs.py
+	$(BIN)/python bench/batch_methods.py
 	if [ -n "$$GRADSTREAM_DATA" ]; then $(BIN)/python bench/caltech101.py; fi
 	$(BIN)/python bench/tables.py
 
