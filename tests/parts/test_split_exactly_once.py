@@ -42,6 +42,12 @@ STRATEGIES: tuple[gs.strategies.ServerStrategy, ...] = (
     gs.AsySG(gradients=2),
 )
 
+PIPELINED = [strategy for strategy in STRATEGIES if strategy.pipelined]
+STREAMS: tuple[tuple[Any, gs.strategies.ServerStrategy], ...] = (
+    *product(("pipedream", "2bw", "delayed", "pipedream-vertical"), PIPELINED),
+    *product([gs.pipeline.SyntheticGradients()], STRATEGIES),
+)
+
 
 @dataclass(frozen=True)
 class Scenario:
@@ -57,6 +63,14 @@ class Scenario:
     deaths: tuple[tuple[float, int, int, bool], ...]  # seconds, rank, part, whether it comes back
     follows: bool  # a process of the heir dies, too
     checkpoints: int | None
+    pipeline: str | gs.pipeline.SyntheticGradients = "1f1b"
+
+    @classmethod
+    def streaming(cls, seed: int) -> Scenario:
+        """The same, of replicas whose pipelines are never empty, or whose parts train apart."""
+        pipeline, strategy = STREAMS[seed % len(STREAMS)]
+        micro_batches = 2 if pipeline == "2bw" else 1
+        return replace(cls.of(seed), strategy=strategy, pipeline=pipeline, micro_batches=micro_batches)
 
     @classmethod
     def of(cls, seed: int) -> Scenario:
@@ -159,6 +173,7 @@ def once(scenario: Scenario) -> Outcome:
         split=scenario.split,
         servers=scenario.servers,
         micro_batches=scenario.micro_batches,
+        pipeline=scenario.pipeline,
         batch_size=2,
         epochs=EPOCHS,
         chunk_elems=64,

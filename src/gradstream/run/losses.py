@@ -4,7 +4,6 @@ the others go on without it        as the strategy says; in rounds only where ot
 a new process takes its place      unless one of `_obstacles` holds
 until then others stand in for it  in rounds, where a new process may come
 its torn pushes are redone         elsewhere, where it pushed gradients to servers and a new process may come;
-                                   of a split replica, where its processes compute one gradient at a time;
                                    not in passes, where each chunk knows the portions that it has
 
 The reasons are ends of a sentence, for messages. docs/assumptions.md says the same in words.
@@ -15,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradstream.coordinator.phases import LossTolerance
-from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.schedule import FLUSHING
 from gradstream.run.plan import RunPlan
 from gradstream.strategies.base import GroupStrategy, SharedMemoryStrategy
@@ -37,16 +35,11 @@ def losses_of(plan: RunPlan) -> LossTolerance:
         allow_lost=plan.job.allow_lost,
         quarantine_after=plan.job.quarantine_after,
         obstacle=obstacle,
-        redoes=redoes and not obstacle and (plan.parts == 1 or _joint(plan)),
+        redoes=redoes and not obstacle,
         stands_in=rounds and not obstacle,
         acknowledge=plan.job.acknowledge,
         regroups=isinstance(plan.strategy, GroupStrategy),
     )
-
-
-def _joint(plan: RunPlan) -> bool:
-    """Whether the processes of a split replica agree on each gradient, and have nothing else in the pipeline."""
-    return plan.job.pipeline in FLUSHING or isinstance(plan.job.pipeline, Hybrid)
 
 
 def _obstacles(plan: RunPlan, *, rounds: bool) -> Iterator[str]:

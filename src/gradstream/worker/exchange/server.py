@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from gradstream.coordinator.receipts import receipt_of
@@ -22,6 +23,7 @@ from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
 from gradstream.worker.exchange.errands import Errands
 from gradstream.worker.gradient import GradientSource
 from gradstream.worker.parts.agreement import Agreement
+from gradstream.worker.parts.gradients import PartSource
 from gradstream.worker.parts.stand_in import PartStandIn
 from gradstream.worker.registration import row_exchange_of, row_spec_for
 from gradstream.worker.replica.base import ReplicaContext
@@ -124,6 +126,8 @@ class ServerExchange(Exchange):
             self._errands = Errands(self._context, parts, self._client, lambda refs: one_by_one)
         else:
             counts, agreement.takes_turns = (lambda: agreement.num_pushed, lambda: agreement.num_heard), True
+            assert isinstance(parts.gradients, PartSource)
+            parts = replace(parts, gradients=parts.gradients.redoing)
             self._errands = Errands(self._context, parts, self._client, agreement.errand)
         self._client.settled = SettledPushes(*counts, receipt_of)
         member.listen(self._errands.hear)

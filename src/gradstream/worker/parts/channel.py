@@ -92,6 +92,7 @@ class PartChannel:
         endpoint.serve_tensors()
         endpoint.serve("alive", _answer, model=False)
         self._codec: Codec | None = None
+        self._beside = False
         self._last: dict[
             tuple[int, int], asyncio.Task[None]
         ] = {}  # by part and tag, what sends the last message
@@ -117,6 +118,12 @@ class PartChannel:
         check_encodable(self._model.plan, dtype)
         channel = copy(self)
         channel._codec = None if dtype is None else CastCodec(dtype)
+        return channel
+
+    def beside(self) -> PartChannel:
+        """The same channel for values of other gradients, which are computed at the same time."""
+        channel = copy(self)
+        channel._beside = True
         return channel
 
     def _codec_of(self, value: Value) -> Codec | None:
@@ -163,7 +170,8 @@ class PartChannel:
 
     def _tag(self, transfer: TensorTransfer) -> int:
         number, _ = self._values[transfer.value]
-        return VALUES + 2 * (transfer.micro_batch * len(self._values) + number) + transfer.gradient
+        place = transfer.micro_batch * len(self._values) + number
+        return VALUES + 4 * place + 2 * transfer.gradient + self._beside
 
     # ---- messages -------------------------------------------------------------------------
 

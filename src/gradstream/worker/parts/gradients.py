@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 
@@ -70,6 +71,8 @@ class PartSource(ABC):
 
     Attributes:
         meter: counts the time of this process.
+        redoing: computes the minibatches of lost replicas; this source itself, where its pipeline is empty between
+            two gradients.
     """
 
     elsewhere = False
@@ -92,6 +95,7 @@ class PartSource(ABC):
         self._rank = config.rank
         self._seed = config.seed
         self._clip = config.clip
+        self.redoing: PartSource = self
 
     def of_rank(self, rank: int, feed: Feed | None) -> PartSource:
         """Computes the gradients of another worker, with its samples and its random numbers."""
@@ -120,9 +124,14 @@ class PartSource(ABC):
             PeerLostError: another part was lost.
         """
         begun_ns = self._runtime.now()
-        async with self._agreement.turn(gradient.batch.ref):
+        async with self._turn(gradient.batch.ref):
             with self.meter.minibatch(begun_ns):
                 return await self._compute_jointly(parameters, gradient)
+
+    def _turn(self, ref: BatchRef) -> AbstractAsyncContextManager[None]:
+        """The time in which all parts compute this gradient, and no other one; any time, where they need none."""
+        del ref
+        return nullcontext()
 
     @abstractmethod
     async def _compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result: ...
@@ -202,15 +211,21 @@ class Computed:
 class AgreedSource(PartSource):
     """Computes a part's elements of each gradient. The parts agree on it: all of them use it, or none does."""
 
+    def _turn(self, ref: BatchRef) -> AbstractAsyncContextManager[None]:
+        return self._agreement.turn(ref)
+
     async def _compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result:
         computed, read_s = await self._compute(parameters, gradient)
-        await self._agreement.share_buffers()
+        await self._share_buffers()
         mine, num_summed = await self._report(gradient, computed)
         agreed = await self._agreement.reach(mine, self._clip, num_summed)
         if not agreed.refused:
             await self._scale(gradient, agreed.scale, num_summed)
         refused = agreed.refused and f"{self.where(gradient)}: {agreed.refused}"
         return Result(agreed.loss, agreed.norm, read_s, refused)
+
+    async def _share_buffers(self) -> None:
+        await self._agreement.share_buffers()
 
     @abstractmethod
     async def _compute(self, parameters: Vector, gradient: ComputedGradient) -> tuple[Computed, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import astuple, dataclass
@@ -33,6 +33,8 @@ from gradstream.worker.parts.messages import (
     PartVerdict,
 )
 from gradstream.worker.schedule import Schedule, ScheduleHooks
+
+_Reports = asyncio.Queue[PartReport]
 
 
 class PartLead(Agreement):
@@ -65,8 +67,7 @@ class PartLead(Agreement):
         self._gate = gate
         self._member = member
         self._pushed = Counter[BatchRef]()  # in how many parts a minibatch is in the model
-        self._done = {part: asyncio.Queue[PartReport]() for part in self._others}
-        self._gradients = {part: asyncio.Queue[PartReport]() for part in self._others}
+        self._reports = defaultdict[tuple[str, int], _Reports](_Reports)  # by kind and part
         self._loss: float | None = None  # the newest, where no part waits for it
         self._votes: dict[int, PartReport] = {}
         self._agreed = True  # the last vote has come to that all are ready
@@ -86,7 +87,7 @@ class PartLead(Agreement):
             self._votes[part] = report
             self._voted.set()
         else:
-            (self._done if report.kind == "done" else self._gradients)[part].put_nowait(report)
+            self._reports[report.kind, part].put_nowait(report)
 
     def pushed(self, refs: Sequence[BatchRef]) -> None:
         """Notes that minibatches are in the model, in the worker's part."""
@@ -149,7 +150,7 @@ class PartLead(Agreement):
     async def done(self) -> None:
         """Returns when every part has done its last turn."""
         for part in self._others:
-            await self._done[part].get()
+            await self._reports["done", part].get()
 
     def send(self) -> None:
         """Lets the parts send their parameters, which `PartChannel.take` receives."""
@@ -201,7 +202,7 @@ class PartLead(Agreement):
 
     async def reach(self, mine: PartReport, clip: Clip, num_summed: int) -> Agreed:
         """See `Agreement`: adds up what the parts report, and tells them what becomes of the gradient."""
-        reports = [mine, *[await self._gradients[part].get() for part in self._others]]
+        reports = [mine, *[await self._reports[mine.kind, part].get() for part in self._others]]
         refused = next((one.refused for one in reports if one.refused), "")
         losses = [one.loss for one in reports if one.loss is not None]
         loss = math.fsum(losses) if losses else math.nan
@@ -217,15 +218,15 @@ class PartLead(Agreement):
 
     def note(self, mine: PartReport) -> float:
         """See `Agreement`: the newest loss that the others have reported, of this minibatch or an earlier one."""
-        for reports in self._gradients.values():
-            while not reports.empty():
+        for part in self._others:
+            while not (reports := self._reports["gradient", part]).empty():
                 self._loss = reports.get_nowait().loss
         return math.nan if self._loss is None else self._loss
 
     async def loss(self, mine: PartReport) -> float:
         """See `Agreement`: the part of the last stage knows it."""
         if mine.loss is None:
-            mine = await self._gradients[self._model.plan.stages[-1].part].get()
+            mine = await self._reports["gradient", self._model.plan.stages[-1].part].get()
         return math.nan if mine.loss is None else mine.loss
 
     # ---- rounds ---------------------------------------------------------------------------

@@ -56,8 +56,9 @@ class PartReport:
     """What a part says to its worker.
 
     Args:
-        kind: "pushed": minibatches are in the model. "done": of a turn. "gradient": what is known of one. "vote":
-            whether this part is ready; see `Agreement.all_ready`.
+        kind: "pushed": minibatches are in the model. "done": of a turn. "gradient": what is known of one. "redone":
+            the same of a lost replica's, which is computed beside a stream. "vote": whether this part is ready; see
+            `Agreement.all_ready`.
         refs: the minibatches.
         squares: sum of the squares of the gradient's elements; 0 where nobody needs it.
         loss: loss of the minibatch, from the part that computes it; None from others.
@@ -65,7 +66,7 @@ class PartReport:
         epoch: membership epoch of the part's group, for a vote.
     """
 
-    kind: Literal["pushed", "done", "gradient", "vote"]
+    kind: Literal["pushed", "done", "gradient", "redone", "vote"]
     refs: tuple[tuple[int, ...], ...] = ()
     squares: float = 0.0
     loss: float | None = None

@@ -35,10 +35,13 @@ class PartGradients(AgreedSource):
         super().__init__(config, *place)
         assert config.split is not None
         self._micro_batches = config.split.micro_batches
-        schedules = make_schedule(str(config.split.pipeline), self.model.plan, self._micro_batches)
-        self._schedule = schedules[self.model.part]
+        self._schedule = self._scheduled(str(config.split.pipeline))
         self._halves = any(step.kind == "weights" for step in self._schedule)
         self._recompute = config.split.recompute
+
+    def _scheduled(self, name: str) -> Schedule:
+        """This part's passes for a whole minibatch."""
+        return make_schedule(name, self.model.plan, self._micro_batches)[self.model.part]
 
     async def _compute(self, parameters: Vector, gradient: ComputedGradient) -> tuple[Computed, float]:
         num_samples, plan = gradient.batch.num_samples, self.model.plan

@@ -12,9 +12,10 @@ from gradstream.worker.config import WorkerConfig
 from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.decoupled import DecoupledGradients
-from gradstream.worker.parts.gradients import PartSource
+from gradstream.worker.parts.gradients import AgreedSource, PartSource
 from gradstream.worker.parts.hybrid import HybridGradients
 from gradstream.worker.parts.pipelined import PartGradients
+from gradstream.worker.parts.redone import RedoneGradients
 from gradstream.worker.parts.stream import StreamedGradients
 
 
@@ -37,4 +38,7 @@ def gradients_of(
         case name:
             kind = StreamedGradients if name in STREAMING else PartGradients
     channel = channel.encoded(config.split.pipeline_dtype)
-    return kind(config, runtime, model, channel, agreement, feed)
+    source = kind(config, runtime, model, channel, agreement, feed)
+    if not isinstance(source, AgreedSource):
+        source.redoing = RedoneGradients(config, runtime, model, channel.beside(), agreement, feed)
+    return source
