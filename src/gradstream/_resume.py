@@ -138,11 +138,10 @@ def resume(
         job = spread_out(job, "listen")
     plan = plan_run(job, secrets.token_hex(8), resume=at)
     _check_left(path, plan.ledger().finished)
-    if at is None:
-        has = "no good checkpoint" if from_start else "no checkpoint"
-        say(f"{path} has {has}: the run begins from the start")
-    else:
-        say(f"the run goes on from {at.folder}")
+    has = "no good checkpoint" if from_start else "no checkpoint"
+    say(f"{path} has {has}: the run begins from the start" if at is None else f"the run goes on from {at.folder}")
+    if plan.begins_anew:
+        say(plan.begins_anew)
     threads = job.spec is None
     return launch(plan, path, on_event=on_event, as_threads=threads, listening=listen, detach=detach)
 

@@ -109,6 +109,7 @@ class Manifest:
         procedures: what chunks know of a procedure (`v1.Procedure`, in base64); nothing if there is none.
         rule: class of the update rule whose state vectors these are: of the shards, or of the workers of a group.
         phase: the phase of the job.
+        predictors: names the predictors of parts that train apart, as `SyntheticGradients.of_parts` does; "" for none.
     """
 
     step: int
@@ -132,6 +133,7 @@ class Manifest:
     procedures: Sequence[str] = ()
     rule: str = ""
     phase: JobPhase = field(default_factory=JobPhase)
+    predictors: str = ""
 
     def encode(self) -> bytes:
         """Returns the contents of `state.json`."""
@@ -217,6 +219,7 @@ class Resume:
     rule: str = ""
     strategy: str = ""
     phase: JobPhase = field(default_factory=JobPhase)
+    predictors: str = ""
 
     @classmethod
     def at(cls, folder: str, manifest: Manifest, *, time_s: float = 0.0) -> Resume:

@@ -121,11 +121,37 @@ def serve(
                 "the request for a state has no valid step: expected a number",
             )
         found = await (fixed() if asked == FIXED else state(int(asked) if asked.isdigit() else None))
-        data = found.encode()
-        for start in range(0, len(data), PIECE_BYTES):
-            await stream.send(v1.Frame(body=v1.Body(data=data[start : start + PIECE_BYTES])))
+        await send_file(stream, found.encode())
 
     endpoint.serve(METHOD, answer, model=False)
+
+
+async def send_file(stream: Stream, data: bytes) -> None:
+    """Answers a call with the bytes of a file, in pieces."""
+    for start in range(0, len(data), PIECE_BYTES):
+        await stream.send(v1.Frame(body=v1.Body(data=data[start : start + PIECE_BYTES])))
+
+
+async def receive_file(
+    endpoint: Endpoint, node: str, method: str, request: bytes, limit_bytes: int, silence_s: float
+) -> bytes:
+    """Calls a method that answers by `send_file`.
+
+    Raises:
+        PeerLostError, DeadlineError: the node is gone, or silent for `silence_s` seconds.
+        RefusedError: the answer has more than `limit_bytes`.
+    """
+    stream = await endpoint.open(node, method, v1.Body(data=request), priority=Priority.CONTROL)
+    parts: list[bytes] = []
+    try:
+        await stream.end()
+        while (received := await stream.recv(silence_s)) is not None:
+            parts.append(received.frame.body.data)
+            if sum(map(len, parts)) > limit_bytes:
+                raise RefusedError(node, "BAD_REQUEST", f"its {method} has more than {limit_bytes} bytes")
+    finally:
+        stream.cancel("done")
+    return b"".join(parts)
 
 
 async def ask(
@@ -152,18 +178,9 @@ async def ask(
         RefusedError: the answer has other tensors, or too many bytes.
     """
     limit_bytes = HEADER_BYTES + sum(spec.size_bytes for spec in expected) * (EXTRA_FACTOR if fixed else 1)
-    request = v1.Body(data=FIXED if fixed else b"" if step is None else str(step).encode())
-    stream = await endpoint.open(worker, METHOD, request, priority=Priority.CONTROL)
-    parts: list[bytes] = []
+    request = FIXED if fixed else b"" if step is None else str(step).encode()
+    data = await receive_file(endpoint, worker, METHOD, request, limit_bytes, silence_s)
     try:
-        await stream.end()
-        while (received := await stream.recv(silence_s)) is not None:
-            parts.append(received.frame.body.data)
-            if sum(map(len, parts)) > limit_bytes:
-                raise RefusedError(worker, "BAD_REQUEST", f"its state has more than {limit_bytes} bytes")
-    finally:
-        stream.cancel("done")
-    try:
-        return OwnState.decode(b"".join(parts), expected)
+        return OwnState.decode(data, expected)
     except DataError as error:
         raise RefusedError(worker, "BAD_REQUEST", str(error)) from error

@@ -18,6 +18,7 @@ from gradstream.checkpoint.format import TensorSpec, of_spec
 from gradstream.checkpoint.manifest import JobPhase, Manifest
 from gradstream.checkpoint.own_state import EXTRA, EXTRA_FILE, OwnState, ask, averaged
 from gradstream.checkpoint.policy import Policy
+from gradstream.checkpoint.predictors import ask_predictors, file_of_predictors
 from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.instructions import Commit, Discard, Instruction, Prepare
 from gradstream.coordinator.snapshot import Snapshot
@@ -27,7 +28,7 @@ from gradstream.model.buffers import Buffers
 from gradstream.runtime.base import Work
 from gradstream.wire import v1
 from gradstream.wire.dtypes import itemsize_bytes
-from gradstream.wire.parts import part_map_of
+from gradstream.wire.parts import member_name, part_map_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +60,7 @@ class _Open:
     holders: Sequence[str]  # names of the nodes that write into it
     own: Mapping[str, OwnState]  # by worker
     frozen: Buffers
+    predictors: Mapping[str, bytes]  # by name of their file
     rounds: int  # minibatches of each worker
 
 
@@ -158,6 +160,15 @@ class CheckpointWriter:
         if specs := [spec for spec in fixed if not spec.same_as]:  # all workers have the same
             one = await ask(endpoint, snapshot.workers[0], specs, fixed=True, silence_s=silence_s)
             frozen = one.buffers
+        predictors: Mapping[str, bytes] = {}
+        if self._options.template.predictors:
+            nodes = [
+                member_name(part, int(who.rpartition("-")[2]))
+                for who in snapshot.workers
+                for part in range(max(1, len(admission.model.parts)))
+            ]
+            answers = await self._runtime.gather(*(ask_predictors(endpoint, one, silence_s) for one in nodes))
+            predictors = dict(zip(map(file_of_predictors, nodes), answers, strict=True))
         draft = DraftSnapshot(
             self._runtime.storage,
             step=snapshot.step,
@@ -167,7 +178,8 @@ class CheckpointWriter:
             states=self._options.states(admission.model),
         )
         before = self._resume.rounds if self._resume else 0
-        self._open[snapshot.number] = _Open(draft, snapshot.holders, own, frozen, before + ledger.num_rounds)
+        rounds = before + ledger.num_rounds
+        self._open[snapshot.number] = _Open(draft, snapshot.holders, own, frozen, predictors, rounds)
         await self._runtime.beside(draft.open, work=Work("write"))
         return draft.places
 
@@ -230,7 +242,7 @@ class CheckpointWriter:
             phase=self._phase(over=snapshot.last and self._membership.phases.crossing),
         )
         others = {**averaged(list(opened.own.values())), **opened.frozen}
-        own = {who: state.encode() for who, state in opened.own.items()}
+        own = {**{who: state.encode() for who, state in opened.own.items()}, **opened.predictors}
         if extra := {name: array for name, array in others.items() if name.startswith(EXTRA)}:
             own[EXTRA_FILE] = OwnState(0, extra).encode()
 

@@ -17,7 +17,8 @@ synthetic gradients", ICML 2017.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -64,6 +65,10 @@ class SyntheticGradients:
             raise ConfigError(f"SyntheticGradients(hidden={hidden!r}): expected a number of units, 0 or more")
         if not isinstance(lr, int | float) or not 0 < lr < math.inf:
             raise ConfigError(f"SyntheticGradients(lr={lr!r}): expected a finite number > 0")
+
+    def of_parts(self, parts: int) -> str:
+        """Names the predictors of so many parts: those of equal names take each other's weights."""
+        return f"split={parts}, pipeline=gs.pipeline.{self}"
 
 
 class Predictor:
@@ -121,6 +126,23 @@ class Predictor:
             error.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         return error.item()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Its weights, and the state of its optimizer, by name."""
+        moments = self._optimizer.state_dict()["state"]
+        state = {
+            f"{number}.{name}": tensor for number, one in moments.items() for name, tensor in one.items()
+        }
+        return {**{f"net.{name}": tensor for name, tensor in self._net.state_dict().items()}, **state}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes over what `state` has returned. Raises RuntimeError, or KeyError, if it was of another predictor."""
+        self._net.load_state_dict({name: state[f"net.{name}"] for name in self._net.state_dict()})
+        moments = defaultdict[int, dict[str, torch.Tensor]](dict)
+        for number, name in (key.split(".") for key in state if not key.startswith("net.")):
+            moments[int(number)][name] = state[f"{number}.{name}"]
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": dict(moments), "param_groups": groups})
 
     def _layer(self, inputs: int, outputs: int) -> nn.Module:
         if self._images:

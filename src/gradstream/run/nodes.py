@@ -212,6 +212,7 @@ def _checkpoint_options(plan: RunPlan, started: StartedEvent, policy: Policy) ->
         software=__version__,
         rule=_rule_name(plan),
         phase=plan.phase,
+        predictors=plan.predictors,
     )
     return CheckpointOptions(
         template=template,

@@ -33,6 +33,7 @@ from gradstream.model.base import Layout, Model
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule, ParameterGroup, groups_of
 from gradstream.optim.merge import Outer, Replace
+from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.transport.base import Identity
 from gradstream.transport.offers import shares_memory
@@ -121,6 +122,26 @@ class RunPlan:
     def parts(self) -> int:
         """Number of processes of each worker's replica."""
         return self.job.split
+
+    @property
+    def predictors(self) -> str:
+        """Names the predictors of parts that train apart; "" if there are none."""
+        pipeline = self.job.pipeline
+        return pipeline.of_parts(self.parts) if isinstance(pipeline, SyntheticGradients) else ""
+
+    @property
+    def begins_anew(self) -> str:
+        """What a resumed run does not take over from its checkpoint, in a sentence; "" if it takes over all."""
+        resume = self.resume
+        if resume is None or not resume.predictors:
+            return ""
+        lacking = [name for name in map(worker_name, range(self.workers)) if name not in resume.steps]
+        if self.predictors != resume.predictors:
+            now = self.predictors or "this run has none"
+            return f"predictors of the checkpoint are not used: they were of {resume.predictors}; {now}"
+        if lacking:
+            return f"predictors of new workers begin at zero: {', '.join(lacking)}"
+        return ""
 
     @property
     def servers_of_part(self) -> int:

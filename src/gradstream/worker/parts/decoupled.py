@@ -34,12 +34,16 @@ from gradstream.worker.parts.messages import PartReport
 
 TARGETS = "targets"
 
+AGO = "ago"
+"""In the names of a state: how many minibatches before the last one a lesson is of."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Lesson:
     """What one predictor has seen of a minibatch, and what is to come of it.
 
     Args:
+        value: name of what it predicts.
         predictor: learns it.
         seen: what it has predicted from.
         labels: features of the labels; None if it sees none.
@@ -47,15 +51,17 @@ class _Lesson:
         scale: factor of their sum.
     """
 
+    value: str
     predictor: Predictor
     seen: torch.Tensor
     labels: torch.Tensor | None
-    targets: list[asyncio.Task[torch.Tensor]]
+    targets: Sequence[asyncio.Future[torch.Tensor]]
     scale: float
 
-    def learn(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Makes the predictor's step."""
-        self.predictor.learn(self.seen, self.labels, sum(pieces[1:], pieces[0]) * self.scale)
+    async def target(self) -> torch.Tensor:
+        """What it should have predicted, when that has come."""
+        pieces = [await task for task in self.targets]
+        return sum(pieces[1:], pieces[0]) * self.scale
 
 
 class DecoupledGradients(PartSource):
@@ -142,6 +148,39 @@ class DecoupledGradients(PartSource):
         if gradient.mean and sums:
             into.div_(num_summed)
 
+    # ---- checkpoints ------------------------------------------------------------------------
+
+    async def state(self) -> dict[str, torch.Tensor]:
+        """What the predictors have, and have yet to learn, by name; between two minibatches."""
+        found = {
+            f"{value}/{name}": tensor
+            for value, one in self._predictors.items()
+            for name, tensor in one.state().items()
+        }
+        for number, lessons in self._lessons.items():
+            for lesson in lessons:
+                name = f"{lesson.value}/{AGO}{self._number - number}/"
+                found |= {name + "seen": lesson.seen, name + "target": await lesson.target()}
+                found |= {} if lesson.labels is None else {name + "labels": lesson.labels}
+        return {name: tensor.clone() for name, tensor in found.items()}  # no two share memory
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes over what `state` has returned in an earlier process of this part, before the first minibatch.
+
+        Raises:
+            RuntimeError, KeyError: it is that of other predictors.
+        """
+        for value, predictor in self._predictors.items():
+            own = f"{value}/"
+            mine = {name[len(own) :]: tensor for name, tensor in state.items() if name.startswith(own)}
+            predictor.load({name: tensor for name, tensor in mine.items() if not name.startswith(AGO)})
+            for name in (name for name in mine if name.endswith("/seen")):
+                ago = name.partition("/")[0]
+                target = asyncio.get_running_loop().create_future()
+                target.set_result(mine[f"{ago}/target"])
+                lesson = _Lesson(value, predictor, mine[name], mine.get(f"{ago}/labels"), [target], 1.0)
+                self._lessons.setdefault(-int(ago[len(AGO) :]), []).append(lesson)
+
     # ---- values -----------------------------------------------------------------------------
 
     async def _minibatch(self, gradient: ComputedGradient) -> tuple[dict[str, torch.Tensor], float]:
@@ -225,16 +264,16 @@ class DecoupledGradients(PartSource):
             )
             for part in parts
         ]
-        lesson = _Lesson(self._predictors[value.name], seen, labels, receiving, scale)
+        lesson = _Lesson(value.name, self._predictors[value.name], seen, labels, receiving, scale)
         self._lessons.setdefault(self._number, []).append(lesson)
 
     async def _learn(self, number: int) -> None:
         """Lets the predictors learn from what has come of a minibatch; waits for what has not."""
         self._sizes.pop(number, None)
         for lesson in self._lessons.pop(number, ()):
-            pieces = [await task for task in lesson.targets]
+            target = await lesson.target()
             await self.meter.compute(
-                partial(lesson.learn, pieces),
+                partial(lesson.predictor.learn, lesson.seen, lesson.labels, target),
                 work=self._work("learn", lesson.predictor, lesson.seen),
             )
 

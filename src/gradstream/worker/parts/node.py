@@ -28,7 +28,7 @@ from gradstream.worker.parts.gradients import PartPlace
 from gradstream.worker.parts.messages import PartTurn
 from gradstream.worker.parts.meter import PartMeter
 from gradstream.worker.parts.outputs import compute_outputs, test_sizes
-from gradstream.worker.parts.sources import gradients_of
+from gradstream.worker.parts.sources import begin_predictors, gradients_of
 from gradstream.worker.registration import model_spec_of, tensor_specs_of
 from gradstream.worker.replica.base import Replica
 
@@ -101,6 +101,7 @@ class PartNode:
             return  # the run was over before the worker of this replica came back
         self._follower.start()
         gradients = gradients_of(config, runtime, self._model, self._channel, self._follower, None)
+        await begin_predictors(gradients, config, runtime, self._endpoint, late=member.since > 0)
         context = ExchangeContext(
             runtime=runtime,
             endpoint=self._endpoint,

@@ -25,7 +25,7 @@ from gradstream.worker.parts.final_model import write_final_parts
 from gradstream.worker.parts.gradients import PartPlace
 from gradstream.worker.parts.lead import PartLead
 from gradstream.worker.parts.outputs import GivenOutputs, compute_outputs, test_sizes
-from gradstream.worker.parts.sources import gradients_of
+from gradstream.worker.parts.sources import begin_predictors, gradients_of
 from gradstream.worker.registration import tensor_specs_of
 
 
@@ -53,6 +53,7 @@ class Lead:
     ) -> None:
         assert config.split is not None and isinstance(config.model, PartModel)
         self._runtime = runtime
+        self._endpoint = endpoint
         self._member = member
         self._config = config
         self._model = config.model
@@ -68,6 +69,8 @@ class Lead:
         names = {*self._names}
         await self._member.heard(lambda: names <= {node.name for node in self._member.notice.nodes})
         self.parts.start()
+        gradients, late = self.place.gradients, self._member.since > 0
+        await begin_predictors(gradients, self._config, self._runtime, self._endpoint, late=late)
 
     @cached_property
     def place(self) -> PartPlace:
