@@ -139,7 +139,11 @@ def resume(
     plan = plan_run(job, secrets.token_hex(8), resume=at)
     _check_left(path, plan.ledger().finished)
     has = "no good checkpoint" if from_start else "no checkpoint"
-    say(f"{path} has {has}: the run begins from the start" if at is None else f"the run goes on from {at.folder}")
+    say(
+        f"{path} has {has}: the run begins from the start"
+        if at is None
+        else f"the run goes on from {at.folder}"
+    )
     if plan.begins_anew:
         say(plan.begins_anew)
     threads = job.spec is None

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 import gradstream as gs
 from gradstream._simulate import simulate
@@ -28,10 +29,16 @@ from gradstream.testing import TokenAudit, numbered
 from gradstream.testing.runs import QUICK
 from gradstream.testing.tokens import token_layers
 from gradstream.wire.parts import member_name, part_of, replica_of
+from gradstream.worker.computed import SampleBatch
+from gradstream.worker.parts.decoupled import DecoupledGradients
+from gradstream.worker.parts.redone import RedoneGradients
 
 SAMPLES, EPOCHS = 36, 2
 SEEDS = range(int(os.environ["ONCE_SEEDS"])) if "ONCE_SEEDS" in os.environ else (4, 5, 7, 10, 11)
 """Without the variable a few: two with a torn push, three with two deaths."""
+
+STREAM_SEEDS = SEEDS if "ONCE_SEEDS" in os.environ else (0, 1, 12)
+"""Without the variable one of each kind, with torn pushes."""
 
 STRATEGIES: tuple[gs.strategies.ServerStrategy, ...] = (
     gs.Downpour(),
@@ -189,17 +196,41 @@ def once(scenario: Scenario) -> Outcome:
     return Outcome(TokenAudit.of(run, SAMPLES, EPOCHS), deaths.count, minibatches)
 
 
-@pytest.mark.limit_s(60 + 10 * len(SEEDS))
-def test_every_chunk_of_every_part_has_every_sample_once_whenever_processes_die() -> None:
+def true_gradients(patch: pytest.MonkeyPatch) -> None:
+    """Parts that train apart predict the true gradient: that of the last column, which alone reaches parameters."""
+
+    async def guess(self: DecoupledGradients, value: Any, seen: torch.Tensor, *_: Any) -> torch.Tensor:
+        gradient = torch.zeros_like(seen)
+        gradient[:, -1] = -1.0
+        return gradient
+
+    patch.setattr(DecoupledGradients, "_guess", guess)
+
+
+def all_exact(scenarios: Sequence[Scenario]) -> None:
+    """Every chunk of every part has every sample once, whenever processes die."""
     total, deaths = Counter[str](), 0
-    for seed in SEEDS:
-        outcome = once(Scenario.of(seed))
-        assert outcome.audit.exact, (Scenario.of(seed), outcome)
+    for scenario in scenarios:
+        outcome = once(scenario)
+        assert outcome.audit.exact, (scenario, outcome)
         total += outcome.minibatches
         deaths += outcome.deaths
-    print(f"{len(SEEDS)} seeds, {deaths} deaths: {dict(total)}")
-    assert deaths > len(SEEDS) // 2
-    assert total["torn"] > len(SEEDS) // 6  # the hard case did happen
+    print(f"{len(scenarios)} seeds, {deaths} deaths: {dict(total)}")
+    assert deaths > len(scenarios) // 2
+    assert total["torn"] > len(scenarios) // 6  # the hard case did happen
+
+
+@pytest.mark.limit_s(60 + 10 * len(SEEDS))
+def test_every_chunk_of_every_part_has_every_sample_once_whenever_processes_die() -> None:
+    all_exact([Scenario.of(seed) for seed in SEEDS])
+
+
+@pytest.mark.limit_s(60 + 10 * len(STREAM_SEEDS))
+def test_the_same_of_pipelines_that_are_never_empty_and_of_parts_that_train_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    true_gradients(monkeypatch)
+    all_exact([Scenario.streaming(seed) for seed in STREAM_SEEDS])
 
 
 # ---- planted faults -------------------------------------------------------------------------
@@ -246,6 +277,29 @@ def one_part_decides(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Estates, "report", of_workers)
 
 
+def only_workers_redo(patch: pytest.MonkeyPatch) -> None:
+    """The parts of the heir's replica say that they have redone a push, and have not."""
+    redo = ServerClient.redo
+
+    async def spared(self: ServerClient, update: Any, behalf: Any, sequence: int) -> None:
+        if not part_of(behalf.sender):
+            await redo(self, update, behalf, sequence)
+
+    patch.setattr(ServerClient, "redo", spared)
+
+
+def on_the_stream(patch: pytest.MonkeyPatch) -> None:
+    """The minibatch that is redone is the one that the heir's stream computes just then."""
+    compute = RedoneGradients._compute
+
+    async def of_another(self: RedoneGradients, parameters: Any, gradient: Any) -> Any:
+        other = replace(gradient.batch.ref, batch=gradient.batch.ref.batch ^ 1)
+        batch = SampleBatch(other, gradient.batch.num_samples)
+        return await compute(self, parameters, replace(gradient, batch=batch))
+
+    patch.setattr(RedoneGradients, "_compute", of_another)
+
+
 Plant = Callable[[pytest.MonkeyPatch], None]
 FAULTS: dict[Plant, str] = {
     handed_out_again: "doubled",
@@ -262,3 +316,14 @@ def test_an_audit_shows_every_planted_fault(plant: Plant, monkeypatch: pytest.Mo
     plant(monkeypatch)
     audits = (once(Scenario.of(seed)).audit for seed in (4, 11, 2))
     assert any(getattr(audit, FAULTS[plant]) for audit in audits)
+
+
+STREAM_FAULTS: dict[Plant, str] = {**FAULTS, only_workers_redo: "lost", on_the_stream: "doubled"}
+
+
+@pytest.mark.limit_s(120)
+@pytest.mark.parametrize("plant", STREAM_FAULTS, ids=lambda plant: plant.__name__)
+def test_an_audit_of_streams_shows_every_planted_fault(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    audits = (once(Scenario.streaming(seed)).audit for seed in (0, 1, 2))
+    assert any(getattr(audit, STREAM_FAULTS[plant]) for audit in audits)

@@ -136,15 +136,19 @@ class PartModel:
             end += stage.layout.elems
         return places
 
+    def place_of(self, number: int) -> slice:
+        """The place of a stage in a vector of this part."""
+        return self._places[number]
+
     def of_stage(self, number: int, vector: torch.Tensor) -> torch.Tensor:
         """The elements of a stage, in a vector of this part."""
         return vector[self._places[number]]
 
-    def zeros(self, number: int, samples: int) -> dict[str, torch.Tensor]:
-        """Gradients of a stage's inputs that are all zero."""
+    def unknown(self, number: int, samples: int) -> dict[str, torch.Tensor]:
+        """Gradients of a stage's inputs where the loss is no number: NaN, so that no part below uses its own."""
         values = map(self.plan.value, self.plan.stages[number].inputs)
         return {
-            one.name: torch.zeros(one.shape_of(samples), dtype=one.dtype)
+            one.name: torch.full(one.shape_of(samples), torch.nan, dtype=one.dtype)
             for one in values
             if one.has_gradient
         }

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node, get_gradient_edge
 
 from gradstream.model.backprop import Pass, Sink
+from gradstream.runtime.base import Report
 from gradstream.split.graph import Piece
 from gradstream.split.halves import LateWeights, Use
 
@@ -81,14 +83,51 @@ class SavedPass:
             self.sinks[piece].clear()
         return [piece.name for piece in unused]
 
-    def run(self, roots: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-        """Runs the backward pass. The engine itself does not suspend an active function mode."""
+    def run(
+        self,
+        roots: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        ends: Sequence[int] = (),
+        report: Report | None = None,
+    ) -> None:
+        """Runs the backward pass. The engine itself does not suspend an active function mode.
+
+        Args:
+            roots, gradients: the outputs that have gradients, and these.
+            ends: where each parameter ends in the flat gradient.
+            report: called with the end of the parameters from the front whose gradients are whole, as it grows.
+        """
+        nodes = (
+            () if report is None else self._follow(ends, report)
+        )  # leaves hold their nodes by weak references
         for root in roots:
             root.register_hook(self._pass.begin)  # type: ignore[no-untyped-call]
         if roots:
             torch.autograd.Variable._execution_engine.run_backward(
                 tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
+        del nodes
+
+    def _follow(self, ends: Sequence[int], report: Report) -> Sequence[Node]:
+        """Reports as parameters get their gradients. A parameter that gets none is reported by nobody."""
+        waiting = list(enumerate(ends))[::-1]
+        whole = set[int]()
+
+        def hook(index: int) -> Callable[..., None]:
+            def gathered(*_: object) -> None:
+                whole.add(index)
+                end = 0
+                while waiting and waiting[-1][0] in whole:
+                    _, end = waiting.pop()
+                if end:
+                    report(end)
+
+            return gathered
+
+        nodes = [get_gradient_edge(leaf).node for leaf in self.leaves.values()]
+        for index, node in enumerate(nodes):
+            node.register_hook(hook(index))
+        return nodes
 
 
 def _moved(sink: StageSink) -> Callable[[torch.Tensor], None]:

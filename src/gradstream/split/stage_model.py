@@ -18,6 +18,7 @@ from gradstream.model.check import finite_loss
 from gradstream.model.fixed import Fixed
 from gradstream.model.torch_module import TorchModel, usable
 from gradstream.model.wide_linear import WideLinear
+from gradstream.runtime.base import Report
 from gradstream.split.cut import TorchPlan, layout_of_stage
 from gradstream.split.halves import first_half
 from gradstream.split.operations import Operations
@@ -129,6 +130,7 @@ class StageModel:
         *,
         weight: float = 1.0,
         add: bool = False,
+        report: Report | None = None,
     ) -> dict[str, torch.Tensor]:
         """Computes the gradients of the stage for a minibatch. It may be called once for each `forward`.
 
@@ -138,6 +140,7 @@ class StageModel:
             gradient: the stage's vector for its parameters' gradient.
             weight: factor of the parameters' gradient.
             add: whether to add it to what `gradient` has, instead of replacing that.
+            report: called with the number of elements from the front of `gradient` that are final, as it grows.
 
         Returns:
             Gradients of the stage's inputs, without the factor: of all whose `Value.has_gradient` is true.
@@ -145,8 +148,10 @@ class StageModel:
         graph = _graph_of(saved)
         self._land(graph, gradient, weight, add)
         with self._wide(graph):
-            graph.run(*graph.roots(gradients))
+            graph.run(*graph.roots(gradients), self.layout.milestones, report)
         self.unused = graph.clear()
+        if report is not None:
+            report(self.layout.elems)
         self._restore(saved)
         return {
             name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad

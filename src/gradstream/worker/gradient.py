@@ -206,7 +206,7 @@ class Differentiator:
         """Loss and length of a gradient. Raises NonFiniteError if it cannot be used."""
         into, rows = gradient.vector.tensor, gradient.rows
         held = self._held(gradient.mean)
-        looked = None if held or gradient.factors or rows is not None else _Looked(gradient, report)
+        looked = None if held or gradient.factors or rows is not None else Looked(gradient, report)
         loss = self._summed(parameters, gradient, _unreported if held else looked or report)
         num_summed = gradient.samples if self._model.reduction == "sum" else 1
         if gradient.mean and num_summed > 1:
@@ -358,7 +358,7 @@ class _Final:
 
 
 @dataclass(slots=True)
-class _Looked:
+class Looked:
     """A `Report` that reports elements once they have been looked at: from the first that is not finite on, none."""
 
     gradient: ComputedGradient
@@ -366,6 +366,7 @@ class _Looked:
     broken: bool = False
 
     def __call__(self, elems: int) -> None:
+        """See `Report`."""
         done = self.gradient.sound
         if elems <= done or self.broken:
             return

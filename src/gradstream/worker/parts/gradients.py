@@ -3,7 +3,7 @@
     each part has its part of the gradient
     all parts agree: finite?  its length over all parts?  ─▶ scaled or refused, the same in every part
 
-Nothing of a gradient is exchanged before all of it is known.
+Where the length is not asked for, a part's elements may leave as they become final, while parts below compute.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class PartSource(ABC):
             lambda: self._look(into.tensor, computed, num_summed),
             work=Work("copy", elems=len(into)),
             reads=[into.all],
-            writes=[into.all],
+            writes=[into.all] if self._clip.value is not None else [],
         )
         return report, num_summed
 
@@ -216,13 +216,23 @@ class AgreedSource(PartSource):
 
     async def _compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result:
         computed, read_s = await self._compute(parameters, gradient)
-        await self._share_buffers()
         mine, num_summed = await self._report(gradient, computed)
+        if not mine.refused and self._leaves_early(gradient):
+            gradient.sound = len(gradient.vector)
+            gradient.ready.advance(gradient.sound)
+        await self._share_buffers()
         agreed = await self._agreement.reach(mine, self._clip, num_summed)
         if not agreed.refused:
             await self._scale(gradient, agreed.scale, num_summed)
         refused = agreed.refused and f"{self.where(gradient)}: {agreed.refused}"
         return Result(agreed.loss, agreed.norm, read_s, refused)
+
+    def _leaves_early(self, gradient: ComputedGradient) -> bool:
+        """Whether elements may be pushed before the other parts have theirs: what they agree on changes none.
+
+        As in a replica of one process: if a part's gradient turns out not to be finite, what has left stays in use.
+        """
+        return not self._clip and not (gradient.mean and self.model.reduction == "sum")
 
     async def _share_buffers(self) -> None:
         await self._agreement.share_buffers()

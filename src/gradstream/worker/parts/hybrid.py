@@ -151,7 +151,7 @@ class _Passes(Computed):
         model, saved, weight = self._model, self._saved.pop((stage, turn)), self._weight(stage, samples)
         into = model.of(stage, self._into, self.common_gradient)
         if saved is None:
-            return model.zeros(stage, samples)
+            return model.unknown(stage, samples)
 
         def compute() -> dict[str, torch.Tensor]:
             returned = model.model_of(stage).backward(saved, gradients, into, weight=weight, add=True)

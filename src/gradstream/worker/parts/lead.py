@@ -203,7 +203,8 @@ class PartLead(Agreement):
     async def reach(self, mine: PartReport, clip: Clip, num_summed: int) -> Agreed:
         """See `Agreement`: adds up what the parts report, and tells them what becomes of the gradient."""
         reports = [mine, *[await self._reports[mine.kind, part].get() for part in self._others]]
-        refused = next((one.refused for one in reports if one.refused), "")
+        last = reports[self._model.plan.stages[-1].part]  # computes the loss, from which all NaNs may come
+        refused = next((one.refused for one in (last, *reports) if one.refused), "")
         losses = [one.loss for one in reports if one.loss is not None]
         loss = math.fsum(losses) if losses else math.nan
         scale, norm = 1.0, None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from gradstream.memory import Span
-from gradstream.runtime.base import Runtime, Work
+from gradstream.runtime.base import Report, Runtime, Work
 from gradstream.telemetry.events import PartEvent
 
 T = TypeVar("T")
@@ -45,8 +45,12 @@ class PartMeter:
         self, fn: Callable[[], T], *, work: Work, reads: Sequence[Span] = (), writes: Sequence[Span] = ()
     ) -> T:
         """See `Runtime.compute`."""
+        return await self.compute_in_steps(lambda _: fn(), work=work, reads=reads, writes=writes)
+
+    async def compute_in_steps(self, fn: Callable[[Report], T], *, work: Work, **how: Any) -> T:
+        """The same of a function that reports what is final; `how` are arguments of `Runtime.compute`."""
         begun_ns = self._runtime.now()
-        result = await self._runtime.compute(lambda _: fn(), work=work, reads=reads, writes=writes)
+        result = await self._runtime.compute(fn, work=work, **how)
         self._own_ns += self._runtime.now() - begun_ns
         return result
 

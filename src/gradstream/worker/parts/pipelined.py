@@ -9,6 +9,7 @@ sum. A run may let parts drop the activations of a forward pass, and compute the
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -20,11 +21,12 @@ from gradstream.errors import NonFiniteError
 from gradstream.memory import Vector
 from gradstream.pipeline.executor import run_schedule
 from gradstream.pipeline.schedule import Schedule, StagePass, make_schedule
-from gradstream.runtime.base import Work
+from gradstream.runtime.base import Report, Work
 from gradstream.split.plan import DATA
 from gradstream.split.saved import DroppedPass
 from gradstream.worker.computed import ComputedGradient
 from gradstream.worker.config import WorkerConfig
+from gradstream.worker.gradient import Looked
 from gradstream.worker.parts.gradients import AgreedSource, Computed, PartSource, nothing
 
 
@@ -50,7 +52,8 @@ class PartGradients(AgreedSource):
         data, read_s = await self._read(gradient, cuts)
         self._channel.sizes, schedule = sizes, self._schedule_of(len(sizes))
         drops = dropped(schedule) if self._recompute else ()
-        passes = Passes(self, parameters, gradient, sizes, halves=self._halves, drops=drops)
+        early = self._leaves_early(gradient)
+        passes = Passes(self, parameters, gradient, sizes, halves=self._halves, drops=drops, early=early)
         await run_schedule(
             plan, self.model.part, schedule, passes, self._channel, data.of if data else nothing
         )
@@ -82,6 +85,7 @@ class Passes(Computed):
         sizes: number of samples of each micro-batch.
         halves: the gradients of the weights are passes of their own.
         drops: the forwards that drop their activations, which are computed again before the backward.
+        early: elements of the gradient may leave as they become final.
     """
 
     def __init__(
@@ -93,8 +97,10 @@ class Passes(Computed):
         *,
         halves: bool = False,
         drops: Collection[StagePass] = (),
+        early: bool = False,
     ) -> None:
         super().__init__()
+        self._early = early
         self._halves = halves
         self._drops = drops
         self._source = source
@@ -104,6 +110,7 @@ class Passes(Computed):
         self._sizes = sizes
         self._saved: dict[tuple[int, int], object] = {}
         self._written: set[int] = set()  # stages whose gradient has begun
+        self._backwards = Counter[int]()  # by stage, how many it has done
 
     def weight(self, micro_batch: int) -> float:
         """The weight of a micro-batch in the gradient of its minibatch."""
@@ -161,7 +168,7 @@ class Passes(Computed):
         saved, weight = self._saved.pop((stage, micro_batch)), self.weight(micro_batch)
         into = model.of_stage(stage, self._gradient.vector.tensor)
         if saved is None:
-            return model.zeros(stage, self._sizes[micro_batch])
+            return model.unknown(stage, self._sizes[micro_batch])
         size, share = self._sizes[micro_batch], model.share(stage)
         if isinstance(saved, DroppedPass):
             await source.meter.compute(
@@ -177,10 +184,20 @@ class Passes(Computed):
             )
         add = stage in self._written
         self._written.add(stage)
-        return await source.meter.compute(
-            lambda: model.stages[stage].backward(saved, gradients, into, weight=weight, add=add),
+        self._backwards[stage] += 1
+        gradient, place = self._gradient, model.place_of(stage)
+        leaves = self._early and place.start == 0 and self._backwards[stage] == len(self._sizes)
+
+        def compute(report: Report) -> Mapping[str, torch.Tensor]:
+            looked = Looked(gradient, report) if leaves else None
+            return model.stages[stage].backward(saved, gradients, into, weight=weight, add=add, report=looked)
+
+        return await source.meter.compute_in_steps(
+            compute,
             work=Work("backward", samples=size, share=share),
-            writes=[self._gradient.vector.all],
+            writes=[gradient.vector[place.start : place.stop]],
+            milestones=model.stages[stage].layout.milestones,
+            on_progress=gradient.ready.advance if leaves else None,
         )
 
     async def weights(self, stage: int, micro_batch: int) -> None:

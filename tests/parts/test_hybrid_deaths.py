@@ -1,0 +1,143 @@
+"""A part of a hybrid is killed: its replica leaves and comes back whole. A run of one replica ends, and is resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradstream as gs
+from gradstream.coordinator.estates import Estates
+from gradstream.errors import PeerLostError
+from gradstream.job.files import load_job
+from gradstream.run.result import Run
+from gradstream.run.simulated import SimulatedCluster
+from gradstream.runtime.simulation import Cost, SimulationConfig
+from gradstream.runtime.storage import MemoryStorage
+from gradstream.testing import TokenAudit, numbered
+from gradstream.testing.runs import QUICK
+from split_jobs import difference, run
+from token_hybrid import audit_of, token_hybrid
+
+HYBRID = gs.pipeline.Hybrid("slices", ("2", "6"))
+SLOW = SimulationConfig(costs={"forward": Cost(base_s=5e-3), "backward": Cost(base_s=5e-3)})
+SAMPLES, EPOCHS = 36, 3
+
+
+class Killed:
+    """A script that kills a process, and starts its replica again once all of it has ended, if it `comes_back`."""
+
+    def __init__(self, name: str, at_s: float, replica: tuple[str, ...], *, comes_back: bool = True) -> None:
+        self.name, self.at_s, self.replica, self.comes_back = name, at_s, replica, comes_back
+        self.struck = False
+
+    async def __call__(self, cluster: SimulatedCluster) -> None:
+        director = cluster.virtual.runtime("director")
+        await director.sleep(self.at_s)
+        self.struck = all(map(cluster.is_running, self.replica))
+        cluster.kill(self.name)
+        while self.comes_back and any(map(cluster.is_running, self.replica)):
+            await director.sleep(0.01)
+        for one in self.replica if self.comes_back else ():
+            await cluster.restart(one)
+
+
+def tokens(script: Any, turns: Any = "assemble") -> Run:
+    return gs.simulate(
+        token_hybrid(),
+        numbered(SAMPLES),
+        strategy="downpour",
+        optimizer=gs.optim.SGD(lr=2.0),
+        workers=2,
+        split=2,
+        pipeline=gs.pipeline.Hybrid(turns),
+        batch_size=2,
+        epochs=EPOCHS,
+        chunk_elems=64,
+        deadlines=QUICK,
+        config=SLOW,
+        script=script,
+    )
+
+
+@pytest.mark.parametrize("turns", ["assemble", "broadcast", "slices"])
+@pytest.mark.parametrize("victim", ["worker-1", "part1-1"])
+def test_a_replica_comes_back_whole_and_every_sample_counts_once(victim: str, turns: Any) -> None:
+    killed = Killed(victim, 0.2, ("worker-1", "part1-1"))
+    done = tokens(killed, turns)
+    joined = [event["who"] for event in done.events if event["event"] == "joined"]
+    assert killed.struck and set(joined[-2:]) == set(killed.replica)
+    came_back_s = max(event["time_s"] for event in done.events if event["event"] == "joined")
+    assert any(row["rank"] == 1 and row["time_s"] > came_back_s for row in done.history), (
+        "it takes part again"
+    )
+    assert audit_of(done, SAMPLES, EPOCHS) == TokenAudit(0, 0, 0)
+
+
+def test_the_audit_shows_a_push_that_is_not_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a lost replica had without a receipt gets one, as if it were in the model."""
+
+    def receipts(self: Estates, estate: Any) -> Any:
+        self._receipt(estate, sorted(estate.held))
+        self._close(estate)
+        return []
+
+    monkeypatch.setattr(Estates, "_decide", receipts)
+    assert audit_of(tokens(Killed("part1-1", 0.2, ("worker-1", "part1-1"))), SAMPLES, EPOCHS).lost
+
+
+@pytest.mark.parametrize("strategy", ["synchronous", "allreduce"])
+def test_in_rounds_it_ends_the_run_and_says_why(strategy: str) -> None:
+    killed = Killed("part1-1", 0.1, ("worker-1", "part1-1"), comes_back=False)
+    with pytest.raises(PeerLostError, match=r"worker-1|part1-1"):
+        run(strategy=strategy, split=2, pipeline=HYBRID, epochs=6, config=SLOW, script=killed)
+    assert killed.struck
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "downpour"])
+def test_the_run_of_the_only_replica_ends_and_is_resumed_to_the_same_result(strategy: str) -> None:
+    given: dict[str, Any] = {"strategy": strategy, "workers": 1, "pipeline": HYBRID, "epochs": 6}
+    storage, killed = MemoryStorage(), Killed("part1-0", 1.15, ("worker-0", "part1-0"), comes_back=False)
+    with pytest.raises(PeerLostError):
+        run(storage=storage, checkpoint_every=4, split=2, config=SLOW, script=killed, **given)
+    assert killed.struck and any(name.startswith("step-") for name in storage.names("checkpoints"))
+    resumed = run(storage=storage, resume=True, checkpoint_every=None, split=2, **given)
+    assert difference(run(split=2, **given), resumed) < 1e-12
+
+
+JOB = """
+import gradstream as gs
+from gradstream.testing import numbered
+from token_hybrid import token_hybrid
+
+def job():
+    given = {"workers": 2, "split": 2, "pipeline": gs.pipeline.Hybrid(), "batch_size": 2, "chunk_elems": 64}
+    sgd = gs.optim.SGD(lr=2.0)
+    return gs.Job(token_hybrid(), numbered(64), strategy="downpour", optimizer=sgd, epochs=150, **given)
+"""
+
+
+def test_a_part_is_killed_and_its_replica_comes_back_in_processes(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "token_hybrid.py").write_text((Path(__file__).parents[1] / "token_hybrid.py").read_text())
+    log, told = tmp_path / "run" / "logs" / "part1-1.log", list[str]()
+
+    def on_event(event: Mapping[str, Any]) -> None:
+        if event["event"] == "step" and event["node"] == "worker-1" and not told:
+            told.append("struck")
+            os.kill(int(re.findall(r"part1-1: pid (\d+)", log.read_text())[-1]), signal.SIGKILL)
+        if event["event"] == "left" and event["lost"]:
+            told.append(f"lost {event['who']}")
+        if event["event"] == "joined" and event["epoch"] > 1:
+            told.append(f"back {event['who']}")
+
+    job = load_job(f"{tmp_path / 'job.py'}:job")
+    done = gs.train(job, run_dir=tmp_path / "run", on_event=on_event)
+    assert told[:3] == ["struck", "lost part1-1", "lost worker-1"]
+    assert sorted(told[3:5]) == ["back part1-1", "back worker-1"]
+    assert audit_of(done, 64, 150) == TokenAudit(0, 0, 0)
