@@ -100,7 +100,12 @@ def test_activations_are_computed_again_and_travel_in_two_bytes(
         assert np.abs(run.parameters[name] - array).max() < 1e-5
 
 
-def test_a_replica_comes_back_after_one_of_its_parts_was_killed(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "pipeline", ["gpipe", gs.pipeline.Hybrid("slices", ("2", "6"))], ids=["gpipe", "hybrid"]
+)
+def test_a_replica_comes_back_after_one_of_its_parts_was_killed(
+    place: str, tmp_path: Path, pipeline: Any
+) -> None:
     log, told = tmp_path / "run" / "logs" / "part1-1.log", list[str]()
 
     def on_event(event: Mapping[str, Any]) -> None:
@@ -122,6 +127,7 @@ def test_a_replica_comes_back_after_one_of_its_parts_was_killed(place: str, tmp_
             on_event=on_event,
             strategy="downpour",
             split=2,
+            pipeline=pipeline,
             epochs=5000,
         )
     assert told[:3] == ["struck", "lost part1-1", "lost worker-1"]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradstream.coordinator.phases import LossTolerance
+from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.schedule import FLUSHING
 from gradstream.run.plan import RunPlan
 from gradstream.strategies.base import GroupStrategy, SharedMemoryStrategy
@@ -62,7 +63,7 @@ def _obstacles(plan: RunPlan, *, rounds: bool) -> Iterator[str]:
             if served is None
             else "what a worker pushes is more than the gradient of its minibatch"
         )
-    if rounds and plan.parts > 1 and job.pipeline not in FLUSHING:
+    if rounds and plan.parts > 1 and job.pipeline not in FLUSHING and not isinstance(job.pipeline, Hybrid):
         yield "its parts have more than their parameters from one minibatch to the next"
     if rounds and plan.balanced:
         yield "shares follow measured speeds"

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from gradstream.data.base import BatchRef
+from gradstream.data.base import BatchRef, Feed
 from gradstream.data.feed import IdFeed, feed_of
 from gradstream.errors import InternalError, NonFiniteError
 from gradstream.memory import Vector
@@ -38,7 +39,14 @@ class HybridGradients(AgreedSource):
         assert isinstance(model, HybridModel) and isinstance(config.split.pipeline, Hybrid)
         self._hybrid = model
         self._kind = config.split.pipeline.turns
-        self._reader = feed_of(config.data, config.plan, config.rank, config.seed)
+        self._reader_of = partial(feed_of, config.data, config.plan, seed=config.seed)
+        self._reader = self._reader_of(rank=config.rank)
+
+    def of_rank(self, rank: int, feed: Feed | None) -> HybridGradients:
+        """See `PartSource`: every part reads its samples of the other worker's minibatch itself."""
+        other = cast(HybridGradients, super().of_rank(rank, feed))
+        other._reader = self._reader_of(rank=rank)
+        return other
 
     async def _compute(self, parameters: Vector, gradient: ComputedGradient) -> tuple[Computed, float]:
         runtime, model, batch = self._runtime, self._hybrid, gradient.batch
