@@ -37,8 +37,8 @@ SAMPLES, EPOCHS = 36, 2
 SEEDS = range(int(os.environ["ONCE_SEEDS"])) if "ONCE_SEEDS" in os.environ else (4, 5, 7, 10, 11)
 """Without the variable a few: two with a torn push, three with two deaths."""
 
-STREAM_SEEDS = SEEDS if "ONCE_SEEDS" in os.environ else (0, 1, 12)
-"""Without the variable one of each kind, with torn pushes."""
+STREAM_SEEDS = SEEDS if "ONCE_SEEDS" in os.environ else (18, 25, 28, 31, 40)
+"""Without the variable one of each pipeline, with torn pushes."""
 
 STRATEGIES: tuple[gs.strategies.ServerStrategy, ...] = (
     gs.Downpour(),
@@ -325,5 +325,5 @@ STREAM_FAULTS: dict[Plant, str] = {**FAULTS, only_workers_redo: "lost", on_the_s
 @pytest.mark.parametrize("plant", STREAM_FAULTS, ids=lambda plant: plant.__name__)
 def test_an_audit_of_streams_shows_every_planted_fault(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    audits = (once(Scenario.streaming(seed)).audit for seed in (0, 1, 2))
+    audits = (once(Scenario.streaming(seed)).audit for seed in (25, 37))
     assert any(getattr(audit, STREAM_FAULTS[plant]) for audit in audits)
