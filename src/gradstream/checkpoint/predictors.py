@@ -19,8 +19,6 @@ from gradstream.errors import DataError
 from gradstream.runtime.base import Storage
 from gradstream.transport.base import Endpoint, Stream
 
-__all__ = ["ask_predictors", "file_of_predictors", "read_predictors", "serve_predictors"]
-
 METHOD = "predictors"
 
 MOST_BYTES = 1 << 34

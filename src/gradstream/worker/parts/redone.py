@@ -25,8 +25,6 @@ from gradstream.worker.parts.gradients import Computed
 from gradstream.worker.parts.messages import PartReport
 from gradstream.worker.parts.pipelined import PartGradients
 
-__all__ = ["RedoneGradients"]
-
 
 class RedoneGradients(PartGradients):
     """Computes one part's gradients of minibatches of lost replicas. Its channel is one beside that of the stream.
