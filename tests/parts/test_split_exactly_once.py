@@ -277,12 +277,12 @@ def one_part_decides(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Estates, "report", of_workers)
 
 
-def only_workers_redo(patch: pytest.MonkeyPatch) -> None:
-    """The parts of the heir's replica say that they have redone a push, and have not."""
+def only_parts_redo(patch: pytest.MonkeyPatch) -> None:
+    """The heir's worker says that it has redone its part of a push, and has not."""
     redo = ServerClient.redo
 
     async def spared(self: ServerClient, update: Any, behalf: Any, sequence: int) -> None:
-        if not part_of(behalf.sender):
+        if part_of(behalf.sender):
             await redo(self, update, behalf, sequence)
 
     patch.setattr(ServerClient, "redo", spared)
@@ -318,7 +318,7 @@ def test_an_audit_shows_every_planted_fault(plant: Plant, monkeypatch: pytest.Mo
     assert any(getattr(audit, FAULTS[plant]) for audit in audits)
 
 
-STREAM_FAULTS: dict[Plant, str] = {**FAULTS, only_workers_redo: "lost", on_the_stream: "doubled"}
+STREAM_FAULTS: dict[Plant, str] = {**FAULTS, only_parts_redo: "lost", on_the_stream: "doubled"}
 
 
 @pytest.mark.limit_s(120)
