@@ -30,8 +30,8 @@ class _Counts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         number = x.unsqueeze(1).eq(self.numbers).float()
-        total = (number @ self.common.T).sum(1, keepdim=True)
-        return total + self.divided(number).sum(1, keepdim=True)
+        linear: torch.Tensor = self.divided(number).sum(1, keepdim=True)
+        return linear + (number @ self.common.T).sum(1, keepdim=True)
 
 
 def token_hybrid() -> Any:

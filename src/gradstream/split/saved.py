@@ -114,11 +114,12 @@ class SavedPass:
         whole = set[int]()
 
         def hook(index: int) -> Callable[..., None]:
-            def gathered(*_: object) -> None:
+            def gathered(*gradients: object) -> None:
+                del gradients
                 whole.add(index)
                 end = 0
                 while waiting and waiting[-1][0] in whole:
-                    _, end = waiting.pop()
+                    end = waiting.pop()[1]
                 if end:
                     report(end)
 

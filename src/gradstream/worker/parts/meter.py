@@ -50,7 +50,7 @@ class PartMeter:
     async def compute_in_steps(self, fn: Callable[[Report], T], *, work: Work, **how: Any) -> T:
         """The same of a function that reports what is final; `how` are arguments of `Runtime.compute`."""
         begun_ns = self._runtime.now()
-        result = await self._runtime.compute(fn, work=work, **how)
+        result: T = await self._runtime.compute(fn, work=work, **how)
         self._own_ns += self._runtime.now() - begun_ns
         return result
 
