@@ -62,8 +62,9 @@ def tokens(script: Any, turns: Any = "assemble") -> Run:
     )
 
 
-@pytest.mark.parametrize("turns", ["assemble", "broadcast", "slices"])
-@pytest.mark.parametrize("victim", ["worker-1", "part1-1"])
+@pytest.mark.parametrize(
+    ("victim", "turns"), [("worker-1", "assemble"), ("part1-1", "broadcast"), ("part1-1", "slices")]
+)
 def test_a_replica_comes_back_whole_and_every_sample_counts_once(victim: str, turns: Any) -> None:
     killed = Killed(victim, 0.2, ("worker-1", "part1-1"))
     done = tokens(killed, turns)
@@ -88,8 +89,7 @@ def test_the_audit_shows_a_push_that_is_not_settled(monkeypatch: pytest.MonkeyPa
     assert audit_of(tokens(Killed("part1-1", 0.2, ("worker-1", "part1-1"))), SAMPLES, EPOCHS).lost
 
 
-@pytest.mark.parametrize("victim", ["worker-1", "part1-1"])
-@pytest.mark.parametrize("strategy", ["synchronous", "allreduce"])
+@pytest.mark.parametrize(("strategy", "victim"), [("synchronous", "part1-1"), ("allreduce", "worker-1")])
 def test_in_rounds_another_replica_computes_its_minibatches_to_the_same_result(
     strategy: str, victim: str
 ) -> None:
