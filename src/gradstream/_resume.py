@@ -23,6 +23,7 @@ from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import holder_of
 from gradstream.run.local.door import DOOR, has_reader
 from gradstream.run.node import LOCK, LOCK_S
+from gradstream.run.nodes import check_model
 from gradstream.run.plan import plan_run
 from gradstream.run.remote.listening import Listening
 from gradstream.run.reopen import job_of_run
@@ -138,6 +139,7 @@ def resume(
         job = spread_out(job, "listen")
     plan = plan_run(job, secrets.token_hex(8), resume=at)
     _check_left(path, plan.ledger().finished)
+    check_model(plan)
     has = "no good checkpoint" if from_start else "no checkpoint"
     say(
         f"{path} has {has}: the run begins from the start"

@@ -26,7 +26,7 @@ from gradstream.job.files import Asked, intercept, job_of
 from gradstream.job.job import Data, JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.recording import FOLDER
 from gradstream.run.failures import typed_error
-from gradstream.run.nodes import grouped_rule
+from gradstream.run.nodes import check_model
 from gradstream.run.plan import metrics_of, plan_run
 from gradstream.run.result import Run
 from gradstream.run.simulated import Script, SimulatedCluster
@@ -115,8 +115,8 @@ def simulate(
             f"exchange={plan.strategy.exchange!r}: torch.distributed runs in real time and cannot be "
             "simulated; leave it out, the updates are the same"
         )
+    check_model(plan)
     built = build_model(job)
-    grouped_rule(plan, built)  # raises before anything is started where a group matches no parameter
     cluster = SimulatedCluster(plan, built, config, take, storage)
     outcome = cluster.run(script)
     if outcome is not None and outcome.notice.phase == v1.Notice.STOPPED:

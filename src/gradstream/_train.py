@@ -17,13 +17,13 @@ from gradstream.errors import (
     ConfigError,
 )
 from gradstream.job.files import Asked, intercept, job_of, script_of_caller
-from gradstream.job.job import Data, Job, JobOptions, build_model, is_script, make_job, spread_out
+from gradstream.job.job import Data, Job, JobOptions, is_script, make_job, spread_out
 from gradstream.job.registry import check_places
 from gradstream.job.validation import check_script
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher import Launcher
 from gradstream.run.local import LocalCluster
-from gradstream.run.nodes import grouped_rule
+from gradstream.run.nodes import check_model
 from gradstream.run.plan import RunPlan, plan_run
 from gradstream.run.preparation import LaunchOptions, OnAddress, Preparation
 from gradstream.run.remote.address import Address
@@ -122,8 +122,7 @@ def train(
         listening.check(job, earlier=spec in _made)
         job = spread_out(listening.spread_servers(job), "listen")
     plan = plan_run(job, secrets.token_hex(8))
-    if plan.groups:
-        grouped_rule(plan, build_model(job))  # says what is wrong before anything is started
+    check_model(plan)
     as_threads = processes is False or spec is None
     if not as_threads:
         check_places(plan.optimizer)

@@ -6,6 +6,7 @@ With several workers, rounds make the two equal to rounding. Strategies without 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +20,7 @@ from gradstream.errors import ConfigError
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK
 from gradstream.worker.parts.value_forms import as_it_was, as_sent
-from split_jobs import CLASSES, FEATURES, difference, net, run
+from split_jobs import CLASSES, FEATURES, data, difference, net, run
 
 ROUNDS: Mapping[str, dict[str, Any]] = {
     "synchronous": {"strategy": "synchronous", "servers": 2},
@@ -227,3 +228,18 @@ def test_a_value_of_any_dtype_is_received_as_it_was(tensor: torch.Tensor) -> Non
     assert torch.equal(received, tensor)
     with pytest.raises(ConfigError, match="complex128"):
         as_sent(tensor.to(torch.complex128))
+
+
+@pytest.mark.parametrize(
+    "options", [{"split": 99}, {"split": 2, "pipeline": gs.pipeline.Hybrid(layers=("nobody",))}]
+)
+def test_a_model_that_cannot_be_divided_so_is_refused_before_a_process_is_started(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[object]()
+    monkeypatch.setattr("gradstream._train.launch", lambda *args, **_: started.append(args))
+    model = gs.from_torch(net, nn.functional.cross_entropy)
+    given: dict[str, Any] = {"strategy": "downpour", "workers": 2, "batch_size": 6, "epochs": 1, **options}
+    with pytest.raises(ConfigError, match=r"expected at most split=|expected some of"):
+        gs.train(model, data(), run_dir=tmp_path / "run", processes=False, **given)
+    assert not started and not (tmp_path / "run").exists()

@@ -34,7 +34,7 @@ from gradstream.data.ledger import Ledger
 from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError
-from gradstream.job.job import Job
+from gradstream.job.job import Job, build_model
 from gradstream.job.registry import describe, optimizer_of_text
 from gradstream.model.base import Model
 from gradstream.model.torch_module import TorchModel
@@ -337,6 +337,20 @@ def _model_of(plan: RunPlan, model: Model, part: int) -> Model:
 def grouped_rule(plan: RunPlan, model: Model, part: int = 0) -> GroupedRule | None:
     """The update rule with groups, on the vector of a part of the whole model; see `RunPlan.grouped`."""
     return plan.grouped(_model_of(plan, model, part)) if plan.groups else None
+
+
+def check_model(plan: RunPlan) -> None:
+    """Says what is wrong with a model before anything is started, where the job divides it or has groups.
+
+    Raises:
+        ConfigError: it cannot be divided, or not into so many parts; or a group matches none of its parameters.
+    """
+    if plan.parts > 1 and not plan.open_ended:
+        model = _model_of(plan, build_model(plan.job), 0)
+        assert isinstance(model, PartModel)
+        _ = model.plan
+    if plan.groups:
+        grouped_rule(plan, build_model(plan.job))
 
 
 def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> WorkerConfig:
