@@ -87,6 +87,16 @@ def test_warmup_and_chain_compose() -> None:
     assert nominal_rate(gs.schedules.Warmup(gs.schedules.Chain(gs.schedules.Cosine(0.4), 1, 0.1), 3)) == 0.4
 
 
+def test_gradual_warmup_is_the_closed_form_in_every_iteration() -> None:
+    """Goyal 2017: from η = 0.1 by equal steps to kη = 0.1 · kn/256, during the first epochs."""
+    target = gs.schedules.linear_scaling(0.1, samples=256 * 32)
+    assert target == 3.2
+    found = rates(gs.schedules.Warmup(target, 2, "epochs", start=0.1))
+    assert found[:16] == [0.1 + (target - 0.1) * t / 16 for t in range(16)]
+    assert found[16:] == [target] * (STEPS - 16)
+    assert rates(gs.schedules.Warmup(0.5, 5, start=0.5)) == [0.5] * STEPS
+
+
 def test_back_off_falls_as_one_over_t() -> None:
     rate = gs.schedules.BackOff(0.5, first=4, factor=0.5, unit="steps")
     rates = [rate_at(rate, Position(step, 100, 10)) for step in range(29)]
@@ -107,6 +117,8 @@ BAD: list[tuple[Any, str]] = [
     (lambda: gs.schedules.BackOff(0.1, factor=1.0), "factor is 1.0"),
     (lambda: gs.schedules.Warmup(gs.schedules.Cosine(0.1), 0), "length is 0"),
     (lambda: gs.schedules.Warmup(math.nan, 5), "then is nan"),
+    (lambda: gs.schedules.Warmup(0.1, 5, start=0.0), "start is 0.0"),
+    (lambda: gs.schedules.linear_scaling(0.1, 0), "samples is 0"),
     (lambda: gs.schedules.Chain(0.1, -1, 0.2), "at is -1"),
     (lambda: rate_at(lambda _: -0.5, Position(3, 10, 10)), r"returned -0.5 at step 3 of 10"),
     (lambda: rate_at(lambda _: "x", Position(3, 10, 10)), r"returned 'x'"),  # type: ignore[arg-type,return-value]

@@ -37,6 +37,7 @@ __all__ = [
     "StepDecay",
     "Warmup",
     "check_rate",
+    "linear_scaling",
     "nominal_rate",
     "rate_at",
 ]
@@ -91,6 +92,34 @@ Schedule = Callable[[Position], float]
 
 Rate = float | Schedule
 """A learning rate: one number, or a schedule."""
+
+
+def linear_scaling(lr: float, samples: int, per: int = 256) -> float:
+    """The learning rate of a large minibatch: lr · samples / per.
+
+    A step of k minibatches then moves the parameters as far as k steps would, if gradients hardly differ meanwhile.
+    The loss must be a mean over all samples of the step. In PyTorch's form of momentum, which `SGD` and `LARS` have,
+    the velocity holds no rate, and needs no correction where the rate changes.
+
+    Args:
+        lr: learning rate of a minibatch of `per` samples, > 0.
+        samples: samples of a step, of all workers and all accumulated minibatches, > 0.
+        per: samples for which `lr` was tuned, > 0.
+
+    Raises:
+        ConfigError: a value is out of its range.
+
+    Reference:
+        Goyal and others, Accurate, large minibatch SGD: training ImageNet in 1 hour, 2017.
+
+    Example:
+        >>> gs.schedules.linear_scaling(0.1, samples=256 * 32)
+        3.2
+    """
+    positive("linear_scaling", "lr", lr)
+    positive("linear_scaling", "samples", samples)
+    positive("linear_scaling", "per", per)
+    return lr * samples / per
 
 
 def check_rate(rule: str, got: object, name: str = "lr") -> None:
@@ -358,15 +387,23 @@ class OneCycle:
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """Any schedule, times a ramp that rises to 1 in the first n steps: min(1, (t + 1) / n).
+    """Any schedule, reached by a ramp of n steps that grows by as much with each step.
+
+    ::
+
+        then · min(1, (t + 1) / n)                        from 0
+        start + (then - start) · min(1, t / n)            from `start`: the gradual warm-up of Goyal and others
+
+    The paper's recipe for W workers with n samples each: Warmup(linear_scaling(0.1, W * n), 5, "epochs", start=0.1).
 
     Args:
         then: a rate, or a schedule of the whole run, these steps included.
         length: n, > 0.
         unit: unit of `length`, "steps" or "epochs".
+        start: rate of the first step, > 0; None for a ramp from 0.
 
     Reference:
-        Goyal and others, Accurate, large minibatch SGD, 2017.
+        Goyal and others, Accurate, large minibatch SGD: training ImageNet in 1 hour, 2017.
 
     Example:
         >>> position = gs.schedules.Position(step=50, num_steps=100, steps_per_epoch=10)
@@ -377,11 +414,14 @@ class Warmup:
     then: Rate
     length: float
     unit: Unit = "steps"
+    start: float | None = None
 
     def __post_init__(self) -> None:
         check_rate("Warmup", self.then, "then")
         positive("Warmup", "length", self.length)
         _unit("Warmup", self.unit)
+        if self.start is not None:
+            positive("Warmup", "start", self.start)
 
     @property
     def lr(self) -> float:
@@ -390,8 +430,10 @@ class Warmup:
 
     def __call__(self, position: Position) -> float:
         """The rate at a position."""
-        ramp = min(1.0, (position.step + 1) / position.steps(self.length, self.unit))
-        return rate_at(self.then, position) * ramp
+        rate, length = rate_at(self.then, position), position.steps(self.length, self.unit)
+        if self.start is None:
+            return rate * min(1.0, (position.step + 1) / length)
+        return self.start + (rate - self.start) * min(1.0, position.step / length)
 
 
 @dataclass(frozen=True, slots=True)
