@@ -21,7 +21,7 @@ from typing import Any, cast
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.plugins import BUILT_IN, GROUPS, Plugin, choose, installed
-from gradstream.optim.base import Optimizer
+from gradstream.optim.base import ByShape, Optimizer
 from gradstream.optim.groups import GroupedRule, groups_of
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.untrusted import check_record, parse_json
@@ -49,7 +49,10 @@ OPTIMIZERS = {
     "adagrad": "gradstream.optim.adagrad:Adagrad",
     "adam": "gradstream.optim.adam:Adam",
     "adamw": "gradstream.optim.adam:AdamW",
+    "lamb": "gradstream.optim.lamb:LAMB",
+    "lars": "gradstream.optim.lars:LARS",
     "momentum": "gradstream.optim.sgd:Momentum",
+    "muon": "gradstream.optim.muon:Muon",
     "nesterov": "gradstream.optim.sgd:Nesterov",
     "sgd": "gradstream.optim.sgd:SGD",
 }
@@ -208,7 +211,7 @@ def optimizer_of_text(text: str) -> tuple[Optimizer, GroupedRule | None]:
         )
     try:
         optimizer = find_optimizer(rule.place, rule.fields)
-        if not rule.groups:
+        if not rule.groups and not isinstance(optimizer, ByShape):
             return optimizer, None
         return optimizer, GroupedRule(optimizer, groups_of(rule.groups, optimizer), rule.ranges)
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:

@@ -17,7 +17,7 @@ from gradstream.job.job import Job, build_model, is_open_ended
 from gradstream.job.registry import plain
 from gradstream.model.devices import device_of
 from gradstream.optim import SGD
-from gradstream.optim.base import Optimizer
+from gradstream.optim.base import ByShape, Optimizer, PerMatrix
 from gradstream.optim.merge import Outer
 from gradstream.sparse.updates import check_compiler
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
@@ -140,6 +140,38 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
         _check_passes(job, strategy, optimizer)
     if isinstance(strategy, SharedMemoryStrategy):
         _check_shared(job, strategy, optimizer)
+    if isinstance(optimizer, ByShape):
+        _check_whole_tensors(job, strategy, optimizer)
+
+
+def _check_whole_tensors(job: Job, strategy: Strategy, optimizer: ByShape) -> None:
+    """Raises where an update rule that needs whole tensors, or their norms, cannot have them."""
+    name = type(optimizer).__name__
+    by_shards = isinstance(strategy, ServerStrategy) and strategy.pushes == "gradients"
+    matrices = isinstance(optimizer, PerMatrix)
+    if isinstance(strategy, GroupStrategy) and strategy.sharded and matrices:
+        why = f"sharded=True gives each worker slices of matrices, and {name} needs whole ones; leave sharded out"
+    elif (
+        not isinstance(strategy, ServerStrategy) or not by_shards
+    ):  # workers have whole tensors, or add up norms
+        return
+    elif matrices:
+        why = f"its shards have chunks of matrices, and {name} needs whole ones; take strategy='allreduce'"
+    elif not getattr(strategy.rule(job.workers, "mean"), "by_round", False):
+        why = (
+            f"its shards update each chunk of a tensor with other pushes, at other times, and {name} needs the norm of "
+            "one gradient of the whole tensor; take strategy='synchronous' or 'allreduce', or a rule for single "
+            "elements, such as SGD or AdamW"
+        )
+    elif strategy.correction() is not None:
+        why = "it corrects pushes by what each worker has read; take strategy='synchronous' or 'allreduce'"
+    elif job.record:
+        why = "record=True: a replay applies chunk by chunk, without the norms of whole tensors; leave record out"
+    elif job.acknowledge != "applied":
+        why = f"acknowledge={job.acknowledge!r}: no backup has the norms of an update; leave acknowledge out"
+    else:
+        return
+    raise ConfigError(f"{type(strategy).__name__} with the update rule {name}: {why}")
 
 
 def _check_quorum(job: Job, strategy: Strategy) -> None:

@@ -3,6 +3,9 @@
 from gradstream.optim.adagrad import Adagrad
 from gradstream.optim.adam import Adam, AdamW
 from gradstream.optim.base import Optimizer
+from gradstream.optim.lamb import LAMB
+from gradstream.optim.lars import LARS
+from gradstream.optim.muon import Muon
 from gradstream.optim.schedules import (
     BackOff,
     Chain,
@@ -17,6 +20,8 @@ from gradstream.optim.schedules import (
 from gradstream.optim.sgd import SGD, Momentum, Nesterov
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "SGD",
     "Adagrad",
     "Adam",
@@ -28,6 +33,7 @@ __all__ = [
     "InverseRoot",
     "Linear",
     "Momentum",
+    "Muon",
     "Nesterov",
     "OneCycle",
     "Optimizer",

@@ -3,16 +3,28 @@
 A rule gives the same bits when it is applied to a range of the flat vector as when it is applied to the whole
 (ranges begin at multiples of 64 elements), so a shard can apply any rule to its range. The learning rate comes
 with each request: workers, which count steps, compute schedules.
+
+A rule that is `PerTensor` scales the step of each tensor by norms over the whole of it. Whoever holds a range of a
+tensor gives sums over its elements; the sums of all holders are added up; then each updates its range with the total.
+A rule that is `PerMatrix` needs all elements of a matrix at once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from gradstream.optim.schedules import Rate
+
+Sums = tuple[float, float]
+"""Two sums of squares over elements of one tensor, in float64: of the parameters, and of what the rule says."""
+
+BLOCK_ELEMS = 1 << 14
+"""Elements that are summed at once. So few stay in the cache, and no library divides them among threads: the same
+elements give the same bits on every node."""
 
 
 class Optimizer(Protocol):
@@ -76,6 +88,71 @@ class Bounded(Protocol):
             step: number of the update, from 1.
         """
         ...
+
+
+@runtime_checkable
+class ByShape(Optimizer, Protocol):
+    """An update rule that is not the same for tensors of different shapes: it needs the layout of the model."""
+
+    def of(self, dimensions: int) -> Optimizer:
+        """The rule for a tensor of so many dimensions: itself, or an element-wise one with the same state."""
+        ...
+
+
+@runtime_checkable
+class PerMatrix(ByShape, Protocol):
+    """An update rule for whole matrices. Where a matrix is divided, it cannot be applied."""
+
+    def apply_matrix(
+        self,
+        parameters: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        *,
+        lr: float,
+        step: int,
+    ) -> None:
+        """Makes one update of a matrix, in place. Arguments as in `apply`, of its shape (R, C)."""
+        ...
+
+
+@runtime_checkable
+class PerTensor(ByShape, Protocol):
+    """An update rule that needs sums over each whole tensor before it updates any of its elements.
+
+    Its `apply` takes its arguments for one whole tensor. Whoever has a range that is less, or more, calls
+    `partial_sums` for each tensor in it, and `apply_with` once the sums of all ranges are added up.
+    """
+
+    def partial_sums(
+        self,
+        parameters: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        *,
+        step: int,
+    ) -> Sums:
+        """Sums over these elements of a tensor. Changes nothing. Arguments as in `apply`, before the update."""
+        ...
+
+    def apply_with(
+        self,
+        sums: Sums,
+        parameters: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        *,
+        lr: float,
+        step: int,
+    ) -> None:
+        """Makes one update of these elements of a tensor, as `apply`, with the sums over the whole tensor."""
+        ...
+
+
+def square_sum(*terms: torch.Tensor) -> float:
+    """Σ x² over the elements of these vectors, in float64."""
+    doubles = (one.double() for one in terms)
+    return math.fsum(float((one * one).sum()) for one in doubles)  # torch.dot divides them among threads
 
 
 def skips_zeros(rule: object) -> bool:

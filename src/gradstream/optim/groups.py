@@ -9,12 +9,21 @@ gets its own rule.
 Fused kernels round the elements at the end of a range differently from those inside. So a block of 64 elements
 that several ranges share is computed whole with each of their rules, and each range takes its own elements of
 the result. An element's bits then depend only on its rule, and not on where a range, a chunk or a shard ends.
+
+A rule that is `PerTensor` has one range for each tensor, with the tensor's number in the model. Its sums are added up
+over all pieces of a tensor, whoever holds them:
+
+    partial_sums(range of the vector) ─▶ (tensor, sums) ─▶ add_up ─▶ sums of each tensor ─▶ apply
+
+A matrix of a rule that is `PerMatrix` has a range of its own as well, which is updated at once.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -22,10 +31,13 @@ from typing import Any, cast
 
 import torch
 
-from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.errors import ConfigError, InternalError, UnknownNameError
 from gradstream.optim._check import not_negative
-from gradstream.optim.base import Optimizer, skips_zeros
+from gradstream.optim.base import ByShape, Optimizer, PerMatrix, PerTensor, Sums, skips_zeros
 from gradstream.optim.decay import without_l2
+
+Piece = tuple[int, Sums]
+"""Number of a tensor of the model, and sums over some of its elements."""
 
 BLOCK_ELEMS = 64
 """Ranges that begin at multiples of this have the bits of the whole vector. Chunks begin at multiples of it."""
@@ -118,12 +130,62 @@ def _state(rule: Optimizer) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Elements [start, stop) with one rule, at `lr_scale` times the learning rate."""
+    """Elements [start, stop) with one rule, at `lr_scale` times the learning rate.
+
+    `tensor`: number of the tensor whose sums the rule needs; None where it needs none.
+    `matrix`: shape of the matrix that the range is, where the rule is for whole ones; else None.
+    """
 
     start: int
     stop: int
     rule: Optimizer
     lr_scale: float
+    tensor: int | None = None
+    matrix: tuple[int, ...] | None = None
+
+    def apply(
+        self,
+        parameters: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        sums: Mapping[int, Sums],
+        *,
+        lr: float,
+        step: int,
+    ) -> None:
+        """One update of elements of this range, in place. `sums`: of each whole tensor, by its number."""
+        rate = lr * self.lr_scale
+        if self.matrix is not None:
+            if math.prod(self.matrix) != len(parameters):
+                raise InternalError(
+                    f"{self.rule} got {len(parameters)} elements of a matrix of shape {self.matrix}; expected all"
+                )
+            whole = {name: vector.view(self.matrix) for name, vector in state.items()}
+            matrix, slope = parameters.view(self.matrix), gradient.view(self.matrix)
+            cast(PerMatrix, self.rule).apply_matrix(matrix, slope, whole, lr=rate, step=step)
+            return
+        if self.tensor is None:
+            self.rule.apply(parameters, gradient, state, lr=rate, step=step)
+            return
+        if self.tensor not in sums:
+            raise InternalError(f"{self.rule} has no sums of tensor {self.tensor} in update {step}")
+        rule = cast(PerTensor, self.rule)
+        rule.apply_with(sums[self.tensor], parameters, gradient, state, lr=rate, step=step)
+
+
+def add_up(pieces: Iterable[Piece]) -> dict[int, Sums]:
+    """The sums of each whole tensor. The order of the pieces does not change a bit of them."""
+    parts: defaultdict[int, list[Sums]] = defaultdict(list)
+    for tensor, sums in pieces:
+        parts[tensor].append(sums)
+    return {
+        tensor: (_exact_sum([first for first, _ in found]), _exact_sum([second for _, second in found]))
+        for tensor, found in parts.items()
+    }
+
+
+def _exact_sum(terms: Sequence[float]) -> float:
+    return math.fsum(terms) if all(map(math.isfinite, terms)) else math.nan
 
 
 class GroupedRule:
@@ -134,9 +196,14 @@ class GroupedRule:
         groups: groups that `groups_of` has checked.
         tensors: (name, start, stop) of every parameter, in the order of the vector.
         names: of all parameters of the model, where the vector is a part of it.
+        shapes: of each tensor of the model, by name; only a rule that is `ByShape` needs them.
+
+    Attributes:
+        num_tensors: number of tensors of the model.
 
     Raises:
         UnknownNameError: a pattern matches no name; the message gives the nearest name.
+        ConfigError: the rule needs shapes.
     """
 
     def __init__(
@@ -145,6 +212,7 @@ class GroupedRule:
         groups: Sequence[ParameterGroup],
         tensors: Iterable[tuple[str, int, int]],
         names: Sequence[str] | None = None,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         tensors = list(tensors)
         names = [name for name, _, _ in tensors] if names is None else names
@@ -152,6 +220,7 @@ class GroupedRule:
             for pattern in group.match:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     raise UnknownNameError(f"parameter: nothing fits groups[{index}].match", pattern, names)
+        self.num_tensors = len(names)
         self._ranges: list[Range] = []
         for name, start, stop in tensors:
             settings: dict[str, Any] = {}
@@ -160,7 +229,19 @@ class GroupedRule:
                 if group.has(name):
                     settings |= group.settings
                     scale = scale if group.lr_scale is None else group.lr_scale
-            self._append(Range(start, stop, _rule_with(optimizer, settings, name), scale))
+            rule = _rule_with(optimizer, settings, name)
+            if not isinstance(rule, ByShape):
+                self._append(Range(start, stop, rule, scale))
+                continue
+            if shapes is None:
+                raise ConfigError(
+                    f"{rule} needs the shapes of tensors, but here a model is one vector; expected a rule for single "
+                    "elements, such as SGD or AdamW"
+                )
+            rule = rule.of(len(shapes[name]))
+            tensor = names.index(name) if isinstance(rule, PerTensor) else None
+            matrix = shapes[name] if isinstance(rule, PerMatrix) else None
+            self._append(Range(start, stop, rule, scale, tensor, matrix))
 
     @property
     def skips_zeros(self) -> bool:
@@ -180,7 +261,8 @@ class GroupedRule:
 
     def _append(self, new: Range) -> None:
         last = self._ranges[-1] if self._ranges else None
-        if last is not None and (last.rule, last.lr_scale) == (new.rule, new.lr_scale):
+        alike = last is not None and last == dataclasses.replace(new, start=last.start, stop=last.stop)
+        if last is not None and alike and new.matrix is None:
             self._ranges[-1] = dataclasses.replace(last, stop=new.stop)
         elif new.start < new.stop:
             self._ranges.append(new)
@@ -191,6 +273,7 @@ class GroupedRule:
         parameters: torch.Tensor,
         gradient: torch.Tensor,
         state: Mapping[str, torch.Tensor],
+        sums: Mapping[int, Sums] | None = None,
         *,
         lr: float,
         step: int,
@@ -199,26 +282,73 @@ class GroupedRule:
 
         Args:
             offset: index of the first element in the flat vector, a multiple of 64.
+            sums: of each whole tensor in the range, by its number, where the rule needs them.
         """
-        elems = len(parameters)
-        ranges = [
-            dataclasses.replace(one, start=max(one.start - offset, 0), stop=min(one.stop - offset, elems))
-            for one in self._ranges
-            if one.start < offset + elems and one.stop > offset
-        ]
+        elems, sums = len(parameters), sums or {}
+        ranges = self._within(offset, elems)
         for one in ranges:
+            if one.matrix is not None:
+                cut = slice(one.start, one.stop)
+                parts = {name: vector[cut] for name, vector in state.items()}
+                one.apply(parameters[cut], gradient[cut], parts, sums, lr=lr, step=step)
+                continue
             start = -(-one.start // BLOCK_ELEMS) * BLOCK_ELEMS
             stop = elems if one.stop == elems else one.stop // BLOCK_ELEMS * BLOCK_ELEMS
             if start < stop:
                 cut = slice(start, stop)
                 parts = {name: vector[cut] for name, vector in state.items()}
-                one.rule.apply(parameters[cut], gradient[cut], parts, lr=lr * one.lr_scale, step=step)
+                one.apply(parameters[cut], gradient[cut], parts, sums, lr=lr, step=step)
         for block in sorted({one.stop // BLOCK_ELEMS for one in ranges[:-1] if one.stop % BLOCK_ELEMS}):
             start = block * BLOCK_ELEMS
             cut = slice(start, min(start + BLOCK_ELEMS, elems))
-            shared = [one for one in ranges if one.start < cut.stop and one.stop > start]
+            shared = [
+                one for one in ranges if one.start < cut.stop and one.stop > start and one.matrix is None
+            ]
             vectors = {"": parameters[cut], **{name: vector[cut] for name, vector in state.items()}}
-            _apply_shared(shared, start, vectors, gradient[cut], lr, step)
+            _apply_shared(shared, start, vectors, gradient[cut], sums, lr, step)
+
+    def _within(self, offset: int, elems: int) -> list[Range]:
+        """The parts of the ranges within `elems` elements from `offset`, counted from there."""
+        return [
+            dataclasses.replace(one, start=max(one.start - offset, 0), stop=min(one.stop - offset, elems))
+            for one in self._ranges
+            if one.start < offset + elems and one.stop > offset
+        ]
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether an update needs sums over whole tensors."""
+        return any(one.tensor is not None for one in self._ranges)
+
+    @property
+    def whole_matrices(self) -> bool:
+        """Whether an update needs all elements of some matrices at once."""
+        return any(one.matrix is not None for one in self._ranges)
+
+    def partial_sums(
+        self,
+        offset: int,
+        parameters: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        *,
+        step: int,
+    ) -> list[Piece]:
+        """The sums of each tensor over its elements in this range, which an update needs; changes nothing.
+
+        Args:
+            offset: index of the first element in the flat vector.
+        """
+        found: list[Piece] = []
+        for one in self._within(offset, len(parameters)):
+            if one.tensor is not None:
+                cut = slice(one.start, one.stop)
+                parts = {name: vector[cut] for name, vector in state.items()}
+                rule = cast(PerTensor, one.rule)
+                found.append(
+                    (one.tensor, rule.partial_sums(parameters[cut], gradient[cut], parts, step=step))
+                )
+        return found
 
     def apply_some(
         self,
@@ -239,8 +369,7 @@ class GroupedRule:
             low, high = torch.searchsorted(places, torch.tensor([one.start, one.stop])).tolist()
             if low < high:
                 parts = {name: vector[low:high] for name, vector in state.items()}
-                rate = lr * one.lr_scale
-                one.rule.apply(parameters[low:high], gradient[low:high], parts, lr=rate, step=step)
+                one.apply(parameters[low:high], gradient[low:high], parts, {}, lr=lr, step=step)
 
 
 def _apply_shared(
@@ -248,6 +377,7 @@ def _apply_shared(
     offset: int,
     vectors: Mapping[str, torch.Tensor],
     gradient: torch.Tensor,
+    sums: Mapping[int, Sums],
     lr: float,
     step: int,
 ) -> None:
@@ -260,7 +390,7 @@ def _apply_shared(
     for one in ranges:
         after = {name: vector.clone() for name, vector in before.items()}
         parameters = after.pop("")
-        one.rule.apply(parameters, gradient, after, lr=lr * one.lr_scale, step=step)
+        one.apply(parameters, gradient, after, sums, lr=lr, step=step)
         own = slice(max(one.start - offset, 0), one.stop - offset)
         for name, vector in {"": parameters, **after}.items():
             vectors[name][own] = vector[own]

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from gradstream.errors import ConfigError
-from gradstream.optim.base import Optimizer
+from gradstream.optim.base import ByShape, Optimizer
 from gradstream.optim.schedules import Rate
 
 
@@ -97,12 +97,19 @@ class Outer:
         rule: update rule of the shards; its `lr` is a number.
 
     Raises:
-        ConfigError: its `lr` is a schedule. Schedules count minibatches, and shards count updates.
+        ConfigError: its `lr` is a schedule. Schedules count minibatches, and shards count updates. Or it needs whole
+            tensors, of which a shard updates one chunk at a time.
     """
 
     rule: Optimizer
 
     def __post_init__(self) -> None:
+        if isinstance(self.rule, ByShape):
+            raise ConfigError(
+                f"the strategy's outer optimizer is {self.rule}, which needs whole tensors, and shards merge "
+                "pushes chunk by chunk; expected a rule for single elements, such as SGD. Give this one to the run's "
+                "optimizer, which the workers apply"
+            )
         if callable(self.rule.lr):
             raise ConfigError(
                 f"the strategy's outer optimizer is {self.rule}, whose lr is a schedule; expected a number, since "

@@ -335,12 +335,12 @@ def _model_of(plan: RunPlan, model: Model, part: int) -> Model:
 
 
 def grouped_rule(plan: RunPlan, model: Model, part: int = 0) -> GroupedRule | None:
-    """The update rule with groups, on the vector of a part of the whole model; see `RunPlan.grouped`."""
-    return plan.grouped(_model_of(plan, model, part)) if plan.groups else None
+    """The update rule that looks at names, on the vector of a part of the whole model; see `RunPlan.grouped`."""
+    return plan.grouped(_model_of(plan, model, part)) if plan.by_name else None
 
 
 def check_model(plan: RunPlan) -> None:
-    """Says what is wrong with a model before anything is started, where the job divides it or has groups.
+    """Says what is wrong with a model before anything is started, where the job divides it, has groups, or a rule by tensors.
 
     Raises:
         ConfigError: it cannot be divided, or not into so many parts; or a group matches none of its parameters.
@@ -349,7 +349,7 @@ def check_model(plan: RunPlan) -> None:
         model = _model_of(plan, build_model(plan.job), 0)
         assert isinstance(model, PartModel)
         _ = model.plan
-    if plan.groups:
+    if plan.by_name:
         grouped_rule(plan, build_model(plan.job))
 
 

@@ -30,10 +30,11 @@ from gradstream.job.registry import find_function, find_optimizer, find_strategy
 from gradstream.job.split import check_split
 from gradstream.job.validation import check, check_phases, check_resumed, check_strategy, whole
 from gradstream.model.base import Layout, Model
-from gradstream.optim.base import Optimizer
+from gradstream.optim.base import ByShape, Optimizer
 from gradstream.optim.groups import GroupedRule, ParameterGroup, groups_of
 from gradstream.optim.merge import Outer, Replace
 from gradstream.pipeline.synthetic import SyntheticGradients
+from gradstream.split.part_model import PartModel
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.transport.base import Identity
 from gradstream.transport.offers import shares_memory
@@ -284,20 +285,32 @@ class RunPlan:
             return self.optimizer
         return Outer(self.served.outer_optimizer(self.optimizer))
 
+    @property
+    def by_name(self) -> bool:
+        """Whether the update rule looks at names of parameters: some have settings of their own, or shapes count."""
+        return bool(self.groups) or isinstance(self.optimizer, ByShape)
+
     def grouped(self, model: Model) -> GroupedRule | None:
-        """The update rule of a model in which some parameters have settings of their own; else None.
+        """The update rule of a model, where it is not the same for all elements; else None.
 
         Args:
-            model: gives the names of its parameters; it is not touched where there are no groups.
+            model: gives the names of its parameters; it is not touched unless `by_name`.
 
         Raises:
             UnknownNameError: a group matches none of them.
+            ConfigError: the rule needs whole tensors, and workers that have only slices of some apply it.
         """
-        if not self.groups:
+        if not self.by_name:
             return None
+        if isinstance(self.optimizer, ByShape) and self.workers_optimize and _divided(model):
+            raise ConfigError(
+                f"{type(self.strategy).__name__} with split={self.parts} and {type(self.optimizer).__name__}: parts "
+                f"have slices of {_divided(model)!r}, and the workers of one part do not know the whole; take a rule "
+                "for single elements, or for norms strategy='synchronous', whose shards add them up over the parts"
+            )
         tensors = [(slot.name, slot.start, slot.stop) for slot in model.layout.slots]
-        names = [slot.name for slot in whole_layout_of(model).slots]
-        return GroupedRule(self.optimizer, self.groups, tensors, names)
+        shapes = {slot.name: slot.shape for slot in whole_layout_of(model).slots}
+        return GroupedRule(self.optimizer, self.groups, tensors, list(shapes), shapes)
 
     # ---- chunks -------------------------------------------------------------------------
 
@@ -311,6 +324,14 @@ class RunPlan:
         if self.served is not None and self.served.rows(bool(layout.tables)) is not None:
             return CHUNK_ELEMS
         return shared_chunk_elems(layout.elems, layout.dtype.itemsize, max(1, self.servers_of_part))
+
+
+def _divided(model: Model) -> str:
+    """Name of a parameter of which a part of a split model has only a slice; "" if there is none."""
+    if not isinstance(model, PartModel):
+        return ""
+    pieces = (piece for stage in model.plan.pieces for piece in stage)
+    return next((piece.name for piece in pieces if piece.axis is not None), "")
 
 
 def plan_run(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool = True) -> RunPlan:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gradstream.errors import ConfigError
+from gradstream.optim.base import PerTensor
 from gradstream.run.plan import RunPlan, shard_name
 from gradstream.runtime.base import Runtime, Storage
 from gradstream.untrusted import parse_json
@@ -43,6 +44,8 @@ def why_shards_stay(plan: RunPlan, *, spread: bool) -> str:
         why = "a recording has one file for each shard, from its first push on"
     elif served.quorum(plan.workers) is not None:
         why = "a quorum decides over all shards at once which pushes count, and new shards lack its decisions"
+    elif isinstance(plan.optimizer, PerTensor):
+        why = f"the norms of {type(plan.optimizer).__name__} are sums over all shards, and new shards are in none"
     elif served.correction() is not None:
         why = f"{name} corrects pushes by what each worker has read, which new shards lack"
     elif plan.parts > 1:

@@ -18,7 +18,7 @@ from gradstream.model.buffers import Buffers
 from gradstream.model.check import finite
 from gradstream.model.fixed import Fixed
 from gradstream.model.tree import Tree, leaves
-from gradstream.optim.base import Optimizer
+from gradstream.optim.base import ByShape, Optimizer
 from gradstream.session.binding import GradientBinding, ParameterBinding
 from gradstream.session.bridge import LoopBridge
 from gradstream.session.gradient_vector import GradientVector
@@ -285,8 +285,13 @@ def rate_of(rule: Optimizer) -> float:
     """The learning rate of a step.
 
     Raises:
-        ConfigError: it is a schedule.
+        ConfigError: it is a schedule, or the rule needs whole arrays.
     """
+    if isinstance(rule, ByShape):
+        raise ConfigError(
+            f"session.exchange: {type(rule).__name__} needs the shape of each array, and the arrays are exchanged as "
+            "one vector; expected a rule for single elements, such as SGD or AdamW"
+        )
     if callable(rule.lr):
         raise ConfigError(
             f"session.exchange: the update rule has the schedule lr={rule.lr!r}; expected a number: compute the "

@@ -66,6 +66,7 @@ METHODS: Mapping[str, Method] = {
     "fetch": Method(served_by=_SHARD, callers=_COMPUTES, request_bytes=MAX_HEADER_BYTES),
     "command": Method(served_by=_SHARD, callers=_COMPUTES),
     "quorum": Method(served_by=_SHARD, callers=_SHARD),
+    "tensor-sums": Method(served_by=_SHARD, callers=_SHARD),
     # Backups of shards. The description of a chunk names the recent pushes of each worker.
     "backup": Method(served_by=_SHARD, callers=_SHARD, chunks=True, request_bytes=MAX_HEADER_BYTES),
     "backups": Method(served_by=_SHARD, callers=_SHARD),

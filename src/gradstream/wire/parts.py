@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 
 Bounds = tuple[int, int]
 
@@ -75,3 +76,13 @@ def part_map_of(model: v1.ModelSpec, part: int) -> PartMap:
         return PartMap(((0, model.elems),))
     bounds = model.parts[part].bounds
     return PartMap(tuple(zip(bounds[::2], bounds[1::2], strict=True)))
+
+
+def shards_of(model: v1.ModelSpec, num_shards: int) -> list[int]:
+    """Ranks of the shards that have chunks, of all parts; `num_shards` is the number of each part."""
+    found: list[int] = []
+    for part in range(max(1, len(model.parts))):
+        elems = part_map_of(model, part).elems
+        chunks = ChunkMap(elems, model.chunk_elems, num_shards)
+        found += [part * num_shards + index for index in range(num_shards) if chunks.chunks_of(index)]
+    return found

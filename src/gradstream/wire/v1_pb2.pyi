@@ -1067,6 +1067,16 @@ class Whole(_message.Message):
     distances: _containers.RepeatedScalarFieldContainer[float]
     def __init__(self, rank: _Optional[int] = ..., round: _Optional[int] = ..., distances: _Optional[_Iterable[float]] = ...) -> None: ...
 
+class TensorSums(_message.Message):
+    __slots__ = ("step", "tensors", "sums")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    SUMS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    tensors: _containers.RepeatedScalarFieldContainer[int]
+    sums: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, step: _Optional[int] = ..., tensors: _Optional[_Iterable[int]] = ..., sums: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class Receipt(_message.Message):
     __slots__ = ("epoch", "partition", "batch", "more")
     EPOCH_FIELD_NUMBER: _ClassVar[int]

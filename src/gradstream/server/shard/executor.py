@@ -231,11 +231,19 @@ class ShardExecutor:
 
     async def _compute(self, update: UpdateDue) -> None:
         due = update.due
+        try:
+            second = await self.updates.prepare(due, update.parts)
+        except Exception as error:
+            self._fail(error)
+            return
         async with self.leases.turn(due.chunk):
             if due.completes:
                 await self.leases.gone(due.chunk)
             try:
-                await self.updates.compute(due, update.parts)
+                if second is None:
+                    await self.updates.compute(due, update.parts)
+                else:
+                    await self.updates.finish(due, second)
                 if self.keep is not None:
                     self.state.commit(due.chunk)
                     await self.keep(due.chunk)

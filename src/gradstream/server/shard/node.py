@@ -252,14 +252,16 @@ class ShardNode:
         return self._service.store.parameters_of(chunk)
 
     def _agree(self) -> list[asyncio.Task[None]]:
-        """Starts to agree with the other shards, where there is a quorum. Returns the task of that."""
-        quorum = self._service.quorum
-        if quorum is None:
-            return []
-        if self._config.index == 0:
-            self._service.on_decision = lambda decision: self._member.verdict(decision.round, decision.ranks)
-            return []
-        return [awaited_later(self._runtime.spawn(quorum.run(), name=f"{self._runtime.node}-quorum"))]
+        """Starts to agree with the other shards, where updates need that. Returns the tasks of that."""
+        service, runtime = self._service, self._runtime
+        if service.quorum is not None and self._config.index == 0:
+            service.on_decision = lambda decision: self._member.verdict(decision.round, decision.ranks)
+        agreements = {"quorum": service.quorum, "tensor-sums": service.tensor_sums}
+        return [
+            awaited_later(runtime.spawn(one.run(), name=f"{runtime.node}-{name}"))
+            for name, one in agreements.items()
+            if one is not None
+        ]
 
     async def _restore(self, source: ShardSnapshot) -> None:
         """Loads the checkpoint from which the run continues, if there is one."""

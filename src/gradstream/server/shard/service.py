@@ -39,12 +39,14 @@ from gradstream.server.shard.push_pacer import PushPacer
 from gradstream.server.shard.quorum_agreement import QuorumProtocol
 from gradstream.server.shard.state import ShardState
 from gradstream.server.shard.store import ShardStore
+from gradstream.server.shard.tensor_sums import TensorSums
 from gradstream.server.shard.updates import Updates
 from gradstream.server.shard.wait_notifier import WaitNotifier
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.dtypes import from_wire
+from gradstream.wire.parts import shards_of
 from gradstream.wire.placement import Placement
 
 _BACKED_UP = (v1.Command.STATUS, v1.Command.LEAVE, v1.Command.ENTER, v1.Command.STEP)
@@ -65,6 +67,7 @@ class ShardService:
         on_decision: called with each decision of a quorum.
         executor, commands, estates, copies, handover: exist once a model is registered.
         quorum: agrees with the other shards on each update; None before a model is registered, and without a quorum.
+        tensor_sums: adds up sums over whole tensors with the other shards; None where the update rule needs none.
     """
 
     def __init__(self, runtime: Runtime, endpoint: Endpoint, config: ShardConfig) -> None:
@@ -74,6 +77,7 @@ class ShardService:
         self._opened = asyncio.Event()
         self._holder: asyncio.Future[BackupHolder] = asyncio.get_running_loop().create_future()
         self.quorum: QuorumProtocol | None = None
+        self.tensor_sums: TensorSums | None = None
         self.on_decision: Callable[[QuorumDecision], None] = lambda decision: None
         endpoint.serve("push", self._push)
         endpoint.serve("fetch", self._fetch)
@@ -124,7 +128,12 @@ class ShardService:
         if config.correction is not None:
             senders = SenderStates(memory, chunks, len(store.parameters), dtype, config.correction)
         state = ShardState(store.here, config.rule, quorum=config.quorum is not None, workers=config.workers)
-        updates = Updates(runtime, store, config.rule, senders)
+        if grouped is not None and grouped.per_tensor and store.here:
+            holders = shards_of(model, config.num_shards)
+            self.tensor_sums = TensorSums(
+                runtime, endpoint, config, len(store.here), grouped.num_tensors, holders
+            )
+        updates = Updates(runtime, store, config.rule, senders, self.tensor_sums)
         self.executor = ShardExecutor(runtime, config.schedule, state, store, updates)
         if config.quorum is not None:
             whole = isinstance(config.rule.robust, WholeRule)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from gradstream.errors import ConfigError
 from gradstream.memory import Memory, Span, Vector
 from gradstream.model.check import check_updated
-from gradstream.optim.base import Optimizer
-from gradstream.optim.groups import GroupedRule
+from gradstream.optim.base import Optimizer, Sums
+from gradstream.optim.groups import GroupedRule, Piece
 from gradstream.optim.merge import Add, Replace
 from gradstream.server.rows import RowMap
 from gradstream.server.shard.headroom import Headroom
@@ -157,6 +157,16 @@ class ShardStore:
         self._sum_bounds[chunk] = bound + (self._sum_bounds.get(chunk, math.inf) if summed else 0.0)
         return _add_up(span.tensor, parts, weights, summed=summed)
 
+    def partial_sums(self, chunk: int, step: int) -> list[Piece]:
+        """The sums that the update rule needs for an update with a chunk's sum, over the chunk."""
+        assert self._grouped is not None
+        parameters, *state = (span.tensor for span in self.update_spans(chunk)[:-1])
+        gradient = self.sum_spans(chunk)[0].tensor
+        named = dict(zip(self.state, state, strict=True))
+        return self._grouped.partial_sums(
+            self.chunks.bounds(chunk)[0], parameters, gradient, named, step=step
+        )
+
     def update(
         self,
         chunk: int,
@@ -168,6 +178,7 @@ class ShardStore:
         bound: float = math.inf,
         summed: bool = False,
         vector: str = "",
+        tensor_sums: Mapping[int, Sums] | None = None,
     ) -> None:
         """Applies the optimizer to a chunk once, with Σ weight·part, summed in the order given.
 
@@ -183,6 +194,7 @@ class ShardStore:
             summed: whether to add the parts to the chunk's sum, and to apply that.
             vector: name of a state vector that the sum replaces, where workers carry the update rule out; "" for
                 an update.
+            tensor_sums: `partial_sums`, added up over all chunks of all shards, where the update rule needs them.
 
         Raises:
             NonFiniteError: the update has made a parameter, or the state, NaN or infinite.
@@ -205,7 +217,7 @@ class ShardStore:
             self._optimizer.apply(parameters, total, named, lr=lr, step=step)
         else:
             offset = self.chunks.bounds(chunk)[0]
-            self._grouped.apply(offset, parameters, total, named, lr=lr, step=step)
+            self._grouped.apply(offset, parameters, total, named, tensor_sums, lr=lr, step=step)
         vectors = {"": parameters, **named}
         self.headroom.updated(chunk, vectors, bound, where=f"chunk {chunk}", lr=lr, step=step)
 

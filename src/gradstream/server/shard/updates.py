@@ -8,11 +8,13 @@ together with that sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from gradstream.memory import Span
+from gradstream.optim.groups import Piece
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.server.correction import SenderStates
@@ -22,6 +24,9 @@ from gradstream.server.shard.distances import DistanceTable, weights_of
 from gradstream.server.shard.instructions import Apply
 from gradstream.server.shard.row_store import Part, row_sum
 from gradstream.server.shard.store import ShardStore
+from gradstream.server.shard.tensor_sums import TensorSums
+
+SecondPass = Callable[[], None]
 
 BRIEF_ELEMS = 1 << 18
 """An update of at most this many elements takes less time than handing it to another thread."""
@@ -35,21 +40,74 @@ class Updates:
         store: vectors of the shard.
         rule: weighs pushes.
         senders: state of the correction for each sender; None if there is no correction.
+        tensor_sums: adds up sums over whole tensors, where the update rule needs them; else None.
     """
 
     def __init__(
-        self, runtime: Runtime, store: ShardStore, rule: AggregationRule, senders: SenderStates | None
+        self,
+        runtime: Runtime,
+        store: ShardStore,
+        rule: AggregationRule,
+        senders: SenderStates | None,
+        tensor_sums: TensorSums | None = None,
     ) -> None:
         self._runtime = runtime
         self._store = store
         self._rule = rule
         self._senders = senders
+        self._tensor_sums = tensor_sums
 
     def changes_nothing(self, due: Apply) -> bool:
         """Whether there is nothing to compute, as for most chunks of a push of some rows."""
         if self._store.changed is None or not due.update or due.summed:
             return False
         return all(held.header.empty for held in due.update)
+
+    async def prepare(self, due: Apply, parts: Sequence[Part]) -> SecondPass | None:
+        """The first of two passes over a chunk, for a rule that needs sums over whole tensors.
+
+        It waits for all other chunks. Meanwhile this one is as before, and may be read.
+
+        Args:
+            due, parts: as for `compute`.
+
+        Returns:
+            The second pass; None where the rule needs no sums.
+        """
+        sums, chunk, store, robust = self._tensor_sums, due.chunk, self._store, self._rule.robust
+        if sums is None or not due.update or due.update[0].assign:
+            return None
+        present, weights = _present(due), self._weights(due)
+
+        def gather(_: object) -> list[Piece] | None:
+            gradients, scales = [self._whole(chunk, part) for part in parts], weights
+            if robust is not None:
+                total = self._combine(robust, due, present, gradients, weights)
+                if total is None:
+                    return None
+                gradients, scales = [total], [1.0]
+            store.gather(chunk, gradients, scales, summed=due.summed > 0)
+            return store.partial_sums(chunk, due.step)
+
+        pieces: list[Piece] | None = None
+        if parts:  # else nobody has a gradient of this chunk; other chunks may have some
+            reads = [store.span(vector, chunk) for vector in (store.parameters, *store.state.values())]
+            writes = store.sum_spans(chunk)
+            if isinstance(robust, WholeRule) and robust.centred:
+                writes += [store.centre_span(chunk)]
+            work, none = _priced("apply", len(reads[0]) * len(parts)), list[Piece]()
+            pieces = await self._runtime.compute(
+                gather, work=work, reads=reads, writes=writes, shape_only=none
+            )
+        total = await sums.total(chunk, due.step, pieces or ())
+        if pieces is None:
+            return lambda: None
+        return partial(store.update, chunk, (), (), lr=due.lr, step=due.step, summed=True, tensor_sums=total)
+
+    async def finish(self, due: Apply, second: SecondPass) -> None:
+        """Carries out the second pass of `prepare`. The caller keeps readers away meanwhile."""
+        spans = [*self._store.update_spans(due.chunk), *self._store.sum_spans(due.chunk)]
+        await self._runtime.compute(lambda _: second(), work=_priced("apply", len(spans[0])), writes=spans)
 
     async def compute(self, due: Apply, parts: Sequence[Part]) -> None:
         """Carries an update out, or adds it to the chunk's sum. The caller keeps readers away meanwhile.
@@ -119,7 +177,9 @@ class Updates:
         def arithmetic(_: object) -> None:
             parts = self._corrected(chunk, present, pushed, parameters.tensor)
             if robust is not None:
-                self._combine(robust, due, present, parts, weights)
+                total = self._combine(robust, due, present, parts, weights)
+                if total is not None:
+                    store.update(chunk, [total], [1.0], lr=due.lr, step=due.step)
                 return
             lengths = [
                 math.inf if self._senders else one.length for one in present
@@ -148,24 +208,22 @@ class Updates:
         present: Sequence[PushHeader],
         parts: Sequence[torch.Tensor],
         scales: Sequence[float],
-    ) -> None:
-        """Makes an update by a robust rule. Nothing changes where every contribution is left out."""
-        chunk, store = due.chunk, self._store
+    ) -> torch.Tensor | None:
+        """The contributions as one, by a robust rule; None where every one is left out."""
         if isinstance(robust, CoordinateRule):
-            total = robust.combine(parts, scales)
-        else:
-            assert isinstance(robust, WholeRule)
-            shares = weights_of(robust, due.distances, [one.rank for one in present])
-            if not any(shares.values()):
-                return
-            total = torch.zeros_like(parts[0])
-            for one, part, scale in zip(present, parts, scales, strict=True):
-                total.add_(part, alpha=shares[one.rank] * scale)
-            if robust.centred:
-                centre = store.centre_span(chunk).tensor
-                total.add_(centre, alpha=1.0 - math.fsum(shares.values()))
-                centre.copy_(total)
-        store.update(chunk, [total], [1.0], lr=due.lr, step=due.step)
+            return robust.combine(parts, scales)
+        assert isinstance(robust, WholeRule)
+        shares = weights_of(robust, due.distances, [one.rank for one in present])
+        if not any(shares.values()):
+            return None
+        total = torch.zeros_like(parts[0])
+        for one, part, scale in zip(present, parts, scales, strict=True):
+            total.add_(part, alpha=shares[one.rank] * scale)
+        if robust.centred:
+            centre = self._store.centre_span(due.chunk).tensor
+            total.add_(centre, alpha=1.0 - math.fsum(shares.values()))
+            centre.copy_(total)
+        return total
 
     async def measure(
         self, contributions: Mapping[int, Sequence[tuple[PushHeader, Part | None]]], num_workers: int

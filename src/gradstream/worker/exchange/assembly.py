@@ -142,6 +142,8 @@ class Assembly:
         sharded = strategy.sharded
         if sharded is None:  # a user's loop may look at all parameters after another worker's death
             alone = config.loop is None and config.split is None
+            grouped = config.update_rule[1]
+            alone = alone and not (grouped is not None and grouped.whole_matrices)
             sharded = group.shares_memory and alone and not strategy.factors
         bucket_elems = strategy.bucket_elems(layout.dtype.itemsize, config.chunk_elems)
         buckets = Buckets(layout.elems, bucket_elems, group.size)

@@ -20,6 +20,8 @@ from gradstream.collectives.group import Group
 from gradstream.memory import Span, Vector
 from gradstream.model.check import finite
 from gradstream.model.factors import FactoredLayer
+from gradstream.optim.base import Sums
+from gradstream.optim.groups import Piece, add_up
 from gradstream.runtime.base import Runtime, Work
 from gradstream.strategies import api
 from gradstream.telemetry.events import GROUP
@@ -253,7 +255,7 @@ class GroupPeers:
         meter: counts the exchanges, and the time that they take.
 
     Attributes:
-        counts: memory for two numbers of each worker.
+        counts: memory for two numbers of each worker, or of each tensor.
     """
 
     def __init__(
@@ -272,8 +274,10 @@ class GroupPeers:
         self._made: ComputedGradient | None = (
             None  # its update is made here, and not known to be made everywhere
         )
-        # samples of each rank, then their rates
-        self.counts = setup.group.allocate(2 * setup.group.size, torch.float64, "counts")
+        # samples of each rank, then their rates; or the sums of each tensor
+        self._num_tensors = setup.updater.per_tensor if setup.sharded else 0
+        pairs = max(setup.group.size, self._num_tensors)
+        self.counts = setup.group.allocate(2 * pairs, torch.float64, "counts")
 
     async def samples(self, gradient: api.Gradient) -> Sequence[int]:
         """See `strategies.api.Peers`. The plan tells; where it cannot, the workers tell one another.
@@ -301,10 +305,10 @@ class GroupPeers:
 
         The sum of one worker's numbers and the zeros of the others is exact.
         """
-        size, rank, counts = self._group.size, self._group.rank, self.counts.tensor
-        counts.zero_()
+        size, rank, told = self._group.size, self._group.rank, self.counts[: 2 * self._group.size]
+        counts = told.tensor.zero_()
         counts[rank], counts[size + rank] = first, second
-        span = await self._group.allreduce(self.counts.all)
+        span = await self._group.allreduce(told)
         if counts.is_meta:  # in a shape-only simulation all workers are alike
             return [(first, second)] * size
         total = span.tensor.tolist()
@@ -415,6 +419,7 @@ class GroupPeers:
     async def _apply(self) -> None:
         """Makes the update. Changes nothing if a worker's gradient was not finite."""
         sums, lr, updater = self._round.sums, self._round.lr, self._setup.updater
+        tensor_sums = await self._tensor_sums() if self._num_tensors else None
         old, begun_ns = self._replica.vectors, self._runtime.now()
         if self._setup.spare:
             self._replica.turn()
@@ -428,7 +433,7 @@ class GroupPeers:
                 for start, part in parts:
                     target.tensor[start : start + len(part)].copy_(source.tensor[start : start + len(part)])
             if all(finite(part) for start, part in parts if start >= self._held):
-                updater.update(parameters.tensor, parts, lr=lr, step=version + 1)
+                updater.update(parameters.tensor, parts, tensor_sums, lr=lr, step=version + 1)
 
         await self._runtime.compute(
             update,
@@ -437,6 +442,27 @@ class GroupPeers:
             writes=[*changed, *(vector.all for vector in updater.state.values())],
         )
         self._meter.updated(parameters, begun_ns)
+
+    async def _tensor_sums(self) -> Mapping[int, Sums]:
+        """The sums over each whole tensor, of which every worker has a part."""
+        sums, updater, parameters = self._round.sums, self._setup.updater, self._replica.parameters
+        parts = [(start, span.tensor) for start, span in sums if len(span)]
+        step = self._replica.version + 1
+        pieces = await self._runtime.compute(
+            lambda _: updater.partial_sums(parameters.tensor, parts, step=step),
+            work=Work("apply", elems=sum(len(span) for _, span in sums)),
+            reads=[span for _, span in sums] + [vector.all for vector in self._replica.vectors],
+            shape_only=list[Piece](),
+        )
+        told = self.counts[: 2 * self._num_tensors]
+        counts, begun_ns = told.tensor.zero_(), self._runtime.now()
+        for tensor, pair in add_up(pieces).items():
+            counts[2 * tensor : 2 * tensor + 2] = torch.tensor(pair, dtype=counts.dtype)
+        total = (await self._group.allreduce(told)).tensor
+        self._meter.waited(begun_ns)
+        if total.is_meta:
+            return {}
+        return {tensor: (first, second) for tensor, (first, second) in enumerate(total.view(-1, 2).tolist())}
 
     async def all_gather(self) -> None:
         """See `strategies.api.Peers`."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from gradstream.memory import Span, Vector
 from gradstream.model.check import check_updated
-from gradstream.optim.base import Optimizer
+from gradstream.optim.base import Optimizer, Sums
 from gradstream.optim.decay import l2_of
-from gradstream.optim.groups import GroupedRule, Range
+from gradstream.optim.groups import GroupedRule, Piece, Range, add_up
 from gradstream.optim.schedules import Rate
 
 UpdateRule = tuple[Optimizer, GroupedRule | None]
@@ -95,26 +95,61 @@ class Updater:
         local = self._places[first] + start - first
         return vector[local : local + stop - start]
 
+    @property
+    def per_tensor(self) -> int:
+        """Number of tensors of the model, where an update needs sums over whole tensors; else 0."""
+        grouped = self._grouped
+        return grouped.num_tensors if grouped is not None and grouped.per_tensor else 0
+
+    def partial_sums(
+        self, parameters: torch.Tensor, sums: Sequence[tuple[int, torch.Tensor]], *, step: int
+    ) -> list[Piece]:
+        """The sums over each tensor's elements in these ranges, which an update needs. Arguments as in `update`."""
+        assert self._grouped is not None
+        found: list[Piece] = []
+        for start, gradient in sums:
+            target, state = self._at(parameters, start, len(gradient))
+            found += self._grouped.partial_sums(start, target, gradient, state, step=step)
+        return found
+
     def update(
-        self, parameters: torch.Tensor, sums: Sequence[tuple[int, torch.Tensor]], *, lr: float, step: int
+        self,
+        parameters: torch.Tensor,
+        sums: Sequence[tuple[int, torch.Tensor]],
+        tensor_sums: Mapping[int, Sums] | None = None,
+        *,
+        lr: float,
+        step: int,
     ) -> None:
         """Makes one update of these ranges, in place.
 
         Args:
             parameters: (E,), the whole vector.
             sums: (start, mean gradient of the elements from there on); each lies within one range.
+            tensor_sums: `partial_sums`, added up over all who hold a part of a tensor; None where no others do.
             lr: learning rate.
             step: number of the update, from 1.
 
         Raises:
             NonFiniteError: the update has made a parameter, or the state, NaN or infinite.
         """
+        if self._grouped is not None and self._grouped.whole_matrices and len(sums) > 1:
+            sums = [(0, torch.cat([gradient for _, gradient in sums]))]
+        if self.per_tensor and tensor_sums is None:
+            tensor_sums = add_up(self.partial_sums(parameters, sums, step=step))
         for start, gradient in sums:
-            stop = start + len(gradient)
-            target = parameters[start:stop]
-            state = {name: self.state_of(vector, start, stop).tensor for name, vector in self.state.items()}
+            target, state = self._at(parameters, start, len(gradient))
             if self._grouped is None:
                 self._optimizer.apply(target, gradient, state, lr=lr, step=step)
             else:
-                self._grouped.apply(start, target, gradient, state, lr=lr, step=step)
-            check_updated([target, *state.values()], f"elements {start} to {stop}", lr, step)
+                self._grouped.apply(start, target, gradient, state, tensor_sums, lr=lr, step=step)
+            where = f"elements {start} to {start + len(gradient)}"
+            check_updated([target, *state.values()], where, lr, step)
+
+    def _at(
+        self, parameters: torch.Tensor, start: int, elems: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Parameters and state of some elements."""
+        stop = start + elems
+        state = {name: self.state_of(vector, start, stop).tensor for name, vector in self.state.items()}
+        return parameters[start:stop], state
