@@ -147,14 +147,11 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
 def _check_whole_tensors(job: Job, strategy: Strategy, optimizer: ByShape) -> None:
     """Raises where an update rule that needs whole tensors, or their norms, cannot have them."""
     name = type(optimizer).__name__
-    by_shards = isinstance(strategy, ServerStrategy) and strategy.pushes == "gradients"
     matrices = isinstance(optimizer, PerMatrix)
     if isinstance(strategy, GroupStrategy) and strategy.sharded and matrices:
         why = f"sharded=True gives each worker slices of matrices, and {name} needs whole ones; leave sharded out"
-    elif (
-        not isinstance(strategy, ServerStrategy) or not by_shards
-    ):  # workers have whole tensors, or add up norms
-        return
+    elif not isinstance(strategy, ServerStrategy) or strategy.pushes != "gradients":
+        return  # workers have whole tensors, or add up their norms
     elif matrices:
         why = f"its shards have chunks of matrices, and {name} needs whole ones; take strategy='allreduce'"
     elif not getattr(strategy.rule(job.workers, "mean"), "by_round", False):
