@@ -4,7 +4,7 @@ LAMB on a transformer's tensors, on one core: updates by S workers, each of its 
 other, with the exchange of the tensors' sums; divided by updates of the whole vector by one worker. Beside it LAMB and
 LARS over AdamW and SGD, on the whole vector. The least of `--repeats` measurements of each, taken by turns.
 
-    python bench/large_batch_rules.py                # 12,629,760 float32; writes bench/results/large-batch-rules.json
+    python bench/large_batch_rules.py                # 12,609,536 float32; writes bench/results/large-batch-rules.json
     python bench/large_batch_rules.py --layers 1 --out ""
 """
 
