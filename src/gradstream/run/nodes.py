@@ -340,7 +340,7 @@ def grouped_rule(plan: RunPlan, model: Model, part: int = 0) -> GroupedRule | No
 
 
 def check_model(plan: RunPlan) -> None:
-    """Says what is wrong with a model before anything is started, where the job divides it, has groups, or a rule by tensors.
+    """Refuses a model before anything is started, if it cannot be divided, or its rule by tensors does not fit it.
 
     Raises:
         ConfigError: it cannot be divided, or not into so many parts; or a group matches none of its parameters.
