@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gradstream.runtime.tasks import finish_despite_cancel
+from gradstream.runtime.tasks import interrupt_on_cancel
 from gradstream.transport.base import PeerSocket
 
 
@@ -69,12 +69,7 @@ class GroupDataSockets:
     async def in_thread(self, work: Callable[[], object]) -> None:
         """Runs a blocking function on the thread. If the caller is cancelled, the sockets are shut down first."""
         running = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        try:
-            await asyncio.shield(running)
-        except asyncio.CancelledError:
-            self.shut_down()
-            await _settled(running)
-            raise
+        await interrupt_on_cancel(running, self.shut_down)
 
     def shut_down(self) -> None:
         """Ends what the thread does, here and at the other ends. Idempotent."""
@@ -96,11 +91,3 @@ class GroupDataSockets:
     def _close(self) -> None:
         for data_socket in self._sockets.values():
             data_socket.socket.close()
-
-
-async def _settled(running: asyncio.Future[object]) -> None:
-    """Waits for the end of `running`, whatever its outcome."""
-    try:
-        await finish_despite_cancel(running)
-    except BaseException:
-        pass

@@ -8,7 +8,7 @@ arrival has no effect on their bits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -133,17 +133,44 @@ class PipelineExecutor:
         self._outgoing: dict[int, asyncio.Queue[tuple[TensorTransfer, torch.Tensor] | None]] = {
             other: asyncio.Queue() for other in range(plan.parts) if other != part
         }
+        self._post: Callable[[TensorTransfer, torch.Tensor], Awaitable[None]] = self._enqueue
 
     async def run(self, schedule: Schedule) -> None:
         """Carries out the next passes. Raises as `run_schedule`."""
-        await gather(self._compute(schedule), *map(self._send_all, self._outgoing))
+        self._post = self._enqueue
+
+        async def compute() -> None:
+            await self._compute(schedule)
+            for queue in self._outgoing.values():
+                queue.put_nowait(None)
+
+        await gather(compute(), *map(self._send_all, self._outgoing))
+
+    def run_in_thread(self, schedule: Schedule) -> None:
+        """As `run`, in the calling thread, without an event loop: for stages and a channel that block it.
+
+        Raises:
+            InternalError: the stages or the channel wait for an event loop.
+        """
+        self._post = self._channel.send
+        computing = self._compute(schedule)
+        try:
+            while computing.send(None) is None:
+                pass  # `let_others_run`: there are no others
+        except StopIteration:
+            return
+        computing.close()
+        raise InternalError(f"part {self._part} waits for an event loop in a thread that has none")
+
+    async def _enqueue(self, transfer: TensorTransfer, tensor: torch.Tensor) -> None:
+        self._outgoing[transfer.target].put_nowait((transfer, tensor))
 
     async def _compute(self, schedule: Schedule) -> None:
         for step in schedule:
             if step.stage == DATA:
                 for value in self._plan.values:
                     if value.source == DATA and self._plan.parts_using(value):
-                        self._send(value, step.micro_batch, self._data(value.name, step.micro_batch))
+                        await self._send(value, step.micro_batch, self._data(value.name, step.micro_batch))
             elif step.kind == "forward":
                 await self._forward(self._plan.stages[step.stage], step.micro_batch)
             elif step.kind == "backward":
@@ -151,8 +178,6 @@ class PipelineExecutor:
             else:
                 await self._stages.weights(step.stage, step.micro_batch)
             await let_others_run()  # sends begin now, also where `stages` computes without ever waiting
-        for queue in self._outgoing.values():
-            queue.put_nowait(None)
 
     async def _send_all(self, target: int) -> None:
         while (outgoing := await self._outgoing[target].get()) is not None:
@@ -163,14 +188,14 @@ class PipelineExecutor:
         outputs = await self._stages.forward(stage.number, micro_batch, inputs)
         for name in stage.outputs:
             tensor = _get(outputs, name, StagePass("forward", stage.number, micro_batch))
-            self._send(self._values[name], micro_batch, tensor)
+            await self._send(self._values[name], micro_batch, tensor)
             if self._users[name]:
                 self._held[name, micro_batch] = tensor, len(self._users[name])
 
-    def _send(self, value: Value, micro_batch: int, tensor: torch.Tensor) -> None:
+    async def _send(self, value: Value, micro_batch: int, tensor: torch.Tensor) -> None:
         for other in self._plan.parts_using(value):
             transfer = TensorTransfer(value.name, micro_batch, self._part, other, gradient=False)
-            self._outgoing[other].put_nowait((transfer, tensor))
+            await self._post(transfer, tensor)
 
     async def _take(self, value: Value, micro_batch: int) -> torch.Tensor:
         """The value for one of the stages that use it here."""
@@ -193,15 +218,15 @@ class PipelineExecutor:
         for value in (self._values[name] for name in stage.inputs):
             if value.has_gradient:
                 tensor = _get(returned, value.name, StagePass("backward", stage.number, micro_batch))
-                self._return(value, micro_batch, stage.number, tensor)
+                await self._return(value, micro_batch, stage.number, tensor)
 
-    def _return(self, value: Value, micro_batch: int, user: int, tensor: torch.Tensor) -> None:
+    async def _return(self, value: Value, micro_batch: int, user: int, tensor: torch.Tensor) -> None:
         """Notes the gradient from one of the stages that used a value here; the last sends the sum home."""
         key, home = (value.name, micro_batch), self._plan.part_of(value)
         self._gradients.setdefault(key, {})[user] = tensor
         if home != self._part and len(self._gradients[key]) == len(self._users[value.name]):
             transfer = TensorTransfer(*key, self._part, home, gradient=True)
-            self._outgoing[home].put_nowait((transfer, self._own_sum(value, micro_batch)))
+            await self._post(transfer, self._own_sum(value, micro_batch))
 
     def _own_sum(self, value: Value, micro_batch: int) -> torch.Tensor:
         gradients = self._gradients.pop((value.name, micro_batch))

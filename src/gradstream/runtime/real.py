@@ -42,6 +42,9 @@ class RealRuntime(Tasks):
         core: the thread for arithmetic that several nodes of this process share; None makes one. With a
             shared thread, CPU seconds count the node's arithmetic alone.
         memory: memory for the node's vectors; None is private memory, which no other process can map.
+
+    Attributes:
+        shares_thread: whether other nodes compute in this node's thread too; then nothing may wait in it.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class RealRuntime(Tasks):
         self.compute_s: defaultdict[str, float] = defaultdict(float)  # thread CPU seconds by kind of work
         self._num_running: Counter[Lane] = Counter()  # computations asked for and not completed
         self._thread: int | None = None  # of `_core`, where it belongs to this node alone
-        self._shares = core is not None
+        self.shares_thread = core is not None
         self._core = core or ThreadPoolExecutor(
             max_workers=1, thread_name_prefix=f"{node}-compute", initializer=self._began
         )
@@ -103,7 +106,7 @@ class RealRuntime(Tasks):
         own_bytes = self._own_memory.take()
         unit_bytes = 1 if sys.platform == "darwin" else 1024
         user_s, system_s = usage.ru_utime, usage.ru_stime
-        if self._shares:
+        if self.shares_thread:
             user_s, system_s = sum(self.compute_s.values()), 0.0
         return [
             CpuEvent(
@@ -129,7 +132,7 @@ class RealRuntime(Tasks):
         """Ends the threads of this runtime."""
         self._disk.shutdown(wait=False, cancel_futures=True)
         self._exchange.shutdown(wait=False, cancel_futures=True)
-        if not self._shares:
+        if not self.shares_thread:
             self._core.shutdown(wait=False, cancel_futures=True)
 
     async def compute(

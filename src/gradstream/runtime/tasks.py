@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from gradstream.memory import Loans
@@ -156,6 +157,17 @@ async def finish_despite_cancel(future: asyncio.Future[T]) -> T:
             future.exception()  # retrieved, so that asyncio does not log it: the cancellation is raised
         raise cancelled
     return future.result()
+
+
+async def interrupt_on_cancel(future: asyncio.Future[T], interrupt: Callable[[], object]) -> T:
+    """As `finish_despite_cancel`, but a cancellation first calls what ends the thread's work early."""
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        interrupt()
+        with suppress(BaseException):
+            await finish_despite_cancel(future)
+        raise
 
 
 def release_then(loans: Loans, on_progress: Report) -> Report:

@@ -10,12 +10,13 @@ have their gradients in the first half: from the last operation to the first the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from gradstream.model.backprop import Sink
 from gradstream.split.graph import Piece
 
 
@@ -26,10 +27,14 @@ class Use:
     Args:
         results: its results.
         pieces: the weights.
+        inputs: (..., I) x of a wide linear layer y = x Wᵀ + b, whose pieces are W and b; None for others.
+        version: of `inputs`. If something has written to them since, autograd is asked, and raises its error.
     """
 
     results: Sequence[Tensor]
     pieces: Sequence[Piece]
+    inputs: Tensor | None = None
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +51,28 @@ class LateWeights:
     known: Mapping[Piece, Tensor]
     uses: Sequence[tuple[Use, Sequence[Tensor]]]
 
-    def gradients(self) -> Iterator[tuple[Piece, Tensor]]:
-        """The gradient of each weight on which the outputs depend. To be called once."""
-        yield from self.known.items()
+    def add_to(self, sinks: Mapping[Piece, Sink]) -> None:
+        """Adds the gradient of each weight on which the outputs depend to its sink. To be called once.
+
+        That of a wide linear layer has no tensor of its own, as in `model.wide_linear`.
+        """
+        for piece, one in self.known.items():
+            sinks[piece].add(one)
         for use, gradients in self.uses:
+            if use.inputs is not None and use.inputs._version == use.version:
+                (gradient,), (weight, *biases) = gradients, use.pieces
+                rows = gradient.reshape(-1, gradient.shape[-1])  # (N, O)
+                sinks[weight].add_product(rows.t(), use.inputs.detach().reshape(-1, use.inputs.shape[-1]))
+                for bias in biases:
+                    sinks[bias].add(rows.sum(0))
+                continue
             weights = [self.leaves[piece] for piece in use.pieces]
             found: Sequence[Tensor | None] = torch.autograd.grad(
                 use.results, weights, gradients, retain_graph=True, allow_unused=True
             )
-            yield from ((piece, one) for piece, one in zip(use.pieces, found, strict=True) if one is not None)
+            for piece, one in zip(use.pieces, found, strict=True):
+                if one is not None:
+                    sinks[piece].add(one)
 
 
 def first_half(
@@ -80,9 +98,11 @@ def first_half(
     sent = {id(root) for root in roots}
     several = [piece for piece, leaf in leaves.items() if times[piece] > 1 or id(leaf) in sent]
     single = [
-        Use(
-            [one for one in use.results if one.requires_grad],
-            [piece for piece in use.pieces if piece not in several],
+        replace(
+            use,
+            results=[one for one in use.results if one.requires_grad],
+            pieces=[piece for piece in use.pieces if piece not in several],
+            inputs=None if any(piece in several for piece in use.pieces) else use.inputs,
         )
         for use in uses
     ]
@@ -96,7 +116,7 @@ def first_half(
     for use in single:
         reached = [one for one in use.results if id(one) in by_id]
         if reached and use.pieces:
-            late.append((Use(reached, use.pieces), [by_id[id(one)] for one in reached]))
+            late.append((replace(use, results=reached), [by_id[id(one)] for one in reached]))
     known = {piece: by_id[id(leaves[piece])] for piece in several if id(leaves[piece]) in by_id}
     returned = {name: by_id[id(leaf)] for name, leaf in inputs.items() if id(leaf) in by_id}
     return returned, LateWeights(leaves, known, late)

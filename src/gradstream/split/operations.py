@@ -18,6 +18,7 @@ from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import as_numpy
 from gradstream.model.fixed import Fixed
 from gradstream.model.torch_module import BUILD_SEED
+from gradstream.model.wide_linear import WIDE_ELEMS
 from gradstream.split.cut import TorchPlan, parameter_of, value_name
 from gradstream.split.graph import Piece, size_of
 from gradstream.split.halves import Use
@@ -99,7 +100,9 @@ class Operations:
             read = [piece for piece in self._graph.tensors_of(node) if piece in tensors]
             if uses is not None and read:
                 results = tree_leaves(scope.results[node])
-                uses.append(Use([one for one in results if isinstance(one, torch.Tensor)], read))
+                results = [one for one in results if isinstance(one, torch.Tensor)]
+                inputs = self._wide_input(node, args, kwargs, tensors[read[0]])
+                uses.append(Use(results, read, inputs, 0 if inputs is None else inputs._version))
         names = {value_name(node): node for node in self._nodes}
         found: dict[str, Any] = {}
         for name in self._outputs:
@@ -114,6 +117,18 @@ class Operations:
             if seed is not None:
                 torch.manual_seed(_stream(seed, "loss"))
         return found
+
+    def _wide_input(
+        self, node: fx.Node, args: Any, kwargs: Mapping[str, Any], weight: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The x of a plain layer y = x Wᵀ + b with this wide weight W; None for any other operation."""
+        read = args[1] if node.target is nn.functional.linear and len(args) > 1 else None
+        if node.op == "call_module":
+            layer = self._module.get_submodule(str(node.target))
+            hooked = layer._forward_hooks or layer._forward_pre_hooks
+            read = layer.weight if type(layer) is nn.Linear and not hooked else None
+        wide = read is weight and weight.dim() == 2 and weight.numel() >= WIDE_ELEMS
+        return args[0] if wide and args and args[0].dim() > 1 and not kwargs else None
 
     def targets(self, inputs: Mapping[str, torch.Tensor]) -> Any:
         """The tree of the minibatch's targets, in the last stage."""

@@ -174,8 +174,7 @@ class StageModel:
         graph = _graph_of(saved)
         assert graph.late is not None
         self._land(graph, gradient, weight, add)
-        for piece, one in graph.late.gradients():
-            graph.sinks[piece].add(one)
+        graph.late.add_to(graph.sinks)
         self.unused = graph.clear()
 
     def _computed(

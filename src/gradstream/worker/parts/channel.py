@@ -7,8 +7,10 @@ messages in order, and each value of the model as soon as it exists.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -36,7 +38,15 @@ from gradstream.worker.parts.messages import (
     decode,
     encode,
 )
-from gradstream.worker.parts.value_forms import as_it_was, as_sent, check_encodable, is_encodable
+from gradstream.worker.parts.sockets import PartSockets
+from gradstream.worker.parts.value_forms import (
+    as_it_was,
+    as_sent,
+    check_encodable,
+    decoded,
+    encoded,
+    is_encodable,
+)
 
 _TAGS: Mapping[type, int] = {
     PartTurn: 0,
@@ -58,6 +68,24 @@ BRIEF_ELEMS = 1 << 17
 M = TypeVar("M", PartTurn, PartReport, PartVerdict, PartOutcome, PartStandsIn, PartGradientTurn)
 
 
+@dataclass(frozen=True, slots=True)
+class TransferForm:
+    """How a tensor travels between two parts.
+
+    Args:
+        tag: tells it from others.
+        shape, dtype: of the tensor.
+        codec: encodes it; None sends it as it is.
+        what: its name, for messages.
+    """
+
+    tag: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    codec: Codec | None
+    what: str
+
+
 class PartChannel:
     """The channel of one process of a replica. Implements `pipeline.executor.TensorChannel`.
 
@@ -71,6 +99,7 @@ class PartChannel:
 
     Attributes:
         sizes: number of samples of each micro-batch: of those of the present minibatch, or of several minibatches.
+        sockets: to the other parts, for a thread that computes.
     """
 
     def __init__(
@@ -88,7 +117,7 @@ class PartChannel:
         self.sizes: Sequence[int] | Mapping[int, int] = ()
         self._failed = failed
         self._model = model
-        self._silence_s = silence_s
+        self.silence_s = silence_s
         endpoint.serve_tensors()
         endpoint.serve("alive", _answer, model=False)
         self._codec: Codec | None = None
@@ -97,6 +126,7 @@ class PartChannel:
             tuple[int, int], asyncio.Task[None]
         ] = {}  # by part and tag, what sends the last message
         self._hearing: list[asyncio.Task[None]] = []
+        self.sockets = PartSockets(runtime, endpoint, names, model.part)
 
     @cached_property
     def _values(self) -> Mapping[str, tuple[int, Value]]:
@@ -126,52 +156,44 @@ class PartChannel:
         channel._beside = True
         return channel
 
-    def _codec_of(self, value: Value) -> Codec | None:
-        return self._codec if self._codec is not None and is_encodable(value) else None
+    def form(self, transfer: TensorTransfer) -> TransferForm:
+        """How a value, or the gradient of one, travels."""
+        number, value = self._values[transfer.value]
+        samples = self.sizes[transfer.micro_batch] if transfer.samples is None else transfer.samples
+        place = transfer.micro_batch * len(self._values) + number
+        return TransferForm(
+            tag=VALUES + 4 * place + 2 * transfer.gradient + self._beside,
+            shape=value.shape_of(samples),
+            dtype=value.dtype,
+            codec=self._codec if is_encodable(value) else None,
+            what=f"{'the gradient of ' * transfer.gradient}{transfer.value}, micro-batch {transfer.micro_batch}",
+        )
 
     async def send(self, transfer: TensorTransfer, tensor: torch.Tensor) -> None:
         """Begins to send a value, or the gradient of one, to another part. The tensor must not change any more."""
-        codec = self._codec_of(self._values[transfer.value][1])
+        form = self.form(transfer)
 
         async def sending() -> None:
-            sent = tensor if codec is None else await self._encode(codec, tensor)
-            await self._send(transfer.target, self._tag(transfer), sent)
+            codec, sent = form.codec, tensor
+            if codec is not None:
+                sent = await self._code(lambda: encoded(codec, tensor), tensor.numel())
+            await self._send(transfer.target, form.tag, sent)
 
         self._spawn(sending(), f"{transfer.value}-{transfer.micro_batch}")
 
     async def receive(self, transfer: TensorTransfer) -> torch.Tensor:
         """Receives a value, or the gradient of one, whose shape and dtype the plan says."""
-        _, value = self._values[transfer.value]
-        samples = self.sizes[transfer.micro_batch] if transfer.samples is None else transfer.samples
-        shape = value.shape_of(samples)
-        what = f"{'the gradient of ' * transfer.gradient}{transfer.value}, micro-batch {transfer.micro_batch}"
-        source, tag, codec = transfer.source, self._tag(transfer), self._codec_of(value)
+        form = self.form(transfer)
+        codec, shape, dtype = form.codec, form.shape, form.dtype
         if codec is None:
-            return await self._receive(source, tag, shape, value.dtype, what)
-        tensor = torch.empty(shape, dtype=value.dtype)
-        size = codec.encoded_bytes(tensor.numel())
-        came = await self._receive(source, tag, (-(-size // 4),), torch.float32, what)
-        await self._code(lambda: codec.decode(came.view(torch.uint8)[:size], tensor.view(-1)), tensor)
-        return tensor
+            return await self._receive(transfer.source, form.tag, shape, dtype, form.what)
+        size = codec.encoded_bytes(math.prod(shape))
+        came = await self._receive(transfer.source, form.tag, (-(-size // 4),), torch.float32, form.what)
+        return await self._code(lambda: decoded(codec, came, shape, dtype), math.prod(shape))
 
-    async def _encode(self, codec: Codec, tensor: torch.Tensor) -> torch.Tensor:
-        """The encoded tensor as elements that carriers know, the last of them filled up with zeros."""
-        size = codec.encoded_bytes(tensor.numel())
-        encoded = torch.empty(-(-size // 4), dtype=torch.float32)
-        room = encoded.view(torch.uint8)
-        room[size:].zero_()
-        await self._code(lambda: codec.encode(tensor.reshape(-1), room[:size]), tensor)
-        return encoded
-
-    async def _code(self, fn: Callable[[], None], tensor: torch.Tensor) -> None:
-        elems = tensor.numel()
+    async def _code(self, fn: Callable[[], torch.Tensor], elems: int) -> torch.Tensor:
         work = Work("copy", elems=elems, brief=elems < BRIEF_ELEMS)
-        await self._runtime.compute(lambda _: fn(), work=work, lane="exchange")
-
-    def _tag(self, transfer: TensorTransfer) -> int:
-        number, _ = self._values[transfer.value]
-        place = transfer.micro_batch * len(self._values) + number
-        return VALUES + 4 * place + 2 * transfer.gradient + self._beside
+        return await self._runtime.compute(lambda _: fn(), work=work, lane="exchange")
 
     # ---- messages -------------------------------------------------------------------------
 
@@ -197,7 +219,8 @@ class PartChannel:
         self._hearing.append(self._spawn(keep_hearing(), f"hears-{part}"))
 
     def close(self) -> None:
-        """Hears no messages any more. Idempotent."""
+        """Hears no messages any more, and closes the sockets. Idempotent."""
+        self.sockets.close()
         for task in self._hearing:
             task.cancel()
 
@@ -215,6 +238,15 @@ class PartChannel:
     async def take(self, part: int, elems: int, dtype: torch.dtype) -> torch.Tensor:
         """Receives a piece of a vector from a part."""
         return await self._receive(part, VECTORS, (elems,), dtype, "a vector")
+
+    async def agree(self, mine: bool) -> bool:
+        """Whether all parts say yes. All call it at once."""
+        others = [part for part in range(len(self._names)) if part != self._model.part]
+        word = torch.tensor([float(mine)])
+        give = (self.give(part, word) for part in others)
+        take = (self.take(part, 1, word.dtype) for part in others)
+        _, theirs = await self._runtime.gather(self._runtime.gather(*give), self._runtime.gather(*take))
+        return mine and all(bool(one) for one in theirs)
 
     async def give_outputs(self, result: Mapping[str, torch.Tensor]) -> None:
         """Sends the worker what `compute_outputs` has found for a batch."""
@@ -238,7 +270,7 @@ class PartChannel:
         if not len(flat):
             return
         span, waited_s = Vector("value", flat).all, 0.0
-        silence_s = max(self._silence_s, 4 * PARKED_S)
+        silence_s = max(self.silence_s, 4 * PARKED_S)
         while True:
             try:
                 await self._endpoint.send(self._names[part], tag, span, silence_s=silence_s)
@@ -259,15 +291,15 @@ class PartChannel:
         while not came:
             span = Vector("value", flat).all
             try:
-                await self._endpoint.recv(self._names[part], tag, span, silence_s=self._silence_s)
+                await self._endpoint.recv(self._names[part], tag, span, silence_s=self.silence_s)
                 came = True
             except DeadlineError:
-                await self._ask(part, what)
+                await self.ask(part, what)
         return as_it_was(flat, shape, dtype)
 
-    async def _ask(self, part: int, what: str) -> None:
+    async def ask(self, part: int, what: str) -> None:
         """Asks a part that this one waits for whether it is there. Raises DeadlineError if it gives no answer."""
-        name, silence_s = self._names[part], self._silence_s
+        name, silence_s = self._names[part], self.silence_s
         try:
             await self._endpoint.call(name, "alive", v1.Body(), v1.Body, silence_s=silence_s)
         except RefusedError:

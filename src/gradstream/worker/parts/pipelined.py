@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from gradstream.collectives.schedule import cuts_of
 from gradstream.errors import NonFiniteError
 from gradstream.memory import Vector
-from gradstream.pipeline.executor import run_schedule
+from gradstream.pipeline.executor import PipelineExecutor
 from gradstream.pipeline.schedule import Schedule, StagePass, make_schedule
 from gradstream.runtime.base import Report, Work
 from gradstream.split.plan import DATA
@@ -28,6 +29,7 @@ from gradstream.worker.computed import ComputedGradient
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.gradient import Looked
 from gradstream.worker.parts.gradients import AgreedSource, Computed, PartSource, nothing
+from gradstream.worker.parts.pass_thread import PassThread, pass_thread
 
 
 class PartGradients(AgreedSource):
@@ -52,11 +54,14 @@ class PartGradients(AgreedSource):
         data, read_s = await self._read(gradient, cuts)
         self._channel.sizes, schedule = sizes, self._schedule_of(len(sizes))
         drops = dropped(schedule) if self._recompute else ()
-        early = self._leaves_early(gradient)
-        passes = Passes(self, parameters, gradient, sizes, halves=self._halves, drops=drops, early=early)
-        await run_schedule(
-            plan, self.model.part, schedule, passes, self._channel, data.of if data else nothing
+        thread, early = await pass_thread(self._runtime, self._channel), self._leaves_early(gradient)
+        passes = Passes(
+            self, thread, parameters, gradient, sizes, halves=self._halves, drops=drops, early=early
         )
+        executor = PipelineExecutor(
+            plan, self.model.part, passes, thread or self._channel, data.of if data else nothing
+        )
+        await passes.carry_out(executor, schedule)
         return passes, read_s
 
     def _schedule_of(self, micro_batches: int) -> Schedule:
@@ -80,6 +85,7 @@ class Passes(Computed):
 
     Args:
         source: computes the gradient.
+        thread: in which the passes follow each other; None computes each from the event loop.
         parameters: of the part.
         gradient: the gradient.
         sizes: number of samples of each micro-batch.
@@ -91,6 +97,7 @@ class Passes(Computed):
     def __init__(
         self,
         source: PartSource,
+        thread: PassThread | None,
         parameters: Vector,
         gradient: ComputedGradient,
         sizes: Sequence[int] | Mapping[int, int],
@@ -104,6 +111,9 @@ class Passes(Computed):
         self._halves = halves
         self._drops = drops
         self._source = source
+        self._thread = thread
+        self._report: Report | None = None  # of the thread
+        self._compute = source.meter.compute if thread is None else source.meter.compute_here
         self._parameters = parameters
         self._reads = [parameters.all]
         self._gradient = gradient
@@ -111,6 +121,25 @@ class Passes(Computed):
         self._saved: dict[tuple[int, int], object] = {}
         self._written: set[int] = set()  # stages whose gradient has begun
         self._backwards = Counter[int]()  # by stage, how many it has done
+
+    async def carry_out(self, executor: PipelineExecutor, schedule: Schedule) -> None:
+        """Carries out the next passes. Raises as `PipelineExecutor.run`."""
+        if self._thread is None:
+            await executor.run(schedule)
+        else:
+            gradient, vector = self._gradient, self._gradient.vector
+
+            def compute(report: Report) -> None:
+                self._report = report
+                executor.run_in_thread(schedule)
+
+            await self._thread.run(
+                compute,
+                work=Work("gradient", samples=gradient.samples, elems=len(vector)),
+                reads=self._reads,
+                writes=[vector.all],
+                on_progress=gradient.ready.advance if self._early else None,
+            )
 
     def weight(self, micro_batch: int) -> float:
         """The weight of a micro-batch in the gradient of its minibatch."""
@@ -136,7 +165,7 @@ class Passes(Computed):
         self, stage: int, micro_batch: int, values: Mapping[str, torch.Tensor]
     ) -> Mapping[str, torch.Tensor]:
         """See `Stages`."""
-        source, model = self._source, self._source.model
+        model = self._source.model
         seed, size = self.seed(micro_batch), self._sizes[micro_batch]
         parameters = self.read(stage, micro_batch)
         drop = StagePass("forward", stage, micro_batch) in self._drops
@@ -150,7 +179,7 @@ class Passes(Computed):
                 self.refused = str(error)
                 return {"loss": torch.tensor(math.nan)}, None
 
-        outputs, saved = await source.meter.compute(
+        outputs, saved = await self._compute(
             compute,
             work=Work("forward", samples=size, share=model.share(stage)),
             reads=self._reads,
@@ -164,21 +193,21 @@ class Passes(Computed):
         self, stage: int, micro_batch: int, gradients: Mapping[str, torch.Tensor]
     ) -> Mapping[str, torch.Tensor]:
         """See `Stages`."""
-        source, model = self._source, self._source.model
+        model = self._source.model
         saved, weight = self._saved.pop((stage, micro_batch)), self.weight(micro_batch)
         into = model.of_stage(stage, self._gradient.vector.tensor)
         if saved is None:
             return model.unknown(stage, self._sizes[micro_batch])
         size, share = self._sizes[micro_batch], model.share(stage)
         if isinstance(saved, DroppedPass):
-            await source.meter.compute(
+            await self._compute(
                 lambda: model.stages[stage].recompute(saved),
                 work=Work("forward", samples=size, share=share),
                 reads=self._reads,
             )
         if self._halves:
             self._saved[stage, micro_batch] = saved
-            return await source.meter.compute(
+            return await self._compute(
                 lambda: model.stages[stage].backward_inputs(saved, gradients),
                 work=Work("backward", samples=size, share=share / 2),
             )
@@ -192,9 +221,12 @@ class Passes(Computed):
             looked = Looked(gradient, report) if leaves else None
             return model.stages[stage].backward(saved, gradients, into, weight=weight, add=add, report=looked)
 
-        return await source.meter.compute_in_steps(
+        work = Work("backward", samples=size, share=share)
+        if self._report is not None:
+            return await self._compute(partial(compute, self._report), work=work)
+        return await self._source.meter.compute_in_steps(
             compute,
-            work=Work("backward", samples=size, share=share),
+            work=work,
             writes=[gradient.vector[place.start : place.stop]],
             milestones=model.stages[stage].layout.milestones,
             on_progress=gradient.ready.advance if leaves else None,
@@ -208,7 +240,7 @@ class Passes(Computed):
         into = model.of_stage(stage, self._gradient.vector.tensor)
         weight, add = self.weight(micro_batch), stage in self._written
         self._written.add(stage)
-        await self._source.meter.compute(
+        await self._compute(
             lambda: model.stages[stage].backward_weights(saved, into, weight=weight, add=add),
             work=Work("backward", samples=self._sizes[micro_batch], share=model.share(stage) / 2),
             writes=[self._gradient.vector.all],

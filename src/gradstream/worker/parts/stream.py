@@ -31,6 +31,7 @@ from gradstream.worker.computed import ComputedGradient, Result
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.gradients import PartSource, Values, nothing
+from gradstream.worker.parts.pass_thread import PassThread, pass_thread
 from gradstream.worker.parts.pipelined import Passes, dropped
 from gradstream.worker.parts.window import Window
 
@@ -89,7 +90,8 @@ class StreamedGradients(PartSource):
     async def _compute_jointly(self, parameters: Vector, gradient: ComputedGradient) -> Result:
         window = self._agreement.window
         if self._stream is None or self._stream.number != window.number:
-            self._stream = _Stream(self, parameters, gradient, window, self._channel)
+            thread = await pass_thread(self._runtime, self._channel)
+            self._stream = _Stream(self, thread, parameters, gradient, window, self._channel)
         stream = self._stream
         read_s = await self._read_ahead(stream, gradient)
         await stream.compute(parameters, gradient)
@@ -133,13 +135,14 @@ class _Stream(Passes):
     def __init__(
         self,
         source: StreamedGradients,
+        thread: PassThread | None,
         parameters: Vector,
         gradient: ComputedGradient,
         window: Window,
         channel: PartChannel,
     ) -> None:
         model, sizes = source.model, dict[int, int]()
-        super().__init__(source, parameters, gradient, sizes)
+        super().__init__(source, thread, parameters, gradient, sizes)
         self._reads = []  # but of the copies
         self.number, self.admitted, self.done = window.number, 0, 0
         self._window, self._name, self._micro_batches = window, source.name, source.micro_batches
@@ -150,7 +153,7 @@ class _Stream(Passes):
         self._losses: dict[int, float] = {}  # of minibatches
         self._values: dict[int, Values | None] = {}
         channel.sizes = self._own_sizes = sizes
-        self._executor = PipelineExecutor(model.plan, model.part, self, channel, self._value)
+        self._executor = PipelineExecutor(model.plan, model.part, self, thread or channel, self._value)
 
     def admit(self, step: int, cuts: Sequence[int], values: Values | None) -> None:
         """Lets passes compute one more minibatch.
@@ -173,7 +176,7 @@ class _Stream(Passes):
         passes = [step for step in _until(self._schedule, stages, end) if self._exists(step)]
         if self._recompute:
             self._drops = dropped(passes)
-        await self._executor.run(passes)
+        await self.carry_out(self._executor, passes)
         first = self.done * self._micro_batches
         for micro_batch in range(first, first + self._micro_batches):
             self._own_sizes.pop(micro_batch, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradstream.codec import DTYPES, CastCodec
+from gradstream.codec import DTYPES, CastCodec, Codec
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.split.plan import DATA, SplitPlan, Value
 
@@ -43,6 +43,24 @@ def as_it_was(flat: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) ->
     """The tensor of which `as_sent` has made these elements."""
     wide = flat.view(dtype if dtype.itemsize in _AS else _wide(dtype))
     return wide.to(dtype).view(shape)
+
+
+def encoded(codec: Codec, tensor: torch.Tensor) -> torch.Tensor:
+    """The encoded tensor as elements that carriers know, the last of them filled up with zeros."""
+    size = codec.encoded_bytes(tensor.numel())
+    result = torch.empty(-(-size // 4), dtype=torch.float32)
+    room = result.view(torch.uint8)
+    room[size:].zero_()
+    codec.encode(tensor.reshape(-1), room[:size])
+    return result
+
+
+def decoded(codec: Codec, came: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of which `encoded` has made these elements."""
+    result = torch.empty(shape, dtype=dtype)
+    size = codec.encoded_bytes(result.numel())
+    codec.decode(came.view(torch.uint8)[:size], result.view(-1))
+    return result
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
