@@ -43,6 +43,18 @@ def place(tmp_path: Path) -> str:
     return f"{tmp_path / 'job.py'}:job"
 
 
+def in_one_thread(run: Any) -> bool:
+    """Whether the passes of a part followed each other in its thread, as sockets to all parts allow."""
+    kinds = {
+        kind
+        for event in run.events
+        if event["event"] == "cpu" and event["role"] == "worker"
+        for kind in event["compute_s"]
+    }
+    assert ("gradient" in kinds) != ("forward" in kinds)
+    return "gradient" in kinds
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -59,6 +71,8 @@ def test_split_replicas_train_as_whole_ones(place: str, tmp_path: Path, options:
     for name, array in whole.parameters.items():
         assert np.abs(run.parameters[name] - array).max() < 1e-12
     assert [one["accuracy"] for one in run.evaluations] == [one["accuracy"] for one in whole.evaluations]
+    if "pipeline" not in options or options["pipeline"] == "1f1b":
+        assert in_one_thread(run) == (options["carrier"] != "grpc")
 
 
 def test_parts_that_train_apart_do_the_same_in_processes_as_on_virtual_time(

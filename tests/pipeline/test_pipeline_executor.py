@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+from collections import Counter, defaultdict
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradstream.errors import InternalError
-from gradstream.pipeline.executor import TensorTransfer
+from gradstream.pipeline.executor import PipelineExecutor, TensorTransfer
 from gradstream.pipeline.schedule import FLUSHING, make_schedule
 from gradstream.split.plan import DATA, SplitPlan
 from pipeline_plans import UNITS, TorchStages, VirtualChannel, chain, compute, drawn_plan, run_parts
@@ -197,3 +200,50 @@ def test_a_send_begins_before_the_next_pass_also_where_stages_never_wait() -> No
     schedules = make_schedule("gpipe", plan, 3)
     run_parts(plan, schedules, stages, lambda name, number: data[name], make_channel=NotingChannel)
     assert events == ["f0", "s0", "f1", "s1", "f2", "s2"]
+
+
+class Parts:
+    """A channel between parts that compute in threads: a wait blocks the thread."""
+
+    def __init__(self) -> None:
+        self._queues: defaultdict[TensorTransfer, SimpleQueue[Tensor]] = defaultdict(SimpleQueue)
+
+    async def send(self, transfer: TensorTransfer, tensor: Tensor) -> None:
+        self._queues[transfer].put(tensor)
+
+    async def receive(self, transfer: TensorTransfer) -> Tensor:
+        return self._queues[transfer].get(timeout=10)
+
+
+@pytest.mark.parametrize("name", FLUSHING)
+def test_parts_in_threads_of_their_own_compute_the_same_bits(name: str) -> None:
+    plan = chain(2, 2 if name == "interleaved" else 1)
+    parameters, data = minibatch(plan, flat=False)
+    expected, _, _ = split_gradient(name, plan, 4, parameters, data, flat=False)
+    stages = [TorchStages(plan, parameters, samples=SAMPLES) for _ in range(plan.parts)]
+    for each in stages:
+        each.defers = name == "zero-bubble"
+    channel, schedules = Parts(), make_schedule(name, plan, 4)
+
+    def run(part: int) -> None:
+        PipelineExecutor(
+            plan, part, stages[part], channel, lambda value, number: data[value][2 * number : 2 * number + 2]
+        ).run_in_thread(schedules[part])
+
+    with ThreadPoolExecutor(plan.parts) as threads:
+        list(threads.map(run, range(plan.parts)))
+    assert torch.equal(sum(each.gradient for each in stages), expected)  # type: ignore[arg-type]
+
+
+def test_stages_that_need_an_event_loop_are_refused_in_a_thread() -> None:
+    plan = chain(1)
+    parameters, data = minibatch(plan, flat=False)
+    stages = TorchStages(plan, parameters)
+
+    async def pause() -> None:
+        await asyncio.Future(loop=asyncio.new_event_loop())
+
+    stages.pause = pause
+    executor = PipelineExecutor(plan, 0, stages, Parts(), lambda value, number: data[value])
+    with pytest.raises(InternalError, match="part 0 waits for an event loop in a thread that has none"):
+        executor.run_in_thread(make_schedule("1f1b", plan, 1)[0])

@@ -10,7 +10,6 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -40,6 +39,7 @@ from gradstream.worker.parts.messages import (
 )
 from gradstream.worker.parts.sockets import PartSockets
 from gradstream.worker.parts.value_forms import (
+    TransferForm,
     as_it_was,
     as_sent,
     check_encodable,
@@ -66,24 +66,6 @@ BRIEF_ELEMS = 1 << 17
 """So many elements are encoded without a change of thread."""
 
 M = TypeVar("M", PartTurn, PartReport, PartVerdict, PartOutcome, PartStandsIn, PartGradientTurn)
-
-
-@dataclass(frozen=True, slots=True)
-class TransferForm:
-    """How a tensor travels between two parts.
-
-    Args:
-        tag: tells it from others.
-        shape, dtype: of the tensor.
-        codec: encodes it; None sends it as it is.
-        what: its name, for messages.
-    """
-
-    tag: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    codec: Codec | None
-    what: str
 
 
 class PartChannel:
@@ -242,11 +224,10 @@ class PartChannel:
     async def agree(self, mine: bool) -> bool:
         """Whether all parts say yes. All call it at once."""
         others = [part for part in range(len(self._names)) if part != self._model.part]
-        word = torch.tensor([float(mine)])
-        give = (self.give(part, word) for part in others)
-        take = (self.take(part, 1, word.dtype) for part in others)
-        _, theirs = await self._runtime.gather(self._runtime.gather(*give), self._runtime.gather(*take))
-        return mine and all(bool(one) for one in theirs)
+        for part in others:
+            self._spawn(self.give(part, torch.tensor([float(mine)])), f"agrees-with-{part}")
+        theirs = [bool(await self.take(part, 1, torch.float32)) for part in others]
+        return mine and all(theirs)
 
     async def give_outputs(self, result: Mapping[str, torch.Tensor]) -> None:
         """Sends the worker what `compute_outputs` has found for a batch."""

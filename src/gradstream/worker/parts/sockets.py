@@ -133,11 +133,14 @@ class PartSockets:
             if key not in self._arrived:
                 assert self._failure is not None
                 raise self._failure
-            arrived = self._arrived[key]
-            tensor = arrived.popleft()
-            if not arrived:
-                del self._arrived[key]
-            return tensor
+            return self._take(key)
+
+    def _take(self, key: tuple[int, int]) -> torch.Tensor:
+        arrived = self._arrived[key]
+        tensor = arrived.popleft()
+        if not arrived:
+            del self._arrived[key]
+        return tensor
 
     # ---- readers --------------------------------------------------------------------------
 
@@ -192,9 +195,9 @@ class _Writer:
         if not self._waiting:
             with suppress(BlockingIOError):
                 sent = self._socket.sendmsg(pieces, [], socket.MSG_DONTWAIT)
-        for piece in map(memoryview, pieces):
+        for piece in pieces:
             if sent < len(piece):
-                self._waiting.append(piece[sent:])
+                self._waiting.append(memoryview(piece)[sent:])
                 self._thread.submit(self._send_next)
             sent = max(0, sent - len(piece))
 

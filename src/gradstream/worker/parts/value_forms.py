@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from gradstream.codec import DTYPES, CastCodec, Codec
@@ -9,6 +11,24 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.split.plan import DATA, SplitPlan, Value
 
 _AS = {8: torch.float64, 4: torch.float32}  # carriers know these; a view of the same bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TransferForm:
+    """How a tensor travels between two parts.
+
+    Args:
+        tag: tells it from others.
+        shape, dtype: of the tensor.
+        codec: encodes it; None sends it as it is.
+        what: its name, for messages.
+    """
+
+    tag: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    codec: Codec | None
+    what: str
 
 
 def check_encodable(plan: SplitPlan, dtype: str | None) -> None:
