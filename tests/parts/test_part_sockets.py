@@ -28,8 +28,8 @@ class OneSocket:
     def __init__(self, connected: socket.socket | None, checked: bool = False) -> None:
         self._found = None if connected is None else PeerSocket(connected, checked)
 
-    async def data_socket(self, peer: str, name: str, *, dial: bool) -> PeerSocket | None:
-        assert dial == (peer == NAMES[1]), "one side dials"
+    async def data_socket(self, peer: str, name: str, *, dial: bool, copies: bool) -> PeerSocket | None:
+        assert copies and dial == (peer == NAMES[1]), "one side dials"
         return self._found
 
 

@@ -334,7 +334,9 @@ class Endpoint(Protocol):
         """
         ...
 
-    async def data_socket(self, peer: str, name: str, *, dial: bool) -> PeerSocket | None:
+    async def data_socket(
+        self, peer: str, name: str, *, dial: bool, copies: bool = False
+    ) -> PeerSocket | None:
         """A non-blocking socket to a peer, for a thread that moves bytes without the event loop.
 
         Both sides ask for it by the same name, and one of them dials. Each side closes its own end. The two
@@ -344,6 +346,7 @@ class Endpoint(Protocol):
             peer: name of the other node.
             name: name of the socket, the same at both sides.
             dial: whether this side connects; the other side accepts.
+            copies: also where the carrier shares memory, and streams send large vectors without a copy.
 
         Returns:
             None if the carrier to that peer has no such sockets (it encrypts, or is in memory), or the two

@@ -197,9 +197,11 @@ class RoutedEndpoint:
             peer, method, request, priority=priority, window=window, new_connection=new_connection
         )
 
-    async def data_socket(self, peer: str, name: str, *, dial: bool) -> PeerSocket | None:
+    async def data_socket(
+        self, peer: str, name: str, *, dial: bool, copies: bool = False
+    ) -> PeerSocket | None:
         """See `Endpoint.data_socket`."""
-        return await self._to(peer).data_socket(peer, name, dial=dial)
+        return await self._to(peer).data_socket(peer, name, dial=dial, copies=copies)
 
     async def call(
         self,

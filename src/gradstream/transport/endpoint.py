@@ -230,9 +230,11 @@ class EndpointCore(ABC):
         carrier.connect(stream, opened)
         return stream
 
-    async def data_socket(self, peer: str, name: str, *, dial: bool) -> PeerSocket | None:
+    async def data_socket(
+        self, peer: str, name: str, *, dial: bool, copies: bool = False
+    ) -> PeerSocket | None:
         """See `Endpoint.data_socket`: most carriers have none."""
-        del peer, name, dial
+        del peer, name, dial, copies
         return None
 
     async def call(

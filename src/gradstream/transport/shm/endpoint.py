@@ -21,8 +21,6 @@ class ShmEndpoint(SocketEndpoint):
         identity, runtime, window: see `SocketEndpoint`.
     """
 
-    has_data_sockets = True
-
     async def start(self) -> None:
         """See `Endpoint.start`."""
         await super().start()

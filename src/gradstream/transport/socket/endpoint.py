@@ -46,7 +46,7 @@ class SocketEndpoint(EndpointCore):
     """
 
     has_data_sockets = False
-    """Whether `Endpoint.data_socket` returns sockets."""
+    """Whether `Endpoint.data_socket` returns sockets to callers that do not want copies."""
 
     def __init__(
         self,
@@ -266,10 +266,12 @@ class SocketEndpoint(EndpointCore):
 
     # ---- data sockets -------------------------------------------------------------------
 
-    async def data_socket(self, peer: str, name: str, *, dial: bool) -> PeerSocket | None:
+    async def data_socket(
+        self, peer: str, name: str, *, dial: bool, copies: bool = False
+    ) -> PeerSocket | None:
         """See `Endpoint.data_socket`. None with several connections: one socket could not replace them."""
         address = self._addresses.get(peer)
-        if not self.has_data_sockets or self._connections > 1 or address is None:
+        if not (self.has_data_sockets or copies) or self._connections > 1 or address is None:
             return None
         if dial:
             connecting = self._connect_and_greet(peer, address, v1.Greeting(line=name))

@@ -85,7 +85,8 @@ class PartSockets:
         return self._connected
 
     async def _dial(self, other: int) -> PeerSocket | None:
-        return await self._endpoint.data_socket(self._names[other], "parts", dial=self._part < other)
+        dials, name = self._part < other, self._names[other]
+        return await self._endpoint.data_socket(name, "parts", dial=dials, copies=True)
 
     def _start(self) -> None:
         for part, one in self._sockets.items():
