@@ -18,8 +18,6 @@ from gradstream.runtime.tasks import interrupt_on_cancel
 from gradstream.worker.parts.channel import PartChannel
 from gradstream.worker.parts.value_forms import as_it_was, as_sent, decoded, encoded
 
-__all__ = ["PassThread", "pass_thread"]
-
 
 async def pass_thread(runtime: Runtime, channel: PartChannel) -> PassThread | None:
     """The thread of a part; None where its passes need the event loop, since there are no sockets to all parts.

@@ -27,8 +27,6 @@ from gradstream.runtime.base import Runtime
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Endpoint, PeerSocket
 
-__all__ = ["PartSockets"]
-
 _HEADER = struct.Struct("<QQ")
 """Tag of a tensor, and its bytes."""
 
