@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from gradstream.split.graph import Piece, size_of
 from gradstream.split.halves import Use
 from gradstream.split.partial_build import tensor_at
 from gradstream.split.trace import ByMode, run_node
+
+NOTHING = nullcontext()
 
 
 class Operations:
@@ -51,7 +53,12 @@ class Operations:
         self._others = used - self._trained
         self._module = graph.blueprint.part(self._others, BUILD_SEED)
         self._kept_in_eval = [part for part in self._module.modules() if not part.training]
+        self._training: bool | None = None
         self._bindings = list(self._binds())
+        self._reads = {node: tuple(graph.tensors_of(node)) for node in self._nodes}
+        self._given = {
+            (training, node): _constants(node, training) for training in (True, False) for node in self._nodes
+        }
         others = (tensor_at(self._module, name) for name in sorted(self._others))
         self._changing = [tensor for tensor in others if not isinstance(tensor, nn.Parameter)]
         self._copies: list[torch.Tensor | None] = [None] * len(self._changing)
@@ -66,6 +73,7 @@ class Operations:
         samples: int,
         seed: int | None,
         uses: list[Use] | None = None,
+        wide: AbstractContextManager[object] = NOTHING,
     ) -> dict[str, Any]:
         """Carries out all operations.
 
@@ -75,13 +83,12 @@ class Operations:
             samples: number of samples of the minibatch.
             seed: of random numbers; None means eval() mode.
             uses: gets the operations that read the stage's own parameters.
+            wide: context of operations that read parameters or buffers.
 
         Returns:
             The stage's outputs by name. The last stage's have "outputs", the tree of the module's outputs.
         """
-        self._module.train(seed is not None)
-        for part in self._kept_in_eval:
-            part.training = False
+        self._set_mode(training=seed is not None)
         borrowed = {
             Piece(name): inputs[value] for value in inputs if (name := parameter_of(value)) is not None
         }
@@ -89,16 +96,13 @@ class Operations:
         for module, key, piece in self._bindings:
             module._parameters[key] = scope.tensors[piece]  # type: ignore[assignment]  # as torch.func does
         for node in self._nodes:
-            args, kwargs = tree_map_only(
-                ByMode, lambda constant: constant.of(seed is not None), (node.args, node.kwargs)
-            )
+            args, kwargs = self._given[seed is not None, node]
             args, kwargs = fx.map_arg((args, kwargs), scope.operand)
             if node.meta["random"] and seed is not None:
-                torch.manual_seed(_stream(seed, node.name))
-            with nullcontext() if node.meta["grad"] else torch.no_grad():
+                _draw_from(seed, node.name)
+            with NOTHING if node.meta["grad"] else torch.no_grad(), wide if self._reads[node] else NOTHING:
                 scope.results[node] = run_node(node, self._module, args, kwargs)
-            read = [piece for piece in self._graph.tensors_of(node) if piece in tensors]
-            if uses is not None and read:
+            if uses is not None and (read := [piece for piece in self._reads[node] if piece in tensors]):
                 results = tree_leaves(scope.results[node])
                 results = [one for one in results if isinstance(one, torch.Tensor)]
                 inputs = self._wide_input(node, args, kwargs, tensors[read[0]])
@@ -115,7 +119,7 @@ class Operations:
         if self._is_last:
             found["outputs"] = fx.map_arg(self._graph.output.args[0], scope.operand)
             if seed is not None:
-                torch.manual_seed(_stream(seed, "loss"))
+                _draw_from(seed, "loss")
         return found
 
     def _wide_input(
@@ -129,6 +133,13 @@ class Operations:
             read = layer.weight if type(layer) is nn.Linear and not hooked else None
         wide = read is weight and weight.dim() == 2 and weight.numel() >= WIDE_ELEMS
         return args[0] if wide and args and args[0].dim() > 1 and not kwargs else None
+
+    def _set_mode(self, *, training: bool) -> None:
+        if training != self._training:
+            self._training = training
+            self._module.train(training)
+            for part in self._kept_in_eval:
+                part.training = False
 
     def targets(self, inputs: Mapping[str, torch.Tensor]) -> Any:
         """The tree of the minibatch's targets, in the last stage."""
@@ -225,7 +236,15 @@ class _Scope:
         return result
 
 
-def _stream(seed: int, name: str) -> int:
-    """The seed of one operation's random numbers."""
+def _constants(node: fx.Node, training: bool) -> Any:
+    """(args, kwargs) of an operation in one of the two modes."""
+    return tree_map_only(ByMode, lambda constant: constant.of(training), (node.args, node.kwargs))
+
+
+def _draw_from(seed: int, name: str) -> None:
+    """Lets the next random numbers come from one operation's own stream.
+
+    `torch.manual_seed` seeds the generators of all devices too, for which it takes down the stack each time: 0.5 ms.
+    """
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

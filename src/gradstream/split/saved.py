@@ -46,8 +46,12 @@ class StageSink(Sink):
         super().add(gradient if self.weight == 1 else gradient * self.weight)
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Adds the contribution left @ right, without a temporary tensor of its size."""
-        super().add_product(left if self.weight == 1 else left * self.weight, right)
+        """Adds the contribution left @ right, without a temporary tensor."""
+        if self.weight == 1:
+            super().add_product(left, right)
+        else:
+            self.view.addmm_(left, right, beta=float(self.written), alpha=self.weight)  # β = 0 reads nothing
+            self.written = True
 
 
 class SavedPass:

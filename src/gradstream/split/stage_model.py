@@ -192,8 +192,9 @@ class StageModel:
             if self._plan.value(name).has_gradient:
                 inputs[name] = saved.inputs[name] = tensor.detach().requires_grad_()
         fork = torch.random.fork_rng(devices=[]) if self._operations.random else nullcontext()
-        with torch.enable_grad(), fork, self._wide(saved):
-            results = self._operations.run(saved.leaves, inputs, samples, seed, saved.uses)
+        with torch.enable_grad(), fork:
+            wide = self._wide(saved)
+            results = self._operations.run(saved.leaves, inputs, samples, seed, saved.uses, wide)
             saved.outputs = {name: results[name] for name in self._stage.outputs}
             if self._is_last:
                 loss = usable(self._loss(results["outputs"], self._operations.targets(inputs)))
