@@ -34,6 +34,10 @@ class Operations:
     Args:
         plan: the plan of the split model.
         number: the stage's number.
+
+    Attributes:
+        random: an operation, or the loss, may draw random numbers.
+        plain: only linear layers read parameters or buffers.
     """
 
     def __init__(self, plan: TorchPlan, number: int) -> None:
@@ -59,6 +63,7 @@ class Operations:
         self._given = {
             (training, node): _constants(node, training) for training in (True, False) for node in self._nodes
         }
+        self.plain = all(self._is_linear(node) for node, read in self._reads.items() if read)
         others = (tensor_at(self._module, name) for name in sorted(self._others))
         self._changing = [tensor for tensor in others if not isinstance(tensor, nn.Parameter)]
         self._copies: list[torch.Tensor | None] = [None] * len(self._changing)
@@ -126,13 +131,19 @@ class Operations:
         self, node: fx.Node, args: Any, kwargs: Mapping[str, Any], weight: torch.Tensor
     ) -> torch.Tensor | None:
         """The x of a plain layer y = x Wᵀ + b with this wide weight W; None for any other operation."""
-        read = args[1] if node.target is nn.functional.linear and len(args) > 1 else None
-        if node.op == "call_module":
-            layer = self._module.get_submodule(str(node.target))
-            hooked = layer._forward_hooks or layer._forward_pre_hooks
-            read = layer.weight if type(layer) is nn.Linear and not hooked else None
+        read = None
+        if self._is_linear(node) and args:
+            layer = self._module.get_submodule(str(node.target)) if node.op == "call_module" else None
+            read = args[1] if layer is None else layer.weight
         wide = read is weight and weight.dim() == 2 and weight.numel() >= WIDE_ELEMS
         return args[0] if wide and args and args[0].dim() > 1 and not kwargs else None
+
+    def _is_linear(self, node: fx.Node) -> bool:
+        """Whether an operation is a linear layer, and nothing beside it."""
+        if node.op != "call_module":
+            return node.target is nn.functional.linear and len(node.args) > 1
+        layer = self._module.get_submodule(str(node.target))
+        return type(layer) is nn.Linear and not (layer._forward_hooks or layer._forward_pre_hooks)
 
     def _set_mode(self, *, training: bool) -> None:
         if training != self._training:

@@ -147,7 +147,8 @@ class StageModel:
         """
         graph = _graph_of(saved)
         self._land(graph, gradient, weight, add)
-        with self._wide(graph):
+        # What is computed again needs the mode.
+        with nullcontext() if self._operations.plain else self._wide(graph):
             graph.run(*graph.roots(gradients), self.layout.milestones, report)
         self.unused = graph.clear()
         if report is not None:
