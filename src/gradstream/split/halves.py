@@ -36,6 +36,11 @@ class Use:
     inputs: Tensor | None = None
     version: int = 0
 
+    @property
+    def is_product(self) -> bool:
+        """Whether the weight's gradient is (dL/dy)ᵀ x, with x as the operation has read it."""
+        return self.inputs is not None and self.inputs._version == self.version
+
 
 @dataclass(frozen=True, slots=True)
 class LateWeights:
@@ -59,7 +64,8 @@ class LateWeights:
         for piece, one in self.known.items():
             sinks[piece].add(one)
         for use, gradients in self.uses:
-            if use.inputs is not None and use.inputs._version == use.version:
+            if use.is_product:
+                assert use.inputs is not None
                 (gradient,), (weight, *biases) = gradients, use.pieces
                 rows = gradient.reshape(-1, gradient.shape[-1])  # (N, O)
                 sinks[weight].add_product(rows.t(), use.inputs.detach().reshape(-1, use.inputs.shape[-1]))
