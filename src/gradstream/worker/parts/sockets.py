@@ -151,8 +151,8 @@ class PartSockets:
                         self._arrived.setdefault((part, tag), deque()).append(tensor)
                         self._changed.notify()
                 text = "the connection was closed"
-            except OSError as error:
-                text = error.strerror or str(error)
+            except Exception as error:  # whatever it is, nobody else would end the wait
+                text = str(error)
             self.fail(self._broken(part, text))
 
     def _broken(self, part: int, text: str) -> PeerLostError:
