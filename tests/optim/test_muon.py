@@ -93,7 +93,7 @@ def test_torch_takes_the_same_steps_to_the_rounding_of_bfloat16(shape: tuple[int
     ours, state = start.clone(), {name: torch.zeros(shape) for name in RULE.state_names}
     for step in (1, 2, 3):
         theirs.grad = random_vector(step, 160).view(shape).float()
-        optimizer.step()
+        optimizer.step()  # type: ignore[no-untyped-call]
         RULE.apply_matrix(ours, theirs.grad, state, lr=0.1, step=step)
     assert (ours - theirs.detach()).norm() < 0.02 * (ours - start).norm()
 

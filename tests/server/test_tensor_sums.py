@@ -77,9 +77,10 @@ def lars_by_hand(steps: int) -> dict[str, np.ndarray[Any, Any]]:
     velocity = {name: torch.zeros_like(one) for name, one in model.named_parameters()}
     for _ in range(steps):
         model.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
         for name, weights in model.named_parameters():
             w, g = weights.detach(), weights.grad
+            assert g is not None
             decay = 1e-2 if w.ndim > 1 else 0.0
             ratio = 0.1 * w.norm() / (g.norm() + decay * w.norm()) if w.ndim > 1 else 1.0
             velocity[name] = 0.5 * velocity[name] + ratio * (g + decay * w)

@@ -29,7 +29,8 @@ class Overwritten(nn.Module):
         hidden = self.first(x)
         result = self.wide(hidden)
         hidden.add_(1.0)
-        return self.last(result)
+        last: torch.Tensor = self.last(result)
+        return last
 
 
 def wide() -> nn.Module:

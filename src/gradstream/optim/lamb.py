@@ -109,7 +109,7 @@ class LAMB:
                 copy.copy_(state[name][block])
             adam.apply(step_back, gradient[block], copies, lr=1.0, step=step)
             lengths.append(square_sum(step_back.sub_(parameters[block], alpha=self.weight_decay)))
-        return square_sum(*parameters.split(BLOCK_ELEMS)), math.fsum(lengths)
+        return square_sum(*torch.split(parameters, BLOCK_ELEMS)), math.fsum(lengths)
 
     def apply(
         self,

@@ -90,8 +90,8 @@ class LARS:
     ) -> Sums:
         """Σ w², Σ g²."""
         return (
-            square_sum(*parameters.split(BLOCK_ELEMS)),
-            square_sum(*gradient.split(BLOCK_ELEMS)),
+            square_sum(*torch.split(parameters, BLOCK_ELEMS)),
+            square_sum(*torch.split(gradient, BLOCK_ELEMS)),
         )
 
     def apply(

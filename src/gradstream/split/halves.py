@@ -76,9 +76,9 @@ class LateWeights:
             found: Sequence[Tensor | None] = torch.autograd.grad(
                 use.results, weights, gradients, retain_graph=True, allow_unused=True
             )
-            for piece, one in zip(use.pieces, found, strict=True):
-                if one is not None:
-                    sinks[piece].add(one)
+            for piece, late in zip(use.pieces, found, strict=True):
+                if late is not None:
+                    sinks[piece].add(late)
 
 
 def first_half(
