@@ -30,8 +30,9 @@ class _Counts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         number = x.unsqueeze(1).eq(self.numbers).float()
+        common = (number @ self.common.T).sum(1, keepdim=True)  # first: the linear layer is the last one
         linear: torch.Tensor = self.divided(number).sum(1, keepdim=True)
-        return linear + (number @ self.common.T).sum(1, keepdim=True)
+        return common + linear
 
 
 def token_hybrid() -> Any:

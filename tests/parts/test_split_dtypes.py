@@ -56,7 +56,7 @@ class _Sent:
         async def send(channel: PartChannel, part: int, tag: int, tensor: torch.Tensor) -> None:
             if tag >= VALUES:
                 values = channel._model.plan.values
-                name = values[(tag - VALUES) // 2 % len(values)].name
+                name = values[(tag - VALUES) // 4 % len(values)].name
                 size = as_sent(tensor).nbytes
                 self.bytes[name] += size
                 self.sizes.setdefault(name, Counter())[size] += 1

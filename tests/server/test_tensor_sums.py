@@ -172,7 +172,7 @@ def test_the_leader_waits_for_every_shard_and_counts_each_once() -> None:
         ({"record": True}, "leave record out"),
         (
             {"strategy": "allreduce", "split": 2, "pipeline": SLICES},
-            "take strategy='synchronous'",
+            "norms strategy='synchronous'",
         ),
     ],
 )
