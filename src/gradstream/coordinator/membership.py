@@ -28,7 +28,7 @@ from gradstream.coordinator.instructions import Emit, Instruction, Notify, Refus
 from gradstream.coordinator.message_checks import MessageChecks
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.offences import Offences
-from gradstream.coordinator.phases import LossTolerance, Phases
+from gradstream.coordinator.phases import WHOLE, JobStretch, LossTolerance, Phases
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.resharding import Resharding
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
@@ -43,7 +43,6 @@ from gradstream.telemetry.events import (
     JoinedEvent,
     LeftEvent,
     ParticipationEvent,
-    PhaseEvent,
     StartedEvent,
 )
 from gradstream.untrusted import escaped
@@ -75,14 +74,11 @@ class Membership:
         deadlines: among others, how long workers may be paused while a snapshot for a checkpoint is taken.
         resume: the checkpoint from which a resumed run continues; None for a new run.
         parts: number of processes of each worker's replica; if one is lost, all of them are replaced.
-        stretch: number of the run's boundaries between phases of the job before this one.
-        follows: another phase of the job follows this one.
-        before: the nodes of the job's phase before this one; None in the first.
-        announced: reported when the training of this phase of the job begins; None if the job has no phases.
-        continues: the same nodes have gone through the phase before.
+        stretch: which part of the run this is, if its job has phases.
         keeps_shards: if the run cannot change its number of shards, the message that says why and what to do; else "".
 
     Attributes:
+        stretch: see above.
         nodes: the members.
         admission: the model as the workers have registered it.
         progress: the minibatches whose gradients the shards have applied.
@@ -109,20 +105,14 @@ class Membership:
         resume: Resume | None = None,
         parts: int = 1,
         keeps_shards: str = "",
-        stretch: int = 0,
-        follows: bool = False,
-        before: Nodes | None = None,
-        announced: PhaseEvent | None = None,
-        continues: bool = False,
+        stretch: JobStretch = WHOLE,
     ) -> None:
         ledger, by_verdicts = distribution.ledger, losses.quorum is not None
         self._started = started
-        self._announced = announced
-        self._stretch = stretch
-        self.continues = continues
+        self.stretch = stretch
         self.balance = distribution.balance
         self.participation = distribution.participation
-        self.nodes = Nodes(started.workers, started.servers, parts, before)
+        self.nodes = Nodes(started.workers, started.servers, parts, stretch.before)
         self.admission = Admission(self.nodes, software, resume)
         self.progress = SampleProgress(ledger, started.num_samples, resume, in_rounds=started.in_rounds)
         self.estates = Estates(ledger, self.nodes) if losses.redoes and isinstance(ledger, Ledger) else None
@@ -143,7 +133,7 @@ class Membership:
             fewest=2 if losses.acknowledge == "replicated" else 1,
         )
         self.phases = Phases(
-            started, self.nodes, self.progress, self.snapshots, self.participation, losses, stretch, follows
+            started, self.nodes, self.progress, self.snapshots, self.participation, losses, stretch
         )
         self.stand_ins = StandIns(self.nodes, hands_over=not losses.regroups) if losses.stands_in else None
         first_round = resume.rounds if resume is not None else 0
@@ -205,7 +195,7 @@ class Membership:
 
     def join(self, request: v1.Join, at_s: float) -> list[Instruction]:
         """Admits a node, or returns `Refuse` as the only instruction; none if the node has to ask again later."""
-        if request.stretch != self._stretch or self.phases.next_stretch:
+        if request.stretch != self.stretch.number or self.phases.next_stretch:
             text = f"{request.node.name} was built for another phase of the job: ask which one it is now"
             return [Refuse(v1.STALE_EPOCH, text)]
         if self.phases.crossing and self.phases.training:
@@ -226,7 +216,12 @@ class Membership:
         self.admission.admit(request)
         missing = self.nodes.missing
         begun = [] if missing else self._begin(at_s)
-        if missing and self.continues and self.nodes.gone.issuperset(missing) and self.phases.can_begin:
+        if (
+            missing
+            and self.stretch.continues
+            and self.nodes.gone.issuperset(missing)
+            and self.phases.can_begin
+        ):
             begun = self._begin_without(missing, at_s)
         node = request.node
         joined = Emit(JoinedEvent(who=node.name, address=node.address, epoch=self.nodes.epoch))
@@ -420,7 +415,7 @@ class Membership:
         """
         if not self.phases.gathering:
             return []
-        if self.continues and self.phases.can_begin:
+        if self.stretch.continues and self.phases.can_begin:
             return self._begin_without(self.nodes.missing, at_s)
         missing, there = self.nodes.missing, self.nodes.names
         text = (
@@ -500,11 +495,11 @@ class Membership:
         self.nodes.begin()
         started, resumed = self.admission.with_model(self._started), self.progress.resumed()
         events: list[Event] = []
-        if not self.continues:
+        if not self.stretch.continues:
             events = [started] if resumed is None else [started, resumed]
-        if self._announced is not None:
+        if self.stretch.announced is not None:
             samples = self.progress.num_samples if resumed is not None else 0
-            events.append(replace(self._announced, optimizer=started.optimizer, samples=samples))
+            events.append(replace(self.stretch.announced, optimizer=started.optimizer, samples=samples))
         return list(map(Emit, events))
 
     def _begin_without(self, missing: list[str], at_s: float) -> list[Instruction]:

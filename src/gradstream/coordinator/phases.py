@@ -20,7 +20,7 @@ from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.progress import SampleProgress
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.errors import NonFiniteError, PeerLostError
-from gradstream.telemetry.events import FailedEvent, StartedEvent, StoppedEvent
+from gradstream.telemetry.events import FailedEvent, PhaseEvent, StartedEvent, StoppedEvent
 from gradstream.wire import v1
 
 
@@ -58,6 +58,29 @@ class LossTolerance:
         return not self.obstacle
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStretch:
+    """The part of a run that one coordinator's state machine leads: all of it, or a phase of its job.
+
+    Args:
+        number: number of boundaries between phases before it.
+        follows: another phase follows.
+        before: the nodes of the phase before; None in the first.
+        announced: reported when the training of this phase begins; None if the job has no phases.
+        continues: the same nodes have gone through the phase before.
+    """
+
+    number: int = 0
+    follows: bool = False
+    before: Nodes | None = None
+    announced: PhaseEvent | None = None
+    continues: bool = False
+
+
+WHOLE = JobStretch()
+"""All of a run."""
+
+
 class Phases:
     """Leads a run from one phase to the next.
 
@@ -68,8 +91,7 @@ class Phases:
         snapshots: a run that ends early ends with a snapshot.
         participation: has to resume paused workers at the end; None if no worker is ever paused.
         losses: which losses the run survives.
-        stretch: number of the run's boundaries between phases of the job before this one.
-        follows: another phase follows this one.
+        stretch: which part of the run this is.
 
     Attributes:
         phase: the present phase.
@@ -78,7 +100,7 @@ class Phases:
         criterion: the stopping criterion that was reached; "" while none is.
         crossing: this phase of the job is over: all is in the model, or its criterion was reached.
         grown: with `crossing`: see `JobPhase`.
-        follows: see above.
+        follows: another phase of the job follows this one.
         asked: somebody has asked the run to stop.
     """
 
@@ -93,14 +115,13 @@ class Phases:
         snapshots: SnapshotRounds,
         participation: ParticipationSchedule | None,
         losses: LossTolerance,
-        stretch: int = 0,
-        follows: bool = False,
+        stretch: JobStretch,
     ) -> None:
         self.crossing = False
         self.asked = False
         self.grown = 0
-        self._stretch = stretch
-        self.follows = follows
+        self._stretch = stretch.number
+        self.follows = stretch.follows
         self.phase: v1.Notice.Phase = v1.Notice.GATHERING
         self.reason = ""
         self.culprit = ""

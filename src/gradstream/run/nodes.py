@@ -28,6 +28,7 @@ from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.participation import ParticipationSchedule
+from gradstream.coordinator.phases import JobStretch
 from gradstream.coordinator.run_clock import RunClock
 from gradstream.coordinator.stopping import StoppingCriterion
 from gradstream.data.ledger import Ledger
@@ -168,11 +169,13 @@ def _membership(
         resume=plan.resume,
         parts=plan.parts,
         keeps_shards=why_shards_stay(plan, spread=spread),
-        stretch=plan.phase.stretch,
-        follows=plan.follows,
-        before=None if place is None else place.before,
-        announced=None if plan.whole is None else _announced(plan, plan.whole, started),
-        continues=place is not None and bool(place.resume),
+        stretch=JobStretch(
+            number=plan.phase.stretch,
+            follows=plan.follows,
+            before=None if place is None else place.before,
+            announced=None if plan.whole is None else _announced(plan, plan.whole, started),
+            continues=place is not None and bool(place.resume),
+        ),
     )
 
 
