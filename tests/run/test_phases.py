@@ -18,7 +18,8 @@ from gradstream.coordinator.variance_test import VarianceTest
 from gradstream.data import Ledger
 from gradstream.errors import ConfigError, Interrupted, UnknownNameError
 from gradstream.job.job import Job
-from gradstream.job.phases import described_phase, phase_of, rate_of_phase
+from gradstream.job.phase_jobs import rate_of_phase
+from gradstream.job.phases import described_phase, phase_of
 from gradstream.optim.schedules import Position
 from gradstream.report.page import PageSource, page
 from gradstream.run.simulated import SimulatedCluster

@@ -184,12 +184,14 @@ def served_by(path: Path) -> set[object]:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
         if isinstance(node.targets[0], ast.Name)
     }
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = [
         node.args[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
+        for node in calls
         if ast.unparse(node.func).endswith(("endpoint.serve", "self.serve"))
+        if ast.unparse(node.args[0]) != "method"  # of a `FirstShardLink`
     ]
+    named += [node.args[4] for node in calls if ast.unparse(node.func) == "FirstShardLink"]
     return {
         arg.value if isinstance(arg, ast.Constant) else constants.get(ast.unparse(arg), ast.unparse(arg))
         for arg in named

@@ -20,7 +20,7 @@ from gradstream._train import launch
 from gradstream.checkpoint.manifest import JobPhase
 from gradstream.errors import Interrupted, PreflightError, UserCodeError
 from gradstream.job.job import Job
-from gradstream.job.phases import job_of_phase
+from gradstream.job.phase_jobs import job_of_phase
 from gradstream.model.base import Model
 from gradstream.report.units import size_text
 from gradstream.run.local import LocalCluster, node_environment

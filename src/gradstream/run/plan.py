@@ -25,7 +25,7 @@ from gradstream.data.queue_plan import QueuePlan
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job, is_open_ended
-from gradstream.job.phases import job_of_phase, rate_of_phase
+from gradstream.job.phase_jobs import job_of_phase, rate_of_phase
 from gradstream.job.registry import find_function, find_optimizer, find_strategy
 from gradstream.job.split import check_split
 from gradstream.job.validation import check, check_phases, check_resumed, check_strategy, whole

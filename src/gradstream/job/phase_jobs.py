@@ -1,0 +1,118 @@
+"""The job of each phase of a run: the run's own, with the fields that the phase changes. See `job.phases`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gradstream.checkpoint.manifest import JobPhase
+from gradstream.errors import ConfigError
+from gradstream.job.job import Job
+from gradstream.job.phases import Phase
+from gradstream.job.registry import find_strategy
+from gradstream.optim.base import Optimizer
+from gradstream.optim.within import Within
+from gradstream.strategies.base import ServerStrategy
+
+_OWN = (
+    "epochs",
+    "steps",
+    "until",
+    "name",
+    "strategy",
+    "strategy_options",
+    "variance_test",
+    "largest",
+    "lr",
+)
+"""Fields that are not just put in the place of the job's."""
+
+
+def job_of_phase(job: Job, begin: JobPhase) -> Job:
+    """The job of one phase, without phases.
+
+    Args:
+        job: the run's, with phases.
+        begin: which phase it is, and where it has begun.
+
+    Raises:
+        ConfigError: a field is wrong; the message names the phase.
+    """
+    phase, where = job.phases[begin.number], f"phases[{begin.number}]"
+    if (phase.epochs is None) == (phase.steps is None):
+        got = "neither" if phase.epochs is None else f"epochs={phase.epochs} and steps={phase.steps}"
+        raise ConfigError(
+            f"{where}: expected exactly one of epochs and steps, got {got}; gs.Phase(epochs=2), for one"
+        )
+    for name in ("epochs", "steps"):
+        length = getattr(phase, name)
+        if length is not None and length < 1:
+            raise ConfigError(f"{where}: {name}={length!r}; expected a whole number of at least 1")
+    if phase.strategy_options and phase.strategy is None:
+        raise ConfigError(
+            f"{where}: strategy_options without a strategy; name the strategy of this phase too"
+        )
+    _check_variance_test(phase, where, phase.accumulate or job.accumulate)
+    changed: dict[str, Any] = {
+        entry.name: getattr(phase, entry.name)
+        for entry in dataclasses.fields(phase)
+        if entry.name not in _OWN and getattr(phase, entry.name) is not None
+    }
+    if begin.accumulate:
+        changed["accumulate"] = begin.accumulate
+    if phase.strategy is not None:
+        changed["strategy"], changed["strategy_options"] = phase.strategy, phase.strategy_options
+    changed["epochs"] = None if phase.epochs is None else begin.epochs + phase.epochs
+    changed["steps"] = None if phase.steps is None else begin.rounds + phase.steps
+    made = dataclasses.replace(job, **changed, phases=())
+    strategy = find_strategy(made.strategy, made.strategy_options)
+    if phase.servers is None and not isinstance(strategy, ServerStrategy):
+        made = dataclasses.replace(made, servers=None)
+    return made
+
+
+def _check_variance_test(phase: Phase, where: str, accumulate: int) -> None:
+    if phase.variance_test is None:
+        return
+    if not 0 < phase.variance_test < 1:
+        raise ConfigError(
+            f"{where}: variance_test={phase.variance_test!r}; expected a number in (0, 1), such as 0.5"
+        )
+    if accumulate < 2:
+        raise ConfigError(
+            f"{where}: variance_test={phase.variance_test} with accumulate={accumulate}: a variance needs "
+            "2 minibatches of a step or more; halve batch_size, and take accumulate=2"
+        )
+    if phase.largest < accumulate:
+        raise ConfigError(f"{where}: largest={phase.largest!r}; expected at least accumulate={accumulate}")
+
+
+def rate_of_phase(job: Job, begin: JobPhase, optimizer: Optimizer) -> Optimizer:
+    """The update rule of a phase, with its learning rate.
+
+    A schedule of the phase counts from its beginning, and one of the job from the beginning of the run.
+
+    Args:
+        job: the run's, with phases.
+        begin: which phase it is, and where it has begun.
+        optimizer: the rule.
+
+    Raises:
+        ConfigError: the job has a schedule, and phases that are measured in epochs and others in steps.
+    """
+    phase, lr = job.phases[begin.number], optimizer.lr
+    if phase.lr is not None:
+        lr = phase.lr
+        if callable(lr):
+            lr = Within(lr, begin.origin, steps=phase.steps)
+    elif callable(lr):
+        epochs = [one.epochs for one in job.phases if one.epochs is not None]
+        steps = [one.steps for one in job.phases if one.steps is not None]
+        if epochs and steps:
+            raise ConfigError(
+                "the optimizer's lr is a schedule of the whole run, whose length nobody knows: some of its phases are "
+                "given in epochs and others in steps; give all in one unit, or each phase its own lr"
+            )
+        before = begin.rounds if steps else begin.origin
+        lr = Within(lr, begin.origin, before, sum(steps) or None, sum(epochs) or None)
+    return optimizer if lr is optimizer.lr else dataclasses.replace(optimizer, lr=lr)  # type: ignore[type-var]
