@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import gradstream as gs
 from batch_problems import OneProcess, Softmax, naive_lbfgs, quadratic, rosenbrock
@@ -143,3 +144,24 @@ def test_options_out_of_range_are_refused(make: Any, wanted: str) -> None:
 def test_check_strategy_refuses_a_batch_method() -> None:
     with pytest.raises(ConfigError, match="hold a batch method to one that runs in one process"):
         check_strategy("lbfgs")
+
+
+@pytest.mark.parametrize(("seed", "batch_size"), [(0, 16), (0, 128)])
+def test_a_search_ends_where_float32_shows_no_decrease_any_more(seed: int, batch_size: int) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((128, 10)).astype(np.float32)
+    y = (x[:, :3] + 0.5 * rng.standard_normal((128, 3))).argmax(1)
+    model = gs.from_torch(
+        lambda: torch.nn.Linear(10, 3),
+        lambda module, batch: (
+            torch.nn.functional.cross_entropy(module(batch[0]), batch[1])
+            + 1e-3 * module.weight.square().sum()
+        ),
+        loss_of="batch",
+    )
+    run = gs.simulate(
+        model, gs.from_arrays(x, y), strategy="lbfgs", workers=1, batch_size=batch_size, epochs=120, seed=seed
+    )
+    assert [event["loss"] for event in run.events if event["event"] == "converged"] == [
+        pytest.approx(0.418377, abs=1e-6)
+    ]

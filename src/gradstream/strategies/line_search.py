@@ -172,10 +172,13 @@ def _cubic(one: Trial, two: Trial, least: float, most: float) -> float:
     if not (math.isfinite(one.value) and math.isfinite(two.value)):
         return (least + most) / 2
     a, b = sorted((one, two), key=lambda trial: trial.t)
+    if a.t == b.t:  # rounding hides what is between them
+        return a.t
     d1 = a.slope + b.slope - 3.0 * (a.value - b.value) / (a.t - b.t)
     square = d1 * d1 - a.slope * b.slope
     if not square >= 0:
         return (least + most) / 2
     d2 = math.sqrt(square)
-    t = b.t - (b.t - a.t) * ((b.slope + d2 - d1) / (b.slope - a.slope + 2.0 * d2))
+    below = b.slope - a.slope + 2.0 * d2
+    t = b.t - (b.t - a.t) * ((b.slope + d2 - d1) / below) if below else math.nan
     return min(max(t, least), most) if math.isfinite(t) else (least + most) / 2
