@@ -138,7 +138,7 @@ def test_options_override_fields(recorder: Recorder) -> None:
         "--seed",
         "5",
     ]
-    result = call("train", "job.py", *options, "--steps", "7", "--run-dir", "here")
+    result = call("train", "job.py", *options, "--steps", "7", "--run-dir", "here", "--noise-scale")
     assert result.exit_code == 0, result.output
     assert without_origins(recorder.job) == a_job(
         strategy="downpour",
@@ -150,6 +150,7 @@ def test_options_override_fields(recorder: Recorder) -> None:
         steps=7,
         seed=5,
         run_dir=Path("here"),
+        noise_scale=True,
     )
 
 

@@ -88,6 +88,9 @@ def job_options(command: Command) -> Command:
             "--record", is_flag=True, default=None, help="Record the order of events, for gradstream replay."
         ),
         click.option(
+            "--noise-scale", is_flag=True, default=None, help="Measure how many samples a step pay."
+        ),
+        click.option(
             "--set",
             "settings",
             metavar="KEY=VALUE",

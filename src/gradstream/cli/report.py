@@ -137,6 +137,7 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("time", _of(s["train_s"], "{:.2f} s")),
         ("rate", _of(s["samples_per_s"], "{:,.0f} samples/s")),
         ("loss", _of(s["loss"], "{:.4g} (mean of the last epoch)")),
+        ("noise scale", _of(s.get("noise_scale"), "{:,.4g} samples") or s.get("noise_scale_missing", "")),
         ("logged", ", ".join(f"{name} {value:.4g}" for name, value in s.get("logged", {}).items())),
         ("not logged", _of(s.get("logged_dropped") or None, "{:,} values: of more than 64 names")),
         *_exchanged(s),

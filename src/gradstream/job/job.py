@@ -101,6 +101,8 @@ class Job:
         evaluate_every: steps (synchronous: rounds) between two evaluations on held-out samples, or "epoch".
             The worker of the lowest rank evaluates, while the others go on or wait for it; there is one more
             evaluation at the end.
+        noise_scale: whether to measure the gradient noise scale tr Σ/|G|², in one of 16 rounds: about as many samples
+            a step pay. For `synchronous` and `allreduce`; see `docs/large-batch.md`. It changes no result.
         metrics: functions from (outputs, targets) of a batch to a number, the mean over its samples, by name.
             Each evaluation and `Run.evaluate` compute them. Or their places: "file.py:top5".
         until: ends the run before its epochs or steps do: `gradstream.until(accuracy=0.9, seconds=3600)`.
@@ -178,6 +180,7 @@ class Job:
     steps: int | None = None
     phases: Sequence[Phase] = ()
     evaluate_every: int | Literal["epoch"] | None = None
+    noise_scale: bool = False
     metrics: Mapping[str, str | Metric] = field(default_factory=dict)
     until: Until | None = None
     callbacks: Sequence[Any] = ()
@@ -236,6 +239,7 @@ class JobOptions(TypedDict, total=False):
     steps: int | None
     phases: Sequence[Phase]
     evaluate_every: int | Literal["epoch"] | None
+    noise_scale: bool
     metrics: Mapping[str, str | Metric]
     until: Until | None
     callbacks: Sequence[Any]

@@ -19,6 +19,8 @@ from gradstream.model.devices import device_of
 from gradstream.optim import SGD
 from gradstream.optim.base import ByShape, Optimizer, PerMatrix
 from gradstream.optim.merge import Outer
+from gradstream.pipeline.schedule import STREAMING
+from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.sparse.updates import check_compiler
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.transport.offers import CHOICES
@@ -142,6 +144,41 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
         _check_shared(job, strategy, optimizer)
     if isinstance(optimizer, ByShape):
         _check_whole_tensors(job, strategy, optimizer)
+    if job.noise_scale:
+        _check_noise_scale(job, strategy)
+
+
+def _check_noise_scale(job: Job, strategy: Strategy) -> None:
+    """Raises where a node does not have the mean gradients of all workers at the same parameters."""
+    name, bound = type(strategy).__name__, "clip_value" if job.clip_norm is None else "clip_norm"
+    served = strategy if isinstance(strategy, ServerStrategy) else None
+    in_rounds = isinstance(strategy, GroupStrategy) or (
+        served is not None and getattr(served.rule(job.workers, "mean"), "by_round", False)
+    )
+    if is_open_ended(job):
+        why = (
+            "in a training loop of your own gradients may be scaled, clipped and summed before gradstream gets them; "
+            "leave noise_scale out, or pass a model and data to train()"
+        )
+    elif not in_rounds:
+        why = (
+            f"the gradients of {name} are computed on different parameters, and their differences are no noise: the "
+            "value would be wrong; take strategy='synchronous' or 'allreduce'"
+        )
+    elif not strategy.gives_mean or bool(getattr(strategy, "worker_momentum", 0)):
+        why = (
+            f"{name} does not join the gradients of all workers to their mean; leave backup, aggregate and "
+            "worker_momentum out"
+        )
+    elif served is not None and served.rows(True) is not None:
+        why = "of rows alone no node has whole gradients; leave sparse out"
+    elif job.clip_norm is not None or job.clip_value is not None:
+        why = f"clipped gradients have another mean and other noise; leave {bound} out"
+    elif job.pipeline in STREAMING or isinstance(job.pipeline, SyntheticGradients):
+        why = f"pipeline={job.pipeline!r} computes gradients on older parameters; take pipeline='1f1b'"
+    else:
+        return
+    raise ConfigError(f"noise_scale=True: {why}")
 
 
 def _check_whole_tensors(job: Job, strategy: Strategy, optimizer: ByShape) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from gradstream.report.noise_scale import noise_scale_of
 from gradstream.report.summary import begin_s
 from gradstream.telemetry.events import EventDict
 
@@ -56,6 +58,16 @@ def evaluated(events: Iterable[EventDict], key: str) -> list[Point]:
             if value is not None:
                 points.append(Point(event["samples"], event["time_s"], float(value)))
     return points
+
+
+def noise_scale(events: Sequence[EventDict]) -> list[Point]:
+    """The gradient noise scale after each measured round with a value; see `report.noise_scale`."""
+    steps = sorted((event["step"], event["samples"]) for event in events if event["event"] == "step")
+    ends = list(itertools.accumulate((samples for _, samples in steps), initial=0))
+    return [
+        Point(ends[bisect_left(steps, (number, 0))], time_s, value)  # round r has the steps r - 1
+        for number, time_s, value in noise_scale_of(events)[2]
+    ]
 
 
 def logged(events: Iterable[EventDict], max_points: int = MAX_POINTS) -> dict[str, list[Point]]:

@@ -15,7 +15,7 @@ from gradstream.report.figures import LinkFigures, RunFigures
 from gradstream.report.lanes import Styles
 from gradstream.report.staleness import MEMORY, StalenessRow
 from gradstream.report.uneven import quorums, shares_table
-from gradstream.report.units import count_text, size_text, time_text
+from gradstream.report.units import count_text, size_text, time_text, value_text
 from gradstream.report.worker_figures import WorkerFigures
 from gradstream.telemetry.events import EventDict
 
@@ -68,6 +68,10 @@ def learning(events: Sequence[EventDict]) -> str:
         points = _points(curves.training(events, key), "samples")
         if len({value for _, value in points}) > 1:
             figures += _chart(name, "samples", [Curve(name, points, "c3")])
+    scales = curves.noise_scale(events)
+    curve = Curve("noise scale", _points(scales, "samples"), "c3", len(scales) < 20)
+    note = f", in samples; {value_text(scales[-1].value)} at the end" if scales else ""
+    figures += _chart("gradient noise scale", "samples", [curve], note, may_log=True)
     rate = Curve("all workers", curves.throughput(events), "c2")
     figures += _chart("samples a second", "time", [rate], y_text=count_text, from_zero=True)
     if not figures:

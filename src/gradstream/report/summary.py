@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from gradstream.report.noise_scale import noise_scale_of
 from gradstream.report.straggler import straggler_of
 from gradstream.telemetry.events import EventDict
 
@@ -55,13 +56,13 @@ def surviving(events: Iterable[EventDict]) -> list[EventDict]:
     """The events without steps and evaluations whose results were lost.
 
     A resumed run computes the steps after its checkpoint again, or all steps if there was none. Their first computation
-    is left out.
+    is left out, with the squares of their gradients.
     """
     out: list[EventDict] = []
     kept: list[EventDict] = []
     for event in events:
         if event["event"] == "started":
-            kept, out = out, [one for one in out if one["event"] not in ("step", "evaluated", "log")]
+            kept, out = out, [one for one in out if one["event"] not in ("step", "evaluated", "log", "noise")]
         elif event["event"] == "resumed":  # comes directly after "started"
             out = [one for one in kept if _survives(one, event)] + out[-1:]
         out.append(event)
@@ -73,7 +74,10 @@ def _survives(event: EventDict, resumed: EventDict) -> bool:
         return bool(event["step"] < resumed["steps"].get(f"worker-{event['rank']}", 0))
     if event["event"] == "log":
         return bool(event["step"] <= resumed["steps"].get(f"worker-{event['rank']}", 0))
-    return event["event"] != "evaluated" or bool(event["step"] <= max(resumed["steps"].values(), default=0))
+    rounds = max(resumed["steps"].values(), default=0)
+    return event["event"] not in ("evaluated", "noise") or bool(
+        event.get("step", event.get("round")) <= rounds
+    )
 
 
 def staleness_of(events: Iterable[EventDict]) -> dict[int, int]:
@@ -118,6 +122,8 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         loss: mean over the samples of the last data epoch.
         logged: figures that the user's loop has logged, name -> latest value; NaN if that was not finite.
         logged_dropped: number of logged values that were dropped because there were too many names.
+        noise_scale: gradient noise scale tr Σ/|G|² of the last measured rounds, in samples; None if it was not asked
+            for, or for the reason in noise_scale_missing.
         accuracy, held_out_loss: result of the last evaluation on held-out samples (`worker.evaluation.Evaluation`).
         compute_s, wait_s: seconds that all workers spent in gradients and waiting for the exchange.
         straggler: who, slower and waited_s of the one slow worker, or None; see `gradstream.report.straggler`.
@@ -144,6 +150,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         **_progress(surviving(events)),
         **_held_out(events),
         **_logged(surviving(events)),
+        **_noise(surviving(events)),
         **_totals(events, "exchange", _EXCHANGED),
         **_staleness(events),
         "carriers": dict(sorted(Counter(carriers_of(events).values()).items())),
@@ -249,6 +256,11 @@ def _logged(events: Iterable[EventDict]) -> dict[str, Any]:
         "logged": {name: math.nan if value is None else value for name, value in latest.items()},
         "logged_dropped": sum(event["dropped"] for event in logs),
     }
+
+
+def _noise(events: Sequence[EventDict]) -> dict[str, Any]:
+    value, missing, _ = noise_scale_of(events)
+    return {"noise_scale": value, "noise_scale_missing": missing}
 
 
 def _late(steps: Sequence[EventDict]) -> dict[str, int]:

@@ -66,4 +66,5 @@ def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
         workers=plan.workers,
         acknowledge=plan.job.acknowledge,
         retry_s=plan.job.deadlines.retry_s,
+        noise_scale=plan.job.noise_scale,
     )

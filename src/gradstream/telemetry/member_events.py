@@ -244,6 +244,24 @@ class MemoryEvent(MemberEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseEvent(MemberEvent):
+    """Squares of the gradients of one round (shard, worker, part), where the job asks for the gradient noise scale.
+
+    A node sums over the elements that it has. The squares of a round are the sums over its `nodes`.
+    """
+
+    name: ClassVar[str] = "noise"
+    rank: int
+    round: int  # number of the update, from 1
+    nodes: int  # number of nodes with such an event of this round
+    contributions: int  # W, number of workers with samples
+    samples: int  # Σ b of all contributions
+    inverse_samples: float  # mean of 1/b over the contributions
+    contribution_square: float  # its part of 1/W·Σ |g_i|²
+    joined_square: float  # its part of |g|², g the mean gradient over all samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedEvent(MemberEvent):
     """The model was evaluated on held-out samples (worker of the lowest rank)."""
 

@@ -100,6 +100,7 @@ class WorkerConfig:
         watch: see `ReplicaContext`.
         update_rule: rule for updates of the parameters.
         redoes: this worker redoes pushes of lost workers that are torn; see `worker.exchange.errands`.
+        noise_scale: the workers measure what the gradient noise scale needs, where they have no servers that do.
         workers_optimize: workers apply `update_rule` to their own parameters; else the shards apply it to theirs.
     """
 
@@ -133,6 +134,7 @@ class WorkerConfig:
     skips_non_finite: bool = False
     balanced: bool = False
     redoes: bool = False
+    noise_scale: bool = False
     form_group: FormGroup | None = None
     log: Log | None = None
     watch: Observer = field(default_factory=Observer)

@@ -46,6 +46,7 @@ class ShardConfig:
         part: the part of a split model that it holds, with the other shards of that part.
         first: rank of the first shard of its placement.
         decayed: whether gradients contain their weight decay already; see `Strategy.decays_gradients`.
+        noise_scale: whether to measure what the gradient noise scale needs; see `telemetry.noise_meter`.
     """
 
     rank: int
@@ -67,6 +68,7 @@ class ShardConfig:
     acknowledge: Acknowledge = "applied"
     retry_s: float = 120.0
     first: int = 0
+    noise_scale: bool = False
 
     @property
     def placement(self) -> Placement:

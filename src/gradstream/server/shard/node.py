@@ -115,6 +115,7 @@ class ShardNode:
             elif not await self._take_over(placement):
                 return
             self._service.estates.on_report = self._member.estate
+            self._service.on_event = self._member.emit
             self._keep_members(self._member.notice)
             self._member.listen(self._keep_members)
             self._service.open()

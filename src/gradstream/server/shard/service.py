@@ -42,6 +42,8 @@ from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.tensor_sums import TensorSums
 from gradstream.server.shard.updates import Updates
 from gradstream.server.shard.wait_notifier import WaitNotifier
+from gradstream.telemetry.events import Event
+from gradstream.telemetry.noise_meter import NoiseMeter
 from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
@@ -65,6 +67,7 @@ class ShardService:
 
     Attributes:
         on_decision: called with each decision of a quorum.
+        on_event: called with each event of the shard's arithmetic.
         executor, commands, estates, copies, handover: exist once a model is registered.
         quorum: agrees with the other shards on each update; None before a model is registered, and without a quorum.
         tensor_sums: adds up sums over whole tensors with the other shards; None where the update rule needs none.
@@ -79,6 +82,7 @@ class ShardService:
         self.quorum: QuorumProtocol | None = None
         self.tensor_sums: TensorSums | None = None
         self.on_decision: Callable[[QuorumDecision], None] = lambda decision: None
+        self.on_event: Callable[[Event], None] = lambda event: None
         endpoint.serve("push", self._push)
         endpoint.serve("fetch", self._fetch)
         endpoint.serve("command", self._command)
@@ -128,12 +132,17 @@ class ShardService:
         if config.correction is not None:
             senders = SenderStates(memory, chunks, len(store.parameters), dtype, config.correction)
         state = ShardState(store.here, config.rule, quorum=config.quorum is not None, workers=config.workers)
+        holders = shards_of(model, config.num_shards)
         if grouped is not None and grouped.per_tensor and store.here:
-            holders = shards_of(model, config.num_shards)
             self.tensor_sums = TensorSums(
                 runtime, endpoint, config, len(store.here), grouped.num_tensors, holders
             )
-        updates = Updates(runtime, store, config.rule, senders, self.tensor_sums)
+        noise = None
+        if config.noise_scale:
+            noise = NoiseMeter(
+                config.rank, len(holders), len(store.here), emit=lambda event: self.on_event(event)
+            )
+        updates = Updates(runtime, store, config.rule, senders, self.tensor_sums, noise)
         self.executor = ShardExecutor(runtime, config.schedule, state, store, updates)
         if config.quorum is not None:
             whole = isinstance(config.rule.robust, WholeRule)

@@ -179,7 +179,7 @@ class ShardStore:
         summed: bool = False,
         vector: str = "",
         tensor_sums: Mapping[int, Sums] | None = None,
-    ) -> None:
+    ) -> torch.Tensor:
         """Applies the optimizer to a chunk once, with Σ weight·part, summed in the order given.
 
         A single part of weight 1 is used as it is: one worker has the bits of plain SGD.
@@ -196,6 +196,9 @@ class ShardStore:
                 an update.
             tensor_sums: `partial_sums`, added up over all chunks of all shards, where the update rule needs them.
 
+        Returns:
+            The sum that the optimizer has got, until the next update.
+
         Raises:
             NonFiniteError: the update has made a parameter, or the state, NaN or infinite.
         """
@@ -210,7 +213,7 @@ class ShardStore:
         if vector:
             self.span(self.state[vector], chunk).tensor.copy_(total)
             self.headroom.forget(chunk)
-            return
+            return total
         parameters, *state = (span.tensor for span in self.update_spans(chunk)[:-1])
         named = dict(zip(self.state, state, strict=True))
         if self._grouped is None:
@@ -220,6 +223,7 @@ class ShardStore:
             self._grouped.apply(offset, parameters, total, named, tensor_sums, lr=lr, step=step)
         vectors = {"": parameters, **named}
         self.headroom.updated(chunk, vectors, bound, where=f"chunk {chunk}", lr=lr, step=step)
+        return total
 
     def update_some(
         self, chunk: int, elements: torch.Tensor, gradient: torch.Tensor, *, lr: float, step: int

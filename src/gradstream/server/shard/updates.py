@@ -14,6 +14,7 @@ from functools import partial
 import torch
 
 from gradstream.memory import Span
+from gradstream.model.check import length
 from gradstream.optim.groups import Piece
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.aggregation import AggregationRule, PushHeader
@@ -25,8 +26,9 @@ from gradstream.server.shard.instructions import Apply
 from gradstream.server.shard.row_store import Part, row_sum
 from gradstream.server.shard.store import ShardStore
 from gradstream.server.shard.tensor_sums import TensorSums
+from gradstream.telemetry.noise_meter import Contribution, NoiseMeter
 
-SecondPass = Callable[[], None]
+SecondPass = Callable[[], torch.Tensor | None]
 
 BRIEF_ELEMS = 1 << 18
 """An update of at most this many elements takes less time than handing it to another thread."""
@@ -41,6 +43,7 @@ class Updates:
         rule: weighs pushes.
         senders: state of the correction for each sender; None if there is no correction.
         tensor_sums: adds up sums over whole tensors, where the update rule needs them; else None.
+        noise: gets the squares of gradients, where they are measured; else None.
     """
 
     def __init__(
@@ -50,12 +53,14 @@ class Updates:
         rule: AggregationRule,
         senders: SenderStates | None,
         tensor_sums: TensorSums | None = None,
+        noise: NoiseMeter | None = None,
     ) -> None:
         self._runtime = runtime
         self._store = store
         self._rule = rule
         self._senders = senders
         self._tensor_sums = tensor_sums
+        self._noise = noise
 
     def changes_nothing(self, due: Apply) -> bool:
         """Whether there is nothing to compute, as for most chunks of a push of some rows."""
@@ -107,7 +112,13 @@ class Updates:
     async def finish(self, due: Apply, second: SecondPass) -> None:
         """Carries out the second pass of `prepare`. The caller keeps readers away meanwhile."""
         spans = [*self._store.update_spans(due.chunk), *self._store.sum_spans(due.chunk)]
-        await self._runtime.compute(lambda _: second(), work=_priced("apply", len(spans[0])), writes=spans)
+        square = await self._runtime.compute(
+            lambda _: self._square(due, second()),
+            work=_priced("apply", len(spans[0])),
+            writes=spans,
+            shape_only=math.inf,
+        )
+        self._note_squares(due, square)
 
     async def compute(self, due: Apply, parts: Sequence[Part]) -> None:
         """Carries an update out, or adds it to the chunk's sum. The caller keeps readers away meanwhile.
@@ -174,32 +185,53 @@ class Updates:
         if isinstance(robust, WholeRule) and robust.centred:
             writes += [store.centre_span(chunk)]
 
-        def arithmetic(_: object) -> None:
+        def arithmetic(_: object) -> float:
             parts = self._corrected(chunk, present, pushed, parameters.tensor)
             if robust is not None:
                 total = self._combine(robust, due, present, parts, weights)
                 if total is not None:
                     store.update(chunk, [total], [1.0], lr=due.lr, step=due.step)
-                return
+                return math.inf
             lengths = [
                 math.inf if self._senders else one.length for one in present
             ]  # a correction changes them
             bound = math.fsum(abs(weight) * one for weight, one in zip(weights, lengths, strict=True))
             if due.completes:
                 rate, step = due.lr, due.step
-                store.update(
+                total = store.update(
                     chunk, parts, weights, lr=rate, step=step, bound=bound, summed=summed, vector=vector
                 )
-            else:
-                store.gather(chunk, parts, weights, bound=bound, summed=summed)
+                return self._square(due, total)
+            store.gather(chunk, parts, weights, bound=bound, summed=summed)
+            return math.inf
 
         work = _priced("apply", len(parameters) * max(1, len(pushed)))
-        await self._runtime.compute(arithmetic, work=work, reads=reads, writes=writes)
+        square = await self._runtime.compute(
+            arithmetic, work=work, reads=reads, writes=writes, shape_only=math.inf
+        )
+        self._note_squares(due, square)
         if self._senders is not None:
             for one in (one for one in present if not one.redone):
                 self._senders.used(one, chunk)
         if store.changed is not None and due.completes:
             store.changed.note(chunk, None, due.step)
+
+    def _square(self, due: Apply, total: torch.Tensor | None) -> float:
+        """The square of the gradient of an update that is measured; infinite for another."""
+        if total is None or self._noise is None or not self._noise.due(due.step):
+            return math.inf
+        return length(total) ** 2
+
+    def _note_squares(self, due: Apply, joined: float) -> None:
+        """Reports the squares of an update that is measured; those of contributions were found when they arrived."""
+        if self._noise is None or not self._noise.due(due.step):
+            return
+        present, weights = _present(due), self._weights(due)
+        here = [
+            Contribution(one.samples, weight, one.length**2)
+            for one, weight in zip(present, weights, strict=True)
+        ]
+        self._noise.add(due.step, [one.samples for one in present], here, joined)
 
     def _combine(
         self,

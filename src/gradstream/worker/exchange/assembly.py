@@ -24,6 +24,7 @@ from gradstream.memory import Vector
 from gradstream.model.factors import factored_layers_of
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy
 from gradstream.telemetry.events import StepEvent
+from gradstream.telemetry.noise_meter import NoiseMeter
 from gradstream.wire import v1
 from gradstream.wire.parts import member_name, part_map_of
 from gradstream.worker.batch_gate import BatchGate
@@ -165,10 +166,17 @@ class Assembly:
             sharded=sharded,
             parameters=parameters,
             spare=spare,
-            factors=None if sharded or stand_ins else self._sufficient_factors(strategy, group),
+            factors=None
+            if sharded or stand_ins or config.noise_scale
+            else self._sufficient_factors(strategy, group),
             stand_ins=stand_ins,
             joint=self._joint([lost for lost, rank in stand_ins.items() if rank == config.rank]),
+            noise=self._noise(group) if config.noise_scale else None,
         )
+
+    def _noise(self, group: Group) -> NoiseMeter:
+        parts = 1 if self._config.split is None else self._config.split.parts
+        return NoiseMeter(self._config.rank, group.size * parts, pieces=1, emit=self._context.member.emit)
 
     async def _common(self, group: Group, buckets: Buckets) -> tuple[Vector, Updater, Sequence[Vector]]:
         """Parameters that all workers share, the rule for this worker's slices of them, and vectors to spare.

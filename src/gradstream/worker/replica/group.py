@@ -18,13 +18,14 @@ import torch
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group
 from gradstream.memory import Span, Vector
-from gradstream.model.check import finite
+from gradstream.model.check import finite, length
 from gradstream.model.factors import FactoredLayer
 from gradstream.optim.base import Sums
 from gradstream.optim.groups import Piece, add_up
 from gradstream.runtime.base import Runtime, Work
 from gradstream.strategies import api
 from gradstream.telemetry.events import GROUP
+from gradstream.telemetry.noise_meter import Contribution, NoiseMeter
 from gradstream.telemetry.traffic import Transfer
 from gradstream.telemetry.wait_attribution import Kind, WaitAttribution
 from gradstream.worker.computed import UNKNOWN, ComputedGradient, SampleBatch
@@ -49,6 +50,7 @@ class GroupSetup:
         factors: exchanges layers as factors; None if no layer may be.
         stand_ins: by rank of a lost worker, the rank of the worker that computes its part of each round.
         joint: computes the parts of this worker and of those for which it stands in; None if it does for nobody.
+        noise: gets the squares of gradients, where they are measured; else None.
     """
 
     group: Group
@@ -60,6 +62,7 @@ class GroupSetup:
     factors: SufficientFactors | None = None
     stand_ins: Mapping[int, int] = field(default_factory=dict)
     joint: JointGradient | None = None
+    noise: NoiseMeter | None = None
 
     @property
     def owned(self) -> Sequence[tuple[int, int]]:
@@ -231,18 +234,25 @@ class _Round:
     """The exchange of one round.
 
     Args:
-        own: number of samples that the others expect of this worker.
-        total: number of samples of all workers.
+        counts: number of samples of each worker, by rank.
         lr: learning rate of the update, η.
         relative_rate: this worker's own rate over η.
         sums: each bucket's first element, and where its sum lies.
+        weight: weight of this worker's gradient in the sums.
+        square: sum of the squares of this worker's gradient, where it is measured.
     """
 
-    own: int = 0
-    total: int = 0
+    counts: Sequence[int] = ()
     lr: float = 0.0
     relative_rate: float = 1.0
     sums: list[tuple[int, Span]] = field(default_factory=list)
+    weight: float = 0.0
+    square: float = 0.0
+
+    @property
+    def total(self) -> int:
+        """Number of samples of all workers."""
+        return sum(self.counts)
 
 
 class GroupPeers:
@@ -296,8 +306,8 @@ class GroupPeers:
         counts = [samples for samples, _ in workers]
         for rank, stand_in in self._setup.stand_ins.items():
             counts[stand_in], counts[rank] = counts[stand_in] + counts[rank], 0
-        own, own_lr = counts[self._context.rank], workers[self._context.rank][1]
-        self._round = _Round(own, sum(counts), lr, own_lr / lr if lr else 1.0)
+        own_lr = workers[self._context.rank][1]
+        self._round = _Round(counts, lr, own_lr / lr if lr else 1.0)
         return counts
 
     async def tell(self, first: float, second: float = 0.0) -> Sequence[tuple[float, float]]:
@@ -324,6 +334,7 @@ class GroupPeers:
             await self._allreduce_around(gradient, bucket, weight, layers)
             return
         span = await self._ready(gradient, bucket)
+        await self._measure(span, weight)
         total = await self._timed(span, self._group.allreduce(span, weight=weight))
         self._round.sums.append((bucket[0], total))
 
@@ -332,6 +343,7 @@ class GroupPeers:
         if self._round.total:
             span = await self._ready(gradient, bucket)
             weight *= self._round.relative_rate
+            await self._measure(span, weight)
             mine = await self._timed(span, self._group.reduce_scatter(span, weight=weight))
             self._round.sums.append((self._setup.buckets.slice_in(bucket, self._group.rank)[0], mine))
 
@@ -387,7 +399,33 @@ class GroupPeers:
 
     def _spoils(self, gradient: api.Gradient) -> bool:
         """Whether a gradient was refused on which the others count in this round."""
-        return not gradient.samples and self._round.own != 0
+        return not gradient.samples and self._round.counts[self._context.rank] != 0
+
+    async def _measure(self, span: Span, weight: float) -> None:
+        """Adds a part of this worker's gradient to its square, before the group sums in the same memory."""
+        if self._setup.noise is None or not self._setup.noise.due(self._replica.version + 1):
+            return
+        self._round.weight = weight
+        self._round.square += await self._runtime.compute(
+            lambda _: length(span.tensor) ** 2,
+            work=Work("reduce", elems=len(span)),
+            reads=[span],
+            lane="exchange",
+            shape_only=math.inf,
+        )
+
+    def _joined_square(self) -> float:
+        """The square of the joined gradient, over this worker's slices of all buckets."""
+        buckets, rank, found = self._setup.buckets, self._group.rank, list[float]()
+        for bucket, (start, span) in zip(buckets.bounds, self._round.sums, strict=True):
+            first, last = buckets.slice_in(bucket, rank)
+            found.append(length(span.tensor[first - start : last - start]) ** 2)
+        return math.fsum(found)
+
+    def _note_squares(self, noise: NoiseMeter, joined: float) -> None:
+        counts, own = self._round.counts, self._round.counts[self._context.rank]
+        here = [Contribution(own, self._round.weight, self._round.square)] if own else []
+        noise.add(self._replica.version + 1, [one for one in counts if one], here, joined)
 
     async def _copy(self, source: Span, target: Span) -> None:
         await self._runtime.compute(
@@ -427,20 +465,27 @@ class GroupPeers:
         parameters, version = self._replica.parameters, self._replica.version
         changed = [parameters[start : start + len(span)] for start, span in sums]
         parts = [(start, span.tensor) for start, span in sums if len(span)]
+        noise = self._setup.noise
+        measured = noise is not None and noise.due(version + 1)
 
-        def update(_: object) -> None:
+        def update(_: object) -> float:
+            joined = self._joined_square() if measured else math.inf
             for source, target in zip(old, new, strict=True) if self._setup.spare else ():
                 for start, part in parts:
                     target.tensor[start : start + len(part)].copy_(source.tensor[start : start + len(part)])
             if all(finite(part) for start, part in parts if start >= self._held):
                 updater.update(parameters.tensor, parts, tensor_sums, lr=lr, step=version + 1)
+            return joined
 
-        await self._runtime.compute(
+        joined = await self._runtime.compute(
             update,
             work=Work("apply", elems=sum(len(span) for _, span in sums)),
             reads=[span for _, span in sums],
             writes=[*changed, *(vector.all for vector in updater.state.values())],
+            shape_only=math.inf,
         )
+        if measured and noise is not None:
+            self._note_squares(noise, joined)
         self._meter.updated(parameters, begun_ns)
 
     async def _tensor_sums(self) -> Mapping[int, Sums]:
