@@ -1,0 +1,102 @@
+"""Question: what do large batches cost, and when do they stop to save updates?
+
+Two small models on the subset of Fashion-MNIST, trained by gradstream on virtual time: sharpness and accuracy over the
+batch size, by method, each tuned alike; a small-batch start of a large batch; growing batches beside falling rates;
+updates to a loss, and the noise scale beside the critical batch; ways out of strict saddles.
+
+    nice python bench/large_batch_study.py             # what is missing: two hours of two cores in all
+    nice python bench/large_batch_study.py --most 400  # stops after so many seconds; goes on at the next call
+    python bench/large_batch_study.py --page           # trains nothing: the record of what is there
+
+`--only saddle` and the like do one part. Two calls at once share the work if they do different parts.
+Each run is a line of bench/results/large-batch-study.jsonl; the record is bench/results/large-batch-study.json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradstream.run.local.machine import describe_machine, git_commit
+from large_batch import critical, minima, saddles
+from large_batch.ledger import Key, Row, Rows, Scale, read_rows
+from records import RESULTS, ROOT, command_line, now
+
+PARTS = {
+    "batch": minima,
+    "start": minima,
+    "growth": minima,
+    "count": critical,
+    "noise": critical,
+    "saddle": saddles,
+}
+MODULES = (minima, critical, saddles)
+QUICK = Scale(
+    models=("dense",), epochs=3, batches=(500, 2500), counts=(500, 5000), tuning=(101,), seeds=(1, 2), exits=30
+)
+
+
+def next_due(rows: Rows, scale: Scale, only: tuple[str, ...]) -> Key | None:
+    """The first run that is missing; what is due follows from what is there."""
+    return next((key for key in all_due(rows, scale) if key not in rows and key.part in only), None)
+
+
+def all_due(rows: Rows, scale: Scale) -> Iterator[Key]:
+    """All runs that can be named so far."""
+    for module in MODULES:
+        yield from module.due(rows, scale)
+
+
+def record_of(rows: Rows, scale: Scale) -> dict[str, Any]:
+    """The figures of what is there."""
+    figures: dict[str, Any] = {}
+    for module in MODULES:
+        figures |= module.found(rows, scale)
+    return {
+        "question": (__doc__ or "").splitlines()[0],
+        "date": now(),
+        "commit": git_commit(ROOT),
+        **describe_machine({}),
+        "epochs": scale.epochs,
+        "seeds": len(scale.seeds),
+        "runs": len(rows),
+        "cpu_s": round(sum(row["cpu_s"] for row in rows.values())),
+        "complete": next_due(rows, scale, tuple(PARTS)) is None,
+        "found": figures,
+    }
+
+
+def main() -> None:
+    """Runs what is missing, and keeps the record."""
+    parser = command_line(__doc__)
+    parser.add_argument("--most", type=float, default=math.inf, help="seconds after which no run is begun")
+    parser.add_argument("--only", choices=PARTS, action="append", help="run one part; may be given again")
+    parser.add_argument("--model", choices=minima.MODELS, help="train one model")
+    parser.add_argument("--page", action="store_true", help="train nothing")
+    parser.add_argument("--quick", action="store_true", help="a small one")
+    parser.add_argument("--into", type=Path, default=RESULTS, help="where everything goes")
+    given = parser.parse_args()
+    most_s, begun_s = 0.0 if given.page else given.most, time.monotonic()
+    torch.set_num_threads(1)
+    given.into.mkdir(parents=True, exist_ok=True)
+    scale = QUICK if given.quick else Scale()
+    path, only = given.into / "large-batch-study.jsonl", tuple(given.only or PARTS)
+    wanted = replace(scale, models=(given.model,)) if given.model else scale
+    while time.monotonic() - begun_s < most_s and (key := next_due(read_rows(path), wanted, only)):
+        row: Row = PARTS[key.part].row_of(key, scale)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(*key, row, flush=True)
+    record = record_of(read_rows(path), scale)
+    (given.into / "large-batch-study.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
