@@ -39,7 +39,13 @@ PARTS = {
 }
 MODULES = (minima, critical, saddles)
 QUICK = Scale(
-    models=("dense",), epochs=3, batches=(500, 2500), counts=(500, 5000), tuning=(101,), seeds=(1, 2), exits=30
+    models=("dense",),
+    epochs=3,
+    batches=(500, 2500),
+    counts=(500, 5000),
+    tuning=(101,),
+    seeds=(1, 2),
+    exits=30,
 )
 
 

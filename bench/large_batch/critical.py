@@ -127,7 +127,7 @@ def _run(key: Key, **options: Any) -> Any:
 
 
 def _noise_scale(key: Key, steps: int) -> float:
-    """tr Σ / |G|² after so many updates of this run; at least one."""
+    """The noise scale after so many updates of this run; at least one."""
     run = _run(key, steps=max(1, steps))
     module = MODELS[key.model]()
     weights = {name: torch.tensor(run.parameters[name]) for name, _ in module.named_parameters()}
@@ -137,7 +137,7 @@ def _noise_scale(key: Key, steps: int) -> float:
 
 
 def noise_scale(module: nn.Module, weights: Mapping[str, Any], x: Any, y: Any) -> float:
-    """tr Σ / |G|² of the cross-entropy, from the gradient of each of n samples, without bias.
+    """Noise scale tr Σ / |G|² of the cross-entropy, from the gradient of each of n samples, without bias.
 
         mean of |gᵢ|² = |G|² + tr Σ,    |mean of gᵢ|² = |G|² + tr Σ / n
 

@@ -1,4 +1,4 @@
-"""Minima of batches: accuracy and sharpness by batch size and method, after a small-batch start, and of batches that grow.
+"""Minima by batch size and method, after a small-batch start, and of batches that grow: accuracy and sharpness.
 
 All rates are those of the small batch b. `linear` takes η·B/b at batch B, `lars` and `lamb` η·√(B/b), each after two
 epochs of warm-up; `plain` keeps η. A cosine follows, except where rates are what is compared.
@@ -86,10 +86,9 @@ def images(tuning: bool) -> Any:
 def due(rows: Rows, scale: Scale) -> Iterator[Key]:
     """All runs that can be named: those that tune, and those at rates that are chosen."""
     for model in scale.models:
-        for batch in scale.batches:
-            for method in GRID:
-                if method != "linear" or batch > scale.small:  # at the small batch it is the plain one
-                    yield from _of_batch(rows, scale, model, method, batch)
+        for batch in (scale.small, *reversed(scale.batches[1:])):  # the extremes say most
+            for method in _methods(batch, scale):
+                yield from _of_batch(rows, scale, model, method, batch)
         for part, cases, method, batch in (
             ("start", [str(epochs) for epochs in STARTS], "linear", scale.large),
             ("growth", list(GROWTHS), "plain", scale.small),
@@ -112,7 +111,7 @@ def _tuning(scale: Scale, model: str, method: str, batch: int) -> list[Key]:
 
 
 def rate(rows: Rows, scale: Scale, model: str, method: str, batch: int) -> float | None:
-    """The rate with the best accuracy on held-out images, by the mean over tuning seeds; None if it is not known yet."""
+    """The rate with the best mean accuracy on held-out images, under tuning seeds; None if it is not known yet."""
     tuned = scale.small if method == "plain" else batch
     keys = _tuning(scale, model, method, tuned)
     return best_rate(rows, keys, "accuracy", largest=True, rates=GRID[method])
@@ -201,17 +200,31 @@ def _minimum(run: Any, data: Any) -> Row:
 
 
 def found(rows: Rows, scale: Scale) -> dict[str, Any]:
-    """By part, model, case and batch: mean and deviation over seeds, of what is there under all of them."""
-    by_place: dict[tuple[str, str, str, int], list[Row]] = {}
-    for key, row in rows.items():
-        if key.part in ("batch", "start", "growth") and key.seed in scale.seeds:
-            by_place.setdefault((key.part, key.model, key.case, key.batch), []).append(row)
+    """By part, model, batch size and case: mean and deviation over seeds. A comparison is whole, or left out."""
     figures: dict[str, Any] = {}
-    for (part, model, case, batch), some in by_place.items():
-        if len(some) == len(scale.seeds):
-            place = figures.setdefault(part, {}).setdefault(model, {}).setdefault(case, {})
-            place[str(batch)] = _of_seeds(some, GRID.get(case))
+    for model in scale.models:
+        compared = [("batch", batch, _methods(batch, scale)) for batch in scale.batches]
+        compared += [("start", scale.large, tuple(map(str, STARTS))), ("growth", scale.small, tuple(GROWTHS))]
+        for part, batch, cases in compared:
+            by_case = {case: _reported(rows, scale, part, model, case, batch) for case in cases}
+            if all(len(some) == len(scale.seeds) for some in by_case.values()):
+                figures.setdefault(part, {}).setdefault(model, {})[str(batch)] = {
+                    case: _of_seeds(some, GRID.get(case)) for case, some in by_case.items()
+                }
     return figures
+
+
+def _methods(batch: int, scale: Scale) -> tuple[str, ...]:
+    return tuple(
+        method for method in GRID if method != "linear" or batch > scale.small
+    )  # there it is the plain one
+
+
+def _reported(rows: Rows, scale: Scale, part: str, model: str, case: str, batch: int) -> list[Row]:
+    method = case if part == "batch" else "linear" if part == "start" else "plain"
+    lr = rate(rows, scale, model, method, batch)
+    keys = [Key(part, model, case, batch, lr, seed) for seed in scale.seeds] if lr is not None else []
+    return [rows[key] for key in keys if key in rows]
 
 
 def _of_seeds(rows: list[Row], grid: tuple[float, ...] | None) -> dict[str, Any]:

@@ -1,0 +1,131 @@
+"""The study of large batches: what is due follows from what is there, and its figures are those of known problems."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+Modules = Any
+
+
+@pytest.fixture
+def study(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Modules:
+    """The package bench/large_batch."""
+    monkeypatch.syspath_prepend(str(repository / "bench"))
+    for name in ("critical", "ledger", "minima", "page", "saddles"):
+        importlib.import_module(f"large_batch.{name}")
+    return importlib.import_module("large_batch")
+
+
+def worked_off(study: Modules, scale: Any, accuracy: Any) -> dict[Any, Any]:
+    """All runs of minima, in the order in which they come due."""
+    rows: dict[Any, Any] = {}
+    while key := next((one for one in study.minima.due(rows, scale) if one not in rows), None):
+        row = {"accuracy": accuracy(key), "failed": False, "loss": 0.1, "updates": 7, "cpu_s": 1.0}
+        rows[key] = row | key._asdict() | {"sharpness": dict.fromkeys(study.minima.BOXES, 2.0)}
+    return rows
+
+
+def test_rates_are_chosen_by_held_out_images_then_come_all_seeds(study: Modules) -> None:
+    scale = study.ledger.Scale(models=("dense",), batches=(128, 512))
+    best = {"plain": 0.03, "linear": 0.1, "lars": 3.0, "lamb": 0.03}
+    # On the images that are reported another rate would be the best one.
+    rows = worked_off(
+        study,
+        scale,
+        lambda key: 50.0 if key.part == "batch" and key.lr != best[key.case] else 70.0 + key.seed,
+    )
+    figures = study.minima.found(rows, scale)
+    by_method = figures["batch"]["dense"]["512"]
+    assert {method: one["rate"] for method, one in by_method.items()} == best
+    assert by_method["plain"]["accuracy"] == [73.0, 1.58]
+    assert by_method["lamb"]["at_edge"] and not by_method["lars"]["at_edge"]
+    assert "linear" not in figures["batch"]["dense"]["128"]  # it is the plain one
+    del rows[max(rows)]
+    assert "start" not in study.minima.found(rows, scale)  # not without its last run
+    tuned = [key for key in rows if key.seed in scale.tuning]
+    assert len(tuned) == 4 * 2 * (3 * 2 + 1)
+    assert {key.lr for key in rows if key.part == "growth"} == {0.03}
+    assert {key.lr for key in rows if key.part == "start"} == {0.1}
+
+
+def test_a_study_that_was_stopped_goes_on(study: Modules, tmp_path: Path) -> None:
+    path, key = tmp_path / "rows.jsonl", study.ledger.Key("saddle", "quartic", "sgd", 1, 0.1, 1)
+    line = json.dumps(key._asdict() | {"updates": 3})
+    path.write_text(f"{line}\n{line[:40]}")
+    assert list(study.ledger.read_rows(path)) == [key]
+    assert path.read_text() == f"{line}\n"
+
+
+def test_the_fit_finds_the_trade_off(study: Modules) -> None:
+    sizes = (16, 128, 1024, 5000)
+    assert study.critical.fit(sizes, [40 + 8000 / size for size in sizes]) == pytest.approx((40, 8000))
+
+
+def known_problem(study: Modules) -> tuple[float, float]:
+    """The noise scale of a linear model, as measured, and from the covariance of its samples' gradients."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(250, 3, generator=generator), torch.randint(0, 2, (250,), generator=generator)
+    module = nn.Linear(3, 2, bias=False)
+    weight = torch.randn(2, 3, generator=generator)
+    slope = torch.softmax(x @ weight.T, 1) - nn.functional.one_hot(y, 2)
+    each = (slope[:, :, None] * x[:, None]).flatten(1).double().numpy()
+    variance = np.trace(np.cov(each.T))
+    expected = variance / ((each.mean(0) ** 2).sum() - variance / len(each))
+    return study.critical.noise_scale(module, {"weight": weight}, x, y), float(expected)
+
+
+def test_the_noise_scale_is_that_of_the_covariance(study: Modules) -> None:
+    measured, expected = known_problem(study)
+    assert measured == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_chunk_that_is_forgotten_is_noticed(study: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = study.critical.vmap
+    monkeypatch.setattr(
+        study.critical,
+        "vmap",
+        lambda *given, **named: lambda weights, x, y: plain(*given, **named)(weights, x[:-1], y[:-1]),
+    )
+    measured, expected = known_problem(study)
+    assert measured != pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize(("case", "rank"), [("linear", 2), ("zero", 0)])
+def test_a_saddle_is_one(study: Modules, case: str, rank: int) -> None:
+    """The gradient over all samples is 0; that of single samples is 0 only at zero; and the first direction is free."""
+    model, data, outside = study.saddles._linear(case, [])
+    batch = data.batch(np.arange(data.num_samples))
+    start = model.init(0) if hasattr(model, "init") else None
+    x, y, first = study.saddles._problem()
+    point = {name: value * (case == "linear") for name, value in first.items()}
+    assert start is None or len(start) == 16
+    hidden = x @ point["w1"].T
+    error = hidden @ point["w2"].T - y
+    assert np.abs(point["w2"].T @ error.T @ x / len(x)).max() < 1e-12
+    assert np.abs(error.T @ hidden / len(x)).max() < 1e-12
+    assert bool(np.abs(error[:1].T @ hidden[:1]).max() > 1e-3) is (case == "linear")
+    assert np.linalg.matrix_rank(point["w2"] @ point["w1"]) == rank
+    assert not outside(point)
+    np.testing.assert_array_equal(batch.inputs, x)
+
+
+def test_a_small_study_runs(study: Modules, repository: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "bench/large_batch_study.py", "--quick", "--into", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=repository, env=environment, check=True, capture_output=True, timeout=200)
+    record = json.loads((tmp_path / "large-batch-study.json").read_text())
+    assert record["complete"]
+    assert record["found"]["saddle"]["quartic"]["1024"]["left"] == 0
+    assert record["found"]["saddle"]["quartic"]["1"]["left"] == 2
+    assert all(text.count("\n") > 1 for text in study.page.tables(record).values())
