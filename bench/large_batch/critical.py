@@ -97,7 +97,7 @@ def _updates(key: Key) -> float | None:
     seen: list[tuple[int, float]] = []
 
     def look(event: Mapping[str, Any]) -> None:
-        if event["event"] == "evaluation":
+        if event["event"] == "evaluated":
             seen.append((event["step"], event["loss"]))
             if event["loss"] <= TARGET:
                 raise Reached
