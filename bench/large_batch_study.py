@@ -40,11 +40,13 @@ PARTS = {
 MODULES = (minima, critical, saddles)
 QUICK = Scale(
     models=("dense",),
+    samples=200,
     epochs=3,
-    batches=(500, 2500),
-    counts=(500, 5000),
+    batches=(20, 100),
+    counts=(20, 200),
     tuning=(101,),
     seeds=(1, 2),
+    target=2.2,
     exits=30,
 )
 

@@ -23,10 +23,8 @@ from torch.func import functional_call, grad, vmap
 import gradstream as gs
 from gradstream.errors import GradientError
 from large_batch.ledger import Key, Row, Rows, Scale, best_rate, mean_sd
-from large_batch.minima import MODELS
+from large_batch.minima import MODELS, images
 
-TARGET = 0.6
-"""Mean loss over all training images."""
 RATES = (0.05, 0.1, 0.2, 0.4)
 POINTS = 20
 """Evaluations on the way."""
@@ -41,11 +39,10 @@ class Reached(Exception):
 
 
 @cache
-def images() -> Any:
+def seen_again(samples: int) -> Any:
     """The training images, held out as well: each evaluation is the loss of all of them."""
-    data = gs.data.fashion_mnist()
-    batch = data.batch(np.arange(data.num_samples))
-    return gs.from_arrays(batch.inputs, batch.targets, batch.inputs, batch.targets, name="train")
+    data = images(samples)
+    return gs.from_arrays(data.inputs, data.targets, data.inputs, data.targets, name="train")
 
 
 def due(rows: Rows, scale: Scale) -> Iterator[Key]:
@@ -84,14 +81,14 @@ def row_of(key: Key, scale: Scale) -> Row:
     begun_s = time.process_time()
     row: Row = {**key._asdict()}
     if key.part == "count":
-        row["updates"] = _updates(key)
+        row["updates"] = _updates(key, scale)
     else:
         shares = [round(share * float(key.case)) for share in AT]
-        row["noise"] = [round(_noise_scale(key, steps), 2) for steps in shares]
+        row["noise"] = [round(_noise_scale(key, steps, scale), 2) for steps in shares]
     return row | {"cpu_s": round(time.process_time() - begun_s, 1)}
 
 
-def _updates(key: Key) -> float | None:
+def _updates(key: Key, scale: Scale) -> float | None:
     expected = 60 + 10_000 / key.batch
     every = max(1, round(expected / POINTS))
     seen: list[tuple[int, float]] = []
@@ -99,23 +96,23 @@ def _updates(key: Key) -> float | None:
     def look(event: Mapping[str, Any]) -> None:
         if event["event"] == "evaluated":
             seen.append((event["step"], event["loss"]))
-            if event["loss"] <= TARGET:
+            if event["loss"] <= scale.target:
                 raise Reached
 
     try:
-        _run(key, steps=round(4 * expected), evaluate_every=every, on_event=look)
+        _run(key, scale, steps=round(4 * expected), evaluate_every=every, on_event=look)
     except (Reached, GradientError):
         pass
-    if not seen or seen[-1][1] > TARGET:
+    if not seen or seen[-1][1] > scale.target:
         return None
     (before, above), (after, below) = ([(0, 2.3), *seen])[-2:]
-    return round(before + (after - before) * (above - TARGET) / (above - below), 1)
+    return round(before + (after - before) * (above - scale.target) / (above - below), 1)
 
 
-def _run(key: Key, **options: Any) -> Any:
+def _run(key: Key, scale: Scale, **options: Any) -> Any:
     return gs.simulate(
         gs.from_torch(MODELS[key.model], nn.functional.cross_entropy),
-        images(),
+        seen_again(scale.samples),
         strategy="allreduce",
         workers=1,
         optimizer=gs.optim.SGD(key.lr),
@@ -126,14 +123,13 @@ def _run(key: Key, **options: Any) -> Any:
     )
 
 
-def _noise_scale(key: Key, steps: int) -> float:
+def _noise_scale(key: Key, steps: int, scale: Scale) -> float:
     """The noise scale after so many updates of this run; at least one."""
-    run = _run(key, steps=max(1, steps))
+    run = _run(key, scale, steps=max(1, steps))
     module = MODELS[key.model]()
     weights = {name: torch.tensor(run.parameters[name]) for name, _ in module.named_parameters()}
-    data = gs.data.fashion_mnist()
-    batch = data.batch(np.arange(data.num_samples))
-    return noise_scale(module, weights, torch.as_tensor(batch.inputs), torch.as_tensor(batch.targets))
+    data = images(scale.samples)
+    return noise_scale(module, weights, torch.as_tensor(data.inputs), torch.as_tensor(data.targets))
 
 
 def noise_scale(module: nn.Module, weights: Mapping[str, Any], x: Any, y: Any) -> float:
@@ -187,7 +183,7 @@ def found(rows: Rows, scale: Scale) -> dict[str, Any]:
         noises = [row["noise"] for key, row in rows.items() if key.part == "noise" and key.model == model]
         if len(by_batch) == len(scale.counts) and len(noises) == len(scale.seeds):
             figures[model] = _of_model(by_batch, noises)
-    return {"count": figures, "target": TARGET, "at": AT} if figures else {}
+    return {"count": figures, "target": scale.target, "at": AT} if figures else {}
 
 
 def _of_model(by_batch: Mapping[int, Any], noises: Sequence[Sequence[float]]) -> dict[str, Any]:

@@ -40,19 +40,23 @@ class Scale:
 
     Args:
         models: names in `minima.MODELS`.
+        samples: training images, at most 5,000.
         epochs: of a run, a multiple of 3.
         batches: batch sizes of minima; the first is the small one, the last the large one.
         counts: batch sizes up to which steps are counted.
         tuning, seeds: seeds that choose rates, seeds that are reported.
+        target: mean loss over all training images, up to which steps are counted.
         exits: most updates out of a saddle.
     """
 
     models: tuple[str, ...] = ("dense", "cnn")
+    samples: int = 5000
     epochs: int = 15
     batches: tuple[int, ...] = (128, 256, 500, 512, 1024, 2048)
     counts: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024, 2048, 5000)
     tuning: tuple[int, ...] = (101, 102)
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    target: float = 0.6
     exits: int = 500
 
     @property

@@ -70,14 +70,13 @@ MODELS = {"dense": dense, "cnn": cnn}
 
 
 @cache
-def images(tuning: bool) -> Any:
-    """All 5,000 images and the 1,000 of the test; or 4,500, and 500 others to choose rates by."""
-    data = gs.data.fashion_mnist()
-    if not tuning:
-        return data
-    order = np.random.default_rng(0).permutation(data.num_samples or 0)
-    train, held_out = data.batch(order[500:]), data.batch(order[:500])
-    return gs.from_arrays(train.inputs, train.targets, held_out.inputs, held_out.targets, name="held-out")
+def images(samples: int, held_out: int = 0) -> Any:
+    """So many training images, and the 1,000 of the test, or some of the training images to choose rates by."""
+    data, order = gs.data.fashion_mnist(), np.random.default_rng(0).permutation(5000)[:samples]
+    train, test = data.batch(order[held_out:]), data.test_batch(np.arange(data.num_test_samples))
+    if held_out:
+        test = data.batch(order[:held_out])
+    return gs.from_arrays(train.inputs, train.targets, test.inputs, test.targets, name="fashion-mnist")
 
 
 # ---- what is to be run ----------------------------------------------------------------------------------
@@ -132,7 +131,10 @@ def row_of(key: Key, scale: Scale) -> Row:
         cpu_s: what it took of a core.
     """
     begun_s, tuning = time.process_time(), key.seed in scale.tuning
-    model, data = gs.from_torch(MODELS[key.model], nn.functional.cross_entropy), images(tuning)
+    model, data = (
+        gs.from_torch(MODELS[key.model], nn.functional.cross_entropy),
+        images(scale.samples, scale.samples // 10 if tuning else 0),
+    )
     row: Row = {**key._asdict(), "accuracy": CHANCE, "loss": None, "sharpness": None, "updates": 0}
     try:
         run = gs.simulate(
