@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from gradstream.run.local.machine import describe_machine, git_commit
-from large_batch import critical, minima, saddles
+from large_batch import critical, minima, page, saddles
 from large_batch.ledger import Key, Row, Rows, Scale, read_rows
 from records import RESULTS, ROOT, command_line, now
 
@@ -104,6 +104,8 @@ def main() -> None:
         print(*key, row, flush=True)
     record = record_of(read_rows(path), scale)
     (given.into / "large-batch-study.json").write_text(json.dumps(record, indent=1) + "\n")
+    for place, text in page.tables(record).items():
+        print(f"\n{place}\n{text}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import Any
 
 from gradstream.pipeline.schedule import make_schedule
 from gradstream.pipeline.timing import pipeline_times
-from large_batch.page import tables as large_batch_tables
 from marks import put, table
 from pipeline_layers import chain_of_layers
 from records import RESULTS, ROOT, command_line
@@ -462,16 +461,10 @@ def synthetic_gradients() -> Places:
     }
 
 
-def large_batch() -> Places:
-    """What large batches cost."""
-    return large_batch_tables(recorded("large-batch-study"))
-
-
 PAGES: dict[str, Callable[[], Places]] = {
     "docs/benchmarks.md": benchmarks,
     "docs/collectives.md": collectives,
     "docs/guide/split.md": split,
-    "docs/large-batch.md": large_batch,
     "docs/scaling.md": scaling,
     "docs/strategies/hogwild.md": hogwild,
     "docs/strategies/hybrid.md": hybrid,
