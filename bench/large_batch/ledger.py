@@ -98,7 +98,7 @@ def best_rate(
         if key not in rows:
             return None
         by_rate[key.lr].append(rows[key][figure])
-    means = {rate: statistics.fmean(found) for rate, found in by_rate.items() if None not in found}  # type: ignore[arg-type]
+    means = {rate: statistics.fmean(found) for rate, found in by_rate.items() if None not in found}
     return (max if largest else min)(means, key=means.__getitem__) if means else None
 
 

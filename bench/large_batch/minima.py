@@ -94,7 +94,7 @@ def due(rows: Rows, scale: Scale) -> Iterator[Key]:
         ):
             lr = rate(rows, scale, model, method, batch)
             for case in cases if lr is not None else ():
-                yield from (Key(part, model, case, batch, lr, seed) for seed in scale.seeds)  # type: ignore[arg-type]
+                yield from (Key(part, model, case, batch, lr, seed) for seed in scale.seeds)
 
 
 def _of_batch(rows: Rows, scale: Scale, model: str, method: str, batch: int) -> Iterator[Key]:
@@ -167,7 +167,7 @@ def options(key: Key, scale: Scale) -> dict[str, Any]:
     peak, ramp = key.lr, {"length": WARM_UP, "unit": "epochs"}
     if key.part == "start" or key.case == "linear":
         scaled = schedules.linear_scaling(key.lr, samples=key.batch, per=small)
-        linear = schedules.Warmup(schedules.Cosine(scaled), start=key.lr, **ramp)  # type: ignore[arg-type]
+        linear = schedules.Warmup(schedules.Cosine(scaled), start=key.lr, **ramp)
         if key.part == "start":
             phases = [
                 gs.Phase(epochs=int(key.case), batch_size=small, lr=key.lr),
@@ -179,7 +179,7 @@ def options(key: Key, scale: Scale) -> dict[str, Any]:
         optimizer = gs.optim.SGD(schedules.Cosine(peak), momentum=MOMENTUM)
     else:
         scaled = peak * math.sqrt(key.batch / small)
-        warm = schedules.Warmup(schedules.Cosine(scaled), **ramp)  # type: ignore[arg-type]
+        warm = schedules.Warmup(schedules.Cosine(scaled), **ramp)
         optimizer = (
             gs.optim.LARS(warm, momentum=MOMENTUM)
             if key.case == "lars"
