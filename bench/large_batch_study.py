@@ -47,6 +47,7 @@ QUICK = Scale(
     tuning=(101,),
     seeds=(1, 2),
     target=2.2,
+    enough=0.3,
     exits=30,
 )
 

@@ -9,6 +9,7 @@ Source: McCandlish, Kaplan, Amodei and others, "An empirical model of large-batc
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -30,12 +31,8 @@ POINTS = 20
 """Evaluations on the way."""
 AT = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the way to the target, at which the noise scale is measured."""
-NOISE_BATCH = 128
+NOISE_BATCH = 100
 CHUNK = 100
-
-
-class Reached(Exception):
-    """The loss has been reached."""
 
 
 @cache
@@ -91,21 +88,16 @@ def row_of(key: Key, scale: Scale) -> Row:
 def _updates(key: Key, scale: Scale) -> float | None:
     expected = 60 + 10_000 / key.batch
     every = max(1, round(expected / POINTS))
-    seen: list[tuple[int, float]] = []
-
-    def look(event: Mapping[str, Any]) -> None:
-        if event["event"] == "evaluated":
-            seen.append((event["step"], event["loss"]))
-            if event["loss"] <= scale.target:
-                raise Reached
-
+    enough = gs.until(accuracy=scale.enough)
     try:
-        _run(key, scale, steps=round(4 * expected), evaluate_every=every, on_event=look)
-    except (Reached, GradientError):
-        pass
-    if not seen or seen[-1][1] > scale.target:
+        run = _run(key, scale, steps=round(4 * expected), evaluate_every=every, until=enough)
+    except GradientError:
         return None
-    (before, above), (after, below) = ([(0, 2.3), *seen])[-2:]
+    seen = [(0, math.log(10)), *((one["step"], one["loss"]) for one in run.evaluations)]
+    index = next((number for number, (_, loss) in enumerate(seen) if loss <= scale.target), None)
+    if not index:
+        return None
+    (before, above), (after, below) = seen[index - 1 : index + 1]
     return round(before + (after - before) * (above - scale.target) / (above - below), 1)
 
 

@@ -43,9 +43,10 @@ class Scale:
         samples: training images, at most 5,000.
         epochs: of a run, a multiple of 3.
         batches: batch sizes of minima; the first is the small one, the last the large one.
-        counts: batch sizes up to which steps are counted.
+        counts: batch sizes whose steps to a loss are counted; they divide the samples, so that no step is smaller.
         tuning, seeds: seeds that choose rates, seeds that are reported.
         target: mean loss over all training images, up to which steps are counted.
+        enough: accuracy on training images with which a run that counts ends: so high that the target lies before.
         exits: most updates out of a saddle.
     """
 
@@ -53,10 +54,11 @@ class Scale:
     samples: int = 5000
     epochs: int = 15
     batches: tuple[int, ...] = (128, 256, 500, 512, 1024, 2048)
-    counts: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024, 2048, 5000)
+    counts: tuple[int, ...] = (20, 50, 100, 200, 500, 1000, 2500, 5000)
     tuning: tuple[int, ...] = (101, 102)
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     target: float = 0.6
+    enough: float = 0.85
     exits: int = 500
 
     @property
