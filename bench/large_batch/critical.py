@@ -93,7 +93,9 @@ def _updates(key: Key, scale: Scale) -> float | None:
         run = _run(key, scale, steps=round(4 * expected), evaluate_every=every, until=enough)
     except GradientError:
         return None
-    seen = [(0, math.log(10)), *((one["step"], one["loss"]) for one in run.evaluations)]
+    # Without a loss are those that were no finite number.
+    known = [(one["step"], one["loss"]) for one in run.evaluations if one["loss"] is not None]
+    seen = [(0, math.log(10)), *known]
     index = next((number for number, (_, loss) in enumerate(seen) if loss <= scale.target), None)
     if not index:
         return None

@@ -54,7 +54,7 @@ def test_rates_are_chosen_by_held_out_images_then_come_all_seeds(study: Modules)
     del rows[max(rows)]
     assert "start" not in study.minima.found(rows, scale)  # not without its last run
     tuned = [key for key in rows if key.seed in scale.tuning]
-    assert len(tuned) == 4 * 2 * (3 * 2 + 1)
+    assert len(tuned) == 4 * 2 * (1 + 1 + 2 * 2)  # plain and linear at one batch size, the others at both
     assert {key.lr for key in rows if key.part == "growth"} == {0.03}
     assert {key.lr for key in rows if key.part == "start"} == {0.1}
 
