@@ -22,7 +22,7 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import gradstream as gs
-from gradstream.errors import GradientError
+from gradstream.errors import GradientError, UserCodeError
 from large_batch.ledger import Key, Row, Rows, Scale, best_rate, mean_sd
 from large_batch.minima import MODELS, images
 
@@ -40,6 +40,11 @@ def seen_again(samples: int) -> Any:
     """The training images, held out as well: each evaluation is the loss of all of them."""
     data = images(samples)
     return gs.from_arrays(data.inputs, data.targets, data.inputs, data.targets, name="train")
+
+
+def mean_loss(outputs: Any, targets: Any) -> float:
+    """The cross-entropy: an evaluation of a classifier has none of its own."""
+    return float(nn.functional.cross_entropy(torch.as_tensor(outputs), torch.as_tensor(targets)))
 
 
 def due(rows: Rows, scale: Scale) -> Iterator[Key]:
@@ -91,11 +96,9 @@ def _updates(key: Key, scale: Scale) -> float | None:
     enough = gs.until(accuracy=scale.enough)
     try:
         run = _run(key, scale, steps=round(4 * expected), evaluate_every=every, until=enough)
-    except GradientError:
+    except (GradientError, UserCodeError):  # also a loss that is no finite number
         return None
-    # Without a loss are those that were no finite number.
-    known = [(one["step"], one["loss"]) for one in run.evaluations if one["loss"] is not None]
-    seen = [(0, math.log(10)), *known]
+    seen = [(0, math.log(10)), *((one["step"], one["metrics"]["loss"]) for one in run.evaluations)]
     index = next((number for number, (_, loss) in enumerate(seen) if loss <= scale.target), None)
     if not index:
         return None
@@ -111,6 +114,7 @@ def _run(key: Key, scale: Scale, **options: Any) -> Any:
         workers=1,
         optimizer=gs.optim.SGD(key.lr),
         batch_size=key.batch,
+        metrics={"loss": mean_loss},
         seed=key.seed,
         non_finite="error",
         **options,
