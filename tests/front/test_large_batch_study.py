@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +117,3 @@ def test_a_saddle_is_one(study: Modules, case: str, rank: int) -> None:
     moved["w1"][1] += 0.1 * right[0]
     errors = [x @ each["w1"].T @ each["w2"].T - y for each in (point, moved)]
     assert (errors[1] ** 2).sum() < (errors[0] ** 2).sum() - 10
-
-
-def test_a_small_study_runs(study: Modules, repository: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "bench/large_batch_study.py", "--quick", "--into", str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=repository, env=environment, check=True, capture_output=True, timeout=200)
-    record = json.loads((tmp_path / "large-batch-study.json").read_text())
-    assert record["complete"]
-    assert record["found"]["saddle"]["quartic"]["1024"]["left"] == 0
-    assert record["found"]["saddle"]["quartic"]["1"]["left"] == 2
-    assert all(text.count("\n") > 1 for text in study.page.tables(record).values())
