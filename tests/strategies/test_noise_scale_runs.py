@@ -108,7 +108,11 @@ CASES: dict[str, dict[str, Any]] = {
     "uneven": {"strategy": "synchronous", "servers": 2, "batch_size": [2, 5, 11]},
     "a worker without samples": {"strategy": "synchronous", "servers": 2, "batch_size": [6, 0, 9]},
     "sums": {"strategy": "synchronous", "servers": 2, "mean": False, "batch_size": [2, 5, 11]},
-    "norms of tensors": {"strategy": "synchronous", "servers": 3, "optimizer": gs.optim.LARS(lr=0.3, momentum=0.0)},
+    "norms of tensors": {
+        "strategy": "synchronous",
+        "servers": 3,
+        "optimizer": gs.optim.LARS(lr=0.3, momentum=0.0),
+    },
     "allreduce": {"strategy": "allreduce"},
     "in slices": {"strategy": SHARDED, "batch_size": [2, 5, 11]},
     "whole": {"strategy": WHOLE, "batch_size": [2, 5, 11]},
