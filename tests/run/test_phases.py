@@ -480,3 +480,13 @@ def test_post_local_sgd_learns() -> None:
     run = gs.simulate(model, data, workers=2, batch_size=4, optimizer=gs.optim.SGD(lr=0.05), phases=phases)
     best = np.linalg.lstsq(data.batch(np.arange(48)).inputs, data.batch(np.arange(48)).targets, rcond=None)[0]
     assert abs(run.parameters["w"] - best).max() < 0.15
+
+
+def test_rows_of_a_worker_that_a_later_phase_begins_with_come_after_the_phases_before() -> None:
+    model, data = least_squares(48, 4, whole=False)
+    phases = [gs.Phase(epochs=2, workers=1, batch_size=16), gs.Phase(epochs=2, workers=3, batch_size=4)]
+    run = gs.simulate(model, data, strategy="synchronous", phases=phases)
+    assert [row["rank"] for row in run.history[:6]] == [0] * 6
+    assert {row["rank"] for row in run.history[6:]} == {0, 1, 2}
+    times = [row["time_s"] for row in run.history]
+    assert times == sorted(times) and min(times[6:]) >= times[5]

@@ -140,6 +140,8 @@ async def run_phases(
         number, text = found
         plan = plan.at(Resume.of_json(json.loads(text)) if text else None)
         least = number + 1
+        if clock.zero_ns is None:  # this node has been in no phase yet
+            clock = clock_of(plan, runtime, zero_ns)
         if runtime.node in plan.own_nodes:
             try:
                 await build(plan, clock)()
