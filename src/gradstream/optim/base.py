@@ -124,6 +124,19 @@ class PerTensor(ByShape, Protocol):
     `partial_sums` for each tensor in it, and `apply_with` once the sums of all ranges are added up.
     """
 
+    def apply(
+        self,
+        parameters: torch.Tensor,
+        gradient: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        *,
+        lr: float,
+        step: int,
+    ) -> None:
+        """One update of a whole tensor in place; see `Optimizer.apply`."""
+        sums = self.partial_sums(parameters, gradient, state, step=step)
+        self.apply_with(sums, parameters, gradient, state, lr=lr, step=step)
+
     def partial_sums(
         self,
         parameters: torch.Tensor,

@@ -10,12 +10,12 @@ import torch
 
 from gradstream.optim._check import fraction, not_negative, positive
 from gradstream.optim.adam import Adam, AdamW
-from gradstream.optim.base import BLOCK_ELEMS, Optimizer, Sums, square_sum
+from gradstream.optim.base import BLOCK_ELEMS, Optimizer, PerTensor, Sums, square_sum
 from gradstream.optim.schedules import Rate, check_rate
 
 
 @dataclass(frozen=True, slots=True)
-class LAMB:
+class LAMB(PerTensor):
     """Layer-wise adaptive moments for batch training.
 
     Of each tensor of the model, with norms over the whole tensor::
@@ -110,19 +110,6 @@ class LAMB:
             adam.apply(step_back, gradient[block], copies, lr=1.0, step=step)
             lengths.append(square_sum(step_back.sub_(parameters[block], alpha=self.weight_decay)))
         return square_sum(*torch.split(parameters, BLOCK_ELEMS)), math.fsum(lengths)
-
-    def apply(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
-    ) -> None:
-        """One update of a whole tensor in place; see `Optimizer.apply`."""
-        sums = self.partial_sums(parameters, gradient, state, step=step)
-        self.apply_with(sums, parameters, gradient, state, lr=lr, step=step)
 
     def apply_with(
         self,

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from gradstream.optim._check import fraction, not_negative, positive
-from gradstream.optim.base import BLOCK_ELEMS, Optimizer, Sums, square_sum
+from gradstream.optim.base import BLOCK_ELEMS, Optimizer, PerTensor, Sums, square_sum
 from gradstream.optim.schedules import Rate, check_rate
 from gradstream.optim.sgd import SGD
 
 
 @dataclass(frozen=True, slots=True)
-class LARS:
+class LARS(PerTensor):
     """Layer-wise adaptive rate scaling.
 
     Of each tensor of the model, with norms over the whole tensor::
@@ -93,19 +93,6 @@ class LARS:
             square_sum(*torch.split(parameters, BLOCK_ELEMS)),
             square_sum(*torch.split(gradient, BLOCK_ELEMS)),
         )
-
-    def apply(
-        self,
-        parameters: torch.Tensor,
-        gradient: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        *,
-        lr: float,
-        step: int,
-    ) -> None:
-        """One update of a whole tensor in place; see `Optimizer.apply`."""
-        sums = self.partial_sums(parameters, gradient, state, step=step)
-        self.apply_with(sums, parameters, gradient, state, lr=lr, step=step)
 
     def apply_with(
         self,
