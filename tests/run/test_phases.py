@@ -190,6 +190,7 @@ def test_nobody_waits_at_a_boundary_for_a_worker_that_was_lost_before() -> None:
     (lost,) = [event["time_s"] for event in run.events if event["event"] == "left" and event["lost"]][:1]
     last = [event["time_s"] for event in run.events if event["event"] == "step"]
     assert lost < run.summary["phases"][1]["time_s"]
+    assert run.summary["workers_lost"] == ["worker-2"]  # once, and not again at each boundary
     assert all(
         row["time_s"] - max(at for at in last if at < row["time_s"]) < QUICK.join_s / 2
         for row in run.summary["phases"][1:]

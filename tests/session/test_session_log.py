@@ -259,7 +259,8 @@ def test_steps_of_a_loop_have_losses_and_what_it_logs_is_in_its_events(events: l
     steps = [event for event in events if event["event"] == "step"]
     assert len(steps) == 2 * STEPS
     assert all(event["loss"] is not None for event in steps)
-    assert steps[0]["loss"] == 4.0
+    # Under Downpour, the other worker's report of a later step may come first.
+    assert max(event["loss"] for event in steps) == 4.0
     logs = [event for event in events if event["event"] == "log"]
     assert {event["node"] for event in logs} == {"worker-0", "worker-1"}
     assert sum(len(event["values"]) + event["merged"] for event in logs) == 2 * (2 * STEPS + 1)

@@ -513,7 +513,8 @@ class Membership:
                 self.stand_ins.lost(rank)
             if self.participation is not None:
                 self.participation.lost(who)
-            out.append(Emit(LeftEvent(who=who, lost=True, reason=reason, epoch=self.nodes.epoch)))
+            if who not in self.nodes.gone:  # these were reported when they were lost
+                out.append(Emit(LeftEvent(who=who, lost=True, reason=reason, epoch=self.nodes.epoch)))
         self._settle_rounds()
         return [*out, Notify()]
 
