@@ -6,6 +6,7 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from gradstream._version import __version__
 from gradstream.coordinator import Coordinator, Member, Membership, RunOutcome
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.assignment_replies import BatchDistribution
@@ -59,14 +60,13 @@ class Cluster:
             started,
             BatchDistribution(ledger=ledger, assignment=BatchAssignment(ledger, 2, lead_s=10.0)),
             LossTolerance(survives_worker_loss=self.survives),
-            software="1",
+            deadlines=DEADLINES,
         )
         coordinator = Coordinator(
             self.virtual.runtime("coordinator"),
             endpoint,
             membership,
             keeper=Unkept(lambda lines: self.events.extend(map(json.loads, lines.splitlines()))),
-            deadlines=DEADLINES,
         )
         await endpoint.start()
         self.address = endpoint.address
@@ -81,7 +81,7 @@ class Cluster:
         endpoint.know("coordinator", self.address)
         role, _, rank = name.partition("-")
         node = v1.Node(name=name, role=role, rank=int(rank), address=endpoint.address, incarnation=1)
-        return Member(self.virtual.runtime(name), endpoint, node, software="1", deadlines=DEADLINES)
+        return Member(self.virtual.runtime(name), endpoint, node, software=__version__, deadlines=DEADLINES)
 
     def run(self, *nodes: Callable[[Cluster], Awaitable[None]]) -> None:
         async def main() -> None:

@@ -113,7 +113,7 @@ def test_a_shard_writes_its_own_ranges_of_an_open_draft_and_nothing_else() -> No
 def data_offset_of_draft(cluster: SimulatedCluster) -> int:
     """Where data begin in the model's file: it is the same in each checkpoint."""
     assert cluster.coordinator is not None
-    snapshot = cluster.coordinator._membership.notice.snapshot
+    snapshot = cluster.coordinator.membership.notice.snapshot
     return next(int(place.offset_bytes) for place in snapshot.places if not place.vector)
 
 

@@ -182,7 +182,7 @@ def test_nothing_that_changes_is_forgotten(strategy: str, options: dict[str, Any
             assert cluster.coordinator is not None
             if number == 5 and dies:
                 cluster.kill("worker-1")
-            live: Membership = cluster.coordinator._membership
+            live: Membership = cluster.coordinator.membership
             if live.phases.over:
                 return
             ledger = cluster.plan.ledger()

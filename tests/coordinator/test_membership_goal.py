@@ -11,6 +11,7 @@ import pytest
 
 import gradstream as gs
 from gradstream._simulate import simulate
+from gradstream._version import __version__
 from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.instructions import Emit
 from gradstream.coordinator.membership import Membership
@@ -172,12 +173,12 @@ def test_the_transitions_of_rounds() -> None:
     )  # fmt: skip
     ledger = Ledger(RoundPlan(40, 2, 2), epochs=1)
     membership = Membership(
-        started, BatchDistribution(ledger=ledger), LossTolerance(survives_worker_loss=False), software="1"
+        started, BatchDistribution(ledger=ledger), LossTolerance(survives_worker_loss=False)
     )
     spec = v1.ModelSpec(fingerprint=1, elems=64, dtype=v1.FLOAT32, chunk_elems=64)
     for rank in range(2):
         node = v1.Node(name=f"worker-{rank}", role="worker", rank=rank)
-        membership.join(v1.Join(node=node, software="1", model=spec), 0.0)
+        membership.join(v1.Join(node=node, software=__version__, model=spec), 0.0)
     assert membership.finish("enough", 1.0)
     assert not membership.finish("enough again", 1.0)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gradstream._version import __version__
 from gradstream.coordinator import Member, RunAbortedError
 from gradstream.errors import PeerLostError, RefusedError
 from gradstream.runtime import Network, Partition
@@ -176,7 +177,9 @@ def test_a_refused_member_hears_why() -> None:
         await endpoint.start()
         endpoint.know("coordinator", cluster.address)
         node = v1.Node(name="worker-0", role="worker", rank=0, address="twin", incarnation=2)
-        member = Member(cluster.virtual.runtime("twin"), endpoint, node, software="1", deadlines=DEADLINES)
+        member = Member(
+            cluster.virtual.runtime("twin"), endpoint, node, software=__version__, deadlines=DEADLINES
+        )
         with pytest.raises(RefusedError, match="worker-9 asks to join as worker-0"):
             await member.join(SPEC)
         endpoint.identity.name = "worker-0"

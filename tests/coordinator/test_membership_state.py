@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from gradstream._version import __version__
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.instructions import Emit, Instruction, Notify, Refuse
@@ -34,14 +35,16 @@ def make(workers: int = 2, servers: int = 1, *, survives: bool = True, epochs: i
     assignment = BatchAssignment(ledger, workers, lead_s=10.0)
     distribution = BatchDistribution(ledger=ledger, assignment=assignment)
     losses = LossTolerance(survives_worker_loss=survives)
-    return Membership(started, distribution, losses, software="1")
+    return Membership(started, distribution, losses)
 
 
 def ask_of(number: int, *, wait: bool = False) -> v1.Ask:
     return v1.Ask(number=number, wait=wait)
 
 
-def ask(name: str, *, model: v1.ModelSpec = SPEC, software: str = "1", incarnation: int = 1) -> v1.Join:
+def ask(
+    name: str, *, model: v1.ModelSpec = SPEC, software: str = __version__, incarnation: int = 1
+) -> v1.Join:
     role, _, rank = name.partition("-")
     node = v1.Node(name=name, role=role, rank=int(rank), address=f"{name}:1", incarnation=incarnation)
     return v1.Join(node=node, software=software, model=model if role == "worker" else None)

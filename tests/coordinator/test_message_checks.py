@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gradstream._version import __version__
 from gradstream.coordinator import Member
 from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.balance import ShareBalance
@@ -34,7 +35,7 @@ VERY_HUGE = (1 << 64) - 1
 def join(name: str, **changes: Any) -> v1.Join:
     role, _, rank = name.partition("-")
     node = v1.Node(name=name, role=role, rank=int(rank), address=f"{name}:1", incarnation=1)
-    request = v1.Join(node=node, software="1", model=SPEC if role == "worker" else None)
+    request = v1.Join(node=node, software=__version__, model=SPEC if role == "worker" else None)
     request.MergeFrom(v1.Join(**changes))
     return request
 
@@ -49,7 +50,6 @@ def membership(names: Sequence[str] = ("worker-0", "worker-1", "shard-0")) -> Me
         started,
         BatchDistribution(ledger=Ledger(plan, epochs=2), balance=ShareBalance(plan)),
         LossTolerance(survives_worker_loss=True, quorum=1),
-        software="1",
     )
     for name in names:
         assert not any(isinstance(one, Refuse) for one in made.join(join(name), 0.0))

@@ -116,7 +116,7 @@ class Deaths:
             now = at_s
             self._kill(cluster, rank, part, comes_back)
         while self._scenario.follows and cluster.coordinator is not None:
-            estates = cluster.coordinator._membership.estates
+            estates = cluster.coordinator.membership.estates
             if estates is not None and estates.errands:
                 heir = estates.errands[0].heir
                 await director.sleep(self._rng.uniform(0.0, 0.05))
@@ -127,7 +127,7 @@ class Deaths:
     def _kill(self, cluster: SimulatedCluster, rank: int, part: int, comes_back: bool) -> None:
         assert cluster.coordinator is not None
         replica = replica_of(rank, self._scenario.split)
-        active = cluster.coordinator._membership.nodes.active_workers
+        active = cluster.coordinator.membership.nodes.active_workers
         whole = [
             name
             for name in active

@@ -60,7 +60,7 @@ class DrawnDeaths:
             begun_s = max(begun_s, at_s)
             replica = [f"worker-{rank}", *(f"part{one}-{rank}" for one in range(1, self.split))]
             assert cluster.coordinator is not None
-            active = cluster.coordinator._membership.nodes.active_workers  # the last one is not spared
+            active = cluster.coordinator.membership.nodes.active_workers  # the last one is not spared
             if len(active) < 2 or replica[0] not in active or not all(map(cluster.is_running, replica)):
                 continue
             self.killed.append(replica[part])

@@ -239,7 +239,7 @@ def test_who_does_not_come_back_to_the_new_coordinator_has_its_certificate_revok
             await cluster.restart("coordinator")
             await director.sleep(1.1 * QUICK.lease_s)
             assert cluster.coordinator is not None
-            revoked.extend(cluster.coordinator._membership.nodes.revoked)
+            revoked.extend(cluster.coordinator.membership.nodes.revoked)
 
     run = count_tokens(strategy=gs.Downpour(), script=Gone(), config=SLOW, epochs=EPOCHS)
     assert run.summary["workers_lost"] == ["worker-1"]

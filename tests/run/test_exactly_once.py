@@ -108,7 +108,7 @@ def script_of(scenario: Scenario, stop: bool) -> Script:
             await director.sleep(max(0.0, scenario.stop_s - now))
             cluster.stop()
         for _ in range(2000 if scenario.follows else 0):
-            estates = cluster.coordinator._membership.estates if cluster.coordinator else None
+            estates = cluster.coordinator.membership.estates if cluster.coordinator else None
             if estates and estates.errands:
                 heir = estates.errands[0].heir
                 await director.sleep(rng.uniform(0.0, 0.03))

@@ -167,7 +167,7 @@ class Changes:
         coordinator = cluster.coordinator
         assert coordinator is not None
         # Events come a moment after the state: it is made durable first.
-        holds = node in coordinator._membership.nodes.placement.names and self.death.who == "new"
+        holds = node in coordinator.membership.nodes.placement.names and self.death.who == "new"
         if (holds and self.death.back_s is None) or not cluster.is_running(node):
             return
         self.struck = self.events[-1]["state"]
@@ -175,9 +175,9 @@ class Changes:
         back_s = self.death.back_s
         if self.death.who == "new" and back_s is None:
             # It may have said that it is ready just before: then it holds parameters, and a launcher starts it again.
-            while coordinator._membership.nodes.get(node) is not None:
+            while coordinator.membership.nodes.get(node) is not None:
                 await director.sleep(1e-3)
-            if node in coordinator._membership.nodes.placement.names:
+            if node in coordinator.membership.nodes.placement.names:
                 back_s, self.fatal = 0.0, cluster.plan.job.acknowledge == "applied"
         if back_s is not None:
             cluster.successor_due |= node == "coordinator"

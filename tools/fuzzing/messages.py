@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from fuzzing.harness import Decoder
 from fuzzing.mutator import mutated_message
 from fuzzing.texts import DECODERS as TEXTS
+from gradstream._version import __version__
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.balance import ShareBalance
@@ -76,7 +77,9 @@ def _join(name: str) -> v1.Join:
     role, _, rank = name.partition("-")
     node = v1.Node(name=name, role=role, rank=int(rank), address=f"{name}:1", incarnation=1)
     tensors = [v1.TensorSpec(name="a", shape=[10, 10], dtype="F32")] if role == "worker" else []
-    return v1.Join(node=node, software="1", model=_SPEC if role == "worker" else None, tensors=tensors)
+    return v1.Join(
+        node=node, software=__version__, model=_SPEC if role == "worker" else None, tensors=tensors
+    )
 
 
 def _started(*, in_rounds: bool = False) -> StartedEvent:
@@ -106,7 +109,6 @@ def _membership(*, joined: bool = True) -> Membership:
         _started(in_rounds=True),
         BatchDistribution(ledger=Ledger(plan, epochs=2), balance=ShareBalance(plan)),
         LossTolerance(survives_worker_loss=True, quorum=1),
-        software="1",
     )
     return _joined(membership) if joined else membership
 
@@ -120,7 +122,6 @@ def _asynchronous() -> Membership:
             _started(),
             BatchDistribution(ledger=ledger, assignment=assignment),
             LossTolerance(survives_worker_loss=True),
-            software="1",
         )
     )
 

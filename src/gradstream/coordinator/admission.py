@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from gradstream._version import __version__
 from gradstream.checkpoint.format import of_spec
 from gradstream.checkpoint.manifest import Resume
 from gradstream.checkpoint.own_state import CHECK
@@ -27,7 +28,6 @@ class Admission:
 
     Args:
         nodes: the expected nodes, and those that are in.
-        software: version of gradstream that every node must have.
         resume: the checkpoint whose model the workers must have; None if the first worker's model counts.
 
     Attributes:
@@ -40,13 +40,12 @@ class Admission:
     KEPT = ("model", "tensors", "buffers", "fixed", "_registrar", "_rows_open")
     """See `durable.state`."""
 
-    def __init__(self, nodes: Nodes, software: str, resume: Resume | None) -> None:
+    def __init__(self, nodes: Nodes, resume: Resume | None) -> None:
         self.model: v1.ModelSpec | None = None
         self.tensors: Sequence[v1.TensorSpec] = ()
         self.buffers: Sequence[v1.TensorSpec] = ()
         self.fixed: Sequence[v1.TensorSpec] = ()
         self._nodes = nodes
-        self._software = software
         self._registrar = ""
         if resume is not None:
             self.model, self._registrar = _spec_of(resume.model), f"the checkpoint {resume.folder}"
@@ -78,10 +77,10 @@ class Admission:
         node = request.node
         if not _ADDRESS.fullmatch(node.address):
             return Refuse(v1.BAD_REQUEST, "a node joined with an invalid address")
-        if request.software != self._software:
+        if request.software != __version__:
             return Refuse(
                 v1.BAD_PROTOCOL,
-                f"{node.name} runs gradstream {request.software}, expected {self._software}: "
+                f"{node.name} runs gradstream {request.software}, expected {__version__}: "
                 "install the same version everywhere",
             )
         if node.name not in self._nodes.missing or node.name != f"{node.role}-{node.rank}":

@@ -21,7 +21,6 @@ class CoordinatorContext:
         runtime: time and tasks; its storage is the run directory.
         endpoint: endpoint of the coordinator.
         membership: the state machine.
-        deadlines: bound the silence of nodes.
         carry_out: carries out instructions of the state machine.
         keeper: makes the state durable; everything that leaves the coordinator waits for it.
         age_s: time of the state machine, in seconds. It does not pass while the coordinator is suspended, so
@@ -31,7 +30,11 @@ class CoordinatorContext:
     runtime: Runtime
     endpoint: Endpoint
     membership: Membership
-    deadlines: Deadlines
     carry_out: Callable[[Sequence[Instruction]], None]
     age_s: Callable[[], float]
     keeper: Keeper
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Bound the silence of nodes."""
+        return self.membership.deadlines

@@ -6,9 +6,8 @@ neither gradients nor parameters.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from gradstream.checkpoint.manifest import Evaluated
 from gradstream.coordinator.checkpoint_handler import CheckpointHandler
@@ -16,18 +15,17 @@ from gradstream.coordinator.checkpoint_writer import CheckpointOptions, Checkpoi
 from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.durable.state import KeptState
+from gradstream.coordinator.early_ends import EarlyEnds
 from gradstream.coordinator.event_gate import Admitted
 from gradstream.coordinator.instructions import Commit, Discard, Emit, Instruction, Notify, Prepare
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.participation_driver import ParticipationDriver
+from gradstream.coordinator.phases import PhasePlace
 from gradstream.coordinator.presence_service import PresenceService
 from gradstream.coordinator.request_service import RequestService
 from gradstream.coordinator.run_clock import Age, RunClock
-from gradstream.coordinator.stopping import StoppingCriterion
-from gradstream.coordinator.variance_test import VarianceTest
 from gradstream.errors import ConfigError
 from gradstream.runtime.base import Runtime
-from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.wakeup import Wakeup
 from gradstream.telemetry.events import (
     CoordinatorEvent,
@@ -62,14 +60,10 @@ class Coordinator:
         endpoint: endpoint of the coordinator, not started yet.
         membership: the state machine to carry out.
         keeper: takes the events of all nodes and of the coordinator, and keeps the state.
-        deadlines: bound the silence of nodes.
         checkpoints: how checkpoints are made; None makes none.
-        criterion: ends the run early; None lets it run to its last data epoch.
+        early_ends: ends the run or this phase early; None lets it run to its last data epoch.
         drive: the strategy's schedule of participation; None if all workers take part.
-        phase_criterion: ends this phase of the job early; None lets it run to its last epoch or step.
-        variance_test: makes the batches of this phase grow; None if nothing does.
-        also: further objects whose state is kept, by name.
-        clock: of the phases before; None: it begins with the training.
+        place: the place of this phase of the job among the others; None if the job has none.
 
     Attributes:
         clock: time of the events.
@@ -84,38 +78,29 @@ class Coordinator:
         membership: Membership,
         *,
         keeper: Keeper,
-        deadlines: Deadlines,
         checkpoints: CheckpointOptions | None = None,
-        criterion: StoppingCriterion | None = None,
+        early_ends: EarlyEnds | None = None,
         drive: Callable[[ParticipationDriver], Awaitable[None]] | None = None,
-        phase_criterion: StoppingCriterion | None = None,
-        variance_test: VarianceTest | None = None,
-        also: Mapping[str, object] | None = None,
-        clock: RunClock | None = None,
+        place: PhasePlace | None = None,
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
-        self.membership = self._membership = membership
+        self.membership = membership
         self._begun = False  # the training of this phase
         self._keeper = keeper
-        self._deadlines = deadlines
-        ends: dict[str, tuple[StoppingCriterion | None, Callable[[str, float], list[Instruction]]]] = {
-            "criterion": (criterion, membership.finish),
-            "phase_criterion": (phase_criterion, membership.cross),
-        }
-        self._criteria = [(one, end) for one, end in ends.values() if one is not None]
+        self._early_ends = early_ends or EarlyEnds(membership)
+        clock = None if place is None else place.clock
         self.clock = clock or RunClock(runtime, membership.progress.earlier_s)
         endpoint.on_damage = lambda peer, size_bytes: self.emit(
             DamagedEvent(peer=peer, size_bytes=size_bytes)
         )
         self.on_begin: Callable[[int], None] = lambda zero_ns: None
-        age_s = Age(runtime)
+        self._age_s = Age(runtime)
         self._ended = Wakeup()  # rings when the run is over, and when a node is gone
         self._failed: FailedEvent | None = None
         context = CoordinatorContext(
-            runtime, endpoint, membership, deadlines, carry_out=self._carry_out, age_s=age_s, keeper=keeper
+            runtime, endpoint, membership, carry_out=self._carry_out, age_s=self._age_s, keeper=keeper
         )
-        self._age_s = age_s
         self._driver: ParticipationDriver | None = None
         if drive is not None:
             self._driver = ParticipationDriver(context, drive, self.clock)
@@ -131,12 +116,10 @@ class Coordinator:
             on_lost=self._after_loss,
         )
         self._requests = RequestService(context)
-        state = KeptState({**membership.parts(), "clock": self.clock, "age": age_s, "heard": self._presences})
-        self._variance_test = variance_test
-        parts = {**{name: one for name, (one, _) in ends.items()}, "variance_test": variance_test}
-        for name, part in {**parts, **(also or {})}.items():
-            if part is not None:
-                state.add(name, part)
+        kept = {"clock": self.clock, "age": self._age_s, "heard": self._presences}
+        state = KeptState({**membership.parts(), **kept, **self._early_ends.parts})
+        if place is not None:
+            state.add("job_phase", place)
         restored = keeper.restored
         keeper.begin(state, self._ended.ring)
         if restored:
@@ -144,7 +127,7 @@ class Coordinator:
 
     def _go_on(self) -> None:
         """Goes on where an earlier process of the coordinator died: waits for its members, and trains."""
-        membership = self._membership
+        membership = self.membership
         self._presences.await_members()
         if membership.phases.training:
             self._begun = True
@@ -159,16 +142,16 @@ class Coordinator:
 
     async def run(self) -> RunOutcome:
         """Returns when the run is over, and all members have left or their lease has passed."""
-        runtime, deadlines = self._runtime, self._deadlines
+        runtime, deadlines = self._runtime, self.membership.deadlines
         deadline = runtime.expire_after(
-            deadlines.join_s, lambda: self._carry_out(self._membership.overdue(self._age_s()))
+            deadlines.join_s, lambda: self._carry_out(self.membership.overdue(self._age_s()))
         )
-        for node in self._membership.nodes.as_notice():  # of an earlier process
+        for node in self.membership.nodes.as_notice():  # of an earlier process
             self._endpoint.know(node.name, node.address)
         if self._writer is not None:
             await self._writer.sweep()
         try:
-            while not (self._membership.phases.over or self._keeper.superseded):
+            while not (self.membership.phases.over or self._keeper.superseded):
                 await self._ended.rung(runtime, deadlines.join_s)
         finally:
             deadline.cancel()
@@ -180,11 +163,11 @@ class Coordinator:
             pass
         if self._writer is not None:
             await self._writer.finish()
-        return RunOutcome(self._membership.notice, self._failed or self._failed_before())
+        return RunOutcome(self.membership.notice, self._failed or self._failed_before())
 
     def _failed_before(self) -> FailedEvent | None:
         """Why the run has failed, where an earlier process of the coordinator has reported that, and died."""
-        phases = self._membership.phases
+        phases = self.membership.phases
         if phases.phase != v1.Notice.ABORTED:
             return None
         error, _, message = phases.reason.partition(": ")
@@ -196,7 +179,7 @@ class Coordinator:
 
     def stop(self) -> None:
         """Asks the run to stop, with a checkpoint if training has begun; `run` returns then."""
-        self._carry_out(self._membership.stop(self._age_s()))
+        self._carry_out(self.membership.stop(self._age_s()))
 
     def reshard(self, servers: int, token: str = "") -> list[str]:
         """Asks the run to change its number of shards while it goes on; "reshard" events tell the outcome.
@@ -212,7 +195,7 @@ class Coordinator:
             ConfigError: the run cannot do that, or not now; an event says so, too.
         """
         try:
-            self._carry_out(self._membership.reshard(servers, token, self._age_s()))
+            self._carry_out(self.membership.reshard(servers, token, self._age_s()))
         except ConfigError as error:
             self.emit(
                 ReshardEvent(
@@ -226,7 +209,7 @@ class Coordinator:
                 )
             )
             raise
-        newcomers = self._membership.nodes.newcomers
+        newcomers = self.membership.nodes.newcomers
         return [] if newcomers is None else newcomers.names
 
     # ---- reports of the nodes -------------------------------------------------------------
@@ -237,21 +220,16 @@ class Coordinator:
         for event in admitted.events:
             if event["event"] == "evaluated":
                 evaluated = Evaluated(event["step"], event["accuracy"], event["loss"])
-                self._membership.snapshots.evaluated = evaluated
-            if event["event"] == "converged":
-                self._reached(event["reason"], self._membership.finish)
-            if self._variance_test is not None and (grown := self._variance_test.event(event)):
-                self._carry_out(self._membership.grow(grown, self._age_s()))
-            for criterion, end in self._criteria:
-                if criterion.needs_events:
-                    self._reached(criterion.event(event), end)
+                self.membership.snapshots.evaluated = evaluated
+            if ends := self._early_ends.event(event, self._age_s()):
+                self._carry_out(ends)
 
     def _after_beat(self, beat: v1.Beat) -> None:
         if self._driver is not None:
             self._driver.look()
         if beat.receipts or beat.verdicts:
-            for criterion, end in self._criteria:
-                self._reached(criterion.counted(self._membership.progress.num_samples), end)
+            if ends := self._early_ends.counted(self._age_s()):
+                self._carry_out(ends)
             self._requests.wake()
 
     def _after_loss(self) -> None:
@@ -259,23 +237,18 @@ class Coordinator:
             self._driver.look()
         self._ended.ring()
 
-    def _reached(self, reason: str, end: Callable[[str, float], list[Instruction]]) -> None:
-        """Ends the run, or its phase, if there is a reason."""
-        if reason:
-            self._carry_out(end(reason, self._age_s()))
-
     # ---- instructions -------------------------------------------------------------------
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         self._keeper.changed()
-        begins = self._membership.phases.training and not self._begun
+        begins = self.membership.phases.training and not self._begun
         if begins:
             self._begun = True
             if self.clock.begin():
                 assert self.clock.zero_ns is not None
                 self.on_begin(self.clock.zero_ns)
             self._begin_training()
-        nodes = self._membership.nodes
+        nodes = self.membership.nodes
         self._endpoint.identity.epoch = (
             nodes.epoch
         )  # so that it holds back no call of a member that it has lost
@@ -291,13 +264,10 @@ class Coordinator:
             elif isinstance(instruction, Prepare | Commit | Discard):
                 assert self._writer is not None
                 self._writer.carry_out(instruction)
-        if self._membership.phases.over:
+        if self.membership.phases.over:
             self._ended.ring()
 
     def _begin_training(self) -> None:
-        for criterion, end in self._criteria:
-            if criterion.until.seconds is not None:
-                left_s = max(0.0, criterion.until.seconds - self.clock.time_s())
-                self._runtime.call_later(left_s, partial(self._reached, criterion.timed(), end))
+        self._early_ends.begin(self._runtime, self.clock, lambda ask: self._carry_out(ask(self._age_s())))
         if self._driver is not None:
             self._driver.start()

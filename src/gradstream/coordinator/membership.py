@@ -3,6 +3,7 @@
     what happens ──▶ Membership ──▶ instructions
                          ├── `nodes.py`               which nodes are in, under which epoch
                          ├── `admission.py`           which nodes may join
+                         ├── `gathering.py`           the beginning of the training
                          ├── `progress.py`            what is in the model
                          ├── `estates.py`             what lost workers had pushed without a receipt
                          ├── `offences.py`            which workers' gradients are refused
@@ -24,6 +25,7 @@ from gradstream.checkpoint.policy import Policy
 from gradstream.coordinator.admission import Admission
 from gradstream.coordinator.assignment_replies import AssignmentReplies, BatchDistribution
 from gradstream.coordinator.estates import Estates
+from gradstream.coordinator.gathering import Gathering
 from gradstream.coordinator.instructions import Emit, Instruction, Notify, Refuse
 from gradstream.coordinator.message_checks import MessageChecks
 from gradstream.coordinator.nodes import Nodes
@@ -39,7 +41,6 @@ from gradstream.errors import ConfigError, NonFiniteError, PeerLostError
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.telemetry.events import (
     BackedUpEvent,
-    Event,
     JoinedEvent,
     LeftEvent,
     ParticipationEvent,
@@ -69,16 +70,14 @@ class Membership:
             model fills in `num_parameters` and `chunk_elems`.
         distribution: how the minibatches reach the workers.
         losses: which lost nodes the run survives.
-        software: version of gradstream that every node must have.
         policy: when checkpoints are made; None makes none, not even when the run is stopped.
         deadlines: among others, how long workers may be paused while a snapshot for a checkpoint is taken.
         resume: the checkpoint from which a resumed run continues; None for a new run.
         parts: number of processes of each worker's replica; if one is lost, all of them are replaced.
         stretch: which part of the run this is, if its job has phases.
-        keeps_shards: if the run cannot change its number of shards, the message that says why and what to do; else "".
 
     Attributes:
-        stretch: see above.
+        deadlines: see above.
         nodes: the members.
         admission: the model as the workers have registered it.
         progress: the minibatches whose gradients the shards have applied.
@@ -99,28 +98,25 @@ class Membership:
         distribution: BatchDistribution,
         losses: LossTolerance,
         *,
-        software: str,
         policy: Policy | None = None,
         deadlines: Deadlines | None = None,
         resume: Resume | None = None,
         parts: int = 1,
-        keeps_shards: str = "",
         stretch: JobStretch = WHOLE,
     ) -> None:
         ledger, by_verdicts = distribution.ledger, losses.quorum is not None
-        self._started = started
-        self.stretch = stretch
+        self.deadlines = deadlines or Deadlines()
         self.balance = distribution.balance
         self.participation = distribution.participation
         self.nodes = Nodes(started.workers, started.servers, parts, stretch.before)
-        self.admission = Admission(self.nodes, software, resume)
+        self.admission = Admission(self.nodes, resume)
         self.progress = SampleProgress(ledger, started.num_samples, resume, in_rounds=started.in_rounds)
         self.estates = Estates(ledger, self.nodes) if losses.redoes and isinstance(ledger, Ledger) else None
         self.snapshots = SnapshotRounds(
             self.progress,
             self.nodes,
             policy,
-            deadlines=deadlines,
+            deadlines=self.deadlines,
             verdicts=by_verdicts,
             estates=self.estates,
         )
@@ -128,16 +124,24 @@ class Membership:
             self.nodes,
             self.snapshots,
             self.estates,
-            deadlines or Deadlines(),
-            obstacle=keeps_shards,
+            self.deadlines,
+            obstacle=losses.keeps_shards,
             fewest=2 if losses.acknowledge == "replicated" else 1,
         )
         self.phases = Phases(
             started, self.nodes, self.progress, self.snapshots, self.participation, losses, stretch
         )
         self.stand_ins = StandIns(self.nodes, hands_over=not losses.regroups) if losses.stands_in else None
+        self._gathering = Gathering(
+            started,
+            self.nodes,
+            self.admission,
+            self.progress,
+            self.phases,
+            self.stand_ins,
+            self.participation,
+        )
         first_round = resume.rounds if resume is not None else 0
-        self._first_round = first_round
         self._checks = MessageChecks(ledger, started.workers, first_round=first_round, quorum=by_verdicts)
         self._offences = Offences(
             self.progress, losses.quarantine_after, whole_rounds=started.in_rounds and not started.servers
@@ -195,7 +199,7 @@ class Membership:
 
     def join(self, request: v1.Join, at_s: float) -> list[Instruction]:
         """Admits a node, or returns `Refuse` as the only instruction; none if the node has to ask again later."""
-        if request.stretch != self.stretch.number or self.phases.next_stretch:
+        if request.stretch != self.phases.stretch.number or self.phases.next_stretch:
             text = f"{request.node.name} was built for another phase of the job: ask which one it is now"
             return [Refuse(v1.STALE_EPOCH, text)]
         if self.phases.crossing and self.phases.training:
@@ -214,15 +218,7 @@ class Membership:
             whole = request.node.role != "worker" or not self.nodes.missing_parts(request.node.rank)
             return self._replace(request) if may_enter and whole else []
         self.admission.admit(request)
-        missing = self.nodes.missing
-        begun = [] if missing else self._begin(at_s)
-        if (
-            missing
-            and self.stretch.continues
-            and self.nodes.gone.issuperset(missing)
-            and self.phases.can_begin
-        ):
-            begun = self._begin_without(missing, at_s)
+        begun = self._gathering.proceed(at_s)
         node = request.node
         joined = Emit(JoinedEvent(who=node.name, address=node.address, epoch=self.nodes.epoch))
         # Notices of each of n nodes to all others would hold n³ / 2 names.
@@ -279,7 +275,8 @@ class Membership:
         self.progress.receipts(beat.receipts, node.rank, at_s)
         if self.stand_ins is not None and (beat.receipts or beat.finished):
             self.stand_ins.heard(who)
-        self._settle_rounds()
+        if self.stand_ins is not None:
+            self.stand_ins.settle(self.progress.ledger)
         out += self._handed(who, beat)
         if (
             beat.quiesced
@@ -337,9 +334,7 @@ class Membership:
         begin = [self.stand_ins.handed_over(who, handed) for handed in beat.handed]
         ledger = self.progress.ledger
         if ledger.finished and isinstance(ledger, Ledger):
-            begin.append(
-                self.stand_ins.at_end(self._first_round + ledger.num_planned // self._started.workers)
-            )
+            begin.append(self.stand_ins.at_end(self.progress.last_version(self.nodes.num_workers)))
         return [Notify()] if any(begin) else []
 
     def _gradients(self, who: str, beat: v1.Beat) -> list[Instruction]:
@@ -397,7 +392,7 @@ class Membership:
             self.estates.lost(node.rank, {one.name: one.incarnation for one in (node, *rest)})
         if self.stand_ins is not None:
             self.stand_ins.lost(node.rank)
-            self._settle_rounds()
+            self.stand_ins.settle(self.progress.ledger)
         replaced = self.participation is not None and self.participation.lost(who)
         out += self._participation_changed() if replaced else [Notify()]
         out += self.snapshots.lost(who, at_s)
@@ -413,15 +408,7 @@ class Membership:
 
         A phase of the job that follows another begins without workers that were lost at the boundary, if it can.
         """
-        if not self.phases.gathering:
-            return []
-        if self.stretch.continues and self.phases.can_begin:
-            return self._begin_without(self.nodes.missing, at_s)
-        missing, there = self.nodes.missing, self.nodes.names
-        text = (
-            f"did not join in time: {', '.join(missing)} (in: {', '.join(there) or 'nobody'}); see their logs"
-        )
-        return self.phases.abort(missing[0], "DeadlineError", text)
+        return self._gathering.overdue(at_s) if self.phases.gathering else []
 
     def abandon(self, shard: str, waited_s: float) -> list[Instruction]:
         """Ends the run if a lost shard has not come back."""
@@ -458,7 +445,7 @@ class Membership:
 
     def cross(self, reason: str, at_s: float) -> list[Instruction]:
         """Ends this phase of the job, or the run with it, before its epochs or steps do: see `finish`."""
-        if not self.phases.follows:
+        if not self.phases.stretch.follows:
             return self.finish(reason, at_s)
         if not self.phases.training or self.phases.crossing:
             return []
@@ -473,7 +460,7 @@ class Membership:
         if ledger.finished:
             return []
         left = ledger.num_planned - ledger.num_receipts
-        return self.phases.cross(at_s, accumulate) if left > GROWS_BEFORE * self._started.workers else []
+        return self.phases.cross(at_s, accumulate) if left > GROWS_BEFORE * self.nodes.num_workers else []
 
     def set_active_workers(self, count: int, phase: str) -> list[Instruction]:
         """Sets how many workers take part from now on, and the strategy's word for that phase."""
@@ -487,43 +474,6 @@ class Membership:
         return [] if self.phases.over else self.phases.abort("coordinator", error, message, traceback)
 
     # ---- consequences ---------------------------------------------------------------------
-
-    def _begin(self, at_s: float) -> list[Instruction]:
-        """Begins the training, and reports what is trained, and from where."""
-        self.phases.phase = v1.Notice.TRAINING
-        self.progress.begin(at_s)
-        self.nodes.begin()
-        started, resumed = self.admission.with_model(self._started), self.progress.resumed()
-        events: list[Event] = []
-        if not self.stretch.continues:
-            events = [started] if resumed is None else [started, resumed]
-        if self.stretch.announced is not None:
-            samples = self.progress.num_samples if resumed is not None else 0
-            events.append(replace(self.stretch.announced, optimizer=started.optimizer, samples=samples))
-        return list(map(Emit, events))
-
-    def _begin_without(self, missing: list[str], at_s: float) -> list[Instruction]:
-        """Begins the training without workers that have been there in the phase before."""
-        out, reason = self._begin(at_s), "it did not come back for this phase of the job"
-        ledger = self.progress.ledger
-        for who in missing:
-            rank = int(who.rpartition("-")[2])
-            ledger.lost(rank)
-            if self.stand_ins is not None:
-                self.stand_ins.lost(rank)
-            if self.participation is not None:
-                self.participation.lost(who)
-            if who not in self.nodes.gone:  # these were reported when they were lost
-                out.append(Emit(LeftEvent(who=who, lost=True, reason=reason, epoch=self.nodes.epoch)))
-        self._settle_rounds()
-        return [*out, Notify()]
-
-    def _settle_rounds(self) -> None:
-        """Accounts for the parts of lost workers in rounds that are in the model."""
-        ledger = self.progress.ledger
-        if self.stand_ins is not None and isinstance(ledger, Ledger):
-            for rank in self.stand_ins.ever_lost:
-                ledger.settle_rounds(rank)
 
     def after_snapshot(self) -> list[Instruction]:
         """Stops the run if that is what the latest snapshot was made for."""

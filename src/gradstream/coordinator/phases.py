@@ -18,6 +18,7 @@ from gradstream.coordinator.instructions import Emit, Instruction, Notify
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.progress import SampleProgress
+from gradstream.coordinator.run_clock import RunClock
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.errors import NonFiniteError, PeerLostError
 from gradstream.telemetry.events import FailedEvent, PhaseEvent, StartedEvent, StoppedEvent
@@ -26,7 +27,7 @@ from gradstream.wire import v1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTolerance:
-    """Which losses a run survives.
+    """Which losses of nodes, and which changes of their number, a run survives.
 
     Args:
         survives_worker_loss: the strategy continues without a lost worker, whose minibatches others take.
@@ -37,6 +38,7 @@ class LossTolerance:
         obstacle: why no new process can take the place of a lost worker while the others train; "" if one can.
         redoes: shards say what the model has of a lost worker's pushes, and others redo those that are torn.
         stands_in: until then, one of the others computes its part of each round.
+        keeps_shards: why the run cannot change its number of shards, and what to do; "" if it can.
         acknowledge: when shards acknowledge pushes. A lost shard comes back from its backup, "logged" in a file or
             "replicated" on another shard; where it is "applied", the run ends.
         regroups: the workers exchange in a group, which is formed again at each loss and for each newcomer.
@@ -50,6 +52,7 @@ class LossTolerance:
     redoes: bool = False
     stands_in: bool = False
     regroups: bool = False
+    keeps_shards: str = ""
     acknowledge: Literal["applied", "logged", "replicated"] = "applied"
 
     @property
@@ -81,6 +84,25 @@ WHOLE = JobStretch()
 """All of a run."""
 
 
+@dataclass
+class PhasePlace:
+    """The place of a phase of the job among the others, for its coordinator.
+
+    Args:
+        clock: clock of all phases; None makes one.
+        before: the nodes of the phase before; None in the first, and in a process that has not led that one.
+        resume: where the phase goes on in the same nodes, as JSON; "" where the nodes begin with it. It is kept, and
+            so tells a new process of the coordinator which phase it leads.
+    """
+
+    KEPT = ("resume",)
+    """See `durable.state`."""
+
+    clock: RunClock | None = None
+    before: Nodes | None = None
+    resume: str = ""
+
+
 class Phases:
     """Leads a run from one phase to the next.
 
@@ -94,13 +116,13 @@ class Phases:
         stretch: which part of the run this is.
 
     Attributes:
+        stretch: see above.
         phase: the present phase.
         reason: why the run was aborted; "" if it was not.
         culprit: name of the node that caused it.
         criterion: the stopping criterion that was reached; "" while none is.
         crossing: this phase of the job is over: all is in the model, or its criterion was reached.
         grown: with `crossing`: see `JobPhase`.
-        follows: another phase of the job follows this one.
         asked: somebody has asked the run to stop.
     """
 
@@ -120,8 +142,7 @@ class Phases:
         self.crossing = False
         self.asked = False
         self.grown = 0
-        self._stretch = stretch.number
-        self.follows = stretch.follows
+        self.stretch = stretch
         self.phase: v1.Notice.Phase = v1.Notice.GATHERING
         self.reason = ""
         self.culprit = ""
@@ -144,7 +165,7 @@ class Phases:
         """Number of the boundary after which the nodes go on, as this phase of the job has ended; 0: they do not."""
         crossed = self.crossing and self._snapshots.crossed
         goes_on = self.phase == v1.Notice.STOPPED and crossed and not self.asked
-        return self._stretch + 1 if goes_on else 0
+        return self.stretch.number + 1 if goes_on else 0
 
     @property
     def gathering(self) -> bool:
@@ -192,7 +213,7 @@ class Phases:
             at_s: time in seconds.
             grown: see `JobPhase`.
         """
-        goes_on = grown or self.follows
+        goes_on = grown or self.stretch.follows
         if not goes_on or self.crossing or self._snapshots.stopping or self._snapshots.finishing:
             return []
         self.grown = grown
@@ -264,7 +285,9 @@ class Phases:
         if ledger.finished and self._participation is not None and self._participation.dismiss():
             out.append(Notify())
         if ledger.finished:
-            out += self._stay() if self.grown and not (self.follows or self.asked) else self.cross(at_s)
+            out += (
+                self._stay() if self.grown and not (self.stretch.follows or self.asked) else self.cross(at_s)
+            )
         if self.crossing or self._nodes.unfinished:
             return out
         early = self._snapshots.ending and not ledger.finished

@@ -255,7 +255,7 @@ class PresenceService:
         runtime, deadlines = self._context.runtime, self._context.deadlines
         while True:
             notice, heard = self._membership.notice, v1.Notice(heard=self.heard.get(stream.peer, 0))
-            if notice.phase != v1.Notice.GATHERING or self._membership.stretch.continues:
+            if notice.phase != v1.Notice.GATHERING or self._membership.phases.stretch.continues:
                 heard.ruling = self._context.keeper.ruling
             # Two serialized messages, one behind the other, are one message with the fields of both.
             data = notice.SerializeToString() + heard.SerializeToString()

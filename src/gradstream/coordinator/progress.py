@@ -107,6 +107,11 @@ class SampleProgress:
             ids=None if None in found else [number for ids in found if ids for number in ids],
         )
 
+    def last_version(self, workers: int) -> int:
+        """Version of the parameters after the last of the planned rounds of so many workers."""
+        assert isinstance(self.ledger, Ledger)
+        return self._first_round + self.ledger.num_planned // workers
+
     # ---- figures ------------------------------------------------------------------------
 
     @property

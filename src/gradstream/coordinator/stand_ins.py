@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections import Counter
 
 from gradstream.coordinator.nodes import Nodes
+from gradstream.data.ledger import Ledger
+from gradstream.data.open_ledger import OpenLedger
 from gradstream.wire import v1
 
 
@@ -48,6 +50,12 @@ class StandIns:
             self._by_rank.pop(one, None)
             load = Counter(self._by_rank.values())
             self._by_rank[one] = min(active, key=lambda name: load[name])
+
+    def settle(self, ledger: Ledger | OpenLedger) -> None:
+        """Accounts for the parts of lost workers in rounds that are in the model."""
+        if isinstance(ledger, Ledger):
+            for rank in self.ever_lost:
+                ledger.settle_rounds(rank)
 
     def joined(self, node: v1.Node) -> None:
         """Notes that a new process has taken the place of a lost worker."""

@@ -17,11 +17,17 @@ from gradstream.coordinator.phases import LossTolerance
 from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.schedule import FLUSHING
 from gradstream.run.plan import RunPlan
+from gradstream.run.reshards import why_shards_stay
 from gradstream.strategies.base import GroupStrategy, SharedMemoryStrategy
 
 
-def losses_of(plan: RunPlan) -> LossTolerance:
-    """Which losses of workers the run of a plan survives, and how."""
+def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
+    """Which losses of workers the run of a plan survives, and how.
+
+    Args:
+        plan: plan of the run.
+        spread: whether nodes may be on several machines.
+    """
     served, rounds = plan.served, plan.strategy.partitioning == "rounds"
     obstacle = next(_obstacles(plan, rounds=rounds), "")
     redoes = (
@@ -38,6 +44,7 @@ def losses_of(plan: RunPlan) -> LossTolerance:
         obstacle=obstacle,
         redoes=redoes and not obstacle,
         stands_in=rounds and not obstacle,
+        keeps_shards=why_shards_stay(plan, spread=spread),
         acknowledge=plan.job.acknowledge,
         regroups=isinstance(plan.strategy, GroupStrategy),
     )

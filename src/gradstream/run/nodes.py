@@ -7,7 +7,7 @@ built in `run.shard`, which a run without servers does not import.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -25,10 +25,10 @@ from gradstream.coordinator.checkpoint_writer import CheckpointOptions
 from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.coordinator import Coordinator
 from gradstream.coordinator.durable.keeper import Keeper
+from gradstream.coordinator.early_ends import EarlyEnds
 from gradstream.coordinator.membership import Membership
-from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.participation import ParticipationSchedule
-from gradstream.coordinator.phases import JobStretch
+from gradstream.coordinator.phases import JobStretch, PhasePlace
 from gradstream.coordinator.run_clock import RunClock
 from gradstream.coordinator.stopping import StoppingCriterion
 from gradstream.data.ledger import Ledger
@@ -46,7 +46,6 @@ from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.run.losses import losses_of
 from gradstream.run.plan import RunPlan
-from gradstream.run.reshards import why_shards_stay
 from gradstream.runtime.base import Runtime
 from gradstream.split.hybrid_model import HybridModel
 from gradstream.split.part_model import PartModel
@@ -67,25 +66,6 @@ from gradstream.worker.replica.updater import UpdateRule
 # ---- coordinator ------------------------------------------------------------------------
 
 
-@dataclass
-class PhasePlace:
-    """The place of a phase of the job among the others, for its coordinator.
-
-    Args:
-        clock: clock of all phases; None makes one.
-        before: the nodes of the phase before; None in the first, and in a process that has not led that one.
-        resume: where the phase goes on in the same nodes, as JSON; "" where the nodes begin with it. It is kept, and
-            so tells a new process of the coordinator which phase it leads.
-    """
-
-    KEPT = ("resume",)
-    """See `durable.state`."""
-
-    clock: RunClock | None = None
-    before: Nodes | None = None
-    resume: str = ""
-
-
 def build_coordinator(
     plan: RunPlan,
     runtime: Runtime,
@@ -104,22 +84,21 @@ def build_coordinator(
         spread: whether nodes may be on several machines.
         place: the place of this phase of the job among the others; None if the job has none.
     """
-    served, deadlines = plan.served, plan.job.deadlines
-    ledger = plan.ledger()
+    served, ledger = plan.served, plan.ledger()
     started = _started(plan, ledger)
+    membership = _membership(plan, ledger, started, spread=spread, place=place)
+    run, phase = (
+        None if one is None else StoppingCriterion(one) for one in (plan.job.until, plan.phase_until)
+    )
     return Coordinator(
         runtime,
         endpoint,
-        _membership(plan, ledger, started, spread=spread, place=place),
+        membership,
         keeper=keeper,
-        deadlines=deadlines,
         checkpoints=None if plan.policy is None else _checkpoint_options(plan, started, plan.policy),
-        criterion=None if plan.job.until is None else StoppingCriterion(plan.job.until),
+        early_ends=EarlyEnds(membership, run, phase, plan.variance_test),
         drive=served.drive if served is not None and served.drives() else None,
-        phase_criterion=None if plan.phase_until is None else StoppingCriterion(plan.phase_until),
-        variance_test=plan.variance_test,
-        also=None if place is None else {"job_phase": place},
-        clock=None if place is None else place.clock,
+        place=place,
     )
 
 
@@ -162,13 +141,11 @@ def _membership(
     return Membership(
         started,
         BatchDistribution(ledger=ledger, balance=balance, assignment=assignment, participation=participation),
-        losses_of(plan),
-        software=__version__,
+        losses_of(plan, spread=spread),
         policy=plan.policy,
         deadlines=deadlines,
         resume=plan.resume,
         parts=plan.parts,
-        keeps_shards=why_shards_stay(plan, spread=spread),
         stretch=JobStretch(
             number=plan.phase.stretch,
             follows=plan.follows,

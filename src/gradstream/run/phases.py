@@ -21,9 +21,10 @@ from gradstream.coordinator.coordinator import Coordinator, RunOutcome
 from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.phase_service import PhaseService
+from gradstream.coordinator.phases import PhasePlace
 from gradstream.coordinator.run_clock import RunClock
 from gradstream.errors import RefusedError
-from gradstream.run.nodes import PhasePlace, build_coordinator, clock_of
+from gradstream.run.nodes import build_coordinator, clock_of
 from gradstream.run.plan import RunPlan
 from gradstream.runtime.base import Runtime, Work
 from gradstream.transport.base import Endpoint
