@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
+from typing import ClassVar, Protocol
 
 from google.protobuf.message import Message
 
@@ -37,6 +38,27 @@ class _SendQueue:
         self.wake.set()
 
 
+class Speaker(Protocol):
+    """What a shard says to the first one, and takes from it.
+
+    Attributes:
+        METHOD: name of the streams.
+        OPENING: first message of a stream; only its type counts.
+    """
+
+    METHOD: ClassVar[str]
+    OPENING: ClassVar[Message]
+
+    def hear(self, shard: int, data: bytes) -> None:
+        """On the first shard: takes what the shard of a rank says."""
+
+    def follow(self, data: bytes) -> None:
+        """On the others: takes what the first shard tells."""
+
+    def unanswered(self) -> Iterable[Message]:
+        """What this shard says again on a new stream."""
+
+
 class FirstShardLink:
     """One shard's streams.
 
@@ -45,11 +67,7 @@ class FirstShardLink:
         endpoint: endpoint of this shard's node.
         config: this shard's part of the run.
         shards: ranks of the shards that take part; the lowest is the first.
-        method: name of the streams.
-        opening: first message of a stream; only its type counts.
-        hear: on the first shard: takes what the shard of a rank says.
-        follow: on the others: takes what the first shard tells.
-        unanswered: what this shard says again on a new stream.
+        speaker: what is said.
     """
 
     def __init__(
@@ -58,28 +76,19 @@ class FirstShardLink:
         endpoint: Endpoint,
         config: ShardConfig,
         shards: Collection[int],
-        method: str,
-        opening: Message,
-        *,
-        hear: Callable[[int, bytes], None],
-        follow: Callable[[bytes], None],
-        unanswered: Callable[[], Iterable[Message]],
+        speaker: Speaker,
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
         self._config = config
         self._shards = shards
         self._first = f"shard-{min(shards)}"
-        self._method = method
-        self._opening = opening
-        self._hear = hear
-        self._follow = follow
-        self._unanswered = unanswered
+        self._speaker = speaker
         self._queues: dict[_SendQueue, None] = {}  # of the open streams
         self._told: Message | None = None  # the first shard's last message
         self.leads = config.rank == min(shards)
         if self.leads:
-            endpoint.serve(method, self._serve)
+            endpoint.serve(speaker.METHOD, self._serve)
 
     def say(self, message: Message) -> None:
         """Tells the first shard, from another one."""
@@ -101,7 +110,9 @@ class FirstShardLink:
         queue, shard = _SendQueue(), rank_of(stream.opened.sender)
         if shard not in self._shards or stream.opened.sender == self._first:
             expected = ", ".join(map(str, sorted(self._shards)[1:9])) or "none"
-            raise self.bad(stream.peer, f"{self._method} of shard {shard}; expected one of shards {expected}")
+            raise self.bad(
+                stream.peer, f"{self._speaker.METHOD} of shard {shard}; expected one of shards {expected}"
+            )
         self._queues[queue] = None
         if self._told is not None:
             queue.put(self._told)
@@ -112,7 +123,7 @@ class FirstShardLink:
 
     async def _receive(self, stream: Stream, shard: int) -> None:
         while (received := await stream.recv()) is not None:
-            self._hear(shard, received.frame.body.data)
+            self._speaker.hear(shard, received.frame.body.data)
         raise ClosedError(f"{stream.peer} has ended its stream")  # ends the sending half, too
 
     # ---- the others ---------------------------------------------------------------------
@@ -129,10 +140,10 @@ class FirstShardLink:
 
     async def _exchange(self) -> None:
         stream = await self._endpoint.open(
-            self._first, self._method, self._opening, priority=Priority.CONTROL
+            self._first, self._speaker.METHOD, self._speaker.OPENING, priority=Priority.CONTROL
         )
         queue = _SendQueue()
-        for message in self._unanswered():
+        for message in self._speaker.unanswered():
             queue.put(message)
         self._queues[queue] = None
         try:
@@ -143,7 +154,7 @@ class FirstShardLink:
 
     async def _receive_told(self, stream: Stream) -> None:
         while (received := await stream.recv(self._config.silence_s)) is not None:
-            self._follow(received.frame.body.data)
+            self._speaker.follow(received.frame.body.data)
         raise ClosedError(f"{stream.peer} has ended its stream")
 
     # ---- both ---------------------------------------------------------------------------

@@ -7,6 +7,9 @@ decisions.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import ClassVar
+
+from google.protobuf.message import Message
 
 from gradstream.runtime.base import Runtime, awaited_later
 from gradstream.server.quorum import QuorumDecision, QuorumLeader, QuorumVotes
@@ -31,6 +34,9 @@ class QuorumProtocol:
         measure: measures the contributions of a round that have all arrived; None if distances do not matter.
     """
 
+    METHOD: ClassVar[str] = "quorum"
+    OPENING: ClassVar[Message] = v1.Whole()
+
     def __init__(
         self,
         runtime: Runtime,
@@ -50,17 +56,7 @@ class QuorumProtocol:
         self._votes = QuorumVotes(len(chunks.chunks_of(config.index)))
         self._leader = QuorumLeader(config.quorum, num_shards) if config.index == 0 else None
         self._last = -1  # round of the last decision
-        self._link = FirstShardLink(
-            runtime,
-            endpoint,
-            config,
-            range(num_shards),
-            "quorum",
-            v1.Whole(),
-            hear=self._hear,
-            follow=self._follow,
-            unanswered=self._undecided,
-        )
+        self._link = FirstShardLink(runtime, endpoint, config, range(num_shards), self)
         self.run = self._link.run
 
     def came(self, round: int, rank: int, chunk: int) -> None:  # noqa: A002  the word of the protocol
@@ -103,7 +99,8 @@ class QuorumProtocol:
 
     # ---- the first shard ----------------------------------------------------------------
 
-    def _hear(self, shard: int, data: bytes) -> None:
+    def hear(self, shard: int, data: bytes) -> None:
+        """See `Speaker`."""
         said = v1.Whole.FromString(data)
         if said.round > MAX_ROUND or 0 < self._config.workers <= said.rank:
             expected = f"expected a round up to {MAX_ROUND} and a worker of this run"
@@ -124,11 +121,13 @@ class QuorumProtocol:
 
     # ---- the others ---------------------------------------------------------------------
 
-    def _undecided(self) -> Iterable[v1.Whole]:
+    def unanswered(self) -> Iterable[v1.Whole]:
+        """See `Speaker`."""
         if self._measure is None:
             return [v1.Whole(rank=rank, round=round_) for round_, rank in self._votes.whole]
         return [self._measured] if self._measured is not None and self._measured.round > self._last else []
 
-    def _follow(self, data: bytes) -> None:
+    def follow(self, data: bytes) -> None:
+        """See `Speaker`."""
         said = v1.Verdict.FromString(data)
         self._decide(QuorumDecision(said.round, tuple(said.ranks), tuple(said.distances)))

@@ -177,7 +177,6 @@ class ShardStore:
         step: int,
         bound: float = math.inf,
         summed: bool = False,
-        vector: str = "",
         tensor_sums: Mapping[int, Sums] | None = None,
     ) -> torch.Tensor:
         """Applies the optimizer to a chunk once, with Σ weight·part, summed in the order given.
@@ -192,8 +191,6 @@ class ShardStore:
             step: number of the update, from 1.
             bound: no absolute value in Σ weight·part exceeds it; infinite if unknown.
             summed: whether to add the parts to the chunk's sum, and to apply that.
-            vector: name of a state vector that the sum replaces, where workers carry the update rule out; "" for
-                an update.
             tensor_sums: `partial_sums`, added up over all chunks of all shards, where the update rule needs them.
 
         Returns:
@@ -202,18 +199,7 @@ class ShardStore:
         Raises:
             NonFiniteError: the update has made a parameter, or the state, NaN or infinite.
         """
-        if summed:
-            total = self.gather(chunk, parts, weights, summed=True, bound=bound)
-            bound = self._sum_bounds[chunk]
-        elif len(parts) > 1 or weights[0] != 1.0:
-            scratch = self._scratch.tensor[: len(parts[0])]
-            total = _add_up(scratch, parts, weights, summed=False)
-        else:
-            total = parts[0]
-        if vector:
-            self.span(self.state[vector], chunk).tensor.copy_(total)
-            self.headroom.forget(chunk)
-            return total
+        total, bound = self._total(chunk, parts, weights, bound=bound, summed=summed)
         parameters, *state = (span.tensor for span in self.update_spans(chunk)[:-1])
         named = dict(zip(self.state, state, strict=True))
         if self._grouped is None:
@@ -224,6 +210,43 @@ class ShardStore:
         vectors = {"": parameters, **named}
         self.headroom.updated(chunk, vectors, bound, where=f"chunk {chunk}", lr=lr, step=step)
         return total
+
+    def replace(
+        self,
+        vector: str,
+        chunk: int,
+        parts: Sequence[torch.Tensor],
+        weights: Sequence[float],
+        *,
+        summed: bool = False,
+    ) -> torch.Tensor:
+        """vector[chunk] = Σ weight·part, where workers carry the update rule out. See `update`.
+
+        Args:
+            vector: name of a state vector.
+            chunk, parts, weights, summed: as in `update`.
+        """
+        total, _ = self._total(chunk, parts, weights, bound=math.inf, summed=summed)
+        self.span(self.state[vector], chunk).tensor.copy_(total)
+        self.headroom.forget(chunk)
+        return total
+
+    def _total(
+        self,
+        chunk: int,
+        parts: Sequence[torch.Tensor],
+        weights: Sequence[float],
+        *,
+        bound: float,
+        summed: bool,
+    ) -> tuple[torch.Tensor, float]:
+        """Σ weight·part, with the chunk's sum where `summed`, and the bound of its absolute values."""
+        if summed:
+            total = self.gather(chunk, parts, weights, summed=True, bound=bound)
+            return total, self._sum_bounds[chunk]
+        if len(parts) > 1 or weights[0] != 1.0:
+            return _add_up(self._scratch.tensor[: len(parts[0])], parts, weights, summed=False), bound
+        return parts[0], bound
 
     def update_some(
         self, chunk: int, elements: torch.Tensor, gradient: torch.Tensor, *, lr: float, step: int

@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import ClassVar
+
+from google.protobuf.message import Message
 
 from gradstream.optim.base import Sums
 from gradstream.optim.groups import Piece, add_up
@@ -58,6 +61,9 @@ class TensorSums:
         shards: ranks of all shards that have chunks, of any part of the model.
     """
 
+    METHOD: ClassVar[str] = "tensor-sums"
+    OPENING: ClassVar[Message] = v1.TensorSums()
+
     def __init__(
         self,
         runtime: Runtime,
@@ -78,17 +84,7 @@ class TensorSums:
         self._said: v1.TensorSums | None = None
         self._last = 0  # step of the last total
         self._leader = SumLeader(len(shards))
-        self._link = FirstShardLink(
-            runtime,
-            endpoint,
-            config,
-            shards,
-            "tensor-sums",
-            v1.TensorSums(),
-            hear=self._hear,
-            follow=self._follow,
-            unanswered=self._unanswered,
-        )
+        self._link = FirstShardLink(runtime, endpoint, config, shards, self)
         self.run = self._link.run
 
     async def total(self, chunk: int, step: int, pieces: Sequence[Piece]) -> Mapping[int, Sums]:
@@ -136,7 +132,8 @@ class TensorSums:
 
     # ---- messages -----------------------------------------------------------------------
 
-    def _hear(self, shard: int, data: bytes) -> None:
+    def hear(self, shard: int, data: bytes) -> None:
+        """See `Speaker`."""
         said = v1.TensorSums.FromString(data)
         fits = len(said.sums) == 2 * len(said.tensors)
         if not fits or max(said.tensors, default=0) >= self._num_tensors:
@@ -147,11 +144,13 @@ class TensorSums:
         if said.step:  # the first message has none
             self._take(shard, said.step, _pieces(said))
 
-    def _follow(self, data: bytes) -> None:
+    def follow(self, data: bytes) -> None:
+        """See `Speaker`."""
         said = v1.TensorSums.FromString(data)
         self._publish(said.step, dict(_pieces(said)))
 
-    def _unanswered(self) -> Iterable[v1.TensorSums]:
+    def unanswered(self) -> Iterable[v1.TensorSums]:
+        """See `Speaker`."""
         return [self._said] if self._said is not None and self._said.step > self._last else []
 
 

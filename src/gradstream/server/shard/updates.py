@@ -196,14 +196,15 @@ class Updates:
                 math.inf if self._senders else one.length for one in present
             ]  # a correction changes them
             bound = math.fsum(abs(weight) * one for weight, one in zip(weights, lengths, strict=True))
-            if due.completes:
+            if not due.completes:
+                store.gather(chunk, parts, weights, bound=bound, summed=summed)
+                return math.inf
+            if vector:
+                total = store.replace(vector, chunk, parts, weights, summed=summed)
+            else:
                 rate, step = due.lr, due.step
-                total = store.update(
-                    chunk, parts, weights, lr=rate, step=step, bound=bound, summed=summed, vector=vector
-                )
-                return self._square(due, total)
-            store.gather(chunk, parts, weights, bound=bound, summed=summed)
-            return math.inf
+                total = store.update(chunk, parts, weights, lr=rate, step=step, bound=bound, summed=summed)
+            return self._square(due, total)
 
         work = _priced("apply", len(parameters) * max(1, len(pushed)))
         square = await self._runtime.compute(
