@@ -38,11 +38,23 @@ class Arrival:
         self.size_bytes = 0
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self.task: asyncio.Task[None] | None = None
+        self._failure: BaseException | None = None
 
     async def done(self) -> None:
         """Returns once all chunks have landed. Raises the error of the fetch if it failed."""
         assert self.task is not None
-        await asyncio.shield(self.task)
+        try:
+            await asyncio.shield(self.task)
+        except asyncio.CancelledError:
+            if self._failure is not None and self.task.cancelled():
+                raise self._failure from None
+            raise
+
+    def fail(self, failure: BaseException) -> None:
+        """Ends the fetch with this error, unless it is over: what it waits for cannot come any more."""
+        if self.task is not None and not self.task.done():
+            self._failure = failure
+            self.task.cancel()
 
     def borrowed(self, to: str) -> AbstractContextManager[object]:
         """Lends the vector for writing."""

@@ -94,6 +94,13 @@ class ServerClient:
         name = f"{self._links.runtime.node}-push-{self._sequence}"
         push = PendingPushRequest(self._links, update, self._sequence, before, pieces)
         self._pushing = awaited_later(self._links.runtime.spawn(push.run(), name=name))
+        self._pushing.add_done_callback(self._push_ended)
+
+    def _push_ended(self, pushing: asyncio.Task[None]) -> None:
+        """Ends a fetch with the error of a push: shards would have it wait for what does not come."""
+        failure = None if pushing.cancelled() else pushing.exception()
+        if failure is not None and self._last_fetch is not None:
+            self._last_fetch.fail(failure)
 
     async def push_beside(self, update: Update) -> None:
         """Pushes an update in no order with other operations. Returns once every shard has acknowledged it."""
@@ -138,7 +145,10 @@ class ServerClient:
 
         Raises:
             InternalError: the previous fetch was not swapped in yet, so there is no back buffer.
+            GradstreamError: the error of the previous push.
         """
+        if self._pushing is not None and self._pushing.done() and not self._pushing.cancelled():
+            self._pushing.result()
         if self.back_buffer is None:
             raise InternalError("a second fetch before the first was swapped in: there is one back buffer")
         arrival, self.back_buffer = self._arrival(self.back_buffer), None
