@@ -1,6 +1,6 @@
 """Distributed SGD over machines that may be slow, far apart, and dying.
 
-The names of `__all__` are what most users need. The rest is in public modules: `gs.optim`, `gs.schedules`,
+The names of `__all__` are what most users need. The rest is in public modules: `gs.optim`, `gs.schedules`, `gs.codecs`,
 `gs.strategies`, `gs.pipeline`, `gs.data`, `gs.model`, `gs.errors`, `gs.runs`, `gs.sim`, `gs.replay`, `gs.trackers`,
 `gs.sparse`, `gs.testing`.
 Each name is imported when it is first asked for, so that `import gradstream` costs nothing.
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from gradstream._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from gradstream import codec as codecs
     from gradstream import (
         data,
         errors,
@@ -124,6 +125,7 @@ _MODULE_OF = {
 """Where a name of `__all__` is defined: a data set's maker in `data`, all others in `strategies`."""
 
 _FACES = {
+    "codecs": "codec",
     "data": "data",
     "errors": "errors",
     "model": "model",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gradstream as gs
-from gradstream.codec import DTYPES, CastCodec
+from gradstream.codec.casts import DTYPES, Cast
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.run.result import Run
 from gradstream.split.plan import DATA, Value
@@ -38,7 +38,7 @@ def trained(dtype: str | None, **options: Any) -> Run:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("elems", [0, 1, 7, 64])
 def test_a_codec_rounds_to_the_nearest_number_of_two_bytes(dtype: str, elems: int) -> None:
-    codec, tensor = CastCodec(dtype), torch.randn(elems, generator=torch.Generator().manual_seed(elems))
+    codec, tensor = Cast(dtype), torch.randn(elems, generator=torch.Generator().manual_seed(elems))
     encoded, decoded = torch.empty(codec.encoded_bytes(elems), dtype=torch.uint8), torch.empty(elems)
     assert len(encoded) == 2 * elems
     codec.encode(tensor, encoded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import get_args
 
-from gradstream.codec import DTYPES
+from gradstream.codec.casts import DTYPES
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.job import Job, Pipeline, is_open_ended

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradstream.codec import CastCodec, Codec
+from gradstream.codec.base import Codec
+from gradstream.codec.casts import Cast
 from gradstream.errors import DeadlineError, RefusedError
 from gradstream.memory import Vector
 from gradstream.pipeline.executor import TensorTransfer
@@ -122,14 +123,14 @@ class PartChannel:
         Inputs, targets and parameters that cross a cut stay as they are.
 
         Args:
-            dtype: one of `codec.DTYPES`; None is their own.
+            dtype: one of `codec.casts.DTYPES`; None is their own.
 
         Raises:
             ConfigError: see `check_encodable`.
         """
         check_encodable(self._model.plan, dtype)
         channel = copy(self)
-        channel._codec = None if dtype is None else CastCodec(dtype)
+        channel._codec = None if dtype is None else Cast(dtype)
         return channel
 
     def beside(self) -> PartChannel:

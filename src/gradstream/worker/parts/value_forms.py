@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gradstream.codec import DTYPES, CastCodec, Codec
+from gradstream.codec.base import DTYPE, Codec
+from gradstream.codec.casts import DTYPES
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.split.plan import DATA, SplitPlan, Value
 
@@ -42,13 +43,13 @@ def check_encodable(plan: SplitPlan, dtype: str | None) -> None:
         kinds = ", ".join(sorted({str(value.dtype) for value in crossing if value.source != DATA}))
         raise ConfigError(
             f"pipeline_dtype={dtype!r}: what parts send each other is {kinds or 'no activations'}, and only "
-            f"{CastCodec.dtype} is sent in another dtype; leave it out"
+            f"{DTYPE} is sent in another dtype; leave it out"
         )
 
 
 def is_encodable(value: Value) -> bool:
     """Whether a value is an activation of the dtype that codecs know."""
-    return value.source != DATA and value.per_sample and value.dtype == CastCodec.dtype
+    return value.source != DATA and value.per_sample and value.dtype == DTYPE
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:

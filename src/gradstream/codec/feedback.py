@@ -1,0 +1,157 @@
+"""`ErrorFeedback`: what a codec leaves out of one tensor is added to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from gradstream.codec.base import NO_STATE, Codec
+from gradstream.errors import ConfigError
+
+RESIDUAL = "residual"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFeedback:
+    """Adds to each tensor what was left out of those before, and keeps what is left out of it.
+
+    ::
+
+        p = g + e;   send C(p);   e ← decay · (p - C(p))
+
+    With decay = 1, the sum of all that was sent and the present e is the sum of all g: nothing is lost, some comes
+    later. e is computed from what the receiver decodes, so that rounding on the way is in it. It dies with its worker.
+
+    Args:
+        codec: C, which keeps no state of its own.
+        decay: share of the remainder that is kept, in [0, 1].
+
+    Raises:
+        ConfigError: a codec with state, or another share.
+
+    Reference:
+        Seide, Fu, Droppo, Li, Yu, 1-bit stochastic gradient descent, 2014; Karimireddy, Rebjock, Stich, Jaggi, Error
+        feedback fixes signSGD and other gradient compression schemes, 2019.
+
+    Example:
+        >>> codec = gs.codecs.ErrorFeedback(gs.codecs.TopK(density=0.5))
+        >>> state, into, sent = {"residual": torch.zeros(2)}, torch.empty(8, dtype=torch.uint8), torch.empty(2)
+        >>> for _ in range(2):
+        ...     codec.encode(torch.tensor([3.0, 2.0]), into, state)
+        ...     codec.decode(into, sent)
+        >>> sent, state["residual"]
+        (tensor([0., 4.]), tensor([3., 0.]))
+    """
+
+    linear: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = False
+
+    codec: Codec
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.codec.state_names:
+            raise ConfigError(
+                f"ErrorFeedback: {type(self.codec).__name__} keeps what it leaves out already; use it alone"
+            )
+        if not 0 <= self.decay <= 1:
+            raise ConfigError(f"ErrorFeedback: decay is {self.decay!r}; expected a number in [0, 1]")
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The remainder, e."""
+        return (RESIDUAL,)
+
+    def encoded_bytes(self, elems: int) -> int:
+        """See `Codec`."""
+        return self.codec.encoded_bytes(elems)
+
+    def encode(
+        self,
+        tensor: torch.Tensor,
+        into: torch.Tensor,
+        state: Mapping[str, torch.Tensor] = NO_STATE,
+        *,
+        seed: int = 0,
+    ) -> None:
+        """See `Codec`."""
+        residual = state[RESIDUAL].add_(tensor)
+        self.codec.encode(residual, into, seed=seed)
+        sent = torch.empty_like(residual)
+        self.codec.decode(into, sent)
+        residual.sub_(sent)
+        if self.decay != 1:
+            residual.mul_(self.decay)
+
+    def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
+        """See `Codec`."""
+        self.codec.decode(encoded, into)
+
+
+@dataclass(frozen=True, slots=True)
+class EF21:
+    """Sends what has changed in a gradient since the last one, as far as the codec goes.
+
+    ::
+
+        send C(g - h);   h ← h + C(g - h);   receiver: the same h
+
+    Both sides keep h, and the receiver takes it for the gradient. Where the gradients of workers differ even at the
+    minimum, ErrorFeedback stays at a distance from it that grows with the rate; this does not.
+
+    Args:
+        codec: C, which keeps no state of its own.
+
+    Raises:
+        ConfigError: a codec with state.
+
+    Reference:
+        Richtárik, Sokolov, Fatkhullin, EF21: a new, simpler, theoretically better, and practically faster error
+        feedback, 2021.
+    """
+
+    linear: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = False
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if self.codec.state_names:
+            raise ConfigError(
+                f"EF21: {type(self.codec).__name__} keeps what it leaves out; expected one without"
+            )
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The gradient as the receiver knows it, h."""
+        return ("estimate",)
+
+    def encoded_bytes(self, elems: int) -> int:
+        """See `Codec`."""
+        return self.codec.encoded_bytes(elems)
+
+    def encode(
+        self,
+        tensor: torch.Tensor,
+        into: torch.Tensor,
+        state: Mapping[str, torch.Tensor] = NO_STATE,
+        *,
+        seed: int = 0,
+    ) -> None:
+        """See `Codec`."""
+        estimate = state["estimate"]
+        self.codec.encode(tensor - estimate, into, seed=seed)
+        estimate.add_(self.change(into, len(tensor)))
+
+    def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
+        """Adds what has changed to `into`, the receiver's h of this sender."""
+        into.add_(self.change(encoded, len(into)))
+
+    def change(self, encoded: torch.Tensor, elems: int) -> torch.Tensor:
+        """C(g - h), (elems,)."""
+        change = torch.empty(elems)
+        self.codec.decode(encoded, change)
+        return change

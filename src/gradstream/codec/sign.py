@@ -1,0 +1,96 @@
+"""`Sign`: one bit for each number, and one or two means for each block of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from gradstream.codec.base import NO_STATE
+from gradstream.codec.bits import pack, packed_bytes, unpack
+from gradstream.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """The sign of each number, and the mean size of the numbers.
+
+    ::
+
+        x ≈ sign(x) · mean |x|                                    1 bit an element, and 4 bytes a block
+        x ≈ mean of the numbers that have the sign of x           1 bit an element, and 8 bytes a block    two_means
+
+    Without `ErrorFeedback` around it, it does not converge where the signs of many small numbers outweigh a few large
+    ones.
+
+    Args:
+        block: elements that share a mean, a multiple of 8; None: all elements.
+        two_means: one mean for positive numbers, another one for negative ones.
+
+    Raises:
+        ConfigError: another block.
+
+    Reference:
+        Karimireddy, Rebjock, Stich, Jaggi, Error feedback fixes signSGD and other gradient compression schemes, 2019.
+        With `two_means`: Seide, Fu, Droppo, Li, Yu, 1-bit stochastic gradient descent, 2014, whose blocks are the
+        columns of weight matrices.
+    """
+
+    linear: ClassVar[bool] = False
+    unbiased: ClassVar[bool] = False
+
+    block: int | None = None
+    two_means: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block is not None and (self.block < 8 or self.block % 8):
+            raise ConfigError(f"Sign: block is {self.block!r}; expected a multiple of 8, or None")
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def encoded_bytes(self, elems: int) -> int:
+        """See `Codec`."""
+        return self._means_bytes(elems) + packed_bytes(elems, 1)
+
+    def encode(
+        self,
+        tensor: torch.Tensor,
+        into: torch.Tensor,
+        state: Mapping[str, torch.Tensor] = NO_STATE,
+        *,
+        seed: int = 0,
+    ) -> None:
+        """See `Codec`."""
+        del state, seed
+        if not len(tensor):
+            return
+        size = self._means_bytes(len(tensor))
+        means, negative = into[:size].view(torch.float32), tensor < 0
+        for index, numbers in enumerate(tensor.split(self.block or len(tensor))):
+            if not self.two_means:
+                means[index] = numbers.abs().sum() / len(numbers)
+                continue
+            below, count = numbers.clamp(max=0).sum(), int((numbers < 0).sum())
+            means[2 * index] = (numbers.sum() - below) / max(1, len(numbers) - count)
+            means[2 * index + 1] = -below / max(1, count)
+        pack(negative.view(torch.uint8), 1, into[size:])
+
+    def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
+        """See `Codec`."""
+        if not len(into):
+            return
+        size = self._means_bytes(len(into))
+        means = encoded[:size].view(torch.float32).view(-1, 2 if self.two_means else 1)
+        into.copy_(unpack(encoded[size:], 1, len(into)))
+        for numbers, pair in zip(into.split(self.block or len(into)), means, strict=True):
+            above, below = pair[0], pair[-1]
+            numbers.mul_(-above - below).add_(above)  # 0 and 1 become the two means
+
+    def _means_bytes(self, elems: int) -> int:
+        blocks = -(-elems // (self.block or max(1, elems)))
+        return blocks * (8 if self.two_means else 4)
