@@ -323,7 +323,8 @@ def test_where_workers_differ_feedback_is_better_than_none_and_ef21_than_feedbac
     [
         (lambda: C.TopK(0.0), r"density is 0.0; expected a share of the elements in \(0, 1\]"),
         (lambda: C.RandomK(2), "density is 2"),
-        (lambda: C.Blocks("int5"), "kind is 'int5'; expected 'int8', 'int4', 'float4'"),
+        (lambda: C.Blocks("int5"),  # type: ignore[arg-type]
+         "kind is 'int5'; expected 'int8', 'int4', 'float4'"),
         (lambda: C.Blocks(block=100), "block is 100; expected a power of 2"),
         (lambda: C.QSGD(bits=3), "bits is 3"),
         (lambda: C.QSGD(bucket=9), "bucket is 9"),

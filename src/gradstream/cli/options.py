@@ -52,6 +52,9 @@ def job_options(command: Command) -> Command:
             "--algorithm", metavar="NAME", help="Algorithm of strategies without a server: ring, for example."
         ),
         click.option("--optimizer", metavar="NAME", help="Name of an update rule: adam, for example."),
+        click.option(
+            "--codec", metavar="NAME", help="Codec of what workers push: int8 or top-k, for example."
+        ),
         click.option("--lr", type=float, help="Learning rate of the optimizer."),
         click.option("--workers", type=int, help="Number of replicas of the model."),
         click.option("--servers", type=int, help="Number of shards of the parameter server."),

@@ -6,7 +6,7 @@ The encoded size follows from the number of elements alone, so that both sides h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 
@@ -28,11 +28,20 @@ class Codec(Protocol):
             tensor. `encode` changes them.
     """
 
-    linear: ClassVar[bool]
-    unbiased: ClassVar[bool]
+    @property
+    def linear(self) -> bool:
+        """See above."""
+        ...
 
     @property
-    def state_names(self) -> tuple[str, ...]: ...
+    def unbiased(self) -> bool:
+        """See above."""
+        ...
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """See above."""
+        ...
 
     def encoded_bytes(self, elems: int) -> int:
         """The size in bytes of so many encoded elements."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
@@ -40,7 +40,7 @@ class Cast:
     linear: ClassVar[bool] = True
     unbiased: ClassVar[bool] = False
 
-    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

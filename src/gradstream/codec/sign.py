@@ -71,7 +71,7 @@ class Sign:
             return
         size = self._means_bytes(len(tensor))
         means, negative = into[:size].view(torch.float32), tensor < 0
-        for index, numbers in enumerate(tensor.split(self.block or len(tensor))):
+        for index, numbers in enumerate(torch.split(tensor, self.block or len(tensor))):
             if not self.two_means:
                 means[index] = numbers.abs().sum() / len(numbers)
                 continue
@@ -87,7 +87,7 @@ class Sign:
         size = self._means_bytes(len(into))
         means = encoded[:size].view(torch.float32).view(-1, 2 if self.two_means else 1)
         into.copy_(unpack(encoded[size:], 1, len(into)))
-        for numbers, pair in zip(into.split(self.block or len(into)), means, strict=True):
+        for numbers, pair in zip(torch.split(into, self.block or len(into)), means, strict=True):
             above, below = pair[0], pair[-1]
             numbers.mul_(-above - below).add_(above)  # 0 and 1 become the two means
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast
 
+from gradstream.codec.base import Codec
 from gradstream.coordinator.stopping import Until
 from gradstream.data.arrays import from_arrays
 from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset
@@ -56,6 +57,8 @@ class Job:
         strategy: the method of distribution: a name, "file.py:Class", or a Strategy.
         strategy_options: fields of the strategy, where it is given by name.
         optimizer: the update rule: a name or an Optimizer; None takes the strategy's default.
+        codec: makes what workers push to servers smaller: a name such as "int8" or "top-k", or a codec
+            (`gs.codecs`). None sends numbers as they are. See `docs/codecs.md`.
         groups: settings of the update rule for some parameters, by patterns of their names:
             [{"match": "*.bias", "weight_decay": 0.0}, {"match": "head.*", "lr_scale": 10.0}]. Later ones win.
         workers: number of replicas of the model.
@@ -160,6 +163,7 @@ class Job:
     strategy: str | Strategy = "synchronous"
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str | Optimizer | None = None
+    codec: str | Codec | None = None
     groups: Sequence[Mapping[str, Any]] = ()
     workers: int = 2
     servers: int | None = None
@@ -219,6 +223,7 @@ class JobOptions(TypedDict, total=False):
     strategy: str | Strategy
     strategy_options: Mapping[str, Any]
     optimizer: str | Optimizer | None
+    codec: str | Codec | None
     groups: Sequence[Mapping[str, Any]]
     workers: int
     servers: int | None

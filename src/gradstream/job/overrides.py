@@ -12,7 +12,7 @@ from gradstream.coordinator.stopping import Until
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job
 from gradstream.job.phases import Phase, described_phase, phase_of
-from gradstream.job.registry import place_of, plain
+from gradstream.job.registry import described, place_of, plain, revived
 from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.runtime.deadlines import Deadlines
@@ -28,6 +28,7 @@ def overrides(job: Job) -> dict[str, Any]:
     names = [entry.name for entry in dataclasses.fields(job) if entry.name not in _NOT_PLAIN]
     fields = {name: plain(getattr(job, name)) for name in names}
     fields["phases"] = list(map(described_phase, job.phases))
+    fields["codec"] = job.codec if isinstance(job.codec, str) else described(job.codec)
     return {**fields, "metrics": {name: _place_of(metric) for name, metric in job.metrics.items()}}
 
 
@@ -54,6 +55,7 @@ def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
         if isinstance(values["pipeline"], Mapping):
             kind = Hybrid if "turns" in values["pipeline"] else SyntheticGradients
             values["pipeline"] = kind(**values["pipeline"])
+        values["codec"] = revived(values.get("codec"))
         if values["run_dir"] is not None:
             values["run_dir"] = Path(values["run_dir"])
         values["phases"] = _phases(job, values.get("phases", ()))
@@ -70,6 +72,7 @@ def with_overrides(job: Job, fields: Mapping[str, Any]) -> Job:
 def _check(values: Mapping[str, Any]) -> None:
     """Raises MismatchError for a field that a job does not have, or a value of a wrong type."""
     hints = {**typing.get_type_hints(Job), "run_dir": str | None, "metrics": Mapping[str, str]}
+    hints["codec"] = str | Mapping[str, Any] | None
     hints["phases"] = Sequence[Mapping[str, Any]]
     for name, value in values.items():
         if name in _NOT_PLAIN or name not in hints:

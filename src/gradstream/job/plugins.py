@@ -25,6 +25,7 @@ from gradstream.errors import ConfigError
 GROUPS = {
     "strategy": "gradstream.strategies",
     "optimizer": "gradstream.optimizers",
+    "codec": "gradstream.codecs",
     "data set": "gradstream.datasets",
 }
 """Entry-point group of each family."""

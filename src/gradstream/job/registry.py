@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from gradstream.codec.base import Codec
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.plugins import BUILT_IN, GROUPS, Plugin, choose, installed
@@ -57,6 +58,20 @@ OPTIMIZERS = {
     "sgd": "gradstream.optim.sgd:SGD",
 }
 
+CODECS = {
+    "bfloat16": "gradstream.codec.named:bfloat16",
+    "dgc": "gradstream.codec.dgc:DGC",
+    "float16": "gradstream.codec.named:float16",
+    "float4": "gradstream.codec.named:float4",
+    "int4": "gradstream.codec.named:int4",
+    "int8": "gradstream.codec.named:int8",
+    "one-bit": "gradstream.codec.named:one_bit",
+    "qsgd": "gradstream.codec.named:qsgd",
+    "random-k": "gradstream.codec.named:random_k",
+    "sign": "gradstream.codec.named:sign",
+    "top-k": "gradstream.codec.named:top_k",
+}
+
 DATASETS = {
     "caltech101": "gradstream.data.caltech:caltech101",
     "fashion-mnist": "gradstream.data.fashion:fashion_mnist",
@@ -67,6 +82,7 @@ MAX_RULE_BYTES = 1 << 20
 FAMILIES: Mapping[str, Mapping[str, str]] = {
     "strategy": STRATEGIES,
     "optimizer": OPTIMIZERS,
+    "codec": CODECS,
     "data set": DATASETS,
 }
 """Places of the built-in members of each family, by name."""
@@ -99,6 +115,20 @@ def find_optimizer(spec: str | Optimizer, options: Mapping[str, Any] | None = No
             "expected an update rule: see gradstream.optim.base"
         )
     return cast(Optimizer, found)
+
+
+def find_codec(spec: str | Codec, options: Mapping[str, Any] | None = None) -> Codec:
+    """Finds a codec in the same way as `find_strategy`, with the same errors."""
+    found = _find("codec", spec, options or {})
+    missing = [
+        name for name in ("encoded_bytes", "encode", "decode", "state_names") if not hasattr(found, name)
+    ]
+    if missing:
+        raise ConfigError(
+            f"codec {spec!r} is a {type(found).__name__} without {', '.join(missing)}; expected a codec: see "
+            "gradstream.codec.base"
+        )
+    return cast(Codec, found)
 
 
 def _check_ours(spec: object) -> None:
@@ -386,7 +416,7 @@ def _class(kind: str, spec: str) -> Callable[..., Any]:
         return made
     module = load_module(Path(place)) if place.endswith(".py") else _import(kind, spec, place)
     found = getattr(module, name, None)
-    fits = callable if kind == "data set" else _is_class
+    fits = callable if kind in ("data set", "codec") else _is_class
     if not fits(found):
         public = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
         raise UnknownNameError(f"{kind} in {place}", name, public)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from gradstream.checkpoint.manifest import Resume
+from gradstream.codec.base import Codec
+from gradstream.codec.dgc import DGC
 from gradstream.coordinator.stopping import Until
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, UnknownNameError
@@ -146,6 +148,35 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
         _check_whole_tensors(job, strategy, optimizer)
     if job.noise_scale:
         _check_noise_scale(job, strategy)
+
+
+def check_codec(job: Job, strategy: Strategy, optimizer: Optimizer, codec: Codec) -> None:
+    """Raises ConfigError where pushes of a strategy cannot be encoded."""
+    name = type(strategy).__name__
+    if not isinstance(strategy, ServerStrategy):
+        how = "in a group" if isinstance(strategy, GroupStrategy) else "through shared memory"
+        why = f"the workers of {name} exchange {how}, and codecs are for what is pushed to servers; leave codec out"
+    elif strategy.pushes == "parameters":
+        why = (
+            f"{name} pushes whole parameters, of which a codec would keep a few digits; take strategy='diloco', which "
+            "pushes how far they have come"
+        )
+    elif strategy.in_passes:
+        why = f"{name} needs the exact sum over all samples; leave codec out"
+    elif strategy.rows(False) is not None:
+        why = f"{name} sends significant rows alone; leave significance or codec out"
+    elif strategy.correction() is not None:
+        why = f"{name} corrects gradients by their own squares, which a codec changes; leave codec out"
+    elif job.record:
+        why = "record=True: a replay would have to know what the codec has kept; leave one of the two out"
+    elif job.noise_scale:
+        why = "noise_scale=True: what is pushed does not have the length of a gradient; leave one of the two out"
+    elif isinstance(codec, DGC) and getattr(optimizer, "momentum", False):
+        rule = f"{type(optimizer).__name__} with momentum"
+        why = f"its workers have a momentum, and {rule} would add a second; take SGD without momentum"
+    else:
+        return
+    raise ConfigError(f"codec={codec}: {why}")
 
 
 def _check_noise_scale(job: Job, strategy: Strategy) -> None:

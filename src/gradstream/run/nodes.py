@@ -376,6 +376,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> Work
         workers_optimize=plan.workers_optimize,
         stands_in=losses_of(plan).stands_in,
         noise_scale=job.noise_scale,
+        codec=plan.codec,
     )
 
 

@@ -11,6 +11,7 @@ from typing import cast
 
 from gradstream.checkpoint.manifest import JobPhase, Resume
 from gradstream.checkpoint.policy import Policy, parse_every
+from gradstream.codec.base import Codec
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.stopping import Until
 from gradstream.coordinator.variance_test import VarianceTest
@@ -26,9 +27,9 @@ from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job, is_open_ended
 from gradstream.job.phase_jobs import job_of_phase, rate_of_phase
-from gradstream.job.registry import find_function, find_optimizer, find_strategy
+from gradstream.job.registry import find_codec, find_function, find_optimizer, find_strategy
 from gradstream.job.split import check_split
-from gradstream.job.validation import check, check_phases, check_resumed, check_strategy, whole
+from gradstream.job.validation import check, check_codec, check_phases, check_resumed, check_strategy, whole
 from gradstream.model.base import Layout, Model
 from gradstream.optim.base import ByShape, Optimizer
 from gradstream.optim.groups import GroupedRule, ParameterGroup, groups_of
@@ -65,6 +66,7 @@ class RunPlan:
         job: the job as the user asked for it.
         strategy: the job's strategy.
         optimizer: the job's update rule, or the strategy's where the job has none.
+        codec: encodes what workers push; None pushes it as it is.
         servers: number of shards of the parameter server, of all parts together.
         chunk_elems: elements per chunk; None derives them from the size of the model, in shared memory.
         groups: parameters with settings of their own.
@@ -82,6 +84,7 @@ class RunPlan:
     optimizer: Optimizer
     servers: int
     chunk_elems: int | None
+    codec: Codec | None = None
     groups: tuple[ParameterGroup, ...] = ()
     evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
     policy: Policy | None = None
@@ -424,6 +427,9 @@ def _plan_job(
     if of is not None:
         optimizer = rate_of_phase(*of, optimizer)
     check_strategy(job, strategy, optimizer)
+    codec = None if job.codec is None else find_codec(job.codec)
+    if codec is not None:
+        check_codec(job, strategy, optimizer, codec)
     check_split(job, strategy, optimizer)
     plan = RunPlan(
         id=run_id,
@@ -432,6 +438,7 @@ def _plan_job(
         optimizer=optimizer,
         servers=num_servers(job, strategy) * job.split,
         chunk_elems=_chunk_elems(job, strategy, resume),
+        codec=codec,
         groups=groups_of(job.groups, optimizer),
         evaluation=EvaluationPlan(job.evaluate_every, metrics_of(job)),
         policy=_policy_of(job) if keeps else None,

@@ -67,4 +67,5 @@ def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
         acknowledge=plan.job.acknowledge,
         retry_s=plan.job.deadlines.retry_s,
         noise_scale=plan.job.noise_scale,
+        codec=plan.codec,
     )

@@ -29,6 +29,9 @@ PROTOCOL = 1
 ABSENT = 1
 """Bit of `Chunk.flags`: the sender contributes nothing to this chunk, and no payload follows."""
 
+CODED = 2
+"""Bit of `Chunk.flags`: the payload is the chunk as the run's codec encodes it, filled up with zeros to whole words."""
+
 MAX_PAYLOAD_BYTES = 32 << 20
 """The most bytes of elements in one chunk, over any carrier: 4 Mi elements of float64.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gradstream.checkpoint.manifest import Resume
+from gradstream.codec.base import Codec
 from gradstream.collectives.group import Group, GroupMembers
 from gradstream.data.base import BatchPlan, Dataset
 from gradstream.model.base import Layout, Model
@@ -100,6 +101,7 @@ class WorkerConfig:
         watch: see `ReplicaContext`.
         update_rule: rule for updates of the parameters.
         redoes: this worker redoes pushes of lost workers that are torn; see `worker.exchange.errands`.
+        codec: encodes what the worker pushes; None pushes it as it is.
         noise_scale: the workers measure what the gradient noise scale needs, where they have no servers that do.
         workers_optimize: workers apply `update_rule` to their own parameters; else the shards apply it to theirs.
     """
@@ -135,6 +137,7 @@ class WorkerConfig:
     balanced: bool = False
     redoes: bool = False
     noise_scale: bool = False
+    codec: Codec | None = None
     form_group: FormGroup | None = None
     log: Log | None = None
     watch: Observer = field(default_factory=Observer)

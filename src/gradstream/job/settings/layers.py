@@ -11,11 +11,11 @@ from typing import Any
 
 from gradstream.errors import ConfigError
 from gradstream.job.job import RIVALS, Job
-from gradstream.job.registry import STRATEGIES, class_of, find_optimizer, find_strategy
+from gradstream.job.registry import STRATEGIES, class_of, find_codec, find_optimizer, find_strategy
 from gradstream.job.settings.sources import Setting
 from gradstream.job.settings.values import MisfitError, fields_of, fit, record_in, shown
 
-FAMILIES = ("strategy", "optimizer")
+FAMILIES = ("strategy", "optimizer", "codec")
 NAME = ("", "name", "class")
 """`strategy = "downpour"` and `strategy.name = "downpour"` are the same."""
 
@@ -86,6 +86,9 @@ class _Draft:
             job = dataclasses.replace(job, strategy_options={**job.strategy_options, **options})
         if self._parts.get("optimizer"):
             job = dataclasses.replace(job, optimizer=self._optimizer(job))
+        if self._parts.get("codec") and job.codec is not None:
+            codec = find_codec(job.codec, self._options("codec", job.codec))
+            job = dataclasses.replace(job, codec=codec)
         return dataclasses.replace(job, origins=self._origins)
 
     def _optimizer(self, job: Job) -> Any:

@@ -19,6 +19,7 @@ from gradstream.errors import InternalError
 from gradstream.memory import Vector
 from gradstream.runtime.base import awaited_later
 from gradstream.server.client.arrival import Arrival, SparseDelta
+from gradstream.server.client.coded_push import PushCodec
 from gradstream.server.client.fetch import PendingFetchRequest
 from gradstream.server.client.links import ShardLinks
 from gradstream.server.client.push import PendingPushRequest
@@ -36,6 +37,8 @@ class ServerClient:
         links: links to the shards.
         back_buffer: vector that the first fetch lands in.
         rows: the rows of every chunk, where workers exchange changed rows; None if they exchange whole chunks.
+        codec: encodes what is pushed in turn; None pushes it as it is. Initial parameters, pushes in the name of a lost
+            worker, and state of the update rule are pushed as they are in any case.
 
     Attributes:
         known: by chunk, the version of the replica's parameters; -1 for none. With `rows`, a fetch is a
@@ -46,7 +49,13 @@ class ServerClient:
         traffic, claims: see `ShardLinks`.
     """
 
-    def __init__(self, links: ShardLinks, back_buffer: Vector, rows: RowMap | None = None) -> None:
+    def __init__(
+        self,
+        links: ShardLinks,
+        back_buffer: Vector,
+        rows: RowMap | None = None,
+        codec: PushCodec | None = None,
+    ) -> None:
         self.chunks = links.chunks
         self.rows = rows
         self.known: Sequence[int] = [-1] * links.chunks.num_chunks
@@ -54,6 +63,7 @@ class ServerClient:
         self.clock = 0
         self.traffic, self.claims = links.traffic, links.claims
         self._links = links
+        self._codec = codec
         self._sequence = 0  # number of the last push or command
         self._last_push = 0  # number of the last push
         self._pushing: asyncio.Task[None] | None = None
@@ -92,7 +102,12 @@ class ServerClient:
             self.settled.begin(update)
         self._pushed = update.vector
         name = f"{self._links.runtime.node}-push-{self._sequence}"
-        push = PendingPushRequest(self._links, update, self._sequence, before, pieces)
+        codec = self._codec
+        if codec is not None and (update.assign or update.target or update.stands_for is not None):
+            codec = None
+        if codec is not None:
+            codec.begin(self._sequence)
+        push = PendingPushRequest(self._links, update, self._sequence, before, pieces, codec)
         self._pushing = awaited_later(self._links.runtime.spawn(push.run(), name=name))
         self._pushing.add_done_callback(self._push_ended)
 

@@ -9,12 +9,13 @@ from gradstream.errors import PeerLostError
 from gradstream.memory import Span, Vector
 from gradstream.runtime.base import ComputeProgress
 from gradstream.server.client.arrival import Arrival
+from gradstream.server.client.coded_push import PushCodec
 from gradstream.server.client.links import ShardLinks
 from gradstream.server.update import Update, UpdatePiece
 from gradstream.transport.base import Lent, Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
-from gradstream.wire.frames import ABSENT
+from gradstream.wire.frames import ABSENT, CODED
 
 
 class PendingPushRequest:
@@ -26,6 +27,7 @@ class PendingPushRequest:
         sequence: number of the push.
         before: each chunk leaves after it has landed in this fetch; None for no such fetch.
         pieces: by chunk, the parts to push, where they were made already; else `update.pieces` makes them.
+        codec: encodes each chunk; None sends chunks as they are.
     """
 
     def __init__(
@@ -35,12 +37,14 @@ class PendingPushRequest:
         sequence: int,
         before: Arrival | None,
         pieces: Mapping[int, UpdatePiece] | None = None,
+        codec: PushCodec | None = None,
     ) -> None:
         self.links = links
         self.update = update
         self.sequence = sequence
         self.before = before
         self.pieces = pieces
+        self.codec = codec
         self.lent: list[Lent] = []
 
     async def run(self) -> None:
@@ -159,7 +163,11 @@ class _ToShard:
         self._traffic.whole_pushed_bytes += (stop - start) * itemsize_bytes
         if pieces is not None and chunk not in pieces:
             return False
-        span: Span = update.vector[start:stop] if pieces is None else pieces[chunk].payload
+        span: Span
+        if self._push.codec is not None:
+            span, header.flags = await self._push.codec.encode(update, chunk), CODED
+        else:
+            span = update.vector[start:stop] if pieces is None else pieces[chunk].payload
         header.rows = 0 if pieces is None else pieces[chunk].num_rows
         header.elems = len(span)
         header.dtype = to_wire(update.vector.tensor.dtype)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gradstream.codec.base import Codec
 from gradstream.optim.base import Optimizer
 from gradstream.optim.groups import GroupedRule
 from gradstream.server.aggregation import AggregationRule
@@ -46,6 +47,7 @@ class ShardConfig:
         part: the part of a split model that it holds, with the other shards of that part.
         first: rank of the first shard of its placement.
         decayed: whether gradients contain their weight decay already; see `Strategy.decays_gradients`.
+        codec: decodes chunks that workers have encoded; None where they send none.
         noise_scale: whether to measure what the gradient noise scale needs; see `telemetry.noise_meter`.
     """
 
@@ -69,6 +71,7 @@ class ShardConfig:
     retry_s: float = 120.0
     first: int = 0
     noise_scale: bool = False
+    codec: Codec | None = None
 
     @property
     def placement(self) -> Placement:

@@ -11,7 +11,9 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from gradstream.errors import ConfigError, RefusedError
+from gradstream.codec.base import Codec
+from gradstream.codec.words import WORD, check_dtype, words_of
+from gradstream.errors import ConfigError, DataError, RefusedError
 from gradstream.model.check import length
 from gradstream.server.aggregation import rank_of
 from gradstream.server.rows import RowPart, unpack
@@ -20,7 +22,7 @@ from gradstream.server.shard.row_store import Part, elements_of
 from gradstream.server.shard.store import ShardStore
 from gradstream.transport.base import Identity, Received
 from gradstream.wire import v1
-from gradstream.wire.frames import ABSENT
+from gradstream.wire.frames import ABSENT, CODED
 from gradstream.wire.parts import part_of
 
 MAX_COUNT = 1 << 53
@@ -53,16 +55,29 @@ class Inspection:
         counters: counts the requests that do not fit, as "refused".
         workers: number of workers; 0 where unknown.
         part: the part of a split model that the shard holds.
+        codec: decodes chunks that workers have encoded; None where they send none.
+
+    Raises:
+        ConfigError: the codec does not know the elements of the model.
     """
 
     def __init__(
-        self, identity: Identity, store: ShardStore, counters: Counter[str], workers: int = 0, part: int = 0
+        self,
+        identity: Identity,
+        store: ShardStore,
+        counters: Counter[str],
+        workers: int = 0,
+        part: int = 0,
+        codec: Codec | None = None,
     ) -> None:
+        if codec is not None:
+            check_dtype(codec, store.dtype)
         self._identity = identity
         self._store = store
         self._counters = counters
         self._workers = workers
         self._part = part
+        self._codec = codec
         self._members: frozenset[Sender] | None = None
         self._stand_ins: Mapping[int, str] = {}
 
@@ -220,6 +235,8 @@ class Inspection:
         if chunk.flags & ABSENT:
             return None, 0.0
         start, stop = self._store.chunks.bounds(chunk.index)
+        if chunk.flags & CODED:
+            elements = self._decoded(sender, chunk, elements, stop - start)
         if elements is not None and elements.dtype == dtype and (chunk.rows or len(elements) == stop - start):
             part = self._rows(sender, chunk, elements) if chunk.rows else elements
         else:
@@ -237,6 +254,25 @@ class Inspection:
                 "lower the learning rate or clip the gradient",
             )
         return part, size
+
+    def _decoded(
+        self, sender: str, chunk: v1.Chunk, payload: torch.Tensor | None, elems: int
+    ) -> torch.Tensor:
+        """The elements of a chunk that the sender has encoded."""
+        codec, words = self._codec, 0 if self._codec is None else words_of(self._codec, elems)
+        if codec is None or payload is None or (payload.dtype, len(payload)) != (WORD, words):
+            got = "nothing" if payload is None else f"{len(payload)} words of {payload.dtype}"
+            expected = "no codec" if codec is None else f"{words} words of {WORD}, by codec={codec}"
+            raise self.bad(
+                sender, f"chunk {chunk.index}, encoded: got {got}, expected {expected}{_SAME_FILE}"
+            )
+        elements = payload.new_empty(elems)
+        if not payload.is_meta:
+            try:
+                codec.decode(payload.view(torch.uint8)[: codec.encoded_bytes(elems)], elements)
+            except DataError as error:
+                raise self.bad(sender, f"chunk {chunk.index}, encoded: got {error}") from error
+        return elements
 
     def _rows(self, sender: str, chunk: v1.Chunk, payload: torch.Tensor) -> RowPart:
         """The rows in a payload, which must be rows of the chunk, each at most once."""

@@ -148,7 +148,9 @@ class ShardService:
             whole = isinstance(config.rule.robust, WholeRule)
             measure = partial(self._measure, updates, config.quorum) if whole else None
             self.quorum = QuorumProtocol(runtime, endpoint, config, chunks, self._decide, measure)
-        inspection = Inspection(endpoint.identity, store, self.executor.counters, config.workers, config.part)
+        inspection = Inspection(
+            endpoint.identity, store, self.executor.counters, config.workers, config.part, config.codec
+        )
         notifier = WaitNotifier(runtime, config.waiting_every_s, state)
         self._inspection = inspection
         pacer = PushPacer() if config.rule.paced else None

@@ -8,8 +8,10 @@ from dataclasses import replace
 from functools import partial
 
 from gradstream.coordinator.receipts import receipt_of
+from gradstream.errors import ConfigError
 from gradstream.model.base import Layout
 from gradstream.server.client.client import ServerClient
+from gradstream.server.client.coded_push import PushCodec
 from gradstream.server.client.links import ShardLinks
 from gradstream.server.client.settled import SettledPushes
 from gradstream.server.rows import RowMap
@@ -17,6 +19,7 @@ from gradstream.strategies.base import ServerStrategy
 from gradstream.telemetry.events import Event
 from gradstream.telemetry.traffic import TrafficReports
 from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.placement import Placement
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
@@ -53,13 +56,29 @@ def server_exchange(
     changed = row_exchange_of(config)
     kind = ServerReplica if changed is None else partial(RowReplica, exchange=changed)
     make, rows = partial(kind, parts), row_spec_for(config)
-    exchange = ServerExchange(context, strategy, config.model.layout, config.chunk_elems, make, rows)
+    if rows is not None and config.codec is not None:
+        raise ConfigError(
+            f"codec={config.codec}: the model has row-sparse tensors, of which only changed rows are sent; leave codec "
+            "out"
+        )
+    exchange = ServerExchange(
+        context, strategy, config.model.layout, config.chunk_elems, make, rows, _codec_of(config, context)
+    )
     if config.stands_in:
         kind_of = StandIn if agreement is None else partial(PartStandIn, agreement=agreement)
         exchange.let_stand_in(parts, source_of, kind_of)
     if config.redoes:
         exchange.redo_torn(parts, agreement)
     return exchange
+
+
+def _codec_of(config: WorkerConfig, context: ExchangeContext) -> Callable[[ChunkMap], PushCodec] | None:
+    """Makes what encodes this worker's pushes, for a chunk map; None where they are not encoded."""
+    if config.codec is None:
+        return None
+    runtime, codec, dtype = context.runtime, config.codec, config.model.layout.dtype
+    seed = f"{config.seed}/{runtime.node}"
+    return lambda chunks: PushCodec(runtime, chunks, codec, dtype, seed)
 
 
 class ServerExchange(Exchange):
@@ -72,6 +91,7 @@ class ServerExchange(Exchange):
         chunk_elems: number of elements of a chunk.
         replica: makes the replica for a client of all shards.
         rows: rows of the model, where only changed rows are exchanged; else None.
+        codec: makes what encodes pushes, for the chunk map; None where they are not encoded.
     """
 
     replica: ServerReplica
@@ -86,6 +106,7 @@ class ServerExchange(Exchange):
         chunk_elems: int,
         replica: Callable[[ServerClient], ServerReplica],
         rows: v1.RowSpec | None = None,
+        codec: Callable[[ChunkMap], PushCodec] | None = None,
     ) -> None:
         super().__init__(context)
         self._strategy = strategy
@@ -108,7 +129,12 @@ class ServerExchange(Exchange):
             exchanged=True,
             lead_bytes=layout.lead_bytes,
         )
-        self._client = ServerClient(links, back_buffer, None if rows is None else RowMap.of(chunks, rows))
+        self._client = ServerClient(
+            links,
+            back_buffer,
+            None if rows is None else RowMap.of(chunks, rows),
+            None if codec is None else codec(chunks),
+        )
         self._layout = layout
         self.replica = replica(self._client)
 

@@ -1,0 +1,212 @@
+"""Runs whose workers encode what they push: the bits of other runs where nothing is lost, and bytes as counted."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gradstream as gs
+from gradstream.codec.sparse import num_kept
+from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.job.overrides import overrides, with_overrides
+from gradstream.job.registry import CODECS, find_codec
+from gradstream.job.settings.layers import apply
+from gradstream.job.settings.sources import Setting
+from gradstream.server.client.coded_push import PushCodec
+from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, kill_at, least_squares
+from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
+from whole_runs import same
+
+C = gs.codecs
+ALL = C.ErrorFeedback(C.TopK(1.0))
+"""Loses nothing: every number is sent, with its place."""
+
+KINDS: dict[str, dict[str, Any]] = {
+    "synchronous": {"optimizer": gs.optim.Adam(lr=0.01), "workers": 3, "servers": 2},
+    "downpour": {"strategy": gs.Downpour(overlap=False), "workers": 1, "optimizer": gs.optim.SGD(0.01, momentum=0.9)},
+    "downpour, every third": {"strategy": gs.Downpour(push_every=3, fetch_every=3, overlap=False), "workers": 1},
+    "ssp": {"strategy": "ssp", "workers": 1, "optimizer": gs.optim.SGD(0.01)},
+    "elastic-averaging": {"strategy": gs.ElasticAveraging(every=2), "workers": 1, "optimizer": gs.optim.SGD(0.01)},
+    "diloco": {"strategy": gs.DiLoCo(every=3), "workers": 2, "optimizer": gs.optim.SGD(0.1)},
+}  # fmt: skip
+
+
+def linear(**options: Any) -> gs.Run:
+    """A run on random numbers, in which each bit counts: 70 parameters in 2 chunks."""
+    model, data = least_squares(48, 70, whole=False, reduction="mean", dtype="float32")
+    return gs.simulate(model, data, **{"batch_size": 4, "chunk_elems": 64, "epochs": 3, **options})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_codec_that_loses_nothing_changes_no_bit(kind: str) -> None:
+    assert same(linear(**KINDS[kind]), linear(**KINDS[kind], codec=ALL))
+
+
+def test_a_codec_that_loses_something_is_seen() -> None:
+    assert not same(linear(**KINDS["synchronous"]), linear(**KINDS["synchronous"], codec=C.Cast()))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_runs_learn_with_each_codec(name: str) -> None:
+    """To within a tenth of the distance from the start."""
+    options = {"density": 0.2} if name in ("top-k", "random-k", "dgc") else {}
+    model, data = least_squares(64, 8, reduction="mean", dtype="float32")
+    run = gs.simulate(
+        model, data, workers=2, batch_size=8, epochs=60, optimizer=gs.optim.SGD(lr=0.02),
+        codec=find_codec(name, options),
+    )  # fmt: skip
+    best = np.linalg.lstsq(*(np.asarray(one) for one in (data.batch(np.arange(64)).inputs,
+                                                         data.batch(np.arange(64)).targets)), rcond=None)[0]  # fmt: skip
+    assert np.linalg.norm(run.parameters["w"] - best) < 0.1 * np.linalg.norm(best)
+
+
+@pytest.mark.parametrize(
+    ("codec", "size"), [(C.Cast(), 2 * 70), (C.ErrorFeedback(C.TopK(0.1)), 8 * (num_kept(0.1, 64) + num_kept(0.1, 6))),
+                        (C.Blocks(), 64 + 4 + 8 + 4)],
+)  # fmt: skip
+def test_bytes_are_those_of_the_codec(codec: Any, size: int) -> None:
+    run = linear(workers=2, codec=codec)
+    pushes = 2 * 3 * (48 // 8)
+    assert run.summary["pushed_bytes"] == pushes * size + 4 * 70  # and the initial parameters, as they are
+
+
+def test_seeds_of_workers_and_pushes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    real = PushCodec._seed_of
+
+    def noted(self: PushCodec, chunk: int) -> int:
+        seen.append(real(self, chunk))
+        return seen[-1]
+
+    monkeypatch.setattr(PushCodec, "_seed_of", noted)
+    one = linear(workers=2, codec="qsgd")
+    assert len(set(seen)) == len(seen) == 2 * 2 * 18 and all(0 <= seed < 1 << 63 for seed in seen)
+    assert same(one, linear(workers=2, codec="qsgd"))
+    assert not same(one, linear(workers=2, codec="qsgd", seed=1))
+
+
+# ---- faults ---------------------------------------------------------------------------------------
+
+COUNTED: dict[str, Any] = {
+    "optimizer": gs.optim.SGD(lr=1.0), "workers": 3, "servers": 2, "batch_size": 2, "chunk_elems": 64, "epochs": 4,
+    "deadlines": QUICK, "config": UNSTEADY,
+}  # fmt: skip
+
+
+class Counters(Tokens):
+    dtype = torch.float32
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("strategy", ["synchronous", "downpour"])
+def test_every_sample_counts_once_over_an_unsteady_network(strategy: str, seed: int) -> None:
+    model = Tokens(num_chunks=3)
+    rate = {"optimizer": gs.optim.SGD(lr=6.0)} if strategy == "synchronous" else {}
+    model.reduction = "sum" if strategy == "synchronous" else "mean"
+    script = kill_at(f"worker-{seed % 3}", 0.1 + 0.05 * seed) if seed % 2 else None
+    run = gs.simulate(
+        model, numbered(NUM_SAMPLES), **{**COUNTED, **rate}, strategy=strategy, codec=ALL, seed=seed, script=script
+    )  # fmt: skip
+    check_exactly_once(run, NUM_SAMPLES, 4)
+
+
+def test_a_push_that_is_sent_again_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker: the same bits whatever the network does, and whichever shard it has to try again."""
+    codec = C.ErrorFeedback(C.Blocks("int4"))
+    options = {"workers": 1, "servers": 2, "codec": codec, "optimizer": gs.optim.SGD(0.01), "epochs": 6}
+    steady = linear(**options)
+    shaken = [linear(**options, config=UNSTEADY, deadlines=QUICK, seed=0) for _ in range(1)]
+    assert all(same(steady, one) for one in shaken)
+
+    def again(self: PushCodec, chunk: int) -> int:
+        self._encoded.discard(chunk)
+        return 0
+
+    counted: list[int] = []
+    real = PushCodec.encode
+
+    async def encode(self: PushCodec, update: Any, chunk: int) -> Any:
+        counted.append(chunk in self._encoded)
+        return await real(self, update, chunk)
+
+    monkeypatch.setattr(PushCodec, "encode", encode)
+    linear(**options, config=UNSTEADY, deadlines=QUICK, seed=0)
+    assert any(counted), "the network was not unsteady enough to try this"
+
+
+# ---- what is asked for -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [None, "int8", ALL, C.DGC(0.1), C.ErrorFeedback(C.QSGD(bits=8), decay=0.9)])
+def test_a_codec_travels_to_other_processes(codec: Any) -> None:
+    model, data = least_squares(8, 4)
+    job = gs.Job(model, data, codec=codec)
+    again = with_overrides(dataclasses.replace(job, codec=None), overrides(job))
+    assert again.codec == codec
+
+
+def test_settings_name_a_codec_and_its_options() -> None:
+    model, data = least_squares(8, 4)
+    layer = [Setting("codec", "top-k", "here"), Setting("codec.density", 0.25, "here")]
+    assert apply(gs.Job(model, data), [layer]).codec == C.ErrorFeedback(C.TopK(0.25))
+    with pytest.raises(ConfigError, match=r"codec.block"):
+        apply(gs.Job(model, data), [[Setting("codec", "top-k", "here"), Setting("codec.block", 8, "here")]])
+    with pytest.raises(UnknownNameError, match="int8"):
+        find_codec("int9")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"strategy": "allreduce"}, "exchange in a group"),
+        ({"strategy": "parameter-averaging"}, "take strategy='diloco'"),
+        ({"strategy": "lbfgs"}, "exact sum over all samples"),
+        ({"strategy": "dc-asgd"}, "corrects gradients"),
+        ({"record": True}, "leave one of the two out"),
+        ({"noise_scale": True}, "does not have the length of a gradient"),
+        ({"codec": C.DGC(), "optimizer": gs.optim.SGD(0.1, momentum=0.9)}, "would add a second"),
+        ({"codec": 3}, "without encoded_bytes"),
+    ],
+)
+def test_what_cannot_be_encoded_is_refused_before_anything_starts(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        linear(**{"workers": 2, "codec": "int8", **options})
+
+
+def test_numbers_of_eight_bytes_are_refused() -> None:
+    model, data = least_squares(48, 70, reduction="mean")
+    assert model.layout.dtype == torch.float64
+    with pytest.raises(ConfigError, match=r"elements of torch.float64; expected torch.float32"):
+        gs.simulate(model, data, workers=1, codec="int8", epochs=1)
+
+
+def test_a_shard_refuses_what_its_codec_does_not_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = C.TopK.encode
+
+    def lying(self: Any, tensor: torch.Tensor, into: torch.Tensor, *rest: Any, **options: Any) -> None:
+        real(self, tensor, into, *rest, **options)
+        into[:4].view(torch.int32)[0] = 1 << 20
+
+    monkeypatch.setattr(C.TopK, "encode", lying)
+    with pytest.raises(gs.errors.GradstreamError, match=r"chunk \d, encoded: got an element at 1048576"):
+        linear(workers=1, codec=C.TopK(0.5), deadlines=QUICK)
+
+
+def test_steps_of_ten_thousand_parameters_take_less_time_over_a_slow_network() -> None:
+    model, data = least_squares(32, 10_000, whole=False, reduction="mean", dtype="float32")
+    slow = gs.sim.SimulationConfig(network=gs.sim.Network(bandwidth_bytes_s=1e5))
+    times = {
+        codec: gs.simulate(
+            model, data, workers=2, batch_size=4, epochs=2, codec=codec, config=slow, optimizer=gs.optim.SGD(1e-3)
+        ).summary["time_s"]
+        for codec in (None, "int8", "top-k")
+    }  # fmt: skip
+    assert times["top-k"] < times["int8"] < times[None]
+    assert math.isclose(
+        times["int8"] / times[None], 0.5 + 0.5 / 4, rel_tol=0.2
+    )  # parameters come as they are
