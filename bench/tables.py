@@ -461,8 +461,31 @@ def synthetic_gradients() -> Places:
     }
 
 
+# ---- codecs --------------------------------------------------------------------------------------
+
+
+def codecs() -> Places:
+    """Speeds beside those of torch, and below which link each pays."""
+    record = recorded("codec-speed")
+    rows = [
+        [
+            f"`{row['codec']}`" if "," not in row["codec"] else row["codec"],
+            f"{100 * row['share']:.3g} %",
+            f"{row['encode_gb_s']:.2f}",
+            f"{row['decode_gb_s']:.2f}",
+            f"{row['pays_below_mbit_s'] / 1e3:.1f} Gbit/s",
+        ]
+        for row in record["codecs"]
+    ]
+    head = ["codec", "of the bytes", "encode", "decode", "pays below"]
+    peers = ", ".join(f"{name} {speed:.2g}" for name, speed in record["torch_gb_s"].items())
+    state = f"Medians of {record['repeats']}, one thread {where(record)}. Beside them: {peers}."
+    return {"codec-speed": f"{table(head, rows)}\n\n{state}"}
+
+
 PAGES: dict[str, Callable[[], Places]] = {
     "docs/benchmarks.md": benchmarks,
+    "docs/codecs.md": codecs,
     "docs/collectives.md": collectives,
     "docs/guide/split.md": split,
     "docs/scaling.md": scaling,

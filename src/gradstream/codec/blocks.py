@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 
 from gradstream.codec.base import NO_STATE
-from gradstream.codec.bits import TILE_ELEMS, pack, packed_bytes, unpack
+from gradstream.codec.bits import TILE_ELEMS, as_codes, pack, packed_bytes, tiles, unpack
 from gradstream.errors import ConfigError
 
 _BITS = {"int8": 8, "int4": 4, "float4": 4}
 
-_LEVELS = torch.tensor([0.0, *(2.0**-k for k in range(6, -1, -1))])
-"""The numbers of float4 between 0 and 1: three bits of exponent, none of mantissa."""
-
-_BETWEEN = (_LEVELS[1:] + _LEVELS[:-1]) / 2
+_EXPONENT_BITS, _SMALLEST = 23, 120
+"""Place of float32's exponent, and that of 2^-7, one less than float4's smallest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +26,10 @@ class Blocks:
 
         int8      q = round(127 · x / m)        x ≈ m / 127 · q         1 + 4/block bytes an element
         int4      q = round(7 · x / m)          x ≈ m / 7 · q           1/2 + 4/block
-        float4    ± 0, 1/64, 1/32, ... 1, the nearest to x / m          1/2 + 4/block
+        float4    ± 0, 1/64, 1/32, ... 1, the nearest to x / m          1/2 + 4/block       0 below 3/256
 
     Within a block, int8 and int4 have an error of up to m/254 and m/14, whatever the number. That of float4 is up to a
-    third of the number, and m/128: gradients have many small numbers. Numbers are rounded to the nearest, so means over
+    third of the number, and m/85: gradients have many small numbers. Numbers are rounded to the nearest, so means over
     many steps are biased unless `ErrorFeedback` is around it.
 
     Args:
@@ -83,38 +81,48 @@ class Blocks:
         """See `Codec`."""
         del state, seed
         scales, codes = self._split(into, len(tensor))
-        for elems, blocks, places in self._tiles(len(tensor)):
+        room = torch.empty(min(TILE_ELEMS, len(tensor)))
+        for elems, blocks, places in tiles(len(tensor), self.block, _BITS[self.kind]):
             numbers = tensor[elems].view(blocks.stop - blocks.start, -1)
-            largest = torch.linalg.vector_norm(numbers, ord=float("inf"), dim=1, out=scales[blocks])
-            inverse = torch.where(largest > 0, largest.reciprocal(), 0.0).clamp_(
-                max=torch.finfo(torch.float32).max
-            )
-            self._encode(numbers, inverse.unsqueeze(1), codes[places])
+            shares = room[: numbers.numel()].view(numbers.shape)
+            torch.amax(torch.abs(numbers, out=shares), dim=1, out=scales[blocks])
+            inverse = torch.where(scales[blocks] > 0, scales[blocks].reciprocal(), 0.0)
+            inverse = inverse.clamp_(max=torch.finfo(torch.float32).max).unsqueeze(1)
+            self._encode(numbers, inverse, shares, codes[places])
 
-    def _encode(self, numbers: torch.Tensor, inverse: torch.Tensor, into: torch.Tensor) -> None:
-        shares = numbers * inverse  # in [-1, 1]
+    def _encode(
+        self, numbers: torch.Tensor, inverse: torch.Tensor, shares: torch.Tensor, into: torch.Tensor
+    ) -> None:
+        """Writes the codes of numbers; `shares` holds their absolute values, and is overwritten."""
         if self.kind == "int8":
-            into.view(torch.int8).copy_(shares.mul_(127).round_().view(-1))
+            torch.mul(numbers, inverse * 127, out=shares).round_()
+            into.view(torch.int8).copy_(shares.view(-1))
         elif self.kind == "int4":
-            pack(shares.mul_(7).round_().add_(8).to(torch.uint8).view(-1), 4, into)
-        else:
-            level = torch.bucketize(shares.abs(), _BETWEEN, out_int32=True).to(torch.uint8)
-            pack(level.add_(shares.signbit().to(torch.uint8), alpha=8).view(-1), 4, into)
+            torch.mul(numbers, inverse * 7, out=shares).round_().add_(8)
+            pack(as_codes(shares), 4, into)
+        else:  # a number goes up to 2^k from 3/4 of it on, where 4/3 of the number has the exponent k
+            shares.mul_(inverse * (4 / 3))
+            level = shares.view(torch.int32).bitwise_right_shift_(_EXPONENT_BITS).sub_(_SMALLEST).clamp_(0, 7)
+            sign = numbers.view(torch.int32).bitwise_right_shift(28).bitwise_and_(8)
+            pack(as_codes(level.bitwise_or_(sign)), 4, into)
 
     def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
         """See `Codec`."""
         scales, codes = self._split(encoded, len(into))
-        for elems, blocks, places in self._tiles(len(into)):
-            out = into[elems].view(blocks.stop - blocks.start, -1)
-            size = out.numel()
+        for elems, blocks, places in tiles(len(into), self.block, _BITS[self.kind]):
+            out, scale = into[elems].view(blocks.stop - blocks.start, -1), scales[blocks].unsqueeze(1)
             if self.kind == "int8":
-                out.copy_(codes[places].view(torch.int8).view(out.shape)).mul_(1 / 127)
-            elif self.kind == "int4":
-                out.copy_(unpack(codes[places], 4, size).view(out.shape)).sub_(8).mul_(1 / 7)
-            else:
-                numbers = torch.cat((_LEVELS, -_LEVELS))
-                torch.index_select(numbers, 0, unpack(codes[places], 4, size).int(), out=out.view(-1))
-            out.mul_(scales[blocks].unsqueeze(1))
+                out.copy_(codes[places].view(torch.int8).view(out.shape)).mul_(scale * (1 / 127))
+                continue
+            code = unpack(codes[places], 4, out.numel()).view(out.shape)
+            if self.kind == "int4":
+                out.copy_(code.view(torch.int8)).sub_(8).mul_(scale * (1 / 7))
+                continue
+            bits = out.view(torch.int32).copy_(code.bitwise_and(7).view(torch.int8))
+            bits.add_(_SMALLEST).bitwise_left_shift_(_EXPONENT_BITS)
+            torch.threshold_(out, 2.0**-7, 0.0)
+            bits.bitwise_or_(code.bitwise_and_(8).view(torch.int8).int().bitwise_left_shift_(28))
+            out.mul_(scale)
 
     def _num_blocks(self, elems: int) -> int:
         return -(-elems // self.block)
@@ -122,15 +130,3 @@ class Blocks:
     def _split(self, encoded: torch.Tensor, elems: int) -> tuple[torch.Tensor, torch.Tensor]:
         scales = 4 * self._num_blocks(elems)
         return encoded[:scales].view(torch.float32), encoded[scales:]
-
-    def _tiles(self, elems: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Whole blocks, some at a time, and then what is left: elements, blocks, and bytes of codes."""
-        whole, bits = elems // self.block * self.block, _BITS[self.kind]
-        starts = [*range(0, whole, TILE_ELEMS), *([whole] if whole < elems else [])]
-        for start in starts:
-            stop = min(start + TILE_ELEMS, whole) if start < whole else elems
-            yield (
-                slice(start, stop),
-                slice(start // self.block, -(-stop // self.block)),
-                slice(start * bits // 8, packed_bytes(stop, bits)),
-            )

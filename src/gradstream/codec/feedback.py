@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from gradstream.codec.base import NO_STATE, Codec
+from gradstream.codec.sparse import TopK
 from gradstream.errors import ConfigError
 
 RESIDUAL = "residual"
@@ -80,9 +81,12 @@ class ErrorFeedback:
         """See `Codec`."""
         residual = state[RESIDUAL].add_(tensor)
         self.codec.encode(residual, into, seed=seed)
-        sent = torch.empty_like(residual)
-        self.codec.decode(into, sent)
-        residual.sub_(sent)
+        if isinstance(self.codec, TopK):
+            self.codec.clear(into, residual)
+        else:
+            sent = torch.empty_like(residual)
+            self.codec.decode(into, sent)
+            residual.sub_(sent)
         if self.decay != 1:
             residual.mul_(self.decay)
 

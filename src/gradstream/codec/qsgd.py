@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from gradstream.codec.base import NO_STATE
-from gradstream.codec.bits import TILE_ELEMS, pack, packed_bytes, unpack
+from gradstream.codec.bits import TILE_ELEMS, as_codes, pack, packed_bytes, tiles, unpack
 from gradstream.errors import ConfigError
 
 
@@ -74,30 +75,28 @@ class QSGD:
         """See `Codec`."""
         del state
         norms, codes = self._split(into, len(tensor))
-        generator = torch.Generator().manual_seed(seed)
-        whole = len(tensor) // self.bucket * self.bucket
-        for start, stop in ((0, whole), (whole, len(tensor))):
-            if start == stop:
-                continue
-            buckets = slice(start // self.bucket, -(-stop // self.bucket))
-            numbers = tensor[start:stop].view(buckets.stop - buckets.start, -1)
+        generator = np.random.Generator(np.random.SFC64(seed))
+        for elems, buckets, places in tiles(len(tensor), self.bucket, self.bits):
+            numbers = tensor[elems].view(buckets.stop - buckets.start, -1)
             norm = torch.linalg.vector_norm(numbers, dim=1, out=norms[buckets])
             inverse = torch.where(norm > 0, self.levels / norm, 0.0).unsqueeze(1)
-            level = torch.rand(numbers.shape, generator=generator).addcmul_(numbers.abs(), inverse)
-            code = level.floor_().clamp_(max=self.levels).to(torch.uint8)
-            code.add_(numbers.signbit().to(torch.uint8), alpha=self.levels + 1)
-            pack(code.view(-1), self.bits, codes[start * self.bits // 8 : packed_bytes(stop, self.bits)])
+            # Uniform in 65,536 steps, and so fair to 1e-5 of a level.
+            draws = generator.integers(1 << 16, size=numbers.shape, dtype=np.uint16)
+            level = torch.from_numpy(draws.astype(np.float32)).add_(0.5).mul_(2.0**-16)
+            level.addcmul_(numbers.abs(), inverse).floor_().clamp_(max=self.levels).copysign_(numbers)
+            if self.bits == 8:
+                codes[places].view(torch.int8).copy_(level.view(-1))
+            else:
+                pack(as_codes(level.add_(self.levels)), self.bits, codes[places])
 
     def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
         """See `Codec`."""
         norms, codes = self._split(encoded, len(into))
-        code = unpack(codes, self.bits, len(into))
-        positive = torch.arange(self.levels + 1, dtype=torch.float32) / self.levels
-        torch.index_select(torch.cat((positive, -positive)), 0, code.int(), out=into)
-        whole = len(into) // self.bucket * self.bucket
-        into[:whole].view(-1, self.bucket).mul_(norms[: whole // self.bucket].unsqueeze(1))
-        if whole < len(into):
-            into[whole:].mul_(norms[-1])
+        for elems, buckets, places in tiles(len(into), self.bucket, self.bits):
+            out = into[elems].view(buckets.stop - buckets.start, -1)
+            code = unpack(codes[places], self.bits, out.numel()).view(torch.int8)
+            out.copy_(code.view(out.shape)).sub_(0 if self.bits == 8 else self.levels)
+            out.mul_(norms[buckets].unsqueeze(1) / self.levels)
 
     def _split(self, encoded: torch.Tensor, elems: int) -> tuple[torch.Tensor, torch.Tensor]:
         norms = 4 * -(-elems // self.bucket)

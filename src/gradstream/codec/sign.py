@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -70,14 +70,17 @@ class Sign:
         if not len(tensor):
             return
         size = self._means_bytes(len(tensor))
-        means, negative = into[:size].view(torch.float32), tensor < 0
-        for index, numbers in enumerate(torch.split(tensor, self.block or len(tensor))):
-            if not self.two_means:
-                means[index] = numbers.abs().sum() / len(numbers)
-                continue
-            below, count = numbers.clamp(max=0).sum(), int((numbers < 0).sum())
-            means[2 * index] = (numbers.sum() - below) / max(1, len(numbers) - count)
-            means[2 * index + 1] = -below / max(1, count)
+        negative = torch.from_numpy(tensor.numpy() < 0)  # ten times as fast as torch's comparison
+        means = into[:size].view(torch.float32).view(-1, 2 if self.two_means else 1)
+        for elems, blocks in self._blocks(len(tensor)):
+            numbers = tensor[elems].view(blocks.stop - blocks.start, -1)
+            if self.two_means:
+                below, total = numbers.clamp(max=0).sum(1), numbers.sum(1)
+                count = negative[elems].view(numbers.shape).view(torch.uint8).sum(1)
+                means[blocks, 0] = (total - below) / (numbers.shape[1] - count).clamp_(min=1)
+                means[blocks, 1] = -below / count.clamp_(min=1)
+            else:
+                means[blocks, 0] = numbers.abs().sum(1) / numbers.shape[1]
         pack(negative.view(torch.uint8), 1, into[size:])
 
     def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
@@ -87,9 +90,19 @@ class Sign:
         size = self._means_bytes(len(into))
         means = encoded[:size].view(torch.float32).view(-1, 2 if self.two_means else 1)
         into.copy_(unpack(encoded[size:], 1, len(into)))
-        for numbers, pair in zip(torch.split(into, self.block or len(into)), means, strict=True):
-            above, below = pair[0], pair[-1]
+        for elems, blocks in self._blocks(len(into)):
+            numbers = into[elems].view(blocks.stop - blocks.start, -1)
+            above, below = means[blocks, :1], means[blocks, -1:]
             numbers.mul_(-above - below).add_(above)  # 0 and 1 become the two means
+
+    def _blocks(self, elems: int) -> Iterator[tuple[slice, slice]]:
+        """Whole blocks, and then what is left: elements and blocks."""
+        block = self.block or elems
+        whole = elems // block
+        if whole:
+            yield slice(0, whole * block), slice(0, whole)
+        if whole * block < elems:
+            yield slice(whole * block, elems), slice(whole, whole + 1)
 
     def _means_bytes(self, elems: int) -> int:
         blocks = -(-elems // (self.block or max(1, elems)))

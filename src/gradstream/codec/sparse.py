@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from gradstream.codec.base import NO_STATE
@@ -38,7 +39,9 @@ def largest(tensor: torch.Tensor, k: int) -> torch.Tensor:
     if step >= 2 and k * step < len(tensor):
         sample = size[::step]
         wanted = min(len(sample), max(8, math.ceil(1.25 * k / step)))
-        candidates = (size >= torch.topk(sample, wanted).values[-1]).nonzero().view(-1)
+        threshold = float(torch.topk(sample, wanted).values[-1])
+        # NumPy's comparison and search are five times as fast as torch's.
+        candidates = torch.from_numpy(np.flatnonzero(size.numpy() >= np.float32(threshold)))
         if k <= len(candidates) <= 4 * k + 4 * SAMPLE:
             chosen = torch.topk(size[candidates], k, sorted=False).indices
             return candidates[chosen].sort().values
@@ -104,6 +107,10 @@ class TopK:
         numbers, values = into.view(2, -1).unbind() if len(into) else (into, into)
         numbers.view(torch.int32).copy_(places)
         torch.index_select(tensor, 0, places, out=values.view(torch.float32))
+
+    def clear(self, encoded: torch.Tensor, left: torch.Tensor) -> None:
+        """Takes the numbers that were encoded out of the tensor that they are from."""
+        left.index_fill_(0, encoded.view(2, -1)[0].view(torch.int32).long(), 0.0)
 
     def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
         """See `Codec`."""

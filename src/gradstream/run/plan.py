@@ -137,6 +137,8 @@ class RunPlan:
     def begins_anew(self) -> str:
         """What a resumed run does not take over from its checkpoint, in a sentence; "" if it takes over all."""
         resume = self.resume
+        if resume is not None and self.codec is not None and self.codec.state_names:
+            return f"what codec={self.codec} had left out of earlier pushes is not in checkpoints, and begins at zero"
         if resume is None or not resume.predictors:
             return ""
         lacking = [name for name in map(worker_name, range(self.workers)) if name not in resume.steps]
