@@ -143,6 +143,76 @@ def test_a_chunk_that_is_encoded_again_is_seen(monkeypatch: pytest.MonkeyPatch) 
         test_a_push_that_is_sent_again_is_encoded_once(pytest.MonkeyPatch())
 
 
+# ---- in a group -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_sample_counts_once_in_a_group_whose_workers_die(seed: int) -> None:
+    """The sums of tokens are small whole numbers, which two bytes hold."""
+    model = Tokens(num_chunks=3)
+    model.reduction = "sum"
+    options = {**COUNTED, "servers": None, "optimizer": gs.optim.SGD(lr=6.0)}
+    script = kill_at(f"worker-{seed % 3}", 0.1 + 0.05 * seed) if seed % 2 else None
+    strategy = gs.AllReduce(bucket_mib=1e-4 if seed % 3 else None)
+    run = gs.simulate(
+        model, numbered(NUM_SAMPLES), **options, strategy=strategy, codec=C.Cast("float16"), seed=seed, script=script
+    )  # fmt: skip
+    check_exactly_once(run, NUM_SAMPLES, 4)
+
+
+@pytest.mark.parametrize("codec", ["int4", C.ErrorFeedback(C.TopK(0.2)), "sign"])
+def test_a_group_and_a_server_learn_alike(codec: Any) -> None:
+    """One encodes gradients, and the other one their shares of the mean; buckets are as large as chunks."""
+    options = {"workers": 2, "codec": codec, "optimizer": gs.optim.SGD(lr=0.01), "epochs": 4}
+    served = linear(**options, strategy="synchronous").parameters["w"]
+    among = linear(**options, strategy=gs.AllReduce(bucket_mib=64 * 4 / (1 << 20))).parameters["w"]
+    assert np.allclose(among, served, atol=1e-5) and not np.array_equal(among, 0 * among)
+
+
+def test_all_workers_of_a_group_have_the_same_bits() -> None:
+    run = linear(
+        strategy="allreduce", workers=3, codec="qsgd", optimizer=gs.optim.Adam(lr=0.01), checkpoint_every=None
+    )
+    again = linear(
+        strategy=gs.AllReduce(overlap=False), workers=3, codec="qsgd", optimizer=gs.optim.Adam(lr=0.01)
+    )
+    assert same(run, again)
+
+
+def test_bytes_of_a_group_are_counted() -> None:
+    model, data = least_squares(32, 100_000, whole=False, reduction="mean", dtype="float32")
+    slow = gs.sim.SimulationConfig(network=gs.sim.Network(bandwidth_bytes_s=1e6))
+    times = {
+        codec: gs.simulate(
+            model, data, strategy=gs.AllReduce(algorithm="ring", factors=False), workers=4, batch_size=4, epochs=2,
+            codec=codec, config=slow, optimizer=gs.optim.SGD(1e-3),
+        ).summary["train_s"]
+        for codec in (None, "int4", "top-k")
+    }  # fmt: skip
+    ring, shares = 2 * 3 / 4 * 4, {"int4": 3 * (1 / 2 + 4 / 256), "top-k": 3 * 8 / 100}
+    for codec, share in shares.items():
+        assert times[codec] / times[None] == pytest.approx(share / ring, rel=0.15)
+
+
+def test_a_codec_that_would_send_more_than_a_ring_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"where a ring sends .*; take a smaller codec"):
+        linear(strategy="allreduce", workers=4, codec="bfloat16")
+
+
+def test_a_gradient_that_is_not_finite_leaves_a_round_out_and_spoils_no_remainder() -> None:
+    model, data = least_squares(48, 70, whole=False, reduction="mean", dtype="float32")
+    x, y = data.batch(np.arange(48)).inputs, data.batch(np.arange(48)).targets
+    spoilt = np.array(x)
+    spoilt[7] = np.nan
+    options: dict[str, Any] = {
+        "strategy": "allreduce", "workers": 2, "batch_size": 4, "chunk_elems": 64, "epochs": 3, "codec": "int8",
+        "optimizer": gs.optim.SGD(0.01),
+    }  # fmt: skip
+    run = gs.simulate(model, (spoilt, np.asarray(y)), **options)
+    assert run.summary["samples_dropped"] and np.isfinite(run.parameters["w"]).all()
+    assert np.linalg.norm(run.parameters["w"]) > 0
+
+
 # ---- what is asked for -----------------------------------------------------------------------------
 
 
@@ -167,7 +237,8 @@ def test_settings_name_a_codec_and_its_options() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"strategy": "allreduce"}, "exchange in a group"),
+        ({"strategy": gs.AllReduce(sharded=True)}, "sharded=True exchanges other than whole gradients"),
+        ({"strategy": gs.AllReduce(factors=True)}, "factors=True"),
         ({"strategy": "parameter-averaging"}, "take strategy='diloco'"),
         ({"strategy": "lbfgs"}, "exact sum over all samples"),
         ({"strategy": "dc-asgd"}, "corrects gradients"),

@@ -151,11 +151,22 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
 
 
 def check_codec(job: Job, strategy: Strategy, optimizer: Optimizer, codec: Codec) -> None:
-    """Raises ConfigError where pushes of a strategy cannot be encoded."""
+    """Raises ConfigError where what the workers of a strategy send cannot be encoded."""
     name = type(strategy).__name__
-    if not isinstance(strategy, ServerStrategy):
-        how = "in a group" if isinstance(strategy, GroupStrategy) else "through shared memory"
-        why = f"the workers of {name} exchange {how}, and codecs are for what is pushed to servers; leave codec out"
+    if isinstance(codec, DGC) and getattr(optimizer, "momentum", False):
+        rule = f"{type(optimizer).__name__} with momentum"
+        why = f"its workers have a momentum, and {rule} would add a second; take SGD without momentum"
+    elif job.noise_scale:
+        why = (
+            "noise_scale=True: what is sent does not have the length of a gradient; leave one of the two out"
+        )
+    elif isinstance(strategy, GroupStrategy):
+        options = [option for option in ("sharded", "factors") if getattr(strategy, option, None)]
+        if not options:
+            return
+        why = f"{name} with {options[0]}=True exchanges other than whole gradients; leave one of the two out"
+    elif not isinstance(strategy, ServerStrategy):
+        why = f"the workers of {name} exchange through shared memory, where nothing is sent; leave codec out"
     elif strategy.pushes == "parameters":
         why = (
             f"{name} pushes whole parameters, of which a codec would keep a few digits; take strategy='diloco', which "
@@ -169,11 +180,6 @@ def check_codec(job: Job, strategy: Strategy, optimizer: Optimizer, codec: Codec
         why = f"{name} corrects gradients by their own squares, which a codec changes; leave codec out"
     elif job.record:
         why = "record=True: a replay would have to know what the codec has kept; leave one of the two out"
-    elif job.noise_scale:
-        why = "noise_scale=True: what is pushed does not have the length of a gradient; leave one of the two out"
-    elif isinstance(codec, DGC) and getattr(optimizer, "momentum", False):
-        rule = f"{type(optimizer).__name__} with momentum"
-        why = f"its workers have a momentum, and {rule} would add a second; take SGD without momentum"
     else:
         return
     raise ConfigError(f"codec={codec}: {why}")

@@ -41,6 +41,7 @@ from gradstream.worker.parts.gradients import PartPlace
 from gradstream.worker.parts.joint_gradient import PartJointGradient
 from gradstream.worker.refusals import Refusals, RefusedGradient
 from gradstream.worker.replica.base import Replica, ReplicaContext
+from gradstream.worker.replica.coded_sums import CodedSums
 from gradstream.worker.replica.group import GroupReplica
 from gradstream.worker.replica.group_setup import GroupSetup
 from gradstream.worker.replica.sufficient_factors import SufficientFactors
@@ -145,7 +146,7 @@ class Assembly:
         if sharded is None:  # a user's loop may look at all parameters after another worker's death
             alone = config.loop is None and config.split is None
             grouped = config.update_rule[1]
-            alone = alone and not (grouped is not None and grouped.whole_matrices)
+            alone = alone and not (grouped is not None and grouped.whole_matrices) and config.codec is None
             sharded = group.shares_memory and alone and not strategy.factors
         bucket_elems = strategy.bucket_elems(layout.dtype.itemsize, config.chunk_elems)
         buckets = Buckets(layout.elems, bucket_elems, group.size)
@@ -168,12 +169,20 @@ class Assembly:
             parameters=parameters,
             spare=spare,
             factors=None
-            if sharded or stand_ins or config.noise_scale
+            if sharded or stand_ins or config.noise_scale or config.codec is not None
             else self._sufficient_factors(strategy, group),
             stand_ins=stand_ins,
             joint=self._joint([lost for lost, rank in stand_ins.items() if rank == config.rank]),
             noise=self._noise(group) if config.noise_scale else None,
+            coded=self._coded(group, buckets, None if before is None else before.coded),
         )
+
+    def _coded(self, group: Group, buckets: Buckets, before: CodedSums | None) -> CodedSums | None:
+        config, runtime = self._config, self._context.runtime
+        if config.codec is None:
+            return None
+        dtype, seed = config.model.layout.dtype, f"{config.seed}/{runtime.node}"
+        return CodedSums(runtime, group, buckets.bounds, config.codec, dtype, seed, before)
 
     def _noise(self, group: Group) -> NoiseMeter:
         parts = 1 if self._config.split is None else self._config.split.parts

@@ -164,6 +164,12 @@ class GroupPeers:
             await self._allreduce_around(gradient, bucket, weight, layers)
             return
         span = await self._ready(gradient, bucket)
+        if self._setup.coded is not None:
+            begun_ns, step = self._runtime.now(), self._replica.version + 1
+            total, sent = await self._setup.coded.allreduce(span, weight=weight, step=step)
+            self._meter.exchanged(sent, begun_ns)
+            self._round.sums.append((bucket[0], total))
+            return
         await self._measure(span, weight)
         total = await self._timed(span, self._group.allreduce(span, weight=weight))
         self._round.sums.append((bucket[0], total))

@@ -14,6 +14,7 @@ from gradstream.telemetry.noise_meter import NoiseMeter
 from gradstream.telemetry.traffic import Transfer
 from gradstream.telemetry.wait_attribution import Kind, WaitAttribution
 from gradstream.worker.joint_gradient import JointGradient
+from gradstream.worker.replica.coded_sums import CodedSums
 from gradstream.worker.replica.sufficient_factors import SufficientFactors
 from gradstream.worker.replica.updater import Updater
 
@@ -33,6 +34,7 @@ class GroupSetup:
         factors: exchanges layers as factors; None if no layer may be.
         stand_ins: by rank of a lost worker, the rank of the worker that computes its part of each round.
         joint: computes the parts of this worker and of those for which it stands in; None if it does for nobody.
+        coded: sums gradients whose parts travel encoded; None where they travel as they are.
         noise: gets the squares of gradients, where they are measured; else None.
     """
 
@@ -46,6 +48,7 @@ class GroupSetup:
     stand_ins: Mapping[int, int] = field(default_factory=dict)
     joint: JointGradient | None = None
     noise: NoiseMeter | None = None
+    coded: CodedSums | None = None
 
     @property
     def owned(self) -> Sequence[tuple[int, int]]:
