@@ -53,7 +53,7 @@ def job_options(command: Command) -> Command:
         ),
         click.option("--optimizer", metavar="NAME", help="Name of an update rule: adam, for example."),
         click.option(
-            "--codec", metavar="NAME", help="Codec of what workers push: int8 or top-k, for example."
+            "--codec", metavar="NAME", help="Codec of what workers send: int8 or top-k, for example."
         ),
         click.option("--lr", type=float, help="Learning rate of the optimizer."),
         click.option("--workers", type=int, help="Number of replicas of the model."),

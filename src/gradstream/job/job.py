@@ -57,7 +57,7 @@ class Job:
         strategy: the method of distribution: a name, "file.py:Class", or a Strategy.
         strategy_options: fields of the strategy, where it is given by name.
         optimizer: the update rule: a name or an Optimizer; None takes the strategy's default.
-        codec: makes what workers push to servers smaller: a name such as "int8" or "top-k", or a codec
+        codec: makes what workers send smaller: a name such as "int8" or "top-k", or a codec
             (`gs.codecs`). None sends numbers as they are. See `docs/codecs.md`.
         groups: settings of the update rule for some parameters, by patterns of their names:
             [{"match": "*.bias", "weight_decay": 0.0}, {"match": "head.*", "lr_scale": 10.0}]. Later ones win.
