@@ -39,6 +39,7 @@ STRATEGIES = {
     "gradient-descent": "gradstream.strategies.gradient_descent:GradientDescent",
     "hogwild": "gradstream.strategies.hogwild:Hogwild",
     "lbfgs": "gradstream.strategies.lbfgs:LBFGS",
+    "local-sgd": "gradstream.strategies.local_sgd:LocalSGD",
     "parameter-averaging": "gradstream.strategies.averaging:ParameterAveraging",
     "softsync": "gradstream.strategies.softsync:Softsync",
     "ssp": "gradstream.strategies.ssp:SSP",

@@ -144,6 +144,8 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
         _check_passes(job, strategy, optimizer)
     if isinstance(strategy, SharedMemoryStrategy):
         _check_shared(job, strategy, optimizer)
+    if isinstance(strategy, GroupStrategy) and strategy.outer_rule() is not None:
+        _check_local_steps(job, strategy)
     if isinstance(optimizer, ByShape):
         _check_whole_tensors(job, strategy, optimizer)
     if job.noise_scale:
@@ -216,6 +218,22 @@ def _check_noise_scale(job: Job, strategy: Strategy) -> None:
     else:
         return
     raise ConfigError(f"noise_scale=True: {why}")
+
+
+def _check_local_steps(job: Job, strategy: GroupStrategy) -> None:
+    """Raises where workers cannot train alone between two exchanges of a group."""
+    name = type(strategy).__name__
+    if is_open_ended(job):
+        why = "the training loop is your own, and makes its steps itself; take strategy='parameter-averaging'"
+    elif job.accumulate > 1:
+        why = (
+            f"accumulate={job.accumulate}: a round has every={strategy.local_steps} minibatches; leave it out"
+        )
+    elif job.split > 1:
+        why = f"split={job.split}: parts of a model compute one gradient together; take strategy='diloco'"
+    else:
+        return
+    raise ConfigError(f"strategy={name}: {why}")
 
 
 def _check_whole_tensors(job: Job, strategy: Strategy, optimizer: ByShape) -> None:

@@ -373,6 +373,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> Work
         redoes=losses_of(plan).redoes,
         form_group=partial(form_group, how=how),
         update_rule=_update_rule(plan, model, own),
+        inner_rule=_inner_rule(plan, model),
         workers_optimize=plan.workers_optimize,
         stands_in=losses_of(plan).stands_in,
         noise_scale=job.noise_scale,
@@ -386,6 +387,16 @@ def _update_rule(plan: RunPlan, model: Model, own: OwnData | None) -> UpdateRule
         return Replace(), None
     if own is not None and own.optimizer:
         return optimizer_of_text(own.optimizer)
+    if _inner_rule(plan, model) is not None:
+        return plan.shards_optimizer, None
+    return plan.optimizer, plan.grouped(model)
+
+
+def _inner_rule(plan: RunPlan, model: Model) -> UpdateRule | None:
+    """The rule of the steps that a worker of a group makes alone; None if it makes none."""
+    strategy = plan.strategy
+    if not isinstance(strategy, GroupStrategy) or strategy.outer_rule() is None:
+        return None
     return plan.optimizer, plan.grouped(model)
 
 

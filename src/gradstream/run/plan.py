@@ -225,7 +225,7 @@ class RunPlan:
             seed=job.seed,
             shares=job.shares,
             epochs=job.epochs,
-            steps=job.steps and job.steps * job.accumulate,
+            steps=job.steps and job.steps * self._joined,
             progress=self.resume.done if self.resume is not None else DataProgress(),
         )
         plan = plan_of(job.data, spec)
@@ -235,10 +235,17 @@ class RunPlan:
                 f"brings its own plan ({plan!r}), so each worker needs its own partition; leave assignment out: "
                 "fast workers then help slow ones at the end of their partitions"
             )
-        joined = plan if job.accumulate == 1 else JoinedPlan(plan, job.accumulate)
+        joined = plan if self._joined == 1 else JoinedPlan(plan, self._joined)
         if self.balanced:
             self._check_balanced(plan, joined)
         return joined
+
+    @property
+    def _joined(self) -> int:
+        """Number of minibatches of a worker in a step."""
+        return self.job.accumulate * (
+            self.strategy.local_steps if isinstance(self.strategy, GroupStrategy) else 1
+        )
 
     @property
     def _partitioning(self) -> Partitioning:
@@ -283,9 +290,11 @@ class RunPlan:
 
     @property
     def shards_optimizer(self) -> Optimizer:
-        """The rule by which shards apply a weighted sum of pushes: the run's, or the strategy's outer one."""
+        """The rule of a weighted sum of what workers send, on shards or in a group: the run's, or an outer one."""
         if self.gradients_only:
             return Replace()
+        if isinstance(self.strategy, GroupStrategy) and (outer := self.strategy.outer_rule()) is not None:
+            return Outer(outer)
         if self.served is None or self.served.pushes == "gradients":
             return self.optimizer
         return Outer(self.served.outer_optimizer(self.optimizer))

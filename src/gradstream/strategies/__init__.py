@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gradstream.strategies.gradient_descent import GradientDescent
     from gradstream.strategies.hogwild import Hogwild
     from gradstream.strategies.lbfgs import LBFGS
+    from gradstream.strategies.local_sgd import LocalSGD
     from gradstream.strategies.softsync import Softsync
     from gradstream.strategies.ssp import SSP
     from gradstream.strategies.staged import StagedStrategy
@@ -45,6 +46,7 @@ __all__ = [
     "GroupStrategy",
     "GroupWorker",
     "Hogwild",
+    "LocalSGD",
     "ParameterAveraging",
     "ServerStrategy",
     "ServerWorker",
@@ -68,6 +70,7 @@ _MODULE_OF = {
     "BatchMethod": "batch",
     "ConjugateGradient": "conjugate_gradient",
     "DiLoCo": "diloco",
+    "LocalSGD": "local_sgd",
     "Downpour": "downpour",
     "ElasticAveraging": "elastic",
     "GradientDescent": "gradient_descent",

@@ -233,6 +233,18 @@ class GroupStrategy(Strategy):
     factors: bool | None = None
     """Whether gradients of wide layers are sent as factors; None does so where that is cheaper."""
 
+    @property
+    def local_steps(self) -> int:
+        """H, minibatches of a round, each of which is a step of the worker's own if there is an outer optimizer."""
+        return 1
+
+    def outer_rule(self) -> Optimizer | None:
+        """The rule of rounds whose gradients are the ways w - w_i that workers have come by the run's own optimizer.
+
+        None: gradients are those of the model, and the run's optimizer makes the update.
+        """
+        return None
+
     @abstractmethod
     async def train(self, worker: GroupWorker) -> None:
         """The client; see `Strategy.train`."""

@@ -100,6 +100,8 @@ class WorkerConfig:
         log: recording of everything that a replay could not find out again; None records nothing.
         watch: see `ReplicaContext`.
         update_rule: rule for updates of the parameters.
+        inner_rule: rule of the steps that the worker of a group makes alone, between two updates by `update_rule`; None
+            if it makes none.
         redoes: this worker redoes pushes of lost workers that are torn; see `worker.exchange.errands`.
         codec: encodes what the worker pushes; None pushes it as it is.
         noise_scale: the workers measure what the gradient noise scale needs, where they have no servers that do.
@@ -124,6 +126,7 @@ class WorkerConfig:
     deadlines: Deadlines
     split: Split | None = None
     loop: Loop | None = None
+    inner_rule: UpdateRule | None = None
     optimizer: str = ""
     num_steps: int | None = None
     resume: Resume | None = None

@@ -35,6 +35,7 @@ from gradstream.worker.exchange.group import GroupExchange
 from gradstream.worker.exchange.shared import form_shared
 from gradstream.worker.gradient import Differentiator, GradientSource
 from gradstream.worker.joint_gradient import JointGradient
+from gradstream.worker.local_steps import LocalSteps
 from gradstream.worker.loop import LoopSource
 from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.gradients import PartPlace
@@ -79,6 +80,7 @@ class Assembly:
         self._on_step = on_step
         self._on_boundary = on_boundary
         self._place = place
+        self._local: dict[int, LocalSteps] = {}  # by rank, where workers train alone in between
 
     async def exchange(self) -> Exchange:
         """Makes the exchange. In a group or in shared memory, this waits for all other workers.
@@ -266,7 +268,7 @@ class Assembly:
                 own=config.workers_optimize,
                 decays=decays,
             ),
-            joins=isinstance(config.plan, JoinedPlan),
+            joins=isinstance(config.plan, JoinedPlan) and config.inner_rule is None,
             batch_gate=self._batch_gate,
             first_step=config.first_step,
             # With a quorum, the first shard reports what is in the model: unlike this worker, it cannot be lost.
@@ -327,7 +329,17 @@ class Assembly:
                 "variance_test: the model has row-sparse tensors, whose gradients are not measured; leave "
                 "variance_test out, or build the embeddings with sparse=False"
             )
-        return Differentiator(
+        make: Callable[..., Differentiator] = Differentiator
+        if config.inner_rule is not None:
+            if rank in self._local:  # with what its inner optimizer has kept
+                return self._local[rank]
+            if config.model.layout.tables:
+                raise ConfigError(
+                    f"{type(config.strategy).__name__}: the model has row-sparse tensors, which go to servers as rows; "
+                    "build the embeddings with sparse=False, or take strategy='downpour'"
+                )
+            make = partial(LocalSteps, memory=self._context.runtime.memory, rule=config.inner_rule)
+        made = make(
             config.model,
             feed_of(config.data, unjoined(schedule.plan), rank, config.seed),
             schedule.plan,
@@ -337,6 +349,9 @@ class Assembly:
             clip=config.clip,
             measures=config.measures,
         )
+        if isinstance(made, LocalSteps):
+            self._local[rank] = made
+        return made
 
 
 def _host_of(address: str) -> str:

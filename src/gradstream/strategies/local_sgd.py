@@ -1,0 +1,110 @@
+"""Local SGD in a group: workers train alone for H steps, and the mean of the ways that they have come is a gradient.
+
+    worker i, each round:                                   in the group, after H steps of each:
+      w_i ← w                                                 Δ ← Σ n_i·Δ_i / Σ n_i
+      H times:  w_i ← InnerOpt(w_i, ∇ℓ(w_i; batch))           v ← μ·v + Δ
+      Δ_i ← w - w_i                                           w ← w - ν·(Δ + μ·v)        every worker for itself
+
+With ν = 1 and μ = 0 (the defaults) w becomes the mean of the w_i, weighted by samples n_i: local SGD. With ν = 0.7 and
+μ = 0.9 it is DiLoCo without a server; with `nesterov=False`, w ← w - ν·v, SlowMo. With one worker it is the inner
+optimizer alone, to the rounding of w - (w - w_i). In a phase after `allreduce` it is post-local SGD.
+
+A round is a step of the run: `steps`, schedules and `evaluate_every` count rounds of H minibatches of each worker. The
+rate of the inner optimizer, which is the run's, is the same within a round. Its state (Adam's moments, say) stays with
+each worker, and is in no checkpoint. v is, and all workers have the same.
+
+Bytes a round and worker: those of an allreduce of the parameters, 2(W - 1)/W · 4N in a ring; with a codec (W - 1) times
+those of the encoded Δ_i. All workers wait for the slowest once a round. A death or a newcomer is met as under
+allreduce: the round begins anew, from w, and another worker computes the part of the lost one until a new process takes
+its place.
+
+References: Stich, "Local SGD converges fast and communicates little", 2019; Lin, Stich, Patel, Jaggi, "Don't use large
+mini-batches, use local SGD", 2020 (post-local); Douillard and others, "DiLoCo", 2023; Wang, Tantia, Ballas, Rabbat,
+"SlowMo", 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gradstream.data.base import Partitioning
+from gradstream.errors import ConfigError
+from gradstream.optim import SGD
+from gradstream.optim.base import Optimizer
+from gradstream.strategies.api import GroupWorker
+from gradstream.strategies.base import GroupStrategy
+from gradstream.strategies.checks import check_count, check_flag
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSGD(GroupStrategy):
+    """Local training in a group without servers, with an outer optimizer; see the module.
+
+    Args:
+        every: H, minibatches of each worker in a round, at least 1.
+        outer_lr: ν, learning rate of the outer steps, > 0.
+        outer_momentum: μ, share of the outer velocity that each step keeps, in [0, 1).
+        nesterov: True is Nesterov's outer momentum, False the plain one, as in SlowMo; without effect at μ = 0.
+
+    Example:
+        >>> strategy = gs.LocalSGD(every=4)
+        >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
+        >>> run.summary["servers"], run.summary["epochs"]
+        (0, 2)
+    """
+
+    every: int = 10
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
+    nesterov: bool = True
+
+    partitioning: ClassVar[Partitioning] = "rounds"
+    survives_worker_loss: ClassVar[bool] = True
+    plain: ClassVar[Mapping[str, object] | None] = {"every": 1}
+
+    def __post_init__(self) -> None:
+        check_count("LocalSGD", "every", self.every, "minibatches")
+        check_flag("LocalSGD", "nesterov", self.nesterov)
+        if callable(self.outer_lr):
+            raise ConfigError(
+                f"LocalSGD(outer_lr={self.outer_lr}): expected a number; only the workers' optimizer can have a "
+                "schedule"
+            )
+        try:
+            self.outer_rule()
+        except ConfigError as error:
+            raise ConfigError(
+                f"LocalSGD(outer_lr={self.outer_lr!r}, outer_momentum={self.outer_momentum!r}): {error}"
+            ) from error
+
+    @property
+    def stands_in(self) -> bool:
+        """See `Strategy.stands_in`: a round begins from parameters that all have."""
+        return True
+
+    @property
+    def local_steps(self) -> int:
+        """See `GroupStrategy.local_steps`."""
+        return self.every
+
+    def optimizer(self) -> Optimizer:
+        """SGD with momentum, on each worker."""
+        return SGD(lr=0.01, momentum=0.9)
+
+    def outer_rule(self) -> Optimizer:
+        """SGD with Nesterov's momentum, which every worker applies to the mean."""
+        momentum = self.outer_momentum
+        return SGD(self.outer_lr, momentum=momentum, nesterov=self.nesterov and momentum != 0)
+
+    async def train(self, worker: GroupWorker) -> None:
+        """Each round computes on version r, and leaves all workers with version r+1."""
+        group = worker.group
+        async for batch in worker.batches():
+            way = worker.gradient_soon(batch)
+            samples = await group.samples(way)
+            weight = self.weight(worker.rank, samples, worker.reduction)
+            for bucket in group.buckets:
+                await group.allreduce(way, bucket, weight)
+            await group.update(way)

@@ -1,0 +1,93 @@
+"""`LocalSteps`: in the place of a gradient, the way that a worker comes when it trains alone for some minibatches.
+
+w_i ← w;   for each part of the minibatch:  w_i ← InnerOpt(w_i, g);   "gradient" ← w - w_i
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from gradstream.data.joined import parts_of
+from gradstream.errors import NonFiniteError
+from gradstream.memory import Memory
+from gradstream.model.check import usable
+from gradstream.runtime.base import Report
+from gradstream.worker.computed import ComputedGradient, Result
+from gradstream.worker.gradient import Differentiator
+from gradstream.worker.replica.updater import Updater, UpdateRule
+
+
+class LocalSteps(Differentiator):
+    """Implements `GradientSource`: w - w_i, as a mean over samples, or times their number for models that give sums.
+
+    A step that is computed again, since its round was given up, begins with the inner optimizer's state as it was.
+
+    Args:
+        arguments: as for `Differentiator`. Gradients of minibatches are clipped one by one.
+        memory: allocates w_i, the inner optimizer's state and a copy of that.
+        rule: the inner optimizer.
+    """
+
+    def __init__(self, *arguments: object, memory: Memory, rule: UpdateRule, **options: object) -> None:
+        super().__init__(*arguments, **options)  # type: ignore[arg-type]
+        layout = self._model.layout
+        elems, dtype = layout.elems, layout.dtype
+        self._local = memory.allocate(elems, dtype, "local parameters", lead_bytes=layout.lead_bytes)
+        self._updater = Updater(memory.allocate, *rule, [(0, elems)], dtype)
+        self._kept = {name: memory.allocate(elems, dtype, f"kept {name}") for name in self._updater.state}
+        self._updates = 0
+        self._begun = (-1, 0)  # the present step, and the updates before it
+
+    def milestones(self, gradient: ComputedGradient) -> Sequence[int]:
+        """See `GradientSource`: nothing is final before the last minibatch."""
+        return (len(gradient.vector),)
+
+    def compute(self, parameters: torch.Tensor, gradient: ComputedGradient, report: Report) -> Result:
+        """See `GradientSource`."""
+        self._read_ns = 0
+        self._begin(gradient.step)
+        try:
+            loss, norm = self._go(parameters, gradient)
+        except NonFiniteError as error:
+            return Result(math.nan, None, self._read_ns / 1e9, str(error))
+        report(len(gradient.vector))
+        return Result(loss, norm, self._read_ns / 1e9)
+
+    def _begin(self, step: int) -> None:
+        states = [(vector.tensor, self._kept[name].tensor) for name, vector in self._updater.state.items()]
+        again = step == self._begun[0]
+        for state, kept in states:
+            state.copy_(kept) if again else kept.copy_(state)
+        if again:
+            self._updates = self._begun[1]
+        else:
+            self._begun = (step, self._updates)
+
+    def _go(self, parameters: torch.Tensor, gradient: ComputedGradient) -> tuple[float, float | None]:
+        """The mean loss, or its sum, and the largest length of a gradient before it was clipped."""
+        batch, into, local = gradient.batch, gradient.vector.tensor, self._local.tensor
+        sums = self._model.reduction == "sum"
+        local.copy_(parameters)
+        loss, norm = 0.0, None
+        parts = batch.samples or (self._read(part, gradient.step) for part in parts_of(self._plan, batch.ref))
+        for index, part in enumerate(part for part in parts if part.num_samples):
+            found = self._differentiate(local, gradient, part, index, 1.0, into, lambda elems: None)
+            loss += found * (1.0 if sums else part.num_samples / batch.num_samples)
+            if sums:
+                into.mul_(1 / part.num_samples)
+            if math.isinf(found) or not usable(into):
+                what = f"loss is {found}" if math.isinf(found) else "gradient has a NaN or an infinity"
+                raise NonFiniteError(
+                    f"{self._where(batch.ref, gradient.step)}, minibatch {index}: the {what}"
+                )
+            if self._clip:
+                norm = max(norm or 0.0, self._clip.apply(into, 1) or 0.0)
+            self._updates += 1
+            self._updater.update(local, [(0, into)], lr=gradient.lr, step=self._updates)
+        torch.sub(parameters, local, out=into)
+        if sums and not gradient.mean:
+            into.mul_(batch.num_samples)
+        return loss, norm

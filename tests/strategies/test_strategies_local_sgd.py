@@ -1,0 +1,290 @@
+"""Local SGD in a group: rounds of local steps, beside NumPy's arithmetic, and what becomes of them at deaths."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+import gradstream as gs
+from gradstream.data.arrays import ArrayDataset
+from gradstream.data.base import BatchRef
+from gradstream.data.plan import RoundPlan
+from gradstream.errors import ConfigError
+from gradstream.runtime.storage import MemoryStorage
+from gradstream.testing import check_strategy
+from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, kill_at, least_squares
+from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
+from gradstream.worker.local_steps import LocalSteps
+from whole_runs import same
+
+Array = np.ndarray[Any, Any]
+LR, MOMENTUM = 2.0**-5, 0.5
+
+
+@pytest.mark.usefixtures("few_seeds")
+def test_it_obeys_the_laws() -> None:
+    assert not check_strategy(gs.LocalSGD(every=3)).broken
+
+
+# ---- beside NumPy -----------------------------------------------------------------------------------
+
+
+def reference(
+    data: ArrayDataset,
+    workers: int,
+    every: int,
+    rounds: int,
+    *,
+    nu: float = 1.0,
+    mu: float = 0.0,
+    nesterov: bool = True,
+) -> Array:
+    """Rounds of `every` steps of SGD with momentum on each worker, with an outer step after each."""
+    plan = RoundPlan(data.num_samples, 4, workers, seed=3)
+    features = np.asarray(data.batch(np.arange(1)).inputs).shape[1]
+    w, v, velocities = np.zeros(features), np.zeros(features), np.zeros((workers, features))
+    for first in range(0, rounds * every, every):
+        ways = []
+        for rank in range(workers):
+            own = w.copy()
+            for at in range(first, first + every):
+                batch = data.batch(plan.ids(BatchRef(0, rank, at)))
+                x, y = np.asarray(batch.inputs), np.asarray(batch.targets)
+                velocities[rank] = MOMENTUM * velocities[rank] + (x @ own - y) @ x / len(x)
+                own -= LR * velocities[rank]
+            ways.append(w - own)
+        way = np.mean(ways, axis=0)
+        v = mu * v + way
+        w = w - nu * (way + mu * v if nesterov else v)
+    return w
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("outer", [{}, {"nu": 0.7, "mu": 0.9}, {"nu": 0.8, "mu": 0.5, "nesterov": False}])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_it_is_the_papers(
+    workers: int, every: int, outer: dict[str, Any], reduction: Literal["mean", "sum"]
+) -> None:
+    model, data = least_squares(192, 20, whole=False, reduction=reduction)
+    rounds = 192 // (4 * workers * every)
+    strategy = gs.LocalSGD(
+        every=every, outer_lr=outer.get("nu", 1.0), outer_momentum=outer.get("mu", 0.0),
+        nesterov=outer.get("nesterov", True),
+    )  # fmt: skip
+    run = gs.simulate(
+        model, data, strategy=strategy, workers=workers, batch_size=4, epochs=1, seed=3, chunk_elems=64,
+        optimizer=gs.optim.SGD(LR, momentum=MOMENTUM),
+    )  # fmt: skip
+    assert np.allclose(
+        run.parameters["w"], reference(data, workers, every, rounds, **outer), rtol=1e-12, atol=1e-12
+    )
+    assert run.summary["servers"] == 0
+
+
+def test_one_minibatch_a_round_is_an_allreduce_to_the_bit() -> None:
+    """On whole numbers, of which two steps are exact."""
+    model, data = least_squares(48, 70, grid=2**-8)
+    options: dict[str, Any] = {"workers": 2, "batch_size": 4, "steps": 2}
+    rule = gs.optim.SGD(lr=2.0**-7)
+    assert same(
+        gs.simulate(model, data, strategy=gs.LocalSGD(every=1), optimizer=rule, **options),
+        gs.simulate(model, data, strategy="allreduce", optimizer=rule, **options),
+    )
+
+
+class Quadratics:
+    """Worker r has ½(w - b_r)ᵀA_r(w - b_r): inputs name the worker, and each minibatch is the whole of its data."""
+
+    reduction = "mean"
+
+    def __init__(self, hessians: list[Array], centres: list[Array]) -> None:
+        self.hessians, self.centres = hessians, centres
+
+    def gradients(self, p: dict[str, Array], x: Array, y: Array) -> dict[str, Array]:
+        rank = int(x[0, 0])
+        assert (x == rank).all()
+        return {"w": self.hessians[rank] @ (p["w"] - self.centres[rank])}
+
+    def after(self, every: int, lr: float, rounds: int) -> Array:
+        """w after rounds of local gradient descent by two workers."""
+        model = gs.from_functions(
+            init=lambda seed: {"w": np.zeros(3)},
+            outputs=lambda p, x: x @ p["w"][:1],
+            gradients=self.gradients,
+            dtype="float64",
+        )
+        data = gs.from_arrays(np.repeat([[0.0], [1.0]], 4 * every, axis=0), np.zeros(8 * every))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                RoundPlan, "ids", lambda plan, ref: np.arange(4, dtype=np.int64) + 4 * every * ref.partition
+            )
+            run = gs.simulate(
+                model, data, strategy=gs.LocalSGD(every=every), workers=2, batch_size=4, epochs=rounds,
+                optimizer=gs.optim.SGD(lr),
+            )  # fmt: skip
+        return np.asarray(run.parameters["w"])
+
+    @property
+    def best(self) -> Array:
+        """The minimum of the mean."""
+        terms = [a @ b for a, b in zip(self.hessians, self.centres, strict=True)]
+        return np.asarray(np.linalg.solve(sum(self.hessians), sum(terms)))
+
+
+def hessian(seed: int) -> Array:
+    basis = np.linalg.qr(np.random.default_rng(seed).standard_normal((3, 3)))[0]
+    return np.asarray(basis @ np.diag([1.0, 1.5, 2.0]) @ basis.T)
+
+
+CENTRES = [np.array([1.0, 2.0, 3.0]), np.array([-2.0, 0.5, 1.0])]
+
+
+@pytest.mark.parametrize("every", [2, 7])
+def test_with_equal_hessians_local_steps_are_steps_of_the_mean(every: int) -> None:
+    alike = Quadratics([hessian(0)] * 2, CENTRES)
+    w, mean = np.zeros(3), np.mean(CENTRES, axis=0)
+    for _ in range(3 * every):
+        w = w - 0.1 * hessian(0) @ (w - mean)
+    assert np.allclose(alike.after(every, 0.1, 3), w, atol=1e-14)
+
+
+def test_with_other_hessians_the_bias_is_proportional_to_the_rate_and_to_the_steps_between() -> None:
+    apart = Quadratics([hessian(0), hessian(5)], CENTRES)
+
+    def bias(every: int, lr: float) -> float:
+        return float(np.linalg.norm(apart.after(every, lr, round(16 / lr / every)) - apart.best))
+
+    assert bias(1, 0.04) < 1e-6
+    assert bias(3, 0.02) / bias(3, 0.01) == pytest.approx(2, rel=0.1)
+    assert bias(5, 0.01) / bias(3, 0.01) == pytest.approx(2, rel=0.1)  # (5 - 1) / (3 - 1)
+
+
+def test_bytes_are_those_of_one_allreduce_a_round() -> None:
+    model, data = least_squares(64, 70, whole=False, reduction="mean", dtype="float32")
+    options: dict[str, Any] = {"workers": 2, "batch_size": 4, "epochs": 2, "optimizer": gs.optim.SGD(0.01)}
+    each = gs.simulate(model, data, strategy="allreduce", **options)
+    fourth = gs.simulate(model, data, strategy=gs.LocalSGD(every=4), **options)
+    assert each.summary["pushed_bytes"] == 4 * fourth.summary["pushed_bytes"] == 2 * 16 * 4 * 70
+
+
+def test_a_codec_makes_them_fewer_and_it_learns() -> None:
+    model, data = least_squares(128, 600, whole=False, reduction="mean", dtype="float32")
+    options: dict[str, Any] = {
+        "strategy": gs.LocalSGD(every=4, outer_lr=0.7, outer_momentum=0.5), "workers": 4, "batch_size": 4,
+        "epochs": 12, "optimizer": gs.optim.SGD(0.003),
+    }  # fmt: skip
+    plain, coded = gs.simulate(model, data, **options), gs.simulate(model, data, **options, codec="float4")
+    assert (
+        coded.summary["pushed_bytes"] < plain.summary["pushed_bytes"] / 4
+    )  # parts are whole blocks of 64 words
+    losses = [np.mean([row["loss"] for row in run.history[-16:]]) for run in (plain, coded)]
+    assert losses[0] < 0.5 * plain.history[0]["loss"] and losses[1] < 1.5 * losses[0]
+
+
+# ---- deaths -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_sample_counts_once_whoever_dies(seed: int) -> None:
+    """The way of a worker is the count of its samples: its steps are of rate 1, on sums."""
+    model = Tokens(num_chunks=3)
+    model.reduction = "sum"
+    run = gs.simulate(
+        model, numbered(NUM_SAMPLES), strategy=gs.LocalSGD(every=2, outer_lr=12.0), optimizer=gs.optim.SGD(lr=1 / 2),
+        workers=3, batch_size=2, epochs=4, chunk_elems=64, deadlines=QUICK, config=UNSTEADY, seed=seed,
+        script=kill_at(f"worker-{seed % 3}", 0.05 + 0.06 * seed),
+    )  # fmt: skip
+    check_exactly_once(run, NUM_SAMPLES, 4)
+
+
+def test_a_round_that_is_computed_again_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though Adam's moments went on meanwhile."""
+    model, data = least_squares(48, 20, whole=False, reduction="mean")
+    options: dict[str, Any] = {
+        "strategy": gs.LocalSGD(every=3), "workers": 2, "batch_size": 4, "epochs": 2, "optimizer": gs.optim.Adam(0.01),
+    }  # fmt: skip
+    once, real = gs.simulate(model, data, **options), LocalSteps.compute
+
+    def twice(self: LocalSteps, *arguments: Any) -> Any:
+        parameters, gradient, _ = arguments
+        real(self, parameters, gradient, lambda elems: None)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(LocalSteps, "compute", twice)
+    assert same(once, gs.simulate(model, data, **options))
+    monkeypatch.setattr(LocalSteps, "_begin", lambda self, step: None)
+    assert not same(once, gs.simulate(model, data, **options))  # the check can fail
+
+
+def test_a_stopped_run_goes_on_with_the_same_bits() -> None:
+    model, data = least_squares(96, 20, whole=False, reduction="mean")
+    options: dict[str, Any] = {
+        "strategy": gs.LocalSGD(every=2, outer_lr=0.7, outer_momentum=0.9), "workers": 2, "batch_size": 4,
+        "epochs": 3, "optimizer": gs.optim.SGD(0.01),
+    }  # fmt: skip
+    whole, stops = gs.simulate(model, data, **options), 0
+    for when_s in (0.02, 0.05):
+        storage = MemoryStorage()
+
+        async def script(cluster: Any, when_s: float = when_s) -> None:
+            await cluster.virtual.runtime("director").sleep(when_s)
+            cluster.stop()
+
+        try:
+            run = gs.simulate(model, data, **options, storage=storage, script=script)
+        except gs.errors.Interrupted:
+            stops += 1
+            run = gs.simulate(model, data, **options, storage=storage, resume=True)
+        assert same(whole, run)
+    assert stops
+
+
+def test_post_local_sgd_is_two_phases() -> None:
+    model, data = least_squares(96, 8, reduction="mean")
+    phases = [gs.Phase(epochs=6, strategy="allreduce"), gs.Phase(epochs=6, strategy=gs.LocalSGD(every=4))]
+    run = gs.simulate(model, data, workers=2, batch_size=4, optimizer=gs.optim.SGD(lr=0.05), phases=phases)
+    batch = data.batch(np.arange(96))
+    best = np.linalg.lstsq(np.asarray(batch.inputs), np.asarray(batch.targets), rcond=None)[0]
+    assert abs(run.parameters["w"] - best).max() < 0.15
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_round_out() -> None:
+    model, data = least_squares(48, 20, whole=False, reduction="mean")
+    batch = data.batch(np.arange(48))
+    spoilt = np.array(batch.inputs)
+    spoilt[5] = np.inf
+    run = gs.simulate(
+        model, (spoilt, np.asarray(batch.targets)), strategy=gs.LocalSGD(every=3), workers=2, batch_size=4, epochs=2,
+        optimizer=gs.optim.SGD(0.01),
+    )  # fmt: skip
+    assert run.summary["samples_dropped"] == 2 * 2 * 12 and np.isfinite(run.parameters["w"]).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"accumulate": 2}, "accumulate=2: a round has every=3 minibatches"),
+        ({"split": 2}, "split=2: parts of a model"),
+        ({"servers": 1}, "exchange in a group, without servers"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
+    model, data = least_squares(48, 20, reduction="mean")
+    with pytest.raises(ConfigError, match=says):
+        gs.simulate(model, data, strategy=gs.LocalSGD(every=3), workers=2, batch_size=4, epochs=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"every": 0}, "at least 1"),
+        ({"outer_lr": gs.schedules.Cosine(1.0)}, "expected a number"),
+        ({"outer_momentum": 1.5}, "outer_momentum=1.5"),
+    ],
+)
+def test_options_out_of_their_range_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        gs.LocalSGD(**options)
