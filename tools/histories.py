@@ -79,6 +79,7 @@ STRATEGIES: dict[str, gs.Strategy] = {
     "eamsgd": gs.EAMSGD(every=3),
     "averaging": gs.ParameterAveraging(every=4),
     "diloco": gs.DiLoCo(every=4),
+    "local-sgd": gs.LocalSGD(every=4),
     "hogwild": gs.Hogwild(),
     "allreduce": gs.AllReduce(),
     "allreduce-ring": gs.AllReduce(algorithm="ring"),
