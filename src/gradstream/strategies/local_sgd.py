@@ -51,8 +51,8 @@ class LocalSGD(GroupStrategy):
     Example:
         >>> strategy = gs.LocalSGD(every=4)
         >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
-        >>> run.summary["servers"], run.summary["epochs"]
-        (0, 2)
+        >>> run.summary["servers"], run.summary["steps"]
+        (0, 4)
     """
 
     every: int = 10
