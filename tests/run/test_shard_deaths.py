@@ -39,7 +39,7 @@ from gradstream.testing.trials import Record, bad_world, observed
 from gradstream.wire import v1
 
 SAMPLES, EPOCHS, WORKERS = 24, 4, 3
-SEEDS = int(os.environ.get("SHARD_SEEDS", "24"))
+SEEDS = int(os.environ.get("SHARD_SEEDS", "16"))
 
 STRATEGIES: tuple[gs.strategies.ServerStrategy, ...] = (
     gs.Downpour(),
@@ -162,19 +162,18 @@ def test_in_rounds_a_death_changes_no_bit(strategy: Any, optimizer: Any, acknowl
 
     def run(script: Any) -> Any:
         return simulate(
-            model, data, strategy=strategy, optimizer=optimizer, workers=3, servers=2, batch_size=4, epochs=4,
+            model, data, strategy=strategy, optimizer=optimizer, workers=3, servers=2, batch_size=4, epochs=3,
             chunk_elems=64, deadlines=QUICK, config=UNSTEADY, script=script, acknowledge=acknowledge,
         ).parameters["w"]  # fmt: skip
 
     expected = run(None)
-    for at_s in (0.05, 0.23):
-        plan = FaultPlan([Kill("shard-0", at_s, 0.02), Kill("shard-1", at_s + 0.4, 0.0)])
-        got = run(plan)
-        assert plan.fired
-        # Under SSP a round of 0 sums in the order of arrival.
-        assert np.array_equal(got, expected) or (
-            isinstance(strategy, gs.SSP) and np.allclose(got, expected, 1e-12)
-        )
+    plan = FaultPlan([Kill("shard-0", 0.05, 0.02), Kill("shard-1", 0.45, 0.0)])
+    got = run(plan)
+    assert len(plan.fired) == 2
+    # Under SSP a round of 0 sums in the order of arrival.
+    assert np.array_equal(got, expected) or (
+        isinstance(strategy, gs.SSP) and np.allclose(got, expected, 1e-12)
+    )
 
 
 # ---- what ends the run ------------------------------------------------------------------------

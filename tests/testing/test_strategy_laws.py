@@ -27,8 +27,7 @@ from gradstream.worker.replica.server import ServerReplica
 
 BUILT_IN = (
     gs.Synchronous(),
-    gs.Downpour(),
-    gs.Downpour(push_every=5, fetch_every=3, overlap=False),
+    gs.Downpour(push_every=5, fetch_every=3),
 )
 
 
