@@ -98,7 +98,7 @@ def test_killed_again_and_again_and_resumed_a_run_ends_with_the_same_bytes(
     rng = random.Random(7)
     path, kills = tmp_path / "killed", 0
     go: Callable[..., gs.Run] = partial(train, job_file, path, warm)
-    while kills < 8:  # before the first checkpoint, between two, and in the middle of one
+    while kills < 5:  # before the first checkpoint, between two, and in the middle of one
         killer = Killer(warm, rng.randrange(1, 130))
         try:
             go(on_event=killer)

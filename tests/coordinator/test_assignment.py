@@ -208,8 +208,16 @@ def test_where_workers_wait_for_each_other_sizes_that_fit_the_speeds_do_it(strat
     assert simulated(strategy, epochs=4, shares="measured").summary["train_s"] <= 2 * 1.1 * IDEAL_S
 
 
-@pytest.mark.parametrize("assignment", ["queue", "partitions"])
-@pytest.mark.parametrize("strategy", [gs.Downpour(), gs.Downpour(push_every=10), gs.Softsync()], ids=repr)
+@pytest.mark.parametrize(
+    ("strategy", "assignment"),
+    [
+        (gs.Downpour(), "queue"),
+        (gs.Downpour(push_every=10), "partitions"),
+        (gs.Softsync(), "queue"),
+        (gs.Softsync(), "partitions"),
+    ],
+    ids=repr,
+)
 def test_a_very_slow_worker_does_one_minibatch_where_the_others_are_done_by_then(
     strategy: Any, assignment: Any
 ) -> None:

@@ -260,10 +260,10 @@ def test_a_run_that_comes_to_its_end_first_has_no_reason() -> None:
 
 @pytest.mark.parametrize("name", ["worker-0", "worker-2"])
 def test_a_worker_that_dies_about_then(name: str) -> None:
-    """Downpour: before, while and after the others are told to stop, at 20 different instants."""
+    """Downpour: before, while and after the others are told to stop, at 10 different instants."""
     rng = random.Random(name)
     died = 0
-    for seed in range(10):
+    for seed in range(5):
         at_s = 0.5 + rng.uniform(-0.1, 0.4)
         events: list[Any] = []
         run = simulate(
@@ -277,7 +277,7 @@ def test_a_worker_that_dies_about_then(name: str) -> None:
         assert finished["reason"]
         # What the dead one had pushed without its receipt having arrived is in the model besides.
         assert token_counts(run, 30).sum(axis=1).min() >= finished["samples"]
-    assert died > 2
+    assert died > 1
 
 
 @pytest.mark.parametrize("strategy", ["synchronous", "downpour"])

@@ -73,6 +73,7 @@ def name_of(page: Path) -> str:
 
 
 @pytest.mark.process  # as far as pages do
+@pytest.mark.usefixtures("few_seeds")
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

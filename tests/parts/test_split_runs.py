@@ -5,6 +5,7 @@ With several workers, rounds make the two equal to rounding. Strategies without 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +18,7 @@ from torch import nn
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.errors import ConfigError
+from gradstream.run.result import Run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK
 from gradstream.worker.parts.value_forms import as_it_was, as_sent
@@ -30,15 +32,25 @@ ROUNDS: Mapping[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROUNDS)
+@functools.cache
+def whole_run(name: str) -> Run:
+    return run(**ROUNDS[name])
+
+
+PIPELINES = [(2, 1, "gpipe"), (3, 3, "1f1b"), (2, 2, "interleaved"), (4, 2, "zero-bubble")]
+
+
 @pytest.mark.parametrize(
-    ("split", "micro_batches", "pipeline"),
-    [(2, 1, "gpipe"), (3, 3, "1f1b"), (2, 2, "interleaved"), (4, 2, "zero-bubble")],
+    ("name", "split", "micro_batches", "pipeline"),
+    [
+        *((name, *pipeline) for name in ("synchronous", "allreduce") for pipeline in PIPELINES),
+        *((name, *PIPELINES[1]) for name in ("adam", "clipped")),
+    ],
 )
 def test_rounds_of_split_replicas_equal_those_of_whole_ones(
     name: str, split: int, micro_batches: int, pipeline: str
 ) -> None:
-    whole = run(**ROUNDS[name])
+    whole = whole_run(name)
     split_run = run(**ROUNDS[name], split=split, micro_batches=micro_batches, pipeline=pipeline)
     assert difference(whole, split_run) < 1e-12
     assert split_run.summary["samples"] == whole.summary["samples"]

@@ -98,7 +98,7 @@ def check_events(run: gs.Run, events: list[Any]) -> None:
     assert run.summary["samples_accounted"] == EPOCHS * NUM_SAMPLES
 
 
-@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize("block", range(2))
 def test_it_dies_at_any_instant_of_a_run_without_rounds(block: int) -> None:
     for seed in range(10 * block, 10 * block + 10):
         rng = random.Random(seed)
@@ -130,17 +130,16 @@ def test_it_dies_at_any_instant_of_a_run_in_rounds(strategy: str) -> None:
             **options,  # type: ignore[arg-type]
         )
 
-    undisturbed = [train(seed, None) for seed in range(4)]
-    for seed in range(30):
-        rng, quiet = random.Random(seed), undisturbed[seed % 4]
-        disturbed = train(seed % 4, Dies((rng.uniform(0.01, 0.9), rng.uniform(0.01, 0.5))))
+    undisturbed = [train(seed, None) for seed in range(2)]
+    for seed in range(12):
+        rng, quiet = random.Random(seed), undisturbed[seed % 2]
+        disturbed = train(seed % 2, Dies((rng.uniform(0.01, 0.9), rng.uniform(0.01, 0.5))))
         assert np.array_equal(quiet.parameters["w"], disturbed.parameters["w"]), seed
         assert disturbed.summary["samples_accounted"] == 5 * 48
 
 
-@pytest.mark.parametrize("block", range(2))
-def test_a_worker_dies_with_it(block: int) -> None:
-    for seed in range(10 * block, 10 * block + 10):
+def test_a_worker_dies_with_it() -> None:
+    for seed in range(10):
         rng = random.Random(seed)
         script = Dies((rng.uniform(0.02, 0.25), rng.uniform(0.01, 0.5)), also=f"worker-{rng.randrange(3)}")
         _, events = run_tokens(script, seed)
@@ -150,7 +149,7 @@ def test_a_worker_dies_with_it(block: int) -> None:
 
 def test_a_store_that_forgets_its_last_transaction_is_found_out() -> None:
     caught = 0
-    for seed in range(10):
+    for seed in range(6):
         rng = random.Random(seed)
         try:
             run, events = run_tokens(Dies((rng.uniform(0.02, 0.25), 0.1), make=Forgetful), seed)
@@ -158,7 +157,7 @@ def test_a_store_that_forgets_its_last_transaction_is_found_out() -> None:
             check_events(run, events)
         except (AssertionError, gs.errors.GradstreamError):
             caught += 1
-    assert caught > 5
+    assert caught > 3
 
 
 def test_steps_are_made_while_nobody_coordinates() -> None:

@@ -71,13 +71,13 @@ def newcomers_steps(events: list[Any], name: str) -> int:
 def test_a_worker_is_replaced_at_any_instant(strategy: gs.Strategy) -> None:
     """Nothing is lost, also where the new process is there before anybody has heard of the death."""
     rng, made = random.Random(str(strategy)), 0
-    for seed in range(5):
+    for seed in range(3):
         name, after_s = rng.choice(["worker-0", "worker-1"]), rng.choice([0.0, 1e-3, 0.02, 0.1])
         run, events, steps = replaced(strategy, seed, name, rng.uniform(0.05, 0.5), after_s)
         check_exactly_once(run, NUM_SAMPLES, EPOCHS)
         assert [e["epoch"] for e in events if e["event"] in ("left", "joined") and e["epoch"] > 1][:2] != []
         made += steps
-    assert made > 12
+    assert made > 7
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_the_run_ends_with_its_result(strategy: gs.Strategy) -> None:
     """Where updates cannot be counted: every minibatch has a receipt, and the loss is that of a run without a death."""
     model, data = least_squares(96, 4, whole=False, reduction="mean")
     options: dict[str, Any] = {
-        "optimizer": gs.optim.SGD(lr=0.05), "strategy": strategy, "workers": 3, "batch_size": 4, "epochs": 8,
+        "optimizer": gs.optim.SGD(lr=0.05), "strategy": strategy, "workers": 3, "batch_size": 4, "epochs": 5,
         "config": UNSTEADY, "deadlines": QUICK,
     }  # fmt: skip
     x, y = torch.as_tensor(data.inputs), torch.as_tensor(data.targets)
@@ -109,13 +109,12 @@ def test_the_run_ends_with_its_result(strategy: gs.Strategy) -> None:
         return float(((x @ torch.as_tensor(run.parameters["w"]) - y) ** 2).mean())
 
     alone = loss(gs.simulate(model, data, **options))
-    for seed in (0, 3):
-        events: list[Any] = []
-        script = replace_at(f"worker-{seed % 2}", 0.2 + 0.1 * seed, 0.05)
-        run = simulate(model, data, **options, seed=seed, script=script, on_event=events.append)
-        assert run.summary["samples_accounted"] == 8 * 96
-        assert newcomers_steps(events, f"worker-{seed % 2}") > 3
-        assert loss(run) < 1.5 * alone + 0.01
+    events: list[Any] = []
+    script = replace_at("worker-0", 0.3, 0.05)
+    run = simulate(model, data, **options, script=script, on_event=events.append)
+    assert run.summary["samples_accounted"] == 5 * 96
+    assert newcomers_steps(events, "worker-0") > 3
+    assert loss(run) < 1.5 * alone + 0.01
 
 
 def test_a_newcomer_takes_the_others_buffers_and_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +210,7 @@ def test_a_strategy_that_needs_every_worker_takes_in_nobody() -> None:
 def test_a_worker_that_is_asked_to_go_hands_in_all_and_each_sample_counts_once(strategy: gs.Strategy) -> None:
     """Also where its place is taken again at once, and where it has nothing to do."""
     rng = random.Random(str(strategy))
-    for seed in range(5):
+    for seed in range(3):
         name, at_s, back = rng.choice(["worker-0", "worker-1"]), rng.uniform(0.05, 0.6), seed % 2 == 0
 
         async def script(cluster: Any, name: str = name, at_s: float = at_s, back: bool = back) -> None:

@@ -39,7 +39,7 @@ from gradstream.testing.trials import Record, bad_world, observed
 from gradstream.wire import v1
 
 SAMPLES, EPOCHS, WORKERS = 24, 4, 3
-SEEDS = int(os.environ.get("SHARD_SEEDS", "24"))
+SEEDS = int(os.environ.get("SHARD_SEEDS", "16"))
 
 STRATEGIES: tuple[gs.strategies.ServerStrategy, ...] = (
     gs.Downpour(),
@@ -162,19 +162,18 @@ def test_in_rounds_a_death_changes_no_bit(strategy: Any, optimizer: Any, acknowl
 
     def run(script: Any) -> Any:
         return simulate(
-            model, data, strategy=strategy, optimizer=optimizer, workers=3, servers=2, batch_size=4, epochs=4,
+            model, data, strategy=strategy, optimizer=optimizer, workers=3, servers=2, batch_size=4, epochs=3,
             chunk_elems=64, deadlines=QUICK, config=UNSTEADY, script=script, acknowledge=acknowledge,
         ).parameters["w"]  # fmt: skip
 
     expected = run(None)
-    for at_s in (0.05, 0.23):
-        plan = FaultPlan([Kill("shard-0", at_s, 0.02), Kill("shard-1", at_s + 0.4, 0.0)])
-        got = run(plan)
-        assert plan.fired
-        # Under SSP a round of 0 sums in the order of arrival.
-        assert np.array_equal(got, expected) or (
-            isinstance(strategy, gs.SSP) and np.allclose(got, expected, 1e-12)
-        )
+    plan = FaultPlan([Kill("shard-0", 0.05, 0.02), Kill("shard-1", 0.45, 0.0)])
+    got = run(plan)
+    assert len(plan.fired) == 2
+    # Under SSP a round of 0 sums in the order of arrival.
+    assert np.array_equal(got, expected) or (
+        isinstance(strategy, gs.SSP) and np.allclose(got, expected, 1e-12)
+    )
 
 
 # ---- what ends the run ------------------------------------------------------------------------
@@ -330,7 +329,7 @@ def test_killed_shards_come_back(tmp_path: Path, acknowledge: Any, carrier: Any)
         strikes = Strikes(cluster, "backed_up" if acknowledge == "replicated" else "joined")
         run = launch(plan, tmp_path / "run", cluster=cluster, on_event=strikes)
     assert strikes.killed == ["shard-0", "shard-1"]
-    assert TokenAudit.of(run, 64, 30).exact
+    assert TokenAudit.of(run, 64, 12).exact
     joined = Counter(event["who"] for event in run.events if event["event"] == "joined")
     assert (joined["shard-0"], joined["shard-1"]) == (2, 2)
 
@@ -342,6 +341,6 @@ from gradstream.testing import Tokens, numbered
 
 def job():
     model, sgd = Tokens(8), gs.optim.SGD(lr=1.0)
-    options = {"workers": 2, "servers": 2, "batch_size": 2, "epochs": 30, "chunk_elems": 64}
+    options = {"workers": 2, "servers": 2, "batch_size": 2, "epochs": 12, "chunk_elems": 64}
     return gs.Job(model, numbered(64), strategy="downpour", optimizer=sgd, **options)
 """

@@ -64,7 +64,7 @@ def test_mean_value_analysis_gives_the_known_figures() -> None:
     assert figures == [121.2, 51.9, 41.9, 41.8]
 
 
-@pytest.mark.parametrize("instances", [4, 8, 16])
+@pytest.mark.parametrize("instances", [4, 16])
 def test_scaling_figure_of_the_original(instances: int) -> None:
     """One of the instances is the server: it saturates, and more workers do not help."""
     expected_s = closed_queue_epoch_s(instances - 1)
@@ -88,7 +88,7 @@ layers = [650 * 101 + 101, 1500 * 650 + 650, 49152 * 1500 + 1500]
 assert sum(layers) == 74_770_901
 run = simulate(
     Sized(layers), numbered(6400), config=SimulationConfig(shape_only=True), strategy=sys.argv[1],
-    workers=64, servers=4, batch_size=4, steps=2, chunk_elems=4_194_304,
+    workers=64, servers=4, batch_size=4, steps=1, chunk_elems=4_194_304,
 )
 print(json.dumps({
     # not ru_maxrss, in which what the process had before it became this program counts: the tests' memory
@@ -115,7 +115,7 @@ def test_64_replicas_of_75_million_parameters_fit(strategy: str) -> None:
     print(strategy, figures)
     assert figures["peak_bytes"] < 2 << 30
     assert figures["cpu_s"] < 60
-    # and yet every byte travelled: 64 replicas, 2 steps, 4 bytes a parameter (and the initial ones)
-    assert figures["pushed_bytes"] == (64 * 2 + 1) * 4 * 74_770_901
+    # and yet every byte travelled: 64 replicas, 4 bytes a parameter (and the initial ones)
+    assert figures["pushed_bytes"] == (64 + 1) * 4 * 74_770_901
     one_way_s = 64 * 4 * 74_770_901 / 4 / 1.25e9
-    assert figures["virtual_s"] > 2 * one_way_s
+    assert figures["virtual_s"] > one_way_s

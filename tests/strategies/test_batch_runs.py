@@ -55,6 +55,12 @@ def end_of(run: gs.Run) -> Any:
     return np.asarray(run.parameters["w"]).ravel()
 
 
+@pytest.fixture(scope="module")
+def right() -> Any:
+    """The end of a run in which nothing happens: other numbers of nodes have the same bits."""
+    return end_of(run_of(Softmax()))
+
+
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int, int]]:
     """How often each portion of each pass has joined the sum of a chunk: (chunk's procedure, pass, portion)."""
@@ -70,8 +76,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int, int]]:
     return counts
 
 
-@pytest.mark.parametrize("kind", ["softmax", "ridge"])
-@pytest.mark.parametrize("servers", [1, 3, 8])
+@pytest.mark.parametrize(("kind", "servers"), [("softmax", 1), ("softmax", 8), ("ridge", 3)])
 def test_iterates_are_those_of_one_process(
     kind: str, servers: int, taken: Counter[tuple[int, int, int]]
 ) -> None:
@@ -86,13 +91,9 @@ def test_iterates_are_those_of_one_process(
     assert set(portions.values()) == {12} and len(portions) == 9 * len(passes)
 
 
-def test_bits_are_the_same_for_any_number_of_nodes() -> None:
-    problem = Softmax()
-    ends = [
-        end_of(run_of(problem, workers=workers, servers=servers)).tobytes()
-        for workers, servers in ((1, 1), (2, 3), (4, 2))
-    ]
-    assert len(set(ends)) == 1
+def test_bits_are_the_same_for_any_number_of_nodes(right: Any) -> None:
+    for workers, servers in ((1, 1), (2, 3), (4, 2)):
+        assert end_of(run_of(Softmax(), workers=workers, servers=servers)).tobytes() == right.tobytes()
 
 
 def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,24 +122,19 @@ def test_last_portions_are_computed_twice_and_count_once(
     assert np.linalg.norm(wrong - right) > 1e-6 * np.linalg.norm(right)
 
 
-def test_a_gradient_at_earlier_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_at_earlier_parameters_is_refused(monkeypatch: pytest.MonkeyPatch, right: Any) -> None:
     """The planted fault: a slow worker's portions of an earlier pass stay out of the sum of this one."""
-    problem = Softmax()
-    right = end_of(run_of(problem, workers=4))
     stale(monkeypatch)
-    wrong = end_of(run_of(problem, workers=4))
+    wrong = end_of(run_of(Softmax(), workers=4))
     assert np.linalg.norm(wrong - right) > 1e-6 * np.linalg.norm(right)
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.1, 0.23, 0.4])
 @pytest.mark.parametrize("worker", ["worker-0", "worker-1"])
 def test_a_worker_that_dies_in_a_pass_changes_nothing(
-    worker: str, seconds: float, taken: Counter[tuple[int, int, int]]
+    worker: str, seconds: float, right: Any, taken: Counter[tuple[int, int, int]]
 ) -> None:
-    problem = Softmax()
-    right = end_of(run_of(problem))
-    taken.clear()
-    run = run_of(problem, script=kill_at(worker, seconds), deadlines=gs.Deadlines(silence_s=1.0))
+    run = run_of(Softmax(), script=kill_at(worker, seconds), deadlines=gs.Deadlines(silence_s=1.0))
     assert any(event["event"] == "left" and event["lost"] for event in run.events)
     assert set(taken.values()) == {1}
     assert end_of(run).tobytes() == right.tobytes()
@@ -157,12 +153,10 @@ def at(seconds: float, what: Callable[[Any], Any]) -> Any:
 @pytest.mark.parametrize("servers", [3])
 @pytest.mark.parametrize("seconds", [0.05, 0.2, 0.33])
 def test_a_run_that_is_stopped_goes_on_between_two_commands(
-    seconds: float, servers: int, taken: Counter[tuple[int, int, int]]
+    seconds: float, servers: int, right: Any, taken: Counter[tuple[int, int, int]]
 ) -> None:
     """Also in the middle of a pass, and on another number of shards."""
     problem, storage = Softmax(), MemoryStorage()
-    right = end_of(run_of(problem))
-    taken.clear()
     with pytest.raises(Interrupted):
         run_of(problem, script=at(seconds, lambda cluster: cluster.stop()), storage=storage)
     run = run_of(problem, storage=storage, resume=True, servers=servers)
@@ -171,11 +165,11 @@ def test_a_run_that_is_stopped_goes_on_between_two_commands(
     assert end_of(run).tobytes() == right.tobytes()
 
 
-@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.33])
-def test_shards_may_change_and_die(seconds: float) -> None:
+@pytest.mark.parametrize("seconds", [0.05, 0.2])
+def test_shards_may_change_and_die(seconds: float, right: Any) -> None:
     problem = Softmax()
-    right = end_of(run_of(problem)).tobytes()
-    assert end_of(run_of(problem, script=at(seconds, lambda cluster: cluster.reshard(3)))).tobytes() == right
+    resharded = run_of(problem, script=at(seconds, lambda cluster: cluster.reshard(3)))
+    assert end_of(resharded).tobytes() == right.tobytes()
 
     async def dies(cluster: Any) -> None:
         await cluster.virtual.runtime("director").sleep(seconds)
@@ -185,7 +179,7 @@ def test_shards_may_change_and_die(seconds: float) -> None:
     deadlines = gs.Deadlines(silence_s=1.0)
     run = run_of(problem, script=dies, acknowledge="replicated", deadlines=deadlines)
     assert any(event["event"] == "restored" for event in run.events)
-    assert end_of(run).tobytes() == right
+    assert end_of(run).tobytes() == right.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -200,7 +194,7 @@ def test_runs_end_at_the_optimum(strategy: Any) -> None:
     problem = Softmax(classes=3)
     twin = OneProcess(gs.LBFGS(tolerance_grad=1e-11, tolerance_change=0.0), problem.objective, problem.start)
     twin.run()
-    run = run_of(problem, strategy, epochs=200)
+    run = run_of(problem, strategy, epochs=200, batch_size=40)
     finished = next(event for event in run.events if event["event"] == "finished")
     assert "at most" in finished["reason"]
     best = problem.objective(twin.vectors["x"])[0]
@@ -228,8 +222,9 @@ def test_bytes_of_vectors_do_not_depend_on_m() -> None:
         links = [event for event in run.events if event["event"] == "link"]
         return [sum(event[name] for event in links) for name in ("pushed_bytes", "fetched_bytes")]
 
-    assert min(exchanged(1)) > 0
-    assert exchanged(1) == exchanged(9)
+    few = exchanged(1)
+    assert min(few) > 0
+    assert few == exchanged(9)
 
 
 @pytest.mark.parametrize(

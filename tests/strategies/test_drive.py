@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -359,8 +360,13 @@ STAGED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("law", ["travels", "plain", "repeatable", "ends", "resumes", "deaths"])
-@pytest.mark.parametrize("name", STAGED)
+@pytest.mark.parametrize(
+    ("name", "law"),
+    [
+        *product(STAGED, ["travels", "plain", "repeatable"]),
+        *product(["downpour", "softsync", "dc-asgd"], ["ends", "resumes", "deaths"]),
+    ],
+)
 @pytest.mark.usefixtures("few_seeds")
 def test_the_laws_of_strategies_hold_for_one_that_is_staged(name: str, law: str) -> None:
     assert getattr(properties, law)(STAGED[name])

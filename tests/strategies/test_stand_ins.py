@@ -32,12 +32,13 @@ WORLD = SimulationConfig(
 )
 """A chunk of 64 float64 takes 5 ms on the wire: between the first and the last chunk of a push there is time to die."""
 
+EPOCHS = 2
 MODEL, DATA = least_squares(96, 300, whole=False, reduction="mean")
 JOB: dict[str, Any] = {
-    "optimizer": gs.optim.SGD(lr=0.01, momentum=0.9), "workers": 3, "servers": 2, "batch_size": 4, "epochs": 3,
-    "chunk_elems": 64, "deadlines": QUICK, "config": WORLD,
+    "optimizer": gs.optim.SGD(lr=0.01, momentum=0.9), "workers": 3, "servers": 2, "batch_size": 4,
+    "epochs": EPOCHS, "chunk_elems": 64, "deadlines": QUICK, "config": WORLD,
 }  # fmt: skip
-UNTIL_S = 2.0
+UNTIL_S = 1.3
 """About the length of such a run."""
 
 
@@ -54,9 +55,8 @@ def undisturbed() -> Any:
 
 
 def same(run: gs.Run, parameters: Any) -> bool:
-    return (
-        bool(np.array_equal(run.parameters["w"], parameters)) and run.summary["samples_accounted"] == 3 * 96
-    )
+    accounted = run.summary["samples_accounted"] == EPOCHS * 96
+    return bool(np.array_equal(run.parameters["w"], parameters)) and accounted
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_death_at_any_instant_changes_no_bit(
     strategy: gs.Strategy, after_s: float | None, undisturbed: Any
 ) -> None:
     rng, deaths, steps = random.Random(f"{strategy} {after_s}"), 0, 0
-    for _ in range(5):
+    for _ in range(3):
         name, at_s = f"worker-{rng.randrange(3)}", rng.uniform(0.02, UNTIL_S)
         script = kill_at(name, at_s) if after_s is None else replace_at(name, at_s, after_s)
         run, events = run_with(script, strategy)
@@ -78,13 +78,13 @@ def test_a_death_at_any_instant_changes_no_bit(
             bool(back_s) and e["event"] == "step" and e["node"] == name and e["time_s"] > back_s[0]
             for e in events
         )
-    assert deaths > 2
-    assert (steps > 5) == (after_s is not None)
+    assert deaths > 1
+    assert (steps > 3) == (after_s is not None)
 
 
 def test_they_die_one_after_the_other_and_the_last_one_ends_as_all_would_have(undisturbed: Any) -> None:
     rng = random.Random(1)
-    for _ in range(4):
+    for _ in range(3):
         order = rng.sample(range(3), 2)
 
         async def script(cluster: Any, order: list[int] = order) -> None:
@@ -113,7 +113,7 @@ def test_they_die_and_come_back_again_and_again(undisturbed: Any) -> None:
                 if cluster.outcomes.keys() & {f"worker-{two[0]}"}:
                     return  # the run is over
 
-        run, _ = run_with(script, epochs=3)
+        run, _ = run_with(script)
         assert same(run, undisturbed), seed
 
 
@@ -127,8 +127,8 @@ def test_a_round_may_be_torn_when_its_worker_dies(monkeypatch: pytest.MonkeyPatc
         self._round = present
 
     monkeypatch.setattr(StandIn, "hear", hear)
-    stuck = 0
-    for seed in range(6):
+
+    def is_stuck(seed: int) -> bool:
 
         async def script(cluster: Any, at_s: float = 0.3 + 0.05 * seed) -> None:
             await kill_at("worker-1", at_s)(cluster)
@@ -138,8 +138,10 @@ def test_a_round_may_be_torn_when_its_worker_dies(monkeypatch: pytest.MonkeyPatc
         try:
             run_with(script)
         except gs.errors.PeerLostError as error:
-            stuck += error.peer == "coordinator"
-    assert stuck > 0
+            return error.peer == "coordinator"
+        return False
+
+    assert any(map(is_stuck, range(6)))
 
 
 def test_another_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch, undisturbed: Any) -> None:
@@ -156,7 +158,7 @@ def test_another_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch, undisturbe
 
 
 def test_checkpoints_are_made_meanwhile_and_resumed_with_the_same_bits(undisturbed: Any) -> None:
-    for seed in range(4):
+    for seed in range(3):
         script = replace_at("worker-1", 0.2 + 0.1 * seed, 0.02 * (seed % 3))
         run, events = run_with(script, checkpoint_every=2, storage=MemoryStorage())
         assert same(run, undisturbed)

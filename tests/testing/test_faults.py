@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 
 import faults as bench  # type: ignore[import-not-found]  # a script, not typed
 
-SEEDS, BLOCKS, EPOCHS = 504, 14, 1
-"""On each of the nine strategies of the bench, 56 plans, in short runs. The record of the bench has more and longer."""
+SEEDS, BLOCKS, EPOCHS = int(os.environ.get("FAULT_SEEDS", "126")), 7, 1
+"""On each of the nine strategies of the bench, 14 plans, in short runs. The record of the bench has more and longer."""
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))

@@ -176,7 +176,7 @@ def converges(strategy: Strategy) -> str:
     before, figures = float(np.mean((inputs @ truth) ** 2)), []
     for optimizer, share in ((SGD(lr=0.01), 0.5), (strategy.optimizer(), 1.0)):
         outcome = trial(
-            strategy, model, data, workers=3, servers=2, batch_size=8, epochs=16, optimizer=optimizer
+            strategy, model, data, workers=3, servers=2, batch_size=8, epochs=8, optimizer=optimizer
         )
         run = _ended(outcome, f"with {optimizer}")
         loss = float(np.mean((inputs @ (run.parameters["w"] - truth)) ** 2))
