@@ -230,8 +230,9 @@ class _Follower:
             if len(takeovers) == TAKEOVERS:
                 raise PeerLostError(
                     "launcher",
-                    f"{TAKEOVERS} processes could not take over {self.path}; see {self.path / 'logs/launcher.log'}. "
-                    "The nodes go on without: workers that die are not replaced, nor is the coordinator",
+                    f"{TAKEOVERS} new launchers, one after the other, could not take over {self.path}; see "
+                    f"{self.path / 'logs/launcher.log'}. The nodes go on without one: workers that die are not "
+                    "replaced, nor is the coordinator. `gradstream attach` tries again; `gradstream stop` ends the run",
                 )
             takeovers.append(time.monotonic())
             say(f"{self.path} has lost its launcher: another one takes over")

@@ -217,7 +217,9 @@ def optimizer_of_text(text: str) -> tuple[Optimizer, GroupedRule | None]:
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"an update rule that cannot be made: {text[:80]!r}: {error}") from error
+        raise ConfigError(
+            f"this node cannot make the update rule that another one has sent: {text[:80]!r}: {error}"
+        ) from error
 
 
 def describe(value: Any) -> dict[str, Any]:
