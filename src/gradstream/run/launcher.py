@@ -186,7 +186,10 @@ class Launcher:
             names.add((message or {}).get("started", ""))
             waited += message is None
             if waited * POLL_S > BOOT_S:
-                raise DeadlineError("forkserver", f"did not say what its nodes do within {BOOT_S:g} s")
+                raise DeadlineError(
+                    "forkserver",
+                    f"did not tell the new launcher which nodes run within {BOOT_S:g} s; see {self._run_dir / 'logs'}",
+                )
         return names
 
     def _start_node(self, name: str, *arguments: str, again: Sequence[str] = ()) -> None:

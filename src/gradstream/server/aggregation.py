@@ -188,7 +188,7 @@ class EveryPush(AggregationRule):
         return parked[:1]
 
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
-        """1."""
+        """1 for each push."""
         return (1.0,)
 
 

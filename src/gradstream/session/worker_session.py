@@ -298,7 +298,7 @@ class WorkerSession(Session):
             raise changed
 
     def finish(self) -> None:
-        """Ends the session where the script has ended, and reads its parameters no more."""
+        """Ends the session after the end of the script, whose parameters it no longer reads."""
         if self._closed:
             return
         self._closed = True

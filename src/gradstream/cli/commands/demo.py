@@ -20,8 +20,8 @@ JOB = "gradstream.cli.demo_job:job"
 def demo(context: click.Context, as_json: bool, faults: bool, seed: int) -> None:
     """Trains a small CNN on embedded images with 2 workers and 1 parameter server.
 
-    With --faults, 3 workers and 2 shards train it twice: undisturbed, and while workers and the coordinator are killed.
-    The status is 1 if a sample is lost or counts twice.
+    With --faults, 3 workers and 2 shards train it twice: undisturbed, and while workers, a shard and the coordinator
+    are killed. The status is 1 if a sample is lost or counts twice.
 
     \b
     Examples:
