@@ -145,7 +145,10 @@ def reshard(path: str | Path, *, servers: int, wait_s: float = RESHARD_S) -> str
 
     follower = _Follower(Path(path), on_event)
     if follower.has_ended:
-        raise ConfigError(f"{follower.path} has ended: {follower.how}; resume it with servers={servers}")
+        remedy = (
+            "no shard is left to change" if follower.has_finished else f"resume it with servers={servers}"
+        )
+        raise ConfigError(f"{follower.path} has ended: {follower.how}; {remedy}")
     token, give_up_s = ask(follower.path, servers), time.monotonic() + wait_s
 
     def decided(_: int) -> bool:
@@ -230,8 +233,9 @@ class _Follower:
             if len(takeovers) == TAKEOVERS:
                 raise PeerLostError(
                     "launcher",
-                    f"{TAKEOVERS} processes could not take over {self.path}; see {self.path / 'logs/launcher.log'}. "
-                    "The nodes go on without: workers that die are not replaced, nor is the coordinator",
+                    f"{TAKEOVERS} new launchers, one after the other, could not take over {self.path}; see "
+                    f"{self.path / 'logs/launcher.log'}. The nodes go on without one: workers that die are not "
+                    "replaced, nor is the coordinator. `gradstream attach` tries again; `gradstream stop` ends the run",
                 )
             takeovers.append(time.monotonic())
             say(f"{self.path} has lost its launcher: another one takes over")
@@ -246,13 +250,18 @@ class _Follower:
         return Ending(run_dir=self.path, last=self._events.last, first=first, in_file=in_file)
 
     @property
+    def has_finished(self) -> bool:
+        """Whether the run has computed all that it should."""
+        return "finished" in self._events.last
+
+    @property
     def how(self) -> str:
         """How the run has ended, in words."""
         if "stopped" in self._events.last:
             return str(self.ending.interrupted)
         if (failure := self.ending.failure) is not None:
             return f"it failed: {failure}"
-        return "it has finished" if "finished" in self._events.last else UNFINISHED
+        return "it has finished" if self.has_finished else UNFINISHED
 
     @property
     def commands(self) -> str:
@@ -268,7 +277,7 @@ class _Follower:
             for note in self.ending.where:
                 failure.add_note(note)
             raise failure
-        if "finished" in self._events.last:
+        if self.has_finished:
             return Run.load(self.path)
         host = socket.gethostname()
         if self._record is not None and self._record.host != host:

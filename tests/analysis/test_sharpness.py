@@ -144,7 +144,7 @@ def test_the_plane_goes_through_all_three_runs() -> None:
     [
         ([np.zeros(2)], "a line takes 2 runs and a plane 3; got 1"),
         ([np.zeros(2), np.zeros(2)], "the same parameters"),
-        ([np.zeros(2), np.zeros(3)], "runs of one model; got 2, 3 parameters"),
+        ([np.zeros(2), np.zeros(3)], "runs of one model; got runs of 2, 3 parameters"),
         ([np.zeros(2), np.ones(2), 2 * np.ones(2)], "on one line"),
     ],
 )

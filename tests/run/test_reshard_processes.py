@@ -114,7 +114,7 @@ def test_the_command_changes_the_shards_and_names_what_it_cannot(job: Path) -> N
     assert "has this number of shards already" in done.stderr or "has ended" in done.stderr
     (job.parent / "hurry").touch()
     assert TokenAudit.of(gs.runs.attach(run_dir), 64, 12).exact
-    with pytest.raises(ConfigError, match="has ended: it has finished; resume it with servers=2"):
+    with pytest.raises(ConfigError, match="has ended: it has finished; no shard is left to change"):
         gs.runs.reshard(run_dir, servers=2)
 
 

@@ -318,7 +318,7 @@ def test_shards_that_nobody_starts_leave_the_run_as_it_is() -> None:
     failed = script.events[-1]
     assert failed["state"] == "failed"
     assert failed["who"] == "shard-2, shard-3, shard-4"
-    assert failed["message"] == "not ready within 0.3 s"
+    assert failed["message"] == "was not ready within 0.3 s"
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,10 @@ def test_files_in_the_svmlight_format(tmp_path: Path) -> None:
     assert table.values.tolist() == [2.0, 0.5, 1.5]
     assert data.batch(np.arange(2)).targets.tolist() == [1, 0]
     assert (data.name, data.num_test_samples, data.num_features) == ("some", 2, 3)
-    for text, match in (("1 3:x\n", "some.txt:1: could not convert"), ("1 0:1\n", "features begin at 1")):
+    for text, match in (
+        ("1 3:x\n", "some.txt:1: could not convert"),
+        ("1 0:1\n", "expected numbers from 1 on"),
+    ):
         path.write_text(text)
         with pytest.raises(DataError, match=match):
             sparse.from_svmlight(path)

@@ -80,14 +80,18 @@ def surface(loss: Loss, runs: Sequence[Vector], *, points: int | None = None) ->
     if len(runs) not in (2, 3):
         raise ConfigError(f"a line takes 2 runs and a plane 3; got {len(runs)}")
     if len({run.shape for run in runs}) > 1:
-        raise ConfigError(f"runs of one model; got {', '.join(f'{run.size:,}' for run in runs)} parameters")
+        raise ConfigError(
+            f"expected runs of one model; got runs of {', '.join(f'{run.size:,}' for run in runs)} parameters"
+        )
     count = points or (LINE if len(runs) == 2 else PLANE)
     if count < 2:
-        raise ConfigError(f"points: 2 or more; got {count}")
+        raise ConfigError(f"points={count}: expected 2 or more")
     first, along = runs[0], runs[1] - runs[0]
     length = float(np.linalg.norm(along))
     if not length:
-        raise ConfigError("the first two runs have the same parameters")
+        raise ConfigError(
+            "the first two runs have the same parameters: no line leads through them; name another run"
+        )
     if len(runs) == 2:
         axis = np.linspace(-1.0, 2.0, count)
         return Surface(np.array([0.0, 1.0]), (axis,), np.array([loss(first + at * along)[0] for at in axis]))

@@ -243,5 +243,5 @@ class Resume:
         try:
             check_record(cls, {**record, "done": {"epochs": 0}})
         except MismatchError as error:
-            raise ConfigError(f"not where a run goes on: {error}") from None
+            raise ConfigError(f"the description of the checkpoint to resume from is wrong: {error}") from None
         return cls(**{**record, "done": done, "phase": JobPhase(**record.get("phase", {}))})

@@ -152,7 +152,7 @@ class Communicator:
         except (ClosedError, RefusedError):
             received = None
         if received is None or not received.frame.HasField("body"):
-            raise PeerLostError(self.names[rank], "left the group where it was to speak")
+            raise PeerLostError(self.names[rank], "left the group instead of its turn in an exchange")
         return received.frame.body.data
 
     async def connect_data_sockets(self, ranks: Collection[int]) -> None:

@@ -148,9 +148,13 @@ def _check_model(request: v1.Join) -> None:
     """Raises ValueError for an impossible model."""
     spec = request.model
     if spec.dtype not in (v1.FLOAT32, v1.FLOAT64, v1.DTYPE_UNSPECIFIED) or spec.elems > MAX_ELEMS:
-        raise ValueError(f"{spec.elems} elements of type {spec.dtype}")
+        raise ValueError(
+            f"{spec.elems} elements of type {spec.dtype}; expected at most {MAX_ELEMS}, FLOAT32 or FLOAT64"
+        )
     if spec.chunk_elems and spec.elems // spec.chunk_elems > MAX_CHUNKS:
-        raise ValueError(f"{spec.elems} elements in chunks of {spec.chunk_elems}")
+        raise ValueError(
+            f"{spec.elems} elements in chunks of {spec.chunk_elems}; expected at most {MAX_CHUNKS} chunks"
+        )
     if spec.optimizer:
         _rule_of(spec.optimizer)
     if spec.parts:

@@ -101,7 +101,7 @@ class Nodes:
         self._all_backed_up()
 
     def dismiss(self) -> None:
-        """Lets the shards keep the parameters; the newcomers are to leave."""
+        """Ends a change of shards that has failed: the shards keep the parameters, and the newcomers are to leave."""
         assert self.newcomers is not None
         self.leaving.update(self.newcomers.names)
         self.newcomers, self.handing_over = None, False

@@ -132,14 +132,15 @@ class Resharding:
                 event = self._event("switched", at_s)
                 nodes.switch()
                 return [event, Notify()]
-            return self._check_time(awaited, "handed", at_s - self._held_from_s, deadlines.cut_s, at_s)
+            took_s, limit_s = at_s - self._held_from_s, deadlines.cut_s
+            return self._check_time(awaited, "had not taken its chunks", took_s, limit_s, at_s)
         if self._snapshots.stopping or self._snapshots.finishing:
             return self._fail("coordinator", "the run is at its end", at_s)
         awaited = [name for name in (*nodes.placement.names, *target.names) if nodes.get(name) is None]
         settled = self._estates is None or self._estates.settled
         if awaited or not settled or self._snapshots.current is not None:
             awaited = awaited or ([] if self._estates is None else self._estates.awaited)
-            return self._check_time(awaited, "ready", at_s - self._began_s, deadlines.join_s, at_s)
+            return self._check_time(awaited, "was not ready", at_s - self._began_s, deadlines.join_s, at_s)
         nodes.handing_over, self._held_from_s = True, at_s
         return [self._event("holding", at_s), Notify()]
 
@@ -149,7 +150,7 @@ class Resharding:
         if took_s <= limit_s:
             return []
         names = ", ".join(awaited) or "a checkpoint"
-        return self._fail(names, f"not {what} within {limit_s:g} s", at_s)
+        return self._fail(names, f"{what} within {limit_s:g} s", at_s)
 
     def _fail(self, who: str, why: str, at_s: float) -> list[Instruction]:
         event = self._event("failed", at_s, who, why)

@@ -31,6 +31,7 @@ SILENCE_S = 30.0
 ATTEMPTS = 5  # attempts in a row without a byte
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 PASSING = {408, 425, 429, 500, 502, 503, 504}
+MIRROR = "name a mirror of the file: url=..., or `gradstream data get NAME --url URL`"
 
 Progress = Callable[[int, int], None]
 """Called with (bytes so far, bytes in total)."""
@@ -110,7 +111,7 @@ def _check_length(num_bytes: int | None, file: RemoteFile) -> None:
     if num_bytes not in (None, file.num_bytes):
         raise DataError(
             f"{file.url} is {num_bytes:,} bytes long, expected {file.num_bytes:,}: the publisher has changed the "
-            "file. Install a newer gradstream, or name a mirror of the old file"
+            f"file. Install a newer gradstream, or {MIRROR}"
         )
 
 
@@ -281,7 +282,7 @@ def _open(request: urllib.request.Request, silence_s: float, partial: _Partial) 
             raise _InterruptedError(f"the server answered {error.code} {error.reason}", seconds) from error
         raise DataError(
             f"{request.full_url}: the server answered {error.code} {error.reason}. The file may have "
-            "moved: look for a newer gradstream, or name a mirror of the file"
+            f"moved: look for a newer gradstream, or {MIRROR}"
         ) from error
     except (OSError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
@@ -303,7 +304,7 @@ class _SafeRedirects(urllib.request.HTTPRedirectHandler):
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
         if req.type == "https" and urlsplit(newurl).scheme != "https":
-            raise DataError(f"{req.full_url} leads to {newurl}, which is not encrypted; name a mirror")
+            raise DataError(f"{req.full_url} leads to {newurl}, which is not encrypted; {MIRROR}")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 

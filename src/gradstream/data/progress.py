@@ -69,7 +69,7 @@ class DataProgress:
             return cls(_number(record["epochs"]), parts)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(
-                f"the record of the samples that are done is damaged ({error!r}): resume from another checkpoint"
+                f"the record of the samples in the model is damaged ({error!r}): resume from another checkpoint"
             ) from error
 
 

@@ -279,7 +279,7 @@ class StreamFeed:
         if fresh:
             return DataError(
                 f"the stream {self._name!r} has no batches for rank {ref.partition} "
-                f"in data epoch {place.epoch}"
+                f"in data epoch {place.epoch}; its function must make at least one for each worker"
             )
         return DataError(
             f"the stream {self._name!r} of rank {ref.partition} ended after {ref.batch} of its "

@@ -76,7 +76,7 @@ def _check(values: Mapping[str, Any]) -> None:
     hints["phases"] = Sequence[Mapping[str, Any]]
     for name, value in values.items():
         if name in _NOT_PLAIN or name not in hints:
-            raise MismatchError(f"{name[:80]!r} is no plain field of a job")
+            raise MismatchError(f"{name[:80]!r} is no field of a job that a description of a run has")
         check_value(value, hints[name], name)
 
 

@@ -248,7 +248,9 @@ def optimizer_of_text(text: str) -> tuple[Optimizer, GroupedRule | None]:
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"an update rule that cannot be made: {text[:80]!r}: {error}") from error
+        raise ConfigError(
+            f"this node cannot make the update rule that another one has sent: {text[:80]!r}: {error}"
+        ) from error
 
 
 def describe(value: Any) -> dict[str, Any]:
@@ -385,7 +387,7 @@ def load_module(path: Path, name: str | None = None) -> ModuleType:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is not a Python file")
+        raise ConfigError(f"{path} is not a Python file; expected a name that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

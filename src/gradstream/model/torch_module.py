@@ -254,7 +254,7 @@ class TorchModel:
         return self._loss(self.call(built.module, inputs), targets)
 
     def call(self, module: nn.Module, inputs: Any) -> Any:
-        """Calls a module on a minibatch's inputs, as `spread` says."""
+        """Calls a module on a minibatch's inputs: as one argument, or as several (`spread` of `from_torch`)."""
         if self._spread and isinstance(inputs, dict):
             return module(**inputs)
         if self._spread and isinstance(inputs, tuple | list):

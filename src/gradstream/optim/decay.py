@@ -2,7 +2,7 @@
 
 An update rule adds λ·w once for each update. That is too little where an update is the sum of several gradients,
 or where a worker makes local steps in between. Then the worker adds λ·w to each gradient, and the shards
-apply the rule without it (`Strategy.decays_gradients`).
+apply the rule without it (`ServerStrategy.decays_gradients`).
 """
 
 from __future__ import annotations

@@ -441,7 +441,7 @@ class Chain:
     """One schedule up to a step, and another one after it, whose run begins at that step.
 
     Args:
-        first: schedule of the steps before `at`. Its run is the whole one.
+        first: schedule of the steps before `at`. Its positions are those in the whole run.
         at: start of the second schedule, > 0.
         then: schedule of the steps from `at` on. A `Cosine` covers the rest of the run.
         unit: unit of `at`, "steps" or "epochs".

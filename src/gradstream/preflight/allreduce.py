@@ -187,7 +187,10 @@ def _wait(cluster: LocalCluster, ranks: int) -> None:
     while ranks:
         message = cluster.message(max(0.0, until - time.monotonic()))
         if message is None:
-            raise GradstreamError(f"{ranks} ranks have not finished within {LIMIT_S:g} s")
+            raise GradstreamError(
+                f"{ranks} ranks have not finished within {LIMIT_S:g} s: end other programs on this machine, or measure "
+                "fewer ranks"
+            )
         if "exited" in message:
             if message["status"] != 0:
                 name = message["exited"]

@@ -186,7 +186,10 @@ class Launcher:
             names.add((message or {}).get("started", ""))
             waited += message is None
             if waited * POLL_S > BOOT_S:
-                raise DeadlineError("forkserver", f"did not say what its nodes do within {BOOT_S:g} s")
+                raise DeadlineError(
+                    "forkserver",
+                    f"did not tell the new launcher which nodes run within {BOOT_S:g} s; see {self._run_dir / 'logs'}",
+                )
         return names
 
     def _start_node(self, name: str, *arguments: str, again: Sequence[str] = ()) -> None:
@@ -372,7 +375,11 @@ class Launcher:
             if silent and len(self._ended.statuses) == len(self._others) and self._options.on_address is None:
                 others_gone += 1  # broken connections tell the coordinator, which may be suspended meanwhile
                 if others_gone * POLL_S > self._job.deadlines.patience_s:
-                    raise PeerLostError(COORDINATOR, "did not end the run after all other nodes had ended")
+                    raise PeerLostError(
+                        COORDINATOR,
+                        f"did not end the run within {self._job.deadlines.patience_s:g} s after all other nodes had "
+                        f"ended; see {self._run_dir / 'logs'}",
+                    )
         self._events.read()
         if "stopped" in self._events.last:
             self._let_leave()

@@ -62,7 +62,7 @@ class LauncherRecord:
         """
         path = run_dir / FILE
         if run_dir.resolve() in _held:
-            raise ConfigError(f"this process itself runs the run in {run_dir}")
+            raise ConfigError(f"{run_dir} is a run of this very process: wait until `train` returns")
         try:
             if not path.stat().st_size:
                 return None
@@ -90,7 +90,9 @@ def launcher_lock(run_dir: Path, record: LauncherRecord) -> Iterator[None]:
     """
     run_dir = run_dir.resolve()
     if run_dir in _held:
-        raise DataError(f"this process runs {run_dir} already")
+        raise DataError(
+            f"this process runs {run_dir} already; name another run_dir, or wait until that run ends"
+        )
     with open(os.open(run_dir / FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb", 0) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -73,7 +73,12 @@ class NodeSpec:
         per_machine: int = 1,
         meeting: str = "",
     ) -> NodeSpec:
-        """The description of a plan. A job that is not in a file can be run, but not be read again."""
+        """The description of a plan. A job that is not in a file can be run, but not be read again.
+
+        Args:
+            plan: plan of the run.
+            run_dir, earlier, trial, per_machine, meeting: see the class.
+        """
         job, phased = plan.whole or plan.job, plan.whole is not None
         return cls(
             id=plan.id,

@@ -67,9 +67,12 @@ def spec_of_run(path: Path) -> NodeSpec:
 
 
 def kept_parameters(path: Path, checkpoint: str | None = None) -> Path:
-    """The file of parameters that a run has kept; see `reopen`. Checkpoints are verified first.
+    """The file of a run's final parameters, or of a checkpoint, which is verified first.
 
     Where the newest checkpoint was torn or altered, the one before is taken, with a warning.
+
+    Args:
+        path, checkpoint: see `reopen`.
 
     Raises:
         ConfigError: there is no checkpoint, or none of this name.

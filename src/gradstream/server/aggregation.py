@@ -143,7 +143,7 @@ class AggregationRule(ABC):
         return None
 
     def drops(self, version: int, new: PushHeader) -> bool:
-        """Whether a push comes too late for its update. That is an expected outcome and no error."""
+        """Whether the shard drops a push, because it comes too late. The worker is told; that is no error."""
         return False
 
     @abstractmethod
@@ -188,7 +188,7 @@ class EveryPush(AggregationRule):
         return parked[:1]
 
     def weights(self, version: int, update: Sequence[PushHeader]) -> Sequence[float]:
-        """1."""
+        """1 for each push."""
         return (1.0,)
 
 

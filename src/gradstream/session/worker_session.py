@@ -164,8 +164,8 @@ class WorkerSession(Session):
         self._check_unused()
         if not self._gradients_only:
             raise ConfigError(
-                f"session.split under {type(self._strategy).__name__}: parts of one model exchange no parameters; "
-                'expected gradstream.join("allreduce") or "synchronous"'
+                f"session.split under {type(self._strategy).__name__}, which exchanges parameters: replicas of a split "
+                'model can only average gradients; expected gradstream.join("allreduce") or "synchronous"'
             )
         split = LoopSplit(self.rank, build, example, into, self.world_size, self._place.job(), pipeline_dtype)
         bridge = self._begin(split.binding, split.RULE)
@@ -298,7 +298,7 @@ class WorkerSession(Session):
             raise changed
 
     def finish(self) -> None:
-        """Ends the session where the script has ended, and reads its parameters no more."""
+        """Ends the session after the end of the script, whose parameters it no longer reads."""
         if self._closed:
             return
         self._closed = True

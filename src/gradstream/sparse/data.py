@@ -74,7 +74,8 @@ class Sparsity:
         omega: Ω, the most components of a sample.
         delta: Δ, the largest share of samples that have the same component.
         rho: ρ, the largest share of samples that have a component in common with one sample; or a bound of it.
-        exact: whether `rho` is exact. Otherwise it is min(1, max_e Σ_{v∈e} d_v/|E|), an upper bound.
+        exact: whether `rho` is exact. Otherwise it is min(1, max_e Σ_{v∈e} d_v/|E|), an upper bound: d_v samples have
+            component v.
     """
 
     omega: int
@@ -130,10 +131,11 @@ class SparseDataset:
         return self._rows(self.tables[1], ids, self.num_test_samples, "test")
 
     def sparsity(self, *, exact: bool = False) -> Sparsity:
-        """Ω, Δ and ρ of the training samples.
+        """Ω, Δ and ρ of the training samples; see `Sparsity`.
 
         Args:
-            exact: whether to compute ρ itself and not a bound, which takes time in proportion to Σ_v d_v².
+            exact: whether to compute ρ itself and not an upper bound. That takes time in proportion to Σ_v d_v²,
+                where d_v is the number of samples that have component v.
         """
         return _sparsity_of(self.tables[0], exact=exact)
 
@@ -323,7 +325,9 @@ def _checked(part: tuple[Any, Any, Any, Any], which: str) -> tuple[Array, Array,
             f"expected {len(indptr) - 1} targets and {indptr[-1]} of both others, as indptr says"
         )
     if len(indices) and indices.min() < 0:
-        raise DataError(f"{which} samples: feature {indices.min()}; expected numbers from 0")
+        raise DataError(
+            f"{which} samples: the indices have {indices.min()}; expected numbers of features, which begin at 0"
+        )
     with np.errstate(over="ignore"):  # a number that overflows is not finite, and refused below
         values, targets = (array.astype(np.float32, copy=False) for array in (values, targets))
     if not (np.isfinite(values).all() and np.isfinite(targets).all()):

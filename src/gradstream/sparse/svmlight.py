@@ -45,7 +45,8 @@ def read_svmlight(path: str | Path, *, first: int = 1) -> tuple[Any, Any, Any, A
                 ) from error
             if indices and indices[-1] < 0:
                 raise DataError(
-                    f"{path}:{number}: feature {indices[-1] + first}; features begin at {first}: first=0?"
+                    f"{path}:{number}: feature {indices[-1] + first}; expected numbers from {first} on: pass first=0 "
+                    "if the features of this file begin at 0"
                 )
             indptr.append(len(indices))
     return np.array(indptr), np.array(indices, np.int64), np.array(values), np.array(targets)

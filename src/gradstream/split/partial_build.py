@@ -30,10 +30,10 @@ _TRUNCATED_NORMAL = nn.init._no_grad_trunc_normal_
 
 
 class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which tensors are created without values, but for those with the given numbers.
+    """A context in which tensors are created without values, except those with the given numbers.
 
-    A tensor that has memory of its own has a number: (which call of a torch function made it, which one of that
-    call). An operation is carried out on values if all of its inputs have them.
+    A tensor that has memory of its own has a number of two parts: which call of a torch function made it, and its
+    place among the tensors that the call made. An operation is carried out on values if all of its inputs have them.
 
     Args:
         needed: numbers of the tensors that get values.

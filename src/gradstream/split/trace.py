@@ -289,7 +289,8 @@ def trace(
         if tensor.device.type == "meta" or not torch.equal(tensor, constants[1][name]):
             raise ConfigError(
                 f"split: the module computes {name}, of shape {tuple(tensor.shape)}, from a tensor that is neither a "
-                "parameter nor a buffer, or by mode; expected one that it can compute alone: call register_buffer"
+                "parameter nor a buffer, or differently in train() and eval(); expected one that each process can "
+                "compute alone: call register_buffer"
             )
     return graphs[0], constants[0]
 

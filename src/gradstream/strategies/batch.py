@@ -170,7 +170,10 @@ class ProcedureRun:
         return False
 
     async def finish(self) -> None:
-        """Carries out the steps after the last pass, if all of it is in the sum. Ends at the last accepted iterate."""
+        """Ends the method at its last accepted iterate.
+
+        If all samples of the last pass are in the sum, it first carries out the steps that follow that pass.
+        """
         await self._server.flush()
         latest = await self._server.step(v1.Procedure(), ())
         if latest.number > self._number or (latest.number == self._number and not self._known):

@@ -70,7 +70,7 @@ class Slow(Spell):
     """A node computes more slowly. Simulations only.
 
     Args:
-        factor: by so much longer each computation takes that begins meanwhile.
+        factor: how many times as long each computation takes that begins meanwhile.
     """
 
     factor: float
@@ -135,7 +135,7 @@ class Reorder(Flaw):
 
 
 class SlowLink(Flaw):
-    """Everything takes so many seconds longer, or in a simulation in all."""
+    """Each frame takes `amount` seconds longer; in a simulation, it takes `amount` seconds in all."""
 
     on_link = "latency_s"
 

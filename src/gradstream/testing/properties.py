@@ -86,7 +86,7 @@ def travels(strategy: Strategy) -> str:
             f"{cls.__name__}.survives_worker_loss is {getattr(strategy, 'survives_worker_loss', None)!r}; "
             "expected True or False"
         )
-    return f"{len(fields)} options, partitioning in {strategy.partitioning}"
+    return f"number of options: {len(fields)}; partitioning: {strategy.partitioning}"
 
 
 def _check_place(strategy: Strategy) -> None:

@@ -122,7 +122,7 @@ class TaggedTensors:
         self._sequences: Counter[str] = Counter()
 
     def members_changed(self, members: Mapping[str, int]) -> None:
-        """Forgets what was kept for senders that are no longer members."""
+        """Forgets what was kept for senders that are no longer members: `members` has each one's incarnation."""
         self._mailbox.keep_senders({Caller(*member) for member in members.items()})
 
     async def send(

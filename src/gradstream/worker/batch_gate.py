@@ -4,7 +4,7 @@ When a snapshot begins, a worker reports how many minibatches it has begun, and 
 where to stop, goes on up to there, brings everything that it has computed into the model, and reports that. It
 then stands until the snapshot releases it. A worker that has nothing to do stands already.
 
-A participation schedule pauses and resumes workers (`Strategy.drive`). A paused worker stands too. When it is
+A participation schedule pauses and resumes workers (`ServerStrategy.drive`). A paused worker stands too. When it is
 resumed, it chooses its next minibatch anew, since other workers may have taken some of its own.
 """
 

@@ -54,7 +54,7 @@ class JointGradient:
         return self._schedule.size(replace(ref, partition=rank)) or 0
 
     def milestones(self, gradient: ComputedGradient) -> Sequence[int]:
-        """See `GradientSource`: nothing is final before the last part."""
+        """See `GradientSource`: only the end, since no element is final before the last rank's gradient is added."""
         return (len(gradient.vector),)
 
     def read(self, ref: BatchRef, step: int) -> tuple[Batch, ...]:

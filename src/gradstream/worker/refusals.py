@@ -51,9 +51,13 @@ class Refusals:
         self._in_a_row = 0
 
     def refuse(self, gradient: ComputedGradient, what: str) -> None:
-        """Takes the samples away from a gradient that has just been computed. Nothing of it was used.
+        """Takes the samples away from a gradient that has just been computed, so that it is not used.
 
-        Where chunks left during backprop, those in front of the first number that is not finite stay in use.
+        With `overlap`, chunks that were sent during backprop, before the first number that is not finite, are used.
+
+        Args:
+            gradient: the gradient.
+            what: what is wrong with it, in words.
 
         Raises:
             NonFiniteError: the run shall end.

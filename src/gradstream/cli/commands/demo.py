@@ -20,8 +20,8 @@ JOB = "gradstream.cli.demo_job:job"
 def demo(context: click.Context, as_json: bool, faults: bool, seed: int) -> None:
     """Trains a small CNN on embedded images with 2 workers and 1 parameter server.
 
-    With --faults, 3 workers and 2 shards train it twice: undisturbed, and while workers and the coordinator are killed.
-    The status is 1 if a sample is lost or counts twice.
+    With --faults, 3 workers and 2 shards train it twice: undisturbed, and while workers, a shard and the coordinator
+    are killed. The status is 1 if a sample is lost or counts twice.
 
     \b
     Examples:
@@ -39,7 +39,8 @@ def demo(context: click.Context, as_json: bool, faults: bool, seed: int) -> None
     from gradstream.job.files import load_job
 
     click.echo(
-        "A CNN on Fashion-MNIST (5,000 images): 2 workers, 1 parameter server, strategy downpour.", err=True
+        "A CNN on 5,000 images of Fashion-MNIST, 16 epochs: 2 workers, 1 parameter server, strategy downpour.",
+        err=True,
     )
     job = load_job(JOB)
     run_and_show(lambda on_event: run_job(job, on_event=on_event), as_json)

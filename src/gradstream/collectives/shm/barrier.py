@@ -359,7 +359,14 @@ class HostBarrier:
     def failure(
         self, kind: PeerFailure, culprit: int, doing: object, ranks: Sequence[int] = ()
     ) -> GradstreamError:
-        """Breaks the group; returns the error to raise."""
+        """Breaks the group; returns the error to raise.
+
+        Args:
+            kind: why.
+            culprit: rank to name in the error.
+            doing: the wait of this rank, in words: "for ...".
+            ranks: all silent ranks.
+        """
         self.give_up(kind, culprit)
         name, me = self._names[culprit], self._names[self._rank]
         where = f"(rank {culprit} of {len(self._names)}) while {me} waited {doing}"

@@ -202,7 +202,10 @@ class _HostRendezvous:
         rank = hello.get("rank")
         expected = range(members.rank + 1, len(members.names)) if connected is None else (connected,)
         if not isinstance(rank, int) or rank not in expected or rank in self.met:
-            raise ConfigError(f"{members.me}: a second process came as rank {rank}: each rank is one process")
+            raise ConfigError(
+                f"{members.me}: a process came as rank {rank!r}, expected one of {list(expected)} that has not come "
+                "yet: start one process for each rank"
+            )
         return rank
 
     def _left_ms(self, *missing: int) -> float:

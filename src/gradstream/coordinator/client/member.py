@@ -333,7 +333,7 @@ class Member(Reporter):
             self._error = RunStoppedError("the run was stopped; it can be resumed")
         elif notice.phase == v1.Notice.TRAINING and all(one.name != self.node.name for one in notice.nodes):
             self._error = self._error or EvictedError(
-                self.node.name, "the run has lost it, or one of its replica"
+                self.node.name, "it, or another process of its replica, is no member any more"
             )
         if changed:
             for listener in self._listeners:

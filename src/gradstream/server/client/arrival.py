@@ -168,7 +168,9 @@ class SparseDelta(Arrival):
         """
         if self._known[chunk] < 0:
             raise RefusedError(
-                peer, "BAD_REQUEST", f"says that chunk {chunk} is unchanged, which is not here"
+                peer,
+                "BAD_REQUEST",
+                f"says that chunk {chunk} is unchanged, of which this worker has no version",
             )
         self.land(chunk, version)
 

@@ -124,7 +124,7 @@ class _FromShard:
     def _expected(self, chunk: int) -> None:
         """Notes that a chunk was answered. Raises RefusedError if it was not missing."""
         if chunk not in self._left:
-            raise RefusedError(self._name, "BAD_REQUEST", f"sent chunk {chunk}, not asked for")
+            raise RefusedError(self._name, "BAD_REQUEST", f"sent chunk {chunk}, which it was not asked for")
         del self._left[chunk]
 
     def _whole_bytes(self, chunk: int) -> int:

@@ -46,7 +46,7 @@ class ShardConfig:
         retry_s: how long a full disk, or the shard that keeps the backup, is waited for, in seconds.
         part: the part of a split model that it holds, with the other shards of that part.
         first: rank of the first shard of its placement.
-        decayed: whether gradients contain their weight decay already; see `Strategy.decays_gradients`.
+        decayed: whether gradients contain their weight decay already; see `ServerStrategy.decays_gradients`.
         codec: decodes chunks that workers have encoded; None where they send none.
         noise_scale: whether to measure what the gradient noise scale needs; see `telemetry.noise_meter`.
     """

@@ -26,7 +26,7 @@ class PushPacer:
 
     @contextmanager
     def push(self, number: int) -> Iterator[PacedPush]:
-        """One push of the round of this number, while it is under way."""
+        """Paces one push of the round of this number. The context is the push: it begins and ends with it."""
         pushes = self._rounds.setdefault(number, _Round())
         push = PacedPush(pushes)
         pushes.moved(None, 0)

@@ -123,7 +123,10 @@ class ShardService:
         runtime, endpoint, config = self._runtime, self._endpoint, self._config
         dtype = from_wire(model.dtype)
         if dtype is None:
-            raise ConfigError(f"the registered model has elements of unknown type {model.dtype}")
+            raise ConfigError(
+                f"the registered model has elements of unknown type {model.dtype}; expected FLOAT32 or FLOAT64 of "
+                "wire/v1.proto"
+            )
         optimizer, grouped = self._update_rule(model)
         chunks, memory = ChunkMap(model.elems, model.chunk_elems, config.num_shards), runtime.memory
         rows = RowMap.of(chunks, model.rows) if model.HasField("rows") else None
@@ -269,7 +272,8 @@ class ShardService:
         self._inspection.check_command(stream.opened.sender, request)
         if self.store.changed is not None and not request.out and request.kind in _WRITING:
             raise ConfigError(
-                "a command on the parameters, of which only the rows that pushes change are sent"
+                "a command would change parameters of a sparse exchange, in which workers fetch only the rows that "
+                "pushes have changed; expected commands on vectors alone"
             )
         if self.backup is not None and request.kind not in _BACKED_UP:
             raise ConfigError(

@@ -99,7 +99,7 @@ class Errands:
 
     @contextmanager
     def _memory(self) -> Iterator[tuple[Vector, Vector, Vector, Vector | None]]:
-        """Vectors for the parameters, a gradient, the sum of gradients, and sums of parts of a minibatch."""
+        """Lends vectors for the parameters, a gradient, the sum of gradients, and sums of parts of a minibatch."""
         memory, layout = self._runtime.memory, self._layout
         names = ["redone parameters", "redone gradient", "redone sum", "redone parts"][
             : 3 + self._parts.joins

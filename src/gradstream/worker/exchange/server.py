@@ -191,7 +191,7 @@ class ServerExchange(Exchange):
         stand_in.hear(member.notice)
 
     async def begin(self) -> None:
-        """See `Exchange`: the worker of the lowest rank assigns the first ones; all others fetch them."""
+        """See `Exchange`: the worker of the lowest rank sends the first parameters to the shards; the others fetch."""
         context, replica = self._context, self.replica
         if context.late and replica.stand_in is not None:
             member = context.member

@@ -34,7 +34,7 @@ class PartMeter:
 
     @contextmanager
     def minibatch(self, begun_ns: int) -> Iterator[None]:
-        """The time of one gradient, from its begin to its end."""
+        """Measures the body, which computes one gradient, from `begun_ns` to the end of the body."""
         self._own_ns = 0
         yield
         self._minibatches += 1

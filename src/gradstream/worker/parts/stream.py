@@ -37,9 +37,10 @@ from gradstream.worker.parts.window import Window
 
 
 def ahead_of(name: str, model: PartModel, micro_batches: int) -> int:
-    """How many minibatches after the present one a part's passes read; at least 1, so that it knows the stream's end.
+    """How many minibatches a part must know beyond the one whose gradient is due, since its passes read them.
 
-    Part 0 admits minibatches for the others: it needs its own number plus the largest of theirs.
+    At least 1, by which the part knows the end of the stream. Part 0 admits minibatches for the others: for it, the
+    number is its own plus the largest of theirs.
 
     Args:
         name: name of the pipeline schedule.
