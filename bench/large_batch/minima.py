@@ -1,4 +1,4 @@
-"""Minima by batch size and method, after a small-batch start, and of batches that grow: accuracy and sharpness.
+"""Minima by batch size and method, after a small-batch start, of growing batches, and the line between two of them.
 
 All rates η are those of the small batch b. Two methods take at batch B what was best at b: `plain` and `longer` η
 itself, the latter for as many updates as b has; `linear` η·B/b. Three are tuned at each batch: `sgd`, `lars` and `lamb`
@@ -18,7 +18,7 @@ import numpy as np
 from torch import nn
 
 import gradstream as gs
-from gradstream.analysis import FullLoss, sharpness
+from gradstream.analysis import FullLoss, sharpness, surface
 from gradstream.errors import GradientError
 from gradstream.run.result import flatten
 from large_batch.ledger import Key, Row, Rows, Scale, best_rate, mean_sd
@@ -93,6 +93,8 @@ def due(rows: Rows, scale: Scale) -> Iterator[Key]:
                 yield from _tuning(scale, part, model, case, batch)
                 if (lr := rate(rows, scale, part, model, case, batch)) is not None:
                     yield from (Key(part, model, case, batch, lr, seed) for seed in scale.seeds)
+        if (lr := rate(rows, scale, "batch", model, "longer", scale.large)) is not None:
+            yield Key("line", model, "longer", scale.large, lr, scale.seeds[0])
 
 
 def _compared(scale: Scale) -> Iterator[tuple[str, int, tuple[str, ...]]]:
@@ -137,27 +139,31 @@ def row_of(key: Key, scale: Scale) -> Row:
         cpu_s: what it took of a core.
     """
     begun_s, tuning = time.process_time(), key.seed in scale.tuning
-    model, data = (
-        gs.from_torch(MODELS[key.model], nn.functional.cross_entropy),
-        images(scale.samples, scale.samples // 10 if tuning else 0),
-    )
-    row: Row = {**key._asdict(), "accuracy": CHANCE, "loss": None, "sharpness": None, "updates": 0}
+    data = images(scale.samples, scale.samples // 10 if tuning else 0)
+    if key.part == "line":
+        row: Row = {**key._asdict(), **_line(key, scale, data)}
+        return row | {"cpu_s": round(time.process_time() - begun_s, 1)}
+    row = {**key._asdict(), "accuracy": CHANCE, "loss": None, "sharpness": None, "updates": 0}
     try:
-        run = gs.simulate(
-            model,
-            data,
-            strategy="allreduce",
-            workers=1,
-            seed=key.seed,
-            non_finite="error",
-            **options(key, scale),
-        )
+        run = _run(key, scale, data)
         row |= {"accuracy": 100 * run.evaluate().accuracy, "updates": len(run.history), "failed": False}
         if not tuning:
             row |= _minimum(run, data)
     except GradientError:
         row["failed"] = True
     return row | {"cpu_s": round(time.process_time() - begun_s, 1)}
+
+
+def _run(key: Key, scale: Scale, data: Any) -> Any:
+    return gs.simulate(
+        gs.from_torch(MODELS[key.model], nn.functional.cross_entropy),
+        data,
+        strategy="allreduce",
+        workers=1,
+        seed=key.seed,
+        non_finite="error",
+        **options(key, scale),
+    )
 
 
 def options(key: Key, scale: Scale) -> dict[str, Any]:
@@ -192,9 +198,20 @@ def options(key: Key, scale: Scale) -> dict[str, Any]:
     return {"optimizer": optimizer, "batch_size": key.batch, "epochs": scale.epochs}
 
 
+def _line(key: Key, scale: Scale, data: Any) -> Row:
+    """Loss over all training images on the line from the small batch's minimum (0) to the large one's (1)."""
+    small = key._replace(part="batch", case="plain", batch=scale.small)
+    runs = [_run(one, scale, data) for one in (small, key)]
+    found = surface(FullLoss(runs[0].model, data), [_place(run) for run in runs])
+    return {"at": found.axes[0].tolist(), "losses": found.losses.tolist()}
+
+
+def _place(run: Any) -> Any:
+    return flatten(run.model, run.parameters).double().numpy()
+
+
 def _minimum(run: Any, data: Any) -> Row:
-    loss = FullLoss(run.model, data)
-    x = flatten(run.model, run.parameters).double().numpy()
+    loss, x = FullLoss(run.model, data), _place(run)
     found = {name: sharpness(loss, x, **box) for name, box in BOXES.items()}
     return {
         "loss": next(iter(found.values())).loss,
@@ -220,6 +237,9 @@ def found(rows: Rows, scale: Scale) -> dict[str, Any]:
             if len(by_case) == len(cases):
                 of_model = figures.setdefault(part, {}).setdefault(model, {})
                 of_model.setdefault(str(batch), {}).update(by_case)
+        for key, row in rows.items():
+            if key[:2] == ("line", model):
+                figures.setdefault("line", {})[model] = {name: row[name] for name in ("at", "losses")}
     return figures
 
 

@@ -21,7 +21,7 @@ Modules = Any
 def study(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Modules:
     """The package bench/large_batch."""
     monkeypatch.syspath_prepend(str(repository / "bench"))
-    for name in ("critical", "ledger", "minima", "page", "saddles"):
+    for name in ("critical", "ledger", "minima", "page", "plots", "saddles"):
         importlib.import_module(f"large_batch.{name}")
     return importlib.import_module("large_batch")
 
@@ -31,7 +31,8 @@ def worked_off(study: Modules, scale: Any, accuracy: Any) -> dict[Any, Any]:
     rows: dict[Any, Any] = {}
     while key := next((one for one in study.minima.due(rows, scale) if one not in rows), None):
         row = {"accuracy": accuracy(key), "failed": False, "loss": 0.1, "updates": 7, "cpu_s": 1.0}
-        rows[key] = row | key._asdict() | {"sharpness": dict.fromkeys(study.minima.BOXES, 2.0)}
+        row |= {"sharpness": dict.fromkeys(study.minima.BOXES, 2.0), "at": [0.0, 1.0], "losses": [0.1, 0.2]}
+        rows[key] = row | key._asdict()
     return rows
 
 
@@ -55,8 +56,11 @@ def test_rates_are_chosen_by_held_out_images_then_come_all_seeds(study: Modules)
     last = next(key for key in rows if key.part == "start")
     assert last.lr == best["sgd"]
     assert "start" not in study.minima.found({key: rows[key] for key in rows if key != last}, scale)
+    assert [key.lr for key in rows if key.part == "line"] == [0.03]
     tuned = [key for key in rows if key.seed in scale.tuning]
-    assert len(tuned) == 4 * 2 * (1 + 1 + 2 * 2 + 4)  # plain and sgd once, LARS and LAMB at both sizes, growing
+    assert len(tuned) == 4 * 2 * (
+        1 + 1 + 2 * 2 + 4
+    )  # plain and sgd once, LARS and LAMB at both sizes, growing
     assert {key.lr for key in rows if key.part == "growth" and key.seed in scale.seeds} == {0.03}
 
 
@@ -88,6 +92,13 @@ def test_a_study_that_was_stopped_goes_on(study: Modules, tmp_path: Path) -> Non
     path.write_text(f"{line}\n{line[:40]}")
     assert list(study.ledger.read_rows(path)) == [key]
     assert path.read_text() == f"{line}\n"
+
+
+def test_what_is_there_is_drawn(study: Modules, tmp_path: Path) -> None:
+    scale = study.ledger.Scale(models=("dense",), batches=(128, 512))
+    figures = study.minima.found(worked_off(study, scale, lambda key: 50.0), scale)
+    study.plots.draw({"found": {name: figures[name] for name in ("batch", "line")}}, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"large-batch-dense.svg", "large-batch-line.svg"}
 
 
 def test_the_fit_finds_the_trade_off(study: Modules) -> None:
