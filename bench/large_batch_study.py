@@ -9,7 +9,8 @@ updates to a loss, and the noise scale beside the critical batch; ways out of st
     python bench/large_batch_study.py --page           # trains nothing: the record of what is there
 
 `--only saddle` and the like do one part. Two calls at once share the work if they do different parts.
-Each run is a line of bench/results/large-batch-study.jsonl; the record is bench/results/large-batch-study.json.
+Each run is a line of bench/results/large-batch-study.jsonl; the record is bench/results/large-batch-study.json, its
+plots are in docs/, and bench/tables.py writes its tables.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from gradstream.run.local.machine import describe_machine, git_commit
-from large_batch import critical, minima, page, saddles
+from large_batch import critical, minima, page, plots, saddles
 from large_batch.ledger import Key, Row, Rows, Scale, read_rows
 from records import RESULTS, ROOT, command_line, now
 
@@ -33,6 +34,7 @@ PARTS = {
     "batch": minima,
     "start": minima,
     "growth": minima,
+    "line": minima,
     "count": critical,
     "noise": critical,
     "saddle": saddles,
@@ -105,6 +107,7 @@ def main() -> None:
         print(*key, row, flush=True)
     record = record_of(read_rows(path), scale)
     (given.into / "large-batch-study.json").write_text(json.dumps(record, indent=1) + "\n")
+    plots.draw(record, ROOT / "docs" if given.into == RESULTS else given.into)
     for place, text in page.tables(record).items():
         print(f"\n{place}\n{text}")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from gradstream.pipeline.schedule import make_schedule
 from gradstream.pipeline.timing import pipeline_times
+from large_batch import page as large_batch
 from marks import put, table
 from pipeline_layers import chain_of_layers
 from records import RESULTS, ROOT, command_line
@@ -483,11 +484,21 @@ def codecs() -> Places:
     return {"codec-speed": f"{table(head, rows)}\n\n{state}"}
 
 
+# ---- large batches -------------------------------------------------------------------------------
+
+
+def large_batches() -> Places:
+    """Minima, starts, growing batches, saddles and updates, of what the study has so far."""
+    record = recorded("large-batch-study")
+    return {f"study-{place}": text for place, text in large_batch.tables(record).items()}
+
+
 PAGES: dict[str, Callable[[], Places]] = {
     "docs/benchmarks.md": benchmarks,
     "docs/codecs.md": codecs,
     "docs/collectives.md": collectives,
     "docs/guide/split.md": split,
+    "docs/large-batch.md": large_batches,
     "docs/scaling.md": scaling,
     "docs/strategies/hogwild.md": hogwild,
     "docs/strategies/hybrid.md": hybrid,

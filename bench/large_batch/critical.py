@@ -26,7 +26,7 @@ from gradstream.errors import GradientError, UserCodeError
 from large_batch.ledger import Key, Row, Rows, Scale, best_rate, mean_sd
 from large_batch.minima import MODELS, images
 
-RATES = (0.05, 0.1, 0.2, 0.4)
+RATES = (0.07, 0.1, 0.14, 0.2, 0.28, 0.4)
 POINTS = 20
 """Evaluations on the way."""
 AT = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -76,7 +76,7 @@ def row_of(key: Key, scale: Scale) -> Row:
 
     Returns:
         The key's fields, and
-        updates: to the target; None if it was not reached within four times the most that was expected.
+        updates: to the target; None if it was not reached within three times what was expected.
         noise: of the part "noise": the noise scale at each of `AT`, measured over all samples.
         cpu_s: what it took of a core.
     """
@@ -91,11 +91,11 @@ def row_of(key: Key, scale: Scale) -> Row:
 
 
 def _updates(key: Key, scale: Scale) -> float | None:
-    expected = 60 + 10_000 / key.batch
+    expected = 50 + 4_000 / key.batch
     every = max(1, round(expected / POINTS))
     enough = gs.until(accuracy=scale.enough)
     try:
-        run = _run(key, scale, steps=round(4 * expected), evaluate_every=every, until=enough)
+        run = _run(key, scale, steps=round(3 * expected), evaluate_every=every, until=enough)
     except (GradientError, UserCodeError):  # also a loss that is no finite number
         return None
     seen = [(0, math.log(10)), *((one["step"], one["metrics"]["loss"]) for one in run.evaluations)]

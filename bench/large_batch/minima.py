@@ -1,7 +1,9 @@
-"""Minima by batch size and method, after a small-batch start, and of batches that grow: accuracy and sharpness.
+"""Minima by batch size and method, after a small-batch start, of growing batches, and the line between two of them.
 
-All rates are those of the small batch b. `linear` takes η·B/b at batch B, `lars` and `lamb` η·√(B/b), each after two
-epochs of warm-up; `plain` keeps η. A cosine follows, except where rates are what is compared.
+All rates η are those of the small batch b. Two methods take at batch B what was best at b: `plain` and `longer` η
+itself, the latter for as many updates as b has; `linear` η·B/b. Three are tuned at each batch: `sgd`, `lars` and `lamb`
+take η·√(B/b). All but `plain` and `longer` begin with two epochs of warm-up. A cosine follows, except where rates are
+what is compared.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 from torch import nn
 
 import gradstream as gs
-from gradstream.analysis import FullLoss, sharpness
+from gradstream.analysis import FullLoss, sharpness, surface
 from gradstream.errors import GradientError
 from gradstream.run.result import flatten
 from large_batch.ledger import Key, Row, Rows, Scale, best_rate, mean_sd
@@ -24,11 +26,12 @@ from large_batch.ledger import Key, Row, Rows, Scale, best_rate, mean_sd
 MOMENTUM, WARM_UP, PHASES, GROWTH = 0.9, 2, 3, 4
 GRID = {
     "plain": (0.01, 0.03, 0.1, 0.3),
-    "linear": (0.01, 0.03, 0.1, 0.3),
-    "lars": (0.3, 1.0, 3.0, 10.0),
-    "lamb": (0.001, 0.003, 0.01, 0.03),
+    "sgd": (0.01, 0.03, 0.1, 0.3),
+    "lars": (1.0, 3.0, 10.0, 30.0),
+    "lamb": (0.003, 0.01, 0.03, 0.1),
 }
-"""Rates at the small batch."""
+"""Rates, of the small batch, from which those methods choose that are tuned."""
+METHODS = ("plain", "linear", "sgd", "lars", "lamb")
 STARTS = (1, 2, 4, 8)
 """Epochs of a small-batch start."""
 GROWTHS = {
@@ -85,35 +88,40 @@ def images(samples: int, held_out: int = 0) -> Any:
 def due(rows: Rows, scale: Scale) -> Iterator[Key]:
     """All runs that can be named: those that tune, and those at rates that are chosen."""
     for model in scale.models:
-        for batch in (scale.small, *reversed(scale.batches[1:])):  # the extremes say most
-            for method in _methods(batch, scale):
-                yield from _of_batch(rows, scale, model, method, batch)
-        for part, cases, method, batch in (
-            ("start", [str(epochs) for epochs in STARTS], "linear", scale.large),
-            ("growth", list(GROWTHS), "plain", scale.small),
-        ):
-            lr = rate(rows, scale, model, method, batch)
-            for case in cases if lr is not None else ():
-                yield from (Key(part, model, case, batch, lr, seed) for seed in scale.seeds)
+        for part, batch, cases in _compared(scale):
+            for case in cases:
+                yield from _tuning(scale, part, model, case, batch)
+                if (lr := rate(rows, scale, part, model, case, batch)) is not None:
+                    yield from (Key(part, model, case, batch, lr, seed) for seed in scale.seeds)
+        if (lr := rate(rows, scale, "batch", model, "longer", scale.large)) is not None:
+            yield Key("line", model, "longer", scale.large, lr, scale.seeds[0])
 
 
-def _of_batch(rows: Rows, scale: Scale, model: str, method: str, batch: int) -> Iterator[Key]:
-    if method != "plain" or batch == scale.small:
-        yield from _tuning(scale, model, method, batch)
-    lr = rate(rows, scale, model, method, batch)
-    if lr is not None:
-        yield from (Key("batch", model, method, batch, lr, seed) for seed in scale.seeds)
+def _compared(scale: Scale) -> Iterator[tuple[str, int, tuple[str, ...]]]:
+    """Part, batch size and cases of each comparison; the extremes of the sizes say most."""
+    yield "batch", scale.small, ("plain", "lars", "lamb")
+    for batch in reversed(scale.batches[1:]):
+        yield "batch", batch, METHODS
+    yield "growth", scale.small, tuple(GROWTHS)
+    yield "start", scale.large, tuple(map(str, STARTS))
+    for batch in scale.batches[1:]:
+        yield "batch", batch, ("longer",)
 
 
-def _tuning(scale: Scale, model: str, method: str, batch: int) -> list[Key]:
-    return [Key("batch", model, method, batch, lr, seed) for lr in GRID[method] for seed in scale.tuning]
+def _tuning(scale: Scale, part: str, model: str, case: str, batch: int) -> list[Key]:
+    """The runs that choose the rate of a case."""
+    if part == "start":
+        part, case = "batch", "sgd"
+    elif case in ("plain", "linear", "longer"):
+        case, batch = "plain", scale.small
+    grid = GRID["plain" if part == "growth" else case]
+    return [Key(part, model, case, batch, lr, seed) for lr in grid for seed in scale.tuning]
 
 
-def rate(rows: Rows, scale: Scale, model: str, method: str, batch: int) -> float | None:
+def rate(rows: Rows, scale: Scale, part: str, model: str, case: str, batch: int) -> float | None:
     """The rate with the best mean accuracy on held-out images, under tuning seeds; None if it is not known yet."""
-    tuned = scale.small if method == "plain" else batch
-    keys = _tuning(scale, model, method, tuned)
-    return best_rate(rows, keys, "accuracy", largest=True, rates=GRID[method])
+    keys = _tuning(scale, part, model, case, batch)
+    return best_rate(rows, keys, "accuracy", largest=True, rates=sorted({key.lr for key in keys}))
 
 
 # ---- a run ----------------------------------------------------------------------------------------------
@@ -131,27 +139,31 @@ def row_of(key: Key, scale: Scale) -> Row:
         cpu_s: what it took of a core.
     """
     begun_s, tuning = time.process_time(), key.seed in scale.tuning
-    model, data = (
-        gs.from_torch(MODELS[key.model], nn.functional.cross_entropy),
-        images(scale.samples, scale.samples // 10 if tuning else 0),
-    )
-    row: Row = {**key._asdict(), "accuracy": CHANCE, "loss": None, "sharpness": None, "updates": 0}
+    data = images(scale.samples, scale.samples // 10 if tuning else 0)
+    if key.part == "line":
+        row: Row = {**key._asdict(), **_line(key, scale, data)}
+        return row | {"cpu_s": round(time.process_time() - begun_s, 1)}
+    row = {**key._asdict(), "accuracy": CHANCE, "loss": None, "sharpness": None, "updates": 0}
     try:
-        run = gs.simulate(
-            model,
-            data,
-            strategy="allreduce",
-            workers=1,
-            seed=key.seed,
-            non_finite="error",
-            **options(key, scale),
-        )
+        run = _run(key, scale, data)
         row |= {"accuracy": 100 * run.evaluate().accuracy, "updates": len(run.history), "failed": False}
         if not tuning:
             row |= _minimum(run, data)
     except GradientError:
         row["failed"] = True
     return row | {"cpu_s": round(time.process_time() - begun_s, 1)}
+
+
+def _run(key: Key, scale: Scale, data: Any) -> Any:
+    return gs.simulate(
+        gs.from_torch(MODELS[key.model], nn.functional.cross_entropy),
+        data,
+        strategy="allreduce",
+        workers=1,
+        seed=key.seed,
+        non_finite="error",
+        **options(key, scale),
+    )
 
 
 def options(key: Key, scale: Scale) -> dict[str, Any]:
@@ -164,33 +176,42 @@ def options(key: Key, scale: Scale) -> dict[str, Any]:
             for n in range(PHASES)
         ]
         return {"optimizer": gs.optim.SGD(key.lr, momentum=MOMENTUM), "batch_size": small, "phases": phases}
-    peak, ramp = key.lr, {"length": WARM_UP, "unit": "epochs"}
-    if key.part == "start" or key.case == "linear":
-        scaled = schedules.linear_scaling(key.lr, samples=key.batch, per=small)
-        linear = schedules.Warmup(schedules.Cosine(scaled), start=key.lr, **ramp)
-        if key.part == "start":
-            phases = [
-                gs.Phase(epochs=int(key.case), batch_size=small, lr=key.lr),
-                gs.Phase(epochs=scale.epochs, batch_size=key.batch, lr=linear),
-            ]
-            return {"optimizer": gs.optim.SGD(key.lr, momentum=MOMENTUM), "phases": phases}
-        optimizer: Any = gs.optim.SGD(linear, momentum=MOMENTUM)
-    elif key.case == "plain":
-        optimizer = gs.optim.SGD(schedules.Cosine(peak), momentum=MOMENTUM)
+    if key.case in ("plain", "longer"):
+        longer = key.batch // small if key.case == "longer" else 1
+        optimizer: Any = gs.optim.SGD(schedules.Cosine(key.lr), momentum=MOMENTUM)
+        return {"optimizer": optimizer, "batch_size": key.batch, "epochs": scale.epochs * longer}
+    ratio = key.batch / small
+    peak = schedules.Cosine(key.lr * (ratio if key.case == "linear" else math.sqrt(ratio)))
+    start = key.lr if key.case == "linear" or key.part == "start" else None
+    warm = schedules.Warmup(peak, WARM_UP, unit="epochs", start=start)
+    if key.part == "start":
+        phases = [
+            gs.Phase(epochs=int(key.case), batch_size=small, lr=key.lr),
+            gs.Phase(epochs=scale.epochs, batch_size=key.batch, lr=warm),
+        ]
+        return {"optimizer": gs.optim.SGD(key.lr, momentum=MOMENTUM), "phases": phases}
+    if key.case == "lamb":
+        optimizer = gs.optim.LAMB(warm, weight_decay=0.0)
     else:
-        scaled = peak * math.sqrt(key.batch / small)
-        warm = schedules.Warmup(schedules.Cosine(scaled), **ramp)
-        optimizer = (
-            gs.optim.LARS(warm, momentum=MOMENTUM)
-            if key.case == "lars"
-            else gs.optim.LAMB(warm, weight_decay=0.0)
-        )
+        rule = gs.optim.LARS if key.case == "lars" else gs.optim.SGD
+        optimizer = rule(warm, momentum=MOMENTUM)
     return {"optimizer": optimizer, "batch_size": key.batch, "epochs": scale.epochs}
 
 
+def _line(key: Key, scale: Scale, data: Any) -> Row:
+    """Loss over all training images on the line from the small batch's minimum (0) to the large one's (1)."""
+    small = key._replace(part="batch", case="plain", batch=scale.small)
+    runs = [_run(one, scale, data) for one in (small, key)]
+    found = surface(FullLoss(runs[0].model, data), [_place(run) for run in runs])
+    return {"at": found.axes[0].tolist(), "losses": found.losses.tolist()}
+
+
+def _place(run: Any) -> Any:
+    return flatten(run.model, run.parameters).double().numpy()
+
+
 def _minimum(run: Any, data: Any) -> Row:
-    loss = FullLoss(run.model, data)
-    x = flatten(run.model, run.parameters).double().numpy()
+    loss, x = FullLoss(run.model, data), _place(run)
     found = {name: sharpness(loss, x, **box) for name, box in BOXES.items()}
     return {
         "loss": next(iter(found.values())).loss,
@@ -205,34 +226,27 @@ def found(rows: Rows, scale: Scale) -> dict[str, Any]:
     """By part, model, batch size and case: mean and deviation over seeds. A comparison is whole, or left out."""
     figures: dict[str, Any] = {}
     for model in scale.models:
-        compared = [("batch", batch, _methods(batch, scale)) for batch in scale.batches]
-        compared += [("start", scale.large, tuple(map(str, STARTS))), ("growth", scale.small, tuple(GROWTHS))]
-        for part, batch, cases in compared:
-            by_case = {case: _reported(rows, scale, part, model, case, batch) for case in cases}
-            if all(len(some) == len(scale.seeds) for some in by_case.values()):
-                figures.setdefault(part, {}).setdefault(model, {})[str(batch)] = {
-                    case: _of_seeds(some, GRID.get(case)) for case, some in by_case.items()
-                }
+        for part, batch, cases in sorted(_compared(scale), key=lambda compared: compared[1]):
+            by_case = {}
+            for case in cases:
+                lr = rate(rows, scale, part, model, case, batch)
+                keys = [Key(part, model, case, batch, lr or 0.0, seed) for seed in scale.seeds]
+                if all(key in rows for key in keys):
+                    rates = [key.lr for key in _tuning(scale, part, model, case, batch)]
+                    by_case[case] = _of_seeds([rows[key] for key in keys], rates)
+            if len(by_case) == len(cases):
+                of_model = figures.setdefault(part, {}).setdefault(model, {})
+                of_model.setdefault(str(batch), {}).update(by_case)
+        for key, row in rows.items():
+            if key[:2] == ("line", model):
+                figures.setdefault("line", {})[model] = {name: row[name] for name in ("at", "losses")}
     return figures
 
 
-def _methods(batch: int, scale: Scale) -> tuple[str, ...]:
-    return tuple(
-        method for method in GRID if method != "linear" or batch > scale.small
-    )  # there it is the plain one
-
-
-def _reported(rows: Rows, scale: Scale, part: str, model: str, case: str, batch: int) -> list[Row]:
-    method = case if part == "batch" else "linear" if part == "start" else "plain"
-    lr = rate(rows, scale, model, method, batch)
-    keys = [Key(part, model, case, batch, lr, seed) for seed in scale.seeds] if lr is not None else []
-    return [rows[key] for key in keys if key in rows]
-
-
-def _of_seeds(rows: list[Row], grid: tuple[float, ...] | None) -> dict[str, Any]:
+def _of_seeds(rows: list[Row], rates: list[float]) -> dict[str, Any]:
     lr, whole = rows[0]["lr"], [row for row in rows if not row["failed"]]
-    found = {"rate": lr, "at_edge": grid is not None and lr in (grid[0], grid[-1])}
-    found |= {"seeds": len(rows), "failed": len(rows) - len(whole), "updates": rows[0]["updates"]}
+    found = {"rate": lr, "at_edge": lr in (min(rates), max(rates)), "seeds": len(rows)}
+    found |= {"failed": len(rows) - len(whole), "updates": max(row["updates"] for row in rows)}
     found["accuracy"] = mean_sd((row["accuracy"] for row in rows), 2)
     if whole:
         found["loss"] = mean_sd(row["loss"] for row in whole)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from marks import table
 
 METHODS = {
     "plain": "the rate of 128",
-    "linear": "linear scaling",
-    "lars": "LARS",
-    "lamb": "LAMB",
+    "linear": "linear scaling of it",
+    "longer": "the rate of 128, as many updates",
+    "sgd": "SGD, tuned",
+    "lars": "LARS, tuned",
+    "lamb": "LAMB, tuned",
 }
 CASES = {
     "quartic": "f(x, y), from the saddle",
@@ -26,15 +28,17 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
     """The tables by the name of their place, of the parts that are there."""
     found = record["found"]
     made = {
-        "minima": lambda: minima(found["batch"]),
+        "accuracies": lambda: minima(found["batch"], accuracy),
+        "losses": lambda: minima(found["batch"], lambda one: around(one.get("loss"), 3)),
+        "sharpness": lambda: minima(found["batch"], lambda one: around(one.get("sharpness", {}).get(FULL))),
         "starts": lambda: starts(found.get("batch", {}), found["start"]),
         "growths": lambda: growths(found["growth"]),
         "saddles": lambda: saddles(found["saddle"]),
         "counts": lambda: counts(found["count"]),
         "noise": lambda: noise(found["count"]),
     }
-    needs = {"minima": "batch", "starts": "start", "growths": "growth", "saddles": "saddle"}
-    return {place: make() for place, make in made.items() if needs.get(place, "count") in found}
+    needs = {"starts": "start", "growths": "growth", "saddles": "saddle", "counts": "count", "noise": "count"}
+    return {place: make() for place, make in made.items() if needs.get(place, "batch") in found}
 
 
 def around(figures: Sequence[float] | None, digits: int = 1) -> str:
@@ -42,29 +46,29 @@ def around(figures: Sequence[float] | None, digits: int = 1) -> str:
     return "–" if figures is None else f"{figures[0]:,.{digits}f} ± {figures[1]:,.{digits}f}"
 
 
+def accuracy(one: Mapping[str, Any]) -> str:
+    """Of a case: accuracy, how many runs broke down, and the rate if it was a choice."""
+    failed, edge = f", {one['failed']} failed" if one["failed"] else "", "*" if one["at_edge"] else ""
+    return f"{around(one['accuracy'])}{failed} ({one['rate']:g}{edge})"
+
+
+def minima(by_model: Mapping[str, Any], cell: Callable[[Mapping[str, Any]], str]) -> str:
+    """A figure by batch size and method."""
+    lines = []
+    for model, by_size in by_model.items():
+        for size, by_method in by_size.items():
+            cells = (cell(by_method[name]) if name in by_method else "" for name in METHODS)
+            lines.append([model, size, *cells])
+    return table(["", "batch", *METHODS.values()], lines)
+
+
+HEAD = ("updates", "accuracy in % (rate)", "training loss", "sharpness", "in 100 directions")
+
+
 def _row(title: Sequence[str], one: Mapping[str, Any]) -> list[str]:
-    boxes, failed = one.get("sharpness", {}), f", {one['failed']} failed" if one["failed"] else ""
-    return [
-        *title,
-        f"{one['updates']:,}",
-        around(one["accuracy"]) + failed,
-        around(one.get("loss"), 3),
-        *(around(boxes.get(name)) for name in (FULL, DIRECTIONS)),
-    ]
-
-
-HEAD = ("updates", "accuracy in %", "training loss", "sharpness", "in 100 directions")
-
-
-def minima(by_model: Mapping[str, Any]) -> str:
-    """Accuracy and sharpness by batch size and method."""
-    lines = [
-        _row([model, size, METHODS[method], f"{one['rate']:g}{' (edge)' if one['at_edge'] else ''}"], one)
-        for model, by_size in by_model.items()
-        for size, by_method in by_size.items()
-        for method, one in by_method.items()
-    ]
-    return table(["", "batch", "method", "rate", *HEAD], lines)
+    boxes = one.get("sharpness", {})
+    sharp = (around(boxes.get(name)) for name in (FULL, DIRECTIONS))
+    return [*title, f"{one['updates']:,}", accuracy(one), around(one.get("loss"), 3), *sharp]
 
 
 def starts(by_model: Mapping[str, Any], after: Mapping[str, Any]) -> str:
@@ -73,7 +77,7 @@ def starts(by_model: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     for model, by_size in after.items():
         for size, by_case in by_size.items():
             if without := by_model.get(model, {}).get(size):
-                lines.append(_row([model, "0"], without["linear"]))
+                lines.append(_row([model, "0"], without["sgd"]))
             lines += [_row([model, case], one) for case, one in by_case.items()]
     return table(["", "epochs of 128 first", *HEAD], lines)
 

@@ -9,7 +9,8 @@ from typing import Any
 STYLES = ("-", "--", ":", "-.")
 
 
-def _axes(count: int, width: float = 11.0) -> Any:
+def axes_of(count: int, width: float = 11.0) -> Any:
+    """A figure and so many axes beside each other."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -19,11 +20,12 @@ def _axes(count: int, width: float = 11.0) -> Any:
     return pyplot.subplots(1, count, figsize=(width, 4.2))
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Writes a figure; the same record gives the same file."""
     from matplotlib import pyplot
 
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})  # the same record gives the same file
+    figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
 
@@ -37,7 +39,7 @@ def curves(
         epoch: samples of one.
         longest_s: end of the second axis.
     """
-    figure, (left, right) = _axes(2)
+    figure, (left, right) = axes_of(2)
     for number, (title, points) in enumerate(lines.items()):
         look = {"linestyle": STYLES[number // 10 % 4], "color": f"C{number % 10}", "linewidth": 1.3}
         left.plot([p[0] / epoch for p in points], [100 * p[2] for p in points], label=title, **look)
@@ -47,12 +49,12 @@ def curves(
     for axis in (left, right):
         axis.grid(alpha=0.3)
     left.legend(fontsize=6.5, loc="lower right")
-    _save(figure, path)
+    save(figure, path)
 
 
 def sensitivity(by_rate: Mapping[str, Mapping[str, float]], path: Path) -> None:
     """Accuracy over the learning rate, by title."""
-    figure, axis = _axes(1, 7.0)
+    figure, axis = axes_of(1, 7.0)
     for number, (title, found) in enumerate(by_rate.items()):
         rates = [float(rate) for rate in found]
         look = {"linestyle": STYLES[number // 10 % 4], "color": f"C{number % 10}", "linewidth": 1.3}
@@ -60,7 +62,7 @@ def sensitivity(by_rate: Mapping[str, Mapping[str, float]], path: Path) -> None:
     axis.set(xscale="log", xlabel="learning rate", ylabel="test accuracy, %")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=6.5)
-    _save(figure, path)
+    save(figure, path)
 
 
 def over_time(lines: Mapping[str, Sequence[Sequence[float]]], path: Path) -> None:
@@ -70,7 +72,7 @@ def over_time(lines: Mapping[str, Sequence[Sequence[float]]], path: Path) -> Non
         lines: by title, points [samples, seconds, test accuracy, training accuracy], the first of them
             the warm start, which is the same of all.
     """
-    figure, axes = _axes(2)
+    figure, axes = axes_of(2)
     for axis, place, what in zip(axes, (3, 2), ("training", "test"), strict=True):
         for number, (title, points) in enumerate(lines.items()):
             begin, *later = points
@@ -80,12 +82,12 @@ def over_time(lines: Mapping[str, Sequence[Sequence[float]]], path: Path) -> Non
         axis.set(xscale="log", xlabel="virtual seconds after the warm start", ylabel=f"{what} accuracy, %")
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
-    _save(figure, path)
+    save(figure, path)
 
 
 def time_to(lines: Mapping[str, Sequence[tuple[int, float, float]]], path: Path, accuracy: float) -> None:
     """Virtual seconds to an accuracy over the number of machines, by title: (replicas, mean, deviation)."""
-    figure, axis = _axes(1, 6.0)
+    figure, axis = axes_of(1, 6.0)
     for title, points in lines.items():
         counts, seconds, deviations = zip(*points, strict=True) if points else ((), (), ())
         axis.errorbar(counts, seconds, yerr=deviations, marker="o", capsize=3, label=title)
@@ -94,4 +96,4 @@ def time_to(lines: Mapping[str, Sequence[tuple[int, float, float]]], path: Path,
     )
     axis.grid(alpha=0.3, which="both")
     axis.legend(fontsize=8)
-    _save(figure, path)
+    save(figure, path)

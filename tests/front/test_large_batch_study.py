@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+import gradstream as gs
+
 Modules = Any
 
 
@@ -19,7 +21,7 @@ Modules = Any
 def study(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Modules:
     """The package bench/large_batch."""
     monkeypatch.syspath_prepend(str(repository / "bench"))
-    for name in ("critical", "ledger", "minima", "page", "saddles"):
+    for name in ("critical", "ledger", "minima", "page", "plots", "saddles"):
         importlib.import_module(f"large_batch.{name}")
     return importlib.import_module("large_batch")
 
@@ -29,31 +31,59 @@ def worked_off(study: Modules, scale: Any, accuracy: Any) -> dict[Any, Any]:
     rows: dict[Any, Any] = {}
     while key := next((one for one in study.minima.due(rows, scale) if one not in rows), None):
         row = {"accuracy": accuracy(key), "failed": False, "loss": 0.1, "updates": 7, "cpu_s": 1.0}
-        rows[key] = row | key._asdict() | {"sharpness": dict.fromkeys(study.minima.BOXES, 2.0)}
+        row |= {"sharpness": dict.fromkeys(study.minima.BOXES, 2.0), "at": [0.0, 1.0], "losses": [0.1, 0.2]}
+        rows[key] = row | key._asdict()
     return rows
 
 
 def test_rates_are_chosen_by_held_out_images_then_come_all_seeds(study: Modules) -> None:
     scale = study.ledger.Scale(models=("dense",), batches=(128, 512))
-    best = {"plain": 0.03, "linear": 0.1, "lars": 3.0, "lamb": 0.03}
+    best = {"plain": 0.03, "sgd": 0.1, "lars": 3.0, "lamb": 0.1}
     # On the images that are reported another rate would be the best one.
     rows = worked_off(
         study,
         scale,
-        lambda key: 50.0 if key.part == "batch" and key.lr != best[key.case] else 70.0 + key.seed,
+        lambda key: 70.0 + key.seed if key.lr == best.get(key.case, 0.03) else 50.0,
     )
     figures = study.minima.found(rows, scale)
     by_method = figures["batch"]["dense"]["512"]
-    assert {method: one["rate"] for method, one in by_method.items()} == best
+    assert {method: one["rate"] for method, one in by_method.items()} == best | dict.fromkeys(
+        ("linear", "longer"), 0.03
+    )
     assert by_method["plain"]["accuracy"] == [73.0, 1.58]
     assert by_method["lamb"]["at_edge"] and not by_method["lars"]["at_edge"]
-    assert "linear" not in figures["batch"]["dense"]["128"]  # it is the plain one
-    del rows[max(rows)]
-    assert "start" not in study.minima.found(rows, scale)  # not without its last run
+    assert set(figures["batch"]["dense"]["128"]) == {"plain", "lars", "lamb"}  # the others are the plain one
+    last = next(key for key in rows if key.part == "start")
+    assert last.lr == best["sgd"]
+    assert "start" not in study.minima.found({key: rows[key] for key in rows if key != last}, scale)
+    assert [key.lr for key in rows if key.part == "line"] == [0.03]
     tuned = [key for key in rows if key.seed in scale.tuning]
-    assert len(tuned) == 4 * 2 * (1 + 1 + 2 * 2)  # plain and linear at one batch size, the others at both
-    assert {key.lr for key in rows if key.part == "growth"} == {0.03}
-    assert {key.lr for key in rows if key.part == "start"} == {0.1}
+    assert len(tuned) == 4 * 2 * (
+        1 + 1 + 2 * 2 + 4
+    )  # plain and sgd once, LARS and LAMB at both sizes, growing
+    assert {key.lr for key in rows if key.part == "growth" and key.seed in scale.seeds} == {0.03}
+
+
+@pytest.mark.parametrize(
+    ("case", "first", "peak", "epochs"),
+    [
+        ("plain", 0.1, 0.1, 6),
+        ("longer", 0.1, 0.1, 96),
+        ("linear", 0.1, 1.6, 6),
+        ("sgd", 0.004, 0.4, 6),
+        ("lars", 0.004, 0.4, 6),
+        ("lamb", 0.004, 0.4, 6),
+    ],
+)
+def test_rates_at_a_larger_batch(study: Modules, case: str, first: float, peak: float, epochs: int) -> None:
+    """First rate and the one after warm-up, of 50 steps an epoch: the cosine has fallen by a quarter then."""
+    scale = study.ledger.Scale(epochs=6)
+    options = study.minima.options(study.ledger.Key("batch", "dense", case, 2048, 0.1, 1), scale)
+    rate, steps = options["optimizer"].lr, 50 * epochs
+    at = [gs.schedules.Position(step, steps, 50) for step in (0, 100)]
+    assert options["epochs"] == epochs
+    assert rate(at[0]) == pytest.approx(first)
+    assert rate(at[1]) == pytest.approx(peak * (1 + np.cos(np.pi * 100 / steps)) / 2)
 
 
 def test_a_study_that_was_stopped_goes_on(study: Modules, tmp_path: Path) -> None:
@@ -62,6 +92,13 @@ def test_a_study_that_was_stopped_goes_on(study: Modules, tmp_path: Path) -> Non
     path.write_text(f"{line}\n{line[:40]}")
     assert list(study.ledger.read_rows(path)) == [key]
     assert path.read_text() == f"{line}\n"
+
+
+def test_what_is_there_is_drawn(study: Modules, tmp_path: Path) -> None:
+    scale = study.ledger.Scale(models=("dense",), batches=(128, 512))
+    figures = study.minima.found(worked_off(study, scale, lambda key: 50.0), scale)
+    study.plots.draw({"found": {name: figures[name] for name in ("batch", "line")}}, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"large-batch-dense.svg", "large-batch-line.svg"}
 
 
 def test_the_fit_finds_the_trade_off(study: Modules) -> None:

@@ -126,6 +126,19 @@ def test_dropout_is_a_function_of_the_seed(classes: Batch) -> None:
     assert not torch.equal(first, other)
 
 
+@pytest.mark.parametrize("devices", [0, 1])
+def test_generators_of_devices_are_seeded_where_there_are_any(
+    devices: int, classes: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, seeds = from_torch(mlp, F.cross_entropy), list[int]()
+    run(model, classes)
+    parameters = torch.zeros(model.layout.elems)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: devices)
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    model.gradient(parameters, classes, parameters.clone(), seed=7, report=lambda _: None)
+    assert seeds == [7] * devices
+
+
 def test_outputs_are_in_eval_mode_and_buffers_stay_local(classes: Batch) -> None:
     model = from_torch(lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)), F.cross_entropy)
     parameters = torch.empty(model.layout.elems)

@@ -17,6 +17,7 @@ from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import Build, BuiltModule, as_numpy, build_module, trained_of
 from gradstream.model.check import check_option, finite_loss
+from gradstream.model.devices import seed_generators
 from gradstream.model.factors import FactoredLayer, FactorPairs
 from gradstream.model.fixed import Fixed
 from gradstream.model.rows import RowGradient
@@ -166,7 +167,7 @@ class TorchModel:
         built.training(True)
         backprop = Backprop(built.layout, built.parameters, gradient, report, factors, rows)
         with torch.enable_grad(), backprop, built.wide(backprop), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            seed_generators(seed)
             loss = usable(self._loss_of(built, batch))
             value = finite_loss(float(loss.detach()))
             backprop.run(loss)
