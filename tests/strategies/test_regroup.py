@@ -24,7 +24,7 @@ from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import QUICK, kill_at, least_squares, replace_at
 from gradstream.worker.exchange.assembly import Assembly
 from gradstream.worker.exchange.group import GroupExchange
-from gradstream.worker.replica.group import GroupPeers
+from gradstream.worker.replica.group_peers import GroupPeers
 
 WORKERS, EPOCHS, SAMPLES = 4, 1, 64
 WORLD = SimulationConfig(

@@ -41,7 +41,8 @@ from gradstream.worker.parts.gradients import PartPlace
 from gradstream.worker.parts.joint_gradient import PartJointGradient
 from gradstream.worker.refusals import Refusals, RefusedGradient
 from gradstream.worker.replica.base import Replica, ReplicaContext
-from gradstream.worker.replica.group import GroupReplica, GroupSetup
+from gradstream.worker.replica.group import GroupReplica
+from gradstream.worker.replica.group_setup import GroupSetup
 from gradstream.worker.replica.sufficient_factors import SufficientFactors
 from gradstream.worker.replica.updater import LocalRule, Updater
 from gradstream.worker.schedule import Schedule

@@ -21,7 +21,8 @@ from gradstream.wire.chunks import ChunkMap
 from gradstream.wire.parts import PartMap
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
 from gradstream.worker.exchange.forming import LOST, GroupForming
-from gradstream.worker.replica.group import GroupReplica, GroupSetup
+from gradstream.worker.replica.group import GroupReplica
+from gradstream.worker.replica.group_setup import GroupSetup
 
 
 class GroupExchange(Exchange):

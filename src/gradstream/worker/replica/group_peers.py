@@ -1,0 +1,357 @@
+"""One worker's collective operations on gradients in a group, and the update that they lead to.
+
+A bucket is summed into the group's memory. The update at the end of the round reads that memory once. So no sum
+gets into the parameters before all sums of the round have come.
+
+The last buckets leave a worker when its whole gradient has been looked at. If that is not finite, the worker fills
+them with NaN: so every worker finds one in its part of the sum, and all leave the round out, without a message more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from gradstream.memory import Span, Vector
+from gradstream.model.check import finite, length
+from gradstream.model.factors import FactoredLayer
+from gradstream.optim.base import Sums
+from gradstream.optim.groups import Piece, add_up
+from gradstream.runtime.base import Work
+from gradstream.strategies import api
+from gradstream.telemetry.noise_meter import Contribution, NoiseMeter
+from gradstream.worker.computed import UNKNOWN, ComputedGradient
+from gradstream.worker.replica.base import ReplicaContext
+from gradstream.worker.replica.group_setup import GroupMeter, GroupSetup
+from gradstream.worker.replica.sufficient_factors import outside
+
+
+class UpdatedReplica(Protocol):
+    """The replica that `GroupPeers` updates.
+
+    Attributes:
+        parameters: its parameters.
+        version: number of updates in them.
+    """
+
+    parameters: Vector
+    version: int
+
+    @property
+    def vectors(self) -> list[Vector]:
+        """Parameters and the state of the update rule."""
+        ...
+
+    def turn(self) -> None:
+        """See `GroupReplica.turn`."""
+        ...
+
+    def whole(self) -> Awaitable[None]:
+        """See `GroupReplica`."""
+        ...
+
+    def in_model(self, gradient: ComputedGradient) -> None:
+        """The round of this gradient is over."""
+        ...
+
+
+@dataclass(slots=True)
+class _Round:
+    """The exchange of one round.
+
+    Args:
+        counts: number of samples of each worker, by rank.
+        lr: learning rate of the update, η.
+        relative_rate: this worker's own rate over η.
+        sums: each bucket's first element, and where its sum lies.
+        weight: weight of this worker's gradient in the sums.
+        square: sum of the squares of this worker's gradient, where it is measured.
+    """
+
+    counts: Sequence[int] = ()
+    lr: float = 0.0
+    relative_rate: float = 1.0
+    sums: list[tuple[int, Span]] = field(default_factory=list)
+    weight: float = 0.0
+    square: float = 0.0
+
+    @property
+    def total(self) -> int:
+        """Number of samples of all workers."""
+        return sum(self.counts)
+
+
+class GroupPeers:
+    """Implements `strategies.api.Peers`: one worker's collective operations on gradients, with the other workers.
+
+    Args:
+        replica: replica of this worker, which is updated.
+        context: see `GroupReplica`.
+        setup: see `GroupReplica`.
+        meter: counts the exchanges, and the time that they take.
+
+    Attributes:
+        counts: memory for two numbers of each worker, or of each tensor.
+    """
+
+    def __init__(
+        self, replica: UpdatedReplica, context: ReplicaContext, setup: GroupSetup, meter: GroupMeter
+    ) -> None:
+        self.sharded = setup.sharded
+        self.buckets = setup.buckets.bounds
+        self._held = setup.buckets.first_held if setup.sharded else self.buckets[-1][0]
+        self._replica = replica
+        self._context = context
+        self._runtime = context.runtime
+        self._setup = setup
+        self._group = setup.group
+        self._meter = meter
+        self._round = _Round()
+        self._made: ComputedGradient | None = (
+            None  # its update is made here, and not known to be made everywhere
+        )
+        # samples of each rank, then their rates; or the sums of each tensor
+        self._num_tensors = setup.updater.per_tensor if setup.sharded else 0
+        pairs = max(setup.group.size, self._num_tensors)
+        self.counts = setup.group.allocate(2 * pairs, torch.float64, "counts")
+
+    async def samples(self, gradient: api.Gradient) -> Sequence[int]:
+        """See `strategies.api.Peers`. The plan tells; where it cannot, the workers tell one another.
+
+        All workers update at the rate η of the first worker that has samples, or their parameters would differ.
+        In users' loops a gradient may have another rate η_i: it is then weighed by η_i/η.
+        """
+        assert isinstance(gradient, ComputedGradient)
+        workers = self._context.schedule.round_of(gradient.batch.ref)
+        if workers is None:
+            if gradient.samples == UNKNOWN:
+                await gradient.ready.reached(1)  # only then has the user's loop told the number of samples
+            told = await self.tell(gradient.samples, gradient.lr)
+            workers = [(round(samples), lr) for samples, lr in told]
+        lr = next((lr for samples, lr in workers if samples and lr), 0.0)
+        counts = [samples for samples, _ in workers]
+        for rank, stand_in in self._setup.stand_ins.items():
+            counts[stand_in], counts[rank] = counts[stand_in] + counts[rank], 0
+        own_lr = workers[self._context.rank][1]
+        self._round = _Round(counts, lr, own_lr / lr if lr else 1.0)
+        return counts
+
+    async def tell(self, first: float, second: float = 0.0) -> Sequence[tuple[float, float]]:
+        """Tells the other workers two numbers, and returns those of all, in the order of ranks.
+
+        The sum of one worker's numbers and the zeros of the others is exact.
+        """
+        size, rank, told = self._group.size, self._group.rank, self.counts[: 2 * self._group.size]
+        counts = told.tensor.zero_()
+        counts[rank], counts[size + rank] = first, second
+        span = await self._group.allreduce(told)
+        if counts.is_meta:  # in a shape-only simulation all workers are alike
+            return [(first, second)] * size
+        total = span.tensor.tolist()
+        return [(total[one], total[size + one]) for one in range(size)]
+
+    async def allreduce(self, gradient: api.Gradient, bucket: api.Bucket, weight: float) -> None:
+        """See `strategies.api.Peers`."""
+        if not self._round.total:
+            return
+        weight *= self._round.relative_rate
+        layers = await self._factored(gradient, bucket)
+        if layers:
+            await self._allreduce_around(gradient, bucket, weight, layers)
+            return
+        span = await self._ready(gradient, bucket)
+        await self._measure(span, weight)
+        total = await self._timed(span, self._group.allreduce(span, weight=weight))
+        self._round.sums.append((bucket[0], total))
+
+    async def reduce_scatter(self, gradient: api.Gradient, bucket: api.Bucket, weight: float) -> None:
+        """See `strategies.api.Peers`."""
+        if self._round.total:
+            span = await self._ready(gradient, bucket)
+            weight *= self._round.relative_rate
+            await self._measure(span, weight)
+            mine = await self._timed(span, self._group.reduce_scatter(span, weight=weight))
+            self._round.sums.append((self._setup.buckets.slice_in(bucket, self._group.rank)[0], mine))
+
+    async def _factored(self, gradient: api.Gradient, bucket: api.Bucket) -> Sequence[FactoredLayer]:
+        """The layers in this bucket that are exchanged as factors."""
+        factors = self._setup.factors
+        if factors is None:
+            return ()
+        if bucket[0] == 0 and not factors.agreed:
+            await gradient.done()
+            await factors.agree(gradient.vector, gradient.samples)
+        return [one for one in factors.layers if one.start < bucket[1] and bucket[0] < one.stop]
+
+    async def _allreduce_around(
+        self, gradient: api.Gradient, bucket: api.Bucket, weight: float, layers: Sequence[FactoredLayer]
+    ) -> None:
+        """Sums the bucket without these layers, and the layers that end in it, into the gradient's own vector."""
+        assert self._setup.factors is not None
+        await self._ready(gradient, bucket)
+        vector = gradient.vector
+        for start, stop in outside(bucket, layers):
+            span = vector[start:stop]
+            total = await self._timed(span, self._group.allreduce(span, weight=weight))
+            if total != span:
+                await self._copy(total, span)
+        for layer in layers:
+            if layer.stop <= bucket[1]:
+                begun_ns = self._runtime.now()
+                scale = math.nan if self._spoils(gradient) else weight
+                sent = await self._setup.factors.exchange(layer, vector, scale)
+                self._meter.exchanged(sent, begun_ns)
+        self._round.sums.append((bucket[0], vector[bucket[0] : bucket[1]]))
+
+    async def _ready(self, gradient: api.Gradient, bucket: api.Bucket) -> Span:
+        """The bucket, once it is final.
+
+        The held ones wait for the end of the gradient, which may turn out not to be finite. While one bucket is
+        missing, no worker makes an update.
+        """
+        assert isinstance(gradient, ComputedGradient)
+        start, stop = bucket
+        span = gradient.vector[start:stop]
+        if gradient.task is not None and start >= self._held:
+            await gradient.done()
+        elif gradient.task is not None:
+            await gradient.ready.reached(stop)
+        if not gradient.samples:
+            value = math.nan if self._spoils(gradient) else 0.0
+            await self._runtime.compute(
+                lambda _: span.tensor.fill_(value), work=Work("copy", elems=len(span)), writes=[span]
+            )
+        return span
+
+    def _spoils(self, gradient: api.Gradient) -> bool:
+        """Whether a gradient was refused on which the others count in this round."""
+        return not gradient.samples and self._round.counts[self._context.rank] != 0
+
+    async def _measure(self, span: Span, weight: float) -> None:
+        """Adds a part of this worker's gradient to its square, before the group sums in the same memory."""
+        if self._setup.noise is None or not self._setup.noise.due(self._replica.version + 1):
+            return
+        self._round.weight = weight
+        self._round.square += await self._runtime.compute(
+            lambda _: length(span.tensor) ** 2,
+            work=Work("reduce", elems=len(span)),
+            reads=[span],
+            lane="exchange",
+            shape_only=math.inf,
+        )
+
+    def _joined_square(self) -> float:
+        """The square of the joined gradient, over this worker's slices of all buckets."""
+        buckets, rank, found = self._setup.buckets, self._group.rank, list[float]()
+        for bucket, (start, span) in zip(buckets.bounds, self._round.sums, strict=True):
+            first, last = buckets.slice_in(bucket, rank)
+            found.append(length(span.tensor[first - start : last - start]) ** 2)
+        return math.fsum(found)
+
+    def _note_squares(self, noise: NoiseMeter, joined: float) -> None:
+        counts, own = self._round.counts, self._round.counts[self._context.rank]
+        here = [Contribution(own, self._round.weight, self._round.square)] if own else []
+        noise.add(self._replica.version + 1, [one for one in counts if one], here, joined)
+
+    async def _copy(self, source: Span, target: Span) -> None:
+        await self._runtime.compute(
+            lambda _: target.tensor.copy_(source.tensor),
+            work=Work("copy", elems=len(target)),
+            reads=[source],
+            writes=[target],
+            lane="exchange",
+        )
+
+    async def _timed(self, span: Span, exchange: Awaitable[Span]) -> Span:
+        begun_ns = self._runtime.now()
+        total = await exchange
+        self._meter.exchanged(span, begun_ns)
+        return total
+
+    async def update(self, gradient: api.Gradient) -> None:
+        """See `strategies.api.Peers`."""
+        assert isinstance(gradient, ComputedGradient)
+        await gradient.done()
+        await self._replica.whole()
+        if self._round.sums:
+            await self._apply()
+        if self._setup.spare:
+            self._made = gradient  # in the model when all have made theirs
+        else:
+            self._replica.in_model(gradient)
+
+    async def _apply(self) -> None:
+        """Makes the update. Changes nothing if a worker's gradient was not finite."""
+        sums, lr, updater = self._round.sums, self._round.lr, self._setup.updater
+        tensor_sums = await self._tensor_sums() if self._num_tensors else None
+        old, begun_ns = self._replica.vectors, self._runtime.now()
+        if self._setup.spare:
+            self._replica.turn()
+        new = self._replica.vectors
+        parameters, version = self._replica.parameters, self._replica.version
+        changed = [parameters[start : start + len(span)] for start, span in sums]
+        parts = [(start, span.tensor) for start, span in sums if len(span)]
+        noise = self._setup.noise
+        measured = noise is not None and noise.due(version + 1)
+
+        def update(_: object) -> float:
+            joined = self._joined_square() if measured else math.inf
+            for source, target in zip(old, new, strict=True) if self._setup.spare else ():
+                for start, part in parts:
+                    target.tensor[start : start + len(part)].copy_(source.tensor[start : start + len(part)])
+            if all(finite(part) for start, part in parts if start >= self._held):
+                updater.update(parameters.tensor, parts, tensor_sums, lr=lr, step=version + 1)
+            return joined
+
+        joined = await self._runtime.compute(
+            update,
+            work=Work("apply", elems=sum(len(span) for _, span in sums)),
+            reads=[span for _, span in sums],
+            writes=[*changed, *(vector.all for vector in updater.state.values())],
+            shape_only=math.inf,
+        )
+        if measured and noise is not None:
+            self._note_squares(noise, joined)
+        self._meter.updated(parameters, begun_ns)
+
+    async def _tensor_sums(self) -> Mapping[int, Sums]:
+        """The sums over each whole tensor, of which every worker has a part."""
+        sums, updater, parameters = self._round.sums, self._setup.updater, self._replica.parameters
+        parts = [(start, span.tensor) for start, span in sums if len(span)]
+        step = self._replica.version + 1
+        pieces = await self._runtime.compute(
+            lambda _: updater.partial_sums(parameters.tensor, parts, step=step),
+            work=Work("apply", elems=sum(len(span) for _, span in sums)),
+            reads=[span for _, span in sums] + [vector.all for vector in self._replica.vectors],
+            shape_only=list[Piece](),
+        )
+        told = self.counts[: 2 * self._num_tensors]
+        counts, begun_ns = told.tensor.zero_(), self._runtime.now()
+        for tensor, pair in add_up(pieces).items():
+            counts[2 * tensor : 2 * tensor + 2] = torch.tensor(pair, dtype=counts.dtype)
+        total = (await self._group.allreduce(told)).tensor
+        self._meter.waited(begun_ns)
+        if total.is_meta:
+            return {}
+        return {tensor: (first, second) for tensor, (first, second) in enumerate(total.view(-1, 2).tolist())}
+
+    async def all_gather(self) -> None:
+        """See `strategies.api.Peers`."""
+        begun_ns, parameters = self._runtime.now(), self._replica.parameters
+        # One vector for all has nothing to be moved, bucket by bucket: all wait for one another, once.
+        whole = self.sharded and self._group.shares_memory
+        for start, stop in [(0, len(parameters))] if whole else self.buckets:
+            await self._group.all_gather(parameters[start:stop])
+        self._meter.waited(begun_ns)
+        if self._made is not None:
+            made, self._made = self._made, None
+            self._replica.in_model(made)
+
+    async def broadcast(self, vector: Vector, root: int = 0) -> None:
+        """Gives all workers the elements that the one of rank `root` in the group has."""
+        for start, stop in self.buckets:
+            await self._group.broadcast(vector[start:stop], root=root)
