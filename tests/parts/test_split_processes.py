@@ -159,7 +159,8 @@ def job():
 """
 
 
-def test_a_part_is_killed_and_every_chunk_has_every_sample_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pipeline", ["1f1b", "pipedream"])
+def test_a_part_is_killed_and_every_chunk_has_every_sample_once(tmp_path: Path, pipeline: str) -> None:
     (tmp_path / "job.py").write_text(TOKENS)
     log, steps = tmp_path / "run" / "logs" / "part1-1.log", list[int]()
 
@@ -169,7 +170,8 @@ def test_a_part_is_killed_and_every_chunk_has_every_sample_once(tmp_path: Path) 
             if len(steps) == 40:
                 os.kill(int(re.findall(r"part1-1: pid (\d+)", log.read_text())[-1]), signal.SIGKILL)
 
-    run = gs.train(load_job(f"{tmp_path / 'job.py'}:job"), run_dir=tmp_path / "run", on_event=on_event)
+    given: dict[str, Any] = {"run_dir": tmp_path / "run", "pipeline": pipeline, "on_event": on_event}
+    run = gs.train(load_job(f"{tmp_path / 'job.py'}:job"), **given)
     assert run.summary["workers_lost"] == ["worker-1"]
     assert [event["who"] for event in run.events if event["event"] == "settled"] == ["worker-1"]
     assert TokenAudit.of(run, 64, 20).exact

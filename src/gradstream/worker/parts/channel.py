@@ -81,7 +81,7 @@ class PartChannel:
 
     Attributes:
         sizes: number of samples of each micro-batch: of those of the present minibatch, or of several minibatches.
-        sockets: to the other parts, for a thread that computes.
+        sockets: to the other parts, for a thread that computes; None if values go by streams.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class PartChannel:
             tuple[int, int], asyncio.Task[None]
         ] = {}  # by part and tag, what sends the last message
         self._hearing: list[asyncio.Task[None]] = []
-        self.sockets = PartSockets(runtime, endpoint, names, model.part)
+        self.sockets: PartSockets | None = PartSockets(runtime, endpoint, names, model.part)
 
     @cached_property
     def _values(self) -> Mapping[str, tuple[int, Value]]:
@@ -133,9 +133,12 @@ class PartChannel:
         return channel
 
     def beside(self) -> PartChannel:
-        """The same channel for values of other gradients, which are computed at the same time."""
+        """The same channel for values of other gradients, which are computed at the same time.
+
+        It has no sockets: two parts whose threads wait for each other's values of different gradients wait forever.
+        """
         channel = copy(self)
-        channel._beside = True
+        channel._beside, channel.sockets = True, None
         return channel
 
     def form(self, transfer: TensorTransfer) -> TransferForm:
@@ -202,7 +205,8 @@ class PartChannel:
 
     def close(self) -> None:
         """Hears no messages any more, and closes the sockets. Idempotent."""
-        self.sockets.close()
+        if self.sockets is not None:
+            self.sockets.close()
         for task in self._hearing:
             task.cancel()
 
