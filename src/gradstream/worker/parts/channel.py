@@ -46,6 +46,7 @@ from gradstream.worker.parts.value_forms import (
     decoded,
     encoded,
     is_encodable,
+    sent_bytes,
 )
 
 _TAGS: Mapping[type, int] = {
@@ -78,6 +79,7 @@ class PartChannel:
         failed: called with the error of something that could not be sent.
         silence_s: a part that gives no answer to a question for this long, in seconds, counts as lost. It may compute
             for any time.
+        most_samples: number of samples that a micro-batch has at most; 0 lets all values go by streams.
 
     Attributes:
         sizes: number of samples of each micro-batch: of those of the present minibatch, or of several minibatches.
@@ -92,6 +94,7 @@ class PartChannel:
         model: PartModel,
         failed: Callable[[Exception], Awaitable[None]],
         silence_s: float,
+        most_samples: int = 0,
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
@@ -108,7 +111,10 @@ class PartChannel:
             tuple[int, int], asyncio.Task[None]
         ] = {}  # by part and tag, what sends the last message
         self._hearing: list[asyncio.Task[None]] = []
-        self.sockets: PartSockets | None = PartSockets(runtime, endpoint, names, model.part)
+        self._most_samples = most_samples
+        self.sockets: PartSockets | None = None
+        if most_samples:
+            self.sockets = PartSockets(runtime, endpoint, names, model.part, self._room)
 
     @cached_property
     def _values(self) -> Mapping[str, tuple[int, Value]]:
@@ -153,6 +159,13 @@ class PartChannel:
             codec=self._codec if is_encodable(value) else None,
             what=f"{'the gradient of ' * transfer.gradient}{transfer.value}, micro-batch {transfer.micro_batch}",
         )
+
+    def _room(self, tag: int) -> int:
+        """Number of bytes of the largest value that may come under a tag; 0 if there is none."""
+        if tag < VALUES:
+            return 0
+        value = self._model.plan.values[(tag - VALUES) // 4 % len(self._values)]
+        return sent_bytes(value.shape_of(self._most_samples), value.dtype)
 
     async def send(self, transfer: TensorTransfer, tensor: torch.Tensor) -> None:
         """Begins to send a value, or the gradient of one, to another part. The tensor must not change any more."""
@@ -228,10 +241,10 @@ class PartChannel:
     async def agree(self, mine: bool) -> bool:
         """Whether all parts say yes. All call it at once."""
         others = [part for part in range(len(self._names)) if part != self._model.part]
-        for part in others:
-            self._spawn(self.give(part, torch.tensor([float(mine)])), f"agrees-with-{part}")
-        theirs = [bool(await self.take(part, 1, torch.float32)) for part in others]
-        return mine and all(theirs)
+        give = [self.give(part, torch.tensor([float(mine)])) for part in others]
+        take = [self.take(part, 1, torch.float32) for part in others]
+        found: list[Any] = await self._runtime.gather(*take, *give)
+        return mine and all(map(bool, found[: len(take)]))
 
     async def give_outputs(self, result: Mapping[str, torch.Tensor]) -> None:
         """Sends the worker what `compute_outputs` has found for a batch."""

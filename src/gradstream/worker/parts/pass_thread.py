@@ -94,7 +94,7 @@ class PassThread:
         form = self._channel.form(transfer)
         if not math.prod(form.shape):
             return torch.empty(form.shape, dtype=form.dtype)
-        came = self._sockets.receive(transfer.source, form.tag, form.what)
+        came = self._sockets.receive(transfer.source, form.tag, form.size_bytes, form.what)
         if form.codec is not None:
             return decoded(form.codec, came, form.shape, form.dtype)
         return as_it_was(came, form.shape, form.dtype)
