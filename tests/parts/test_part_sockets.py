@@ -46,11 +46,11 @@ async def agree(mine: bool) -> bool:
 
 
 def part_sockets(
-    part: int, end: socket.socket, checked: bool = False, core: Any = None, endpoint: Any = None
-) -> PartSockets:
-    """The sockets of a part, of which this is the end."""
-    runtime = RealRuntime(NAMES[part], core=core)
-    return PartSockets(runtime, endpoint or OneSocket(end, checked), NAMES, part, lambda tag: ROOM)
+    part: int, end: socket.socket, checked: bool = False, core: Any = None
+) -> tuple[PartSockets, OneSocket]:
+    """The sockets of a part, of which this is the end, and its endpoint."""
+    runtime, endpoint = RealRuntime(NAMES[part], core=core), OneSocket(end, checked)
+    return PartSockets(runtime, endpoint, NAMES, part, lambda tag: ROOM), endpoint  # type: ignore[arg-type]
 
 
 def make_pair(
@@ -58,7 +58,7 @@ def make_pair(
 ) -> tuple[list[PartSockets], list[bool], tuple[socket.socket, socket.socket]]:
     """(sockets of two parts, whether they are connected, what they are made of)."""
     ends = socket.socketpair()
-    pair = [part_sockets(part, end, checked, core) for part, end in enumerate(ends)]
+    pair = [part_sockets(part, end, checked, core)[0] for part, end in enumerate(ends)]
 
     async def connect() -> list[bool]:
         return [await one.connect(agreed) for one in pair]
@@ -132,7 +132,12 @@ def test_what_came_before_the_end_is_there() -> None:
 def test_a_header_that_lies_is_refused_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     (left, right), _, ends = make_pair()
     taken, empty = list[int](), torch.empty
-    monkeypatch.setattr(torch, "empty", lambda size, **how: taken.append(size) or empty(size, **how))
+
+    def noted(size: int, **how: Any) -> torch.Tensor:
+        taken.append(size)
+        return empty(size, **how)
+
+    monkeypatch.setattr(torch, "empty", noted)
     left.send(1, 7, torch.ones(LARGE))
     assert len(right.receive(0, 7, ROOM, "a value")) == ROOM
     ends[0].sendall(struct.pack("<QQ", 7, ROOM + 1))
@@ -159,8 +164,7 @@ def test_a_tensor_of_another_size_is_refused() -> None:
 
 def test_no_part_dials_before_all_are_there() -> None:
     ends = socket.socketpair()
-    endpoints = [OneSocket(end) for end in ends]
-    left, right = (part_sockets(part, ends[part], endpoint=endpoints[part]) for part in range(2))
+    (left, dialling), (right, _) = (part_sockets(part, end) for part, end in enumerate(ends))
 
     async def connect() -> list[bool]:
         words, asked = [asyncio.Event(), asyncio.Event()], asyncio.Event()
@@ -173,11 +177,11 @@ def test_no_part_dials_before_all_are_there() -> None:
 
         first = asyncio.ensure_future(left.connect(partial(agreed, part=0)))
         await asked.wait()
-        assert not endpoints[0].asked
+        assert not dialling.asked
         return [*await asyncio.gather(right.connect(partial(agreed, part=1)), first)]
 
     assert asyncio.run(connect()) == [True, True]
-    assert endpoints[0].asked
+    assert dialling.asked
     left.close()
     right.close()
 

@@ -265,9 +265,10 @@ class LateValues:
 
     def of(self, name: str, micro_batch: int) -> torch.Tensor:
         """The value of a micro-batch."""
-        if self._values is None:
-            self._values, self.read_s = self._meter.count(self._read)
-        return self._values.of(name, micro_batch)
+        if (values := self._values) is None:
+            values, self.read_s = self._meter.count(self._read)
+            self._values = values
+        return values.of(name, micro_batch)
 
 
 class Values:
