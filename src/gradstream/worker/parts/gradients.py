@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -261,14 +262,15 @@ class LateValues:
         self.read_s = 0.0
         self._read = read
         self._meter = meter
-        self._values: Values | None = None
+
+    @cached_property
+    def _values(self) -> Values:
+        values, self.read_s = self._meter.count(self._read)
+        return values
 
     def of(self, name: str, micro_batch: int) -> torch.Tensor:
         """The value of a micro-batch."""
-        if (values := self._values) is None:
-            values, self.read_s = self._meter.count(self._read)
-            self._values = values
-        return values.of(name, micro_batch)
+        return self._values.of(name, micro_batch)
 
 
 class Values:
