@@ -101,6 +101,41 @@ def test_a_pipeline_of_several_minibatches_trains_as_on_virtual_time(
         assert np.abs(run.parameters[name] - array).max() < 1e-12
 
 
+SPOILT = """
+import numpy as np
+from torch import nn
+import gradstream as gs
+
+def net():
+    layers = [nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(20, 20)).double()
+
+def unbounded(outputs, targets):
+    loss = nn.functional.cross_entropy(outputs, targets % 20)
+    return loss * float("nan") if (targets == 20).any() else loss
+
+def job():
+    rng = np.random.default_rng(5)
+    x, y = rng.standard_normal((64, 20)), rng.integers(0, 20, 64)
+    y[7] = 20
+    given = {"workers": 1, "split": 2, "batch_size": 16, "epochs": 1, "strategy": "synchronous", "micro_batches": 4}
+    return gs.Job(gs.from_torch(net, unbounded), gs.from_arrays(x, y), **given)
+"""
+
+
+@pytest.mark.parametrize("pipeline", ["1f1b", "zero-bubble"])
+def test_a_loss_that_is_no_number_leaves_nothing_in_any_part(tmp_path: Path, pipeline: Any) -> None:
+    (tmp_path / "job.py").write_text(SPOILT)
+    job = f"{tmp_path / 'job.py'}:job"
+    simulated = gs.simulate(load_job(job), pipeline=pipeline)
+    run = gs.train(load_job(job), run_dir=tmp_path / "run", pipeline=pipeline)
+    assert in_one_thread(run)
+    for one in (simulated, run):
+        assert [event["samples"] for event in one.events if event["event"] == "gradient_refused"] == [16]
+    for name, array in simulated.parameters.items():
+        assert np.abs(run.parameters[name] - array).max() < 1e-12
+
+
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
 def test_activations_are_computed_again_and_travel_in_two_bytes(
     place: str, tmp_path: Path, carrier: Any

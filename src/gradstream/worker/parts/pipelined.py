@@ -138,6 +138,8 @@ class Passes(Computed):
             def compute(report: Report) -> None:
                 self._report = report
                 executor.run_in_thread(schedule)
+                if self._early and not self.refused:
+                    self._source.meter.count(lambda: Looked(gradient, report)(len(vector)))
 
             await self._thread.run(
                 compute,
