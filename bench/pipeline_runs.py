@@ -1,14 +1,16 @@
 """Question: how close is a run on two processes to what its slowest part and its pipeline's bubble allow?
 
 Two parts of one thread each, a module of 8 layers of 1,024 units cut in the middle, minibatches of 256 samples in 8
-micro-batches, by `gs.train`. A minibatch cannot take less than c (M + K - 1) / M where the pipeline flushes, and c
-where it does not: c is the time that the slower part computes for a minibatch, as the run reports it. By turns, two
-processes train the same stages by the schedules of torch.distributed.pipelining over gloo, with torch.optim.SGD.
+micro-batches, by `gs.train`. A minibatch cannot take less than u + c (M + K - 1) / M where the pipeline flushes, and
+u + c where it does not: c is the time that the slower part computes for a minibatch, as the run reports it, and u that
+of its update, which comes between two minibatches. By turns, two processes train the same stages by the schedules of
+torch.distributed.pipelining over gloo, with torch.optim.SGD. The median time of its `step` is u: one pass over the
+memory of gradients and parameters, without a check.
 
     python bench/pipeline_runs.py [--steps 120] [--repeats 3] [--only 1f1b 2bw]
 
-Prints, and keeps in bench/results/pipeline-runs.json, milliseconds of a minibatch, what is allowed divided by it, and
-torch's divided by it (those without a flush beside torch's 1F1B, zero-bubble beside it too).
+Prints, and keeps in bench/results/pipeline-runs.json, milliseconds of a minibatch, what is allowed divided by it, the
+same without u, and torch's divided by it (those without a flush beside torch's 1F1B, zero-bubble beside it too).
 """
 
 from __future__ import annotations
@@ -94,12 +96,12 @@ def measured(pipeline: Any, steps: int) -> dict[str, float]:
     slowest_s = max(compute_s[part] / minibatches[part] for part in range(PARTS))
     rounds, count = 1 + (pipeline == "interleaved"), MICRO_BATCHES[pipeline]
     bubble = (PARTS - 1) / (rounds * count) / (3 if pipeline == "zero-bubble" else 1)
-    allowed_s = slowest_s * (1 + bubble if pipeline in FLUSHING else 1)
-    return {"minibatch_s": minibatch_s, "slowest_s": slowest_s, "share": allowed_s / minibatch_s}
+    passes_s = slowest_s * (1 + bubble if pipeline in FLUSHING else 1)
+    return {"minibatch_s": minibatch_s, "slowest_s": slowest_s, "passes_s": passes_s}
 
 
-def torch_measured(name: str, steps: int) -> float:
-    """Seconds of a minibatch of a pair of processes that run torch's schedule."""
+def torch_measured(name: str, steps: int) -> tuple[float, float]:
+    """(seconds of a minibatch, of an update) of a pair of processes that run torch's schedule."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--steps", str(steps), "--torch", name, folder]
         pair = [
@@ -107,11 +109,12 @@ def torch_measured(name: str, steps: int) -> float:
             for rank in range(PARTS)
         ]
         outputs = [process.communicate(timeout=300)[0] for process in pair]
-        return float(outputs[0].splitlines()[-1])
+        minibatch_s, update_s = map(float, outputs[0].split()[-2:])
+        return minibatch_s, update_s
 
 
-def torch_part(name: str, folder: str, rank: int, steps: int) -> float:
-    """One process of the pair. Returns its seconds of a minibatch."""
+def torch_part(name: str, folder: str, rank: int, steps: int) -> tuple[float, float]:
+    """One process of the pair. Returns its seconds of a minibatch, and of an update."""
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(f"{folder}/store", PARTS)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=PARTS)
@@ -127,7 +130,7 @@ def torch_part(name: str, folder: str, rank: int, steps: int) -> float:
     ]
     schedule = TORCHS[name](stages if rounds > 1 else stages[0], count, loss_fn=nn.functional.cross_entropy)
     optimizer = torch.optim.SGD([one for module in modules for one in module.parameters()], lr=LR)
-    times = []
+    times, updates = [], []
     for step in range(steps):
         rows = slice(step % 8 * SAMPLES, (step % 8 + 1) * SAMPLES)
         optimizer.zero_grad()
@@ -137,11 +140,13 @@ def torch_part(name: str, folder: str, rank: int, steps: int) -> float:
             torch.stack(losses).mean().item()
         else:
             schedule.step(inputs[rows])
+        begun = time.perf_counter()
         optimizer.step()
         times.append(time.perf_counter())
+        updates.append(times[-1] - begun)
     torch.distributed.destroy_process_group()
     times = times[SKIPPED:]
-    return (times[-1] - times[0]) / (len(times) - 1)
+    return (times[-1] - times[0]) / (len(times) - 1), statistics.median(updates[SKIPPED:])
 
 
 def main() -> None:
@@ -154,21 +159,27 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.torch:
         name, folder, rank = asked.torch
-        print(torch_part(name, folder, int(rank), asked.steps))
+        print(*torch_part(name, folder, int(rank), asked.steps))
         return
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in asked.only}
     for _ in range(asked.repeats):
         for name in asked.only:
             row = measured(name, asked.steps)
-            torch_s = torch_measured(name if name in TORCHS else "1f1b", asked.steps)
-            rows[name].append({**row, "torch_s": torch_s, "torch_ratio": torch_s / row["minibatch_s"]})
+            torch_s, update_s = torch_measured(name if name in TORCHS else "1f1b", asked.steps)
+            ratios = {
+                "share": (row["passes_s"] + update_s) / row["minibatch_s"],
+                "share_of_passes": row["passes_s"] / row["minibatch_s"],
+                "torch_ratio": torch_s / row["minibatch_s"],
+            }
+            rows[name].append({**row, "update_s": update_s, "torch_s": torch_s, **ratios})
     found = {
         name: {key: statistics.median(row[key] for row in mine) for key in mine[0]}
         for name, mine in rows.items()
     }
     for name, row in found.items():
         print(
-            f"{name:<12} {1e3 * row['minibatch_s']:6.1f} ms a minibatch, {row['share']:.2f} of what is allowed; torch "
+            f"{name:<12} {1e3 * row['minibatch_s']:6.1f} ms a minibatch, {row['share']:.2f} of what is allowed "
+            f"({row['share_of_passes']:.2f} without the update's {1e3 * row['update_s']:.1f} ms); torch "
             f"{1e3 * row['torch_s']:6.1f} ms, {row['torch_ratio']:.2f} times ours"
         )
     path, commit = RESULTS / "pipeline-runs.json", git_commit(ROOT)

@@ -336,6 +336,7 @@ def pipelines() -> Places:
                 "ms of a minibatch",
                 "ms that the slower part computes",
                 "allowed time, divided by that of a minibatch",
+                "the same without the update",
                 "torch's time, divided by that of a minibatch",
             ],
             [
@@ -344,6 +345,7 @@ def pipelines() -> Places:
                     f"{1e3 * row['minibatch_s']:.0f}",
                     f"{1e3 * row['slowest_s']:.0f}",
                     f"{row['share']:.2f}",
+                    f"{row['share_of_passes']:.2f}",
                     f"{row['torch_ratio']:.2f}",
                 ]
                 for name, row in recorded("pipeline-runs")["found"].items()

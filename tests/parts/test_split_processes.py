@@ -101,6 +101,41 @@ def test_a_pipeline_of_several_minibatches_trains_as_on_virtual_time(
         assert np.abs(run.parameters[name] - array).max() < 1e-12
 
 
+SPOILT = """
+import numpy as np
+from torch import nn
+import gradstream as gs
+
+def net():
+    layers = [nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 20), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(20, 20)).double()
+
+def unbounded(outputs, targets):
+    loss = nn.functional.cross_entropy(outputs, targets % 20)
+    return loss * float("nan") if (targets == 20).any() else loss
+
+def job():
+    rng = np.random.default_rng(5)
+    x, y = rng.standard_normal((64, 20)), rng.integers(0, 20, 64)
+    y[7] = 20
+    given = {"workers": 1, "split": 2, "batch_size": 16, "epochs": 1, "strategy": "synchronous", "micro_batches": 4}
+    return gs.Job(gs.from_torch(net, unbounded), gs.from_arrays(x, y), **given)
+"""
+
+
+@pytest.mark.parametrize("pipeline", ["1f1b", "zero-bubble"])
+def test_a_loss_that_is_no_number_leaves_nothing_in_any_part(tmp_path: Path, pipeline: Any) -> None:
+    (tmp_path / "job.py").write_text(SPOILT)
+    job = f"{tmp_path / 'job.py'}:job"
+    simulated = gs.simulate(load_job(job), pipeline=pipeline)
+    run = gs.train(load_job(job), run_dir=tmp_path / "run", pipeline=pipeline)
+    assert in_one_thread(run)
+    for one in (simulated, run):
+        assert [event["samples"] for event in one.events if event["event"] == "gradient_refused"] == [16]
+    for name, array in simulated.parameters.items():
+        assert np.abs(run.parameters[name] - array).max() < 1e-12
+
+
 @pytest.mark.parametrize("carrier", ["shm", "tcp"])
 def test_activations_are_computed_again_and_travel_in_two_bytes(
     place: str, tmp_path: Path, carrier: Any
@@ -159,7 +194,8 @@ def job():
 """
 
 
-def test_a_part_is_killed_and_every_chunk_has_every_sample_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pipeline", ["1f1b", "pipedream"])
+def test_a_part_is_killed_and_every_chunk_has_every_sample_once(tmp_path: Path, pipeline: str) -> None:
     (tmp_path / "job.py").write_text(TOKENS)
     log, steps = tmp_path / "run" / "logs" / "part1-1.log", list[int]()
 
@@ -169,7 +205,8 @@ def test_a_part_is_killed_and_every_chunk_has_every_sample_once(tmp_path: Path) 
             if len(steps) == 40:
                 os.kill(int(re.findall(r"part1-1: pid (\d+)", log.read_text())[-1]), signal.SIGKILL)
 
-    run = gs.train(load_job(f"{tmp_path / 'job.py'}:job"), run_dir=tmp_path / "run", on_event=on_event)
+    given: dict[str, Any] = {"run_dir": tmp_path / "run", "pipeline": pipeline, "on_event": on_event}
+    run = gs.train(load_job(f"{tmp_path / 'job.py'}:job"), **given)
     assert run.summary["workers_lost"] == ["worker-1"]
     assert [event["who"] for event in run.events if event["event"] == "settled"] == ["worker-1"]
     assert TokenAudit.of(run, 64, 20).exact

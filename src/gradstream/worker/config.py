@@ -10,6 +10,7 @@ from gradstream.checkpoint.manifest import Resume
 from gradstream.codec.base import Codec
 from gradstream.collectives.group import Group, GroupMembers
 from gradstream.data.base import BatchPlan, Dataset
+from gradstream.data.plan import EpochPlan
 from gradstream.model.base import Layout, Model
 from gradstream.optim.schedules import Rate
 from gradstream.pipeline.hybrid import Hybrid
@@ -149,6 +150,14 @@ class WorkerConfig:
     def first_step(self) -> int:
         """Number of this worker's first step; not 0 where the run is resumed."""
         return 0 if self.resume is None else self.resume.step_of(f"worker-{self.rank}")
+
+    @property
+    def micro_batch_samples(self) -> int:
+        """Number of samples that a micro-batch of a split replica has at most."""
+        assert self.split is not None
+        plan, all_samples = self.plan, self.data.num_samples or 0
+        most = max(plan.batch_sizes) if isinstance(plan, EpochPlan) else all_samples
+        return -(-most // self.split.micro_batches)
 
     @property
     def role(self) -> str:

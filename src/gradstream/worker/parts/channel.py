@@ -47,6 +47,7 @@ from gradstream.worker.parts.value_forms import (
     decoded,
     encoded,
     is_encodable,
+    sent_bytes,
 )
 
 _TAGS: Mapping[type, int] = {
@@ -79,10 +80,11 @@ class PartChannel:
         failed: called with the error of something that could not be sent.
         silence_s: a part that gives no answer to a question for this long, in seconds, counts as lost. It may compute
             for any time.
+        most_samples: number of samples that a micro-batch has at most; 0 lets all values go by streams.
 
     Attributes:
         sizes: number of samples of each micro-batch: of those of the present minibatch, or of several minibatches.
-        sockets: to the other parts, for a thread that computes.
+        sockets: to the other parts, for a thread that computes; None if values go by streams.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class PartChannel:
         model: PartModel,
         failed: Callable[[Exception], Awaitable[None]],
         silence_s: float,
+        most_samples: int = 0,
     ) -> None:
         self._runtime = runtime
         self._endpoint = endpoint
@@ -109,7 +112,10 @@ class PartChannel:
             tuple[int, int], asyncio.Task[None]
         ] = {}  # by part and tag, what sends the last message
         self._hearing: list[asyncio.Task[None]] = []
-        self.sockets = PartSockets(runtime, endpoint, names, model.part)
+        self._most_samples = most_samples
+        self.sockets: PartSockets | None = None
+        if most_samples:
+            self.sockets = PartSockets(runtime, endpoint, names, model.part, self._room)
 
     @cached_property
     def _values(self) -> Mapping[str, tuple[int, Value]]:
@@ -134,9 +140,12 @@ class PartChannel:
         return channel
 
     def beside(self) -> PartChannel:
-        """The same channel for values of other gradients, which are computed at the same time."""
+        """The same channel for values of other gradients, which are computed at the same time.
+
+        It has no sockets: two parts whose threads wait for each other's values of different gradients wait forever.
+        """
         channel = copy(self)
-        channel._beside = True
+        channel._beside, channel.sockets = True, None
         return channel
 
     def form(self, transfer: TensorTransfer) -> TransferForm:
@@ -151,6 +160,13 @@ class PartChannel:
             codec=self._codec if is_encodable(value) else None,
             what=f"{'the gradient of ' * transfer.gradient}{transfer.value}, micro-batch {transfer.micro_batch}",
         )
+
+    def _room(self, tag: int) -> int:
+        """Number of bytes of the largest value that may come under a tag; 0 if there is none."""
+        if tag < VALUES:
+            return 0
+        value = self._model.plan.values[(tag - VALUES) // 4 % len(self._values)]
+        return sent_bytes(value.shape_of(self._most_samples), value.dtype)
 
     async def send(self, transfer: TensorTransfer, tensor: torch.Tensor) -> None:
         """Begins to send a value, or the gradient of one, to another part. The tensor must not change any more."""
@@ -203,7 +219,8 @@ class PartChannel:
 
     def close(self) -> None:
         """Hears no messages any more, and closes the sockets. Idempotent."""
-        self.sockets.close()
+        if self.sockets is not None:
+            self.sockets.close()
         for task in self._hearing:
             task.cancel()
 
@@ -225,10 +242,10 @@ class PartChannel:
     async def agree(self, mine: bool) -> bool:
         """Whether all parts say yes. All call it at once."""
         others = [part for part in range(len(self._names)) if part != self._model.part]
-        for part in others:
-            self._spawn(self.give(part, torch.tensor([float(mine)])), f"agrees-with-{part}")
-        theirs = [bool(await self.take(part, 1, torch.float32)) for part in others]
-        return mine and all(theirs)
+        give = [self.give(part, torch.tensor([float(mine)])) for part in others]
+        take = [self.take(part, 1, torch.float32) for part in others]
+        found: list[Any] = await self._runtime.gather(*take, *give)
+        return mine and all(map(bool, found[: len(take)]))
 
     async def give_outputs(self, result: Mapping[str, torch.Tensor]) -> None:
         """Sends the worker what `compute_outputs` has found for a batch."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -25,6 +26,7 @@ from gradstream.model.check import usable
 from gradstream.runtime.base import Report as Progress
 from gradstream.runtime.base import Runtime, Work
 from gradstream.split.part_model import PartModel
+from gradstream.strategies.base import GroupStrategy
 from gradstream.worker.computed import ComputedGradient, Result
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.gradient import BLOCK_ELEMS, hash_seed
@@ -73,6 +75,7 @@ class PartSource(ABC):
         meter: counts the time of this process.
         redoing: computes the minibatches of lost replicas; this source itself, where its pipeline is empty between
             two gradients.
+        exchanges: others wait for this part's gradients: shards, or the same part of other replicas.
     """
 
     elsewhere = False
@@ -95,6 +98,7 @@ class PartSource(ABC):
         self._rank = config.rank
         self._seed = config.seed
         self._clip = config.clip
+        self.exchanges = config.num_workers > 1 or not isinstance(config.strategy, GroupStrategy)
         self.redoing: PartSource = self
 
     def of_rank(self, rank: int, feed: Feed | None) -> PartSource:
@@ -139,9 +143,10 @@ class PartSource(ABC):
     async def _report(self, gradient: ComputedGradient, computed: Computed) -> tuple[PartReport, int]:
         """(what this part knows of its gradient, number of samples that it is the sum over). Bounds its elements."""
         into, num_summed = gradient.vector, gradient.batch.num_samples if self.model.reduction == "sum" else 1
+        unseen = len(into) - gradient.sound
         report = await self.meter.compute(
-            lambda: self._look(into.tensor, computed, num_summed),
-            work=Work("copy", elems=len(into)),
+            lambda: self._look(into.tensor, computed, num_summed, gradient.sound),
+            work=Work("copy", elems=unseen, brief=not unseen),
             reads=[into.all],
             writes=[into.all] if self._clip.value is not None else [],
         )
@@ -158,10 +163,10 @@ class PartSource(ABC):
             )
         gradient.ready.advance(len(into))
 
-    def _look(self, into: torch.Tensor, computed: Computed, num_summed: int) -> PartReport:
-        """What this part knows of its gradient. Bounds its elements."""
+    def _look(self, into: torch.Tensor, computed: Computed, num_summed: int, seen: int) -> PartReport:
+        """What this part knows of its gradient, whose first `seen` elements are known to be finite. Bounds them."""
         loss, refused = computed.loss, computed.refused
-        if not refused and not usable(into):
+        if not refused and not usable(into[seen:]):
             refused = f"the gradient of part {self.model.part} has a NaN or an infinity"
         if refused:
             return PartReport("gradient", refused=refused)
@@ -240,6 +245,32 @@ class AgreedSource(PartSource):
     @abstractmethod
     async def _compute(self, parameters: Vector, gradient: ComputedGradient) -> tuple[Computed, float]:
         """Computes this part's elements. Returns what is known of them, and the seconds of reading samples."""
+
+
+class LateValues:
+    """The values of a minibatch, which the thread of passes reads when it first needs one.
+
+    Args:
+        read: reads them.
+        meter: counts the time.
+
+    Attributes:
+        read_s: seconds of reading.
+    """
+
+    def __init__(self, read: Callable[[], Values], meter: PartMeter) -> None:
+        self.read_s = 0.0
+        self._read = read
+        self._meter = meter
+
+    @cached_property
+    def _values(self) -> Values:
+        values, self.read_s = self._meter.count(self._read)
+        return values
+
+    def of(self, name: str, micro_batch: int) -> torch.Tensor:
+        """The value of a micro-batch."""
+        return self._values.of(name, micro_batch)
 
 
 class Values:

@@ -59,10 +59,15 @@ class PartMeter:
     ) -> T:
         """As `compute`, in the calling thread, which holds the memory already."""
         del work, reads, writes
+        return self.count(fn)[0]
+
+    def count(self, fn: Callable[[], T]) -> tuple[T, float]:
+        """Computes in the calling thread. Returns the result, and the seconds."""
         begun_ns = self._runtime.now()
         result = fn()
-        self._own_ns += self._runtime.now() - begun_ns
-        return result
+        own_ns = self._runtime.now() - begun_ns
+        self._own_ns += own_ns
+        return result, own_ns / 1e9
 
     def report(self) -> list[PartEvent]:
         """What was counted since the last call; nothing if no gradient was done."""

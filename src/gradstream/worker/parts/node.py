@@ -49,9 +49,8 @@ class PartNode:
         self._config = config
         self._model = config.model
         self._names = replica_of(config.rank, config.split.parts)
-        self._channel = PartChannel(
-            runtime, endpoint, self._names, config.model, self._failed, config.deadlines.silence_s
-        )
+        limits = config.deadlines.silence_s, config.micro_batch_samples
+        self._channel = PartChannel(runtime, endpoint, self._names, config.model, self._failed, *limits)
         self._gate = FollowerGate(runtime.node)
         self._follower = PartFollower(self._channel, self._model, self._gate)
         self._follower.carry_out = self._carry_out

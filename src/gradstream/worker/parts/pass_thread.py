@@ -16,6 +16,7 @@ from gradstream.pipeline.executor import TensorTransfer
 from gradstream.runtime.base import Report, Runtime, Work
 from gradstream.runtime.tasks import interrupt_on_cancel
 from gradstream.worker.parts.channel import PartChannel
+from gradstream.worker.parts.sockets import PartSockets
 from gradstream.worker.parts.value_forms import as_it_was, as_sent, decoded, encoded
 
 
@@ -24,7 +25,10 @@ async def pass_thread(runtime: Runtime, channel: PartChannel) -> PassThread | No
 
     All parts call it at once.
     """
-    return PassThread(runtime, channel) if await channel.sockets.connect(channel.agree) else None
+    sockets = channel.sockets
+    if sockets is None or not await sockets.connect(channel.agree):
+        return None
+    return PassThread(runtime, channel, sockets)
 
 
 class PassThread:
@@ -32,13 +36,14 @@ class PassThread:
 
     Args:
         runtime: of the process.
-        channel: to the other parts; it has sockets.
+        channel: to the other parts.
+        sockets: of the channel.
     """
 
-    def __init__(self, runtime: Runtime, channel: PartChannel) -> None:
+    def __init__(self, runtime: Runtime, channel: PartChannel, sockets: PartSockets) -> None:
         self._runtime = runtime
         self._channel = channel
-        self._sockets = channel.sockets
+        self._sockets = sockets
 
     async def run(
         self,
@@ -89,7 +94,7 @@ class PassThread:
         form = self._channel.form(transfer)
         if not math.prod(form.shape):
             return torch.empty(form.shape, dtype=form.dtype)
-        came = self._sockets.receive(transfer.source, form.tag, form.what)
+        came = self._sockets.receive(transfer.source, form.tag, form.size_bytes, form.what)
         if form.codec is not None:
             return decoded(form.codec, came, form.shape, form.dtype)
         return as_it_was(came, form.shape, form.dtype)

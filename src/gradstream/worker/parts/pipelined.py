@@ -28,7 +28,7 @@ from gradstream.split.saved import DroppedPass
 from gradstream.worker.computed import ComputedGradient
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.gradient import Looked
-from gradstream.worker.parts.gradients import AgreedSource, Computed, PartSource, nothing
+from gradstream.worker.parts.gradients import AgreedSource, Computed, LateValues, PartSource, Values, nothing
 from gradstream.worker.parts.pass_thread import PassThread, pass_thread
 
 
@@ -51,10 +51,10 @@ class PartGradients(AgreedSource):
         num_samples, plan = gradient.batch.num_samples, self.model.plan
         cuts = cuts_of(num_samples, min(self._micro_batches, num_samples))
         sizes = [stop - start for start, stop in pairwise(cuts)]
-        data, read_s = await self._read(gradient, cuts)
+        thread, early = await pass_thread(self._runtime, self._channel), self._leaves_early(gradient)
+        data, read_s = (self._late(gradient, cuts), 0.0) if thread else await self._read(gradient, cuts)
         self._channel.sizes, schedule = sizes, self._schedule_of(len(sizes))
         drops = dropped(schedule) if self._recompute else ()
-        thread, early = await pass_thread(self._runtime, self._channel), self._leaves_early(gradient)
         passes = Passes(
             self, thread, parameters, gradient, sizes, halves=self._halves, drops=drops, early=early
         )
@@ -62,7 +62,13 @@ class PartGradients(AgreedSource):
             plan, self.model.part, passes, thread or self._channel, data.of if data else nothing
         )
         await passes.carry_out(executor, schedule)
-        return passes, read_s
+        return passes, data.read_s if isinstance(data, LateValues) else read_s
+
+    def _late(self, gradient: ComputedGradient, cuts: Sequence[int]) -> LateValues | None:
+        feed, ref = self._feed, gradient.batch.ref
+        if feed is None:
+            return None
+        return LateValues(lambda: Values(self.model, feed.read(ref), cuts), self.meter)
 
     def _schedule_of(self, micro_batches: int) -> Schedule:
         """This part's passes, for a minibatch that may have fewer samples than there are micro-batches."""
@@ -132,13 +138,16 @@ class Passes(Computed):
             def compute(report: Report) -> None:
                 self._report = report
                 executor.run_in_thread(schedule)
+                if self._early and not self.refused:
+                    self._source.meter.count(lambda: Looked(gradient, report)(len(vector)))
 
             await self._thread.run(
                 compute,
                 work=Work("gradient", samples=gradient.samples, elems=len(vector)),
                 reads=self._reads,
                 writes=[vector.all],
-                on_progress=gradient.ready.advance if self._early else None,
+                # Each report wakes the event loop, which takes the interpreter from the backward pass.
+                on_progress=gradient.ready.advance if self._early and self._source.exchanges else None,
             )
 
     def weight(self, micro_batch: int) -> float:

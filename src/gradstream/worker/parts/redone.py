@@ -48,5 +48,5 @@ class RedoneGradients(PartGradients):
     async def _share_buffers(self) -> None:
         """The stream shares them, when it ends."""
 
-    def _look(self, into: torch.Tensor, computed: Computed, num_summed: int) -> PartReport:
-        return replace(super()._look(into, computed, num_summed), kind="redone")
+    def _look(self, into: torch.Tensor, computed: Computed, num_summed: int, seen: int) -> PartReport:
+        return replace(super()._look(into, computed, num_summed, seen), kind="redone")

@@ -22,7 +22,7 @@ from contextlib import suppress
 
 import torch
 
-from gradstream.errors import PeerLostError
+from gradstream.errors import InternalError, PeerLostError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.real import RealRuntime
 from gradstream.transport.base import Endpoint, PeerSocket
@@ -41,17 +41,22 @@ class PartSockets:
         runtime, endpoint: of the process.
         names: node names of the replica's processes, by part.
         part: this part.
+        room: number of bytes of the largest tensor that may come under a tag. A part that announces more breaks its
+            socket before memory is taken.
 
     Attributes:
         awaited: (part, text) of the tensor for which the thread of passes waits; None if for none.
     """
 
-    def __init__(self, runtime: Runtime, endpoint: Endpoint, names: list[str], part: int) -> None:
+    def __init__(
+        self, runtime: Runtime, endpoint: Endpoint, names: list[str], part: int, room: Callable[[int], int]
+    ) -> None:
         self.awaited: tuple[int, str] | None = None
         self._runtime = runtime
         self._endpoint = endpoint
         self._names = names
         self._part = part
+        self._room = room
         self._connected: bool | None = None
         self._sockets: dict[int, socket.socket] = {}
         self._writers: dict[int, _Writer] = {}
@@ -60,7 +65,7 @@ class PartSockets:
         self._failure: Exception | None = None
 
     async def connect(self, agree: Callable[[bool], Awaitable[bool]]) -> bool:
-        """Connects the parts, at the first call. All parts call it at once.
+        """Connects the parts, at the first call. All parts call it, and wait for one another before one dials.
 
         Args:
             agree: whether all parts say yes, the same in all of them.
@@ -72,6 +77,7 @@ class PartSockets:
             return False
         if self._connected is None:
             others = [part for part in range(len(self._names)) if part != self._part]
+            await agree(True)  # all are here: whoever does not answer a dial now has no socket
             found = await self._runtime.gather(*map(self._dial, others))
             mine = not self._runtime.shares_thread and all(one and not one.checked for one in found)
             self._connected = await agree(mine)
@@ -115,14 +121,15 @@ class PartSockets:
         except OSError as error:
             raise self._broken(part, error.strerror or str(error)) from error
 
-    def receive(self, part: int, tag: int, what: str) -> torch.Tensor:
+    def receive(self, part: int, tag: int, size_bytes: int, what: str) -> torch.Tensor:
         """The bytes of the next tensor of this tag from a part. Waits for it in the calling thread.
 
         Args:
+            size_bytes: number of bytes that it must have.
             what: the tensor, for messages.
 
         Raises:
-            PeerLostError: a part was lost, or the sockets are shut down.
+            PeerLostError: a part was lost or sends something else, or the sockets are shut down.
         """
         key = part, tag
         with self._changed:
@@ -132,7 +139,10 @@ class PartSockets:
             if key not in self._arrived:
                 assert self._failure is not None
                 raise self._failure
-            return self._take(key)
+            came = self._take(key)
+        if len(came) != size_bytes:
+            raise self._broken(part, f"{len(came)} bytes came for {what}, expected {size_bytes}")
+        return came
 
     def _take(self, key: tuple[int, int]) -> torch.Tensor:
         arrived = self._arrived[key]
@@ -146,7 +156,7 @@ class PartSockets:
     def _read_all(self, part: int) -> None:
         with self._sockets[part] as connected:
             try:
-                for tag, tensor in _tensors(connected):
+                for tag, tensor in _tensors(connected, self._room):
                     with self._changed:
                         self._arrived.setdefault((part, tag), deque()).append(tensor)
                         self._changed.notify()
@@ -212,11 +222,20 @@ class _Writer:
         self._thread.shutdown(wait=False)
 
 
-def _tensors(connected: socket.socket) -> Iterator[tuple[int, torch.Tensor]]:
-    """(tag, bytes) of each tensor that comes, until the other end is closed. Raises OSError if it breaks."""
+def _tensors(connected: socket.socket, room: Callable[[int], int]) -> Iterator[tuple[int, torch.Tensor]]:
+    """(tag, bytes) of each tensor that comes, until the other end is closed.
+
+    Raises:
+        OSError: the connection breaks.
+        InternalError: a tensor is announced that is too large for its tag.
+    """
     head = bytearray(_HEADER.size)
     while _fill(connected, memoryview(head)):
         tag, size_bytes = _HEADER.unpack(head)
+        if size_bytes > (most_bytes := room(tag)):
+            raise InternalError(
+                f"it announces {size_bytes} bytes under tag {tag}, expected at most {most_bytes}"
+            )
         tensor = torch.empty(size_bytes, dtype=torch.uint8)
         if size_bytes and not _fill(connected, memoryview(tensor.numpy())):  # type: ignore[arg-type]
             return

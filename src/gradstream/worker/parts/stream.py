@@ -144,12 +144,15 @@ class _Stream(Passes):
     ) -> None:
         model, sizes = source.model, dict[int, int]()
         super().__init__(source, thread, parameters, gradient, sizes)
-        self._reads = []  # but of the copies
         self.number, self.admitted, self.done = window.number, 0, 0
         self._window, self._name, self._micro_batches = window, source.name, source.micro_batches
         self._recompute = source.recompute
         self._schedule = endless_schedule(source.name, model.plan, model.part)
-        self._versions = [torch.empty(0)] * versions_held(source.name, model.plan, model.part)
+        held = versions_held(source.name, model.plan, model.part)
+        # Where all passes of a minibatch are in one call, they read the parameters themselves.
+        self._copies = held > 1 or source.name != "pipedream"
+        self._reads = []  # but of the copies
+        self._versions = [torch.empty(0)] * held
         self._steps: dict[int, tuple[int, int]] = {}  # (step, number of samples) of a minibatch
         self._losses: dict[int, float] = {}  # of minibatches
         self._values: dict[int, Values | None] = {}
@@ -189,6 +192,9 @@ class _Stream(Passes):
     async def _keep(self, parameters: Vector) -> None:
         """Keeps this version as long as passes may read it, in memory of its own: see `versions_held`."""
         place, source = self.done % len(self._versions), self._source
+        if not self._copies:
+            self._versions[place], self._reads = parameters.tensor, [parameters.all]
+            return
         if not len(self._versions[place]):
             self._versions[place] = torch.empty_like(parameters.tensor)
         await source.meter.compute(

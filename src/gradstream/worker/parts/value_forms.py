@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +33,13 @@ class TransferForm:
     codec: Codec | None
     what: str
 
+    @property
+    def size_bytes(self) -> int:
+        """Number of bytes that travel."""
+        if self.codec is None:
+            return sent_bytes(self.shape, self.dtype)
+        return -(-self.codec.encoded_bytes(math.prod(self.shape)) // 4) * 4
+
 
 def check_encodable(plan: SplitPlan, dtype: str | None) -> None:
     """Raises UnknownNameError or ConfigError if activations of a plan cannot travel in this dtype."""
@@ -50,6 +59,11 @@ def check_encodable(plan: SplitPlan, dtype: str | None) -> None:
 def is_encodable(value: Value) -> bool:
     """Whether a value is an activation of the dtype that codecs know."""
     return value.source != DATA and value.per_sample and value.dtype == DTYPE
+
+
+def sent_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Number of bytes of `as_sent`."""
+    return math.prod(shape) * (dtype.itemsize if dtype.itemsize in _AS else 4)
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,9 +58,8 @@ class Lead:
         self._config = config
         self._model = config.model
         self._names = replica_of(config.rank, config.split.parts)
-        self._channel = PartChannel(
-            runtime, endpoint, self._names, config.model, failed, config.deadlines.silence_s
-        )
+        limits = config.deadlines.silence_s, config.micro_batch_samples
+        self._channel = PartChannel(runtime, endpoint, self._names, config.model, failed, *limits)
         self.parts = PartLead(self._channel, config.model, config.split.parts, gate, member)
         self.close = self._channel.close
 
