@@ -134,7 +134,8 @@ class ServerStrategy(Strategy):
     in_passes: ClassVar[bool] = False
     """Whether each data epoch is one pass at fixed parameters, and each minibatch a portion of it.
 
-    No minibatch of an epoch is handed out before all of the epoch before are in the sum. `partitioning` must be "queue".
+    No minibatch of an epoch is handed out before all of the epoch before are in the sum. `partitioning` must be
+    "queue".
     """
 
     @property
