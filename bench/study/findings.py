@@ -60,7 +60,7 @@ def interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, flo
 def _of_one(unit: Unit, rows: Rows) -> dict[str, Any]:
     scene, best = unit.scene, best_rate(unit, rows)
     share = scene.rungs[0][0]
-    tuned = {lr: rows.get(unit.key(lr, TUNING_SEED, share)) for lr in scene.rates}
+    tuned = {lr: rows.get(unit.key(lr, TUNING_SEED, share)) for lr in unit.rates}
     by_rate = {f"{lr:g}": row["accuracy"] for lr, row in tuned.items() if row is not None}
     found: dict[str, Any] = {
         "title": unit.method.title,
@@ -78,7 +78,7 @@ def _of_one(unit: Unit, rows: Rows) -> dict[str, Any]:
         found["near"] = sum(one >= max(by_rate.values()) - NEAR for one in by_rate.values()) / len(by_rate)
     if (pace := pace_s(unit, rows)) is not None:
         found["iteration_s"] = pace * ITERATION
-    there = [] if best is None else [rows.get(unit.key(best, seed)) for seed in scene.seeds]
+    there = [] if best is None else [rows.get(unit.key(best, seed)) for seed in unit.seeds]
     reported = [row for row in there if row is not None]
     if reported and len(reported) == len(there):
         found |= _of_reported(reported)

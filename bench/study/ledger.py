@@ -37,6 +37,16 @@ class Unit:
     timed: bool = False
 
     @property
+    def rates(self) -> tuple[float, ...]:
+        """The grid of learning rates; 1 alone for a method without one."""
+        return self.scene.rates if self.method.passes is None else (1.0,)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Those that are reported; one where they change nothing."""
+        return self.scene.seeds if self.method.passes is None else self.scene.seeds[:1]
+
+    @property
     def name(self) -> str:
         """In records."""
         return f"{self.method.name}{'-timed' if self.timed else ''}"
@@ -53,13 +63,18 @@ def units(scene: Scene, rows: Rows) -> list[Unit]:
     """Of a scene; those with another budget of epochs are there once it is known how fast they are."""
     time_s, found = equal_s(scene, rows), []
     for method in scene.methods:
-        unit = Unit(scene, method, scene.epochs)
+        unit = unit_of(scene, method)
         found.append(unit)
         pace = pace_s(unit, rows)
         if method.name in scene.timed and time_s is not None and pace is not None:
             epochs = round(time_s / pace / TRAIN_SAMPLES, 2)
             found.append(Unit(scene, method, epochs, timed=True))
     return found
+
+
+def unit_of(scene: Scene, method: Method) -> Unit:
+    """A method with the scene's budget, or its own."""
+    return Unit(scene, method, float(method.passes or scene.epochs))
 
 
 def equal_s(scene: Scene, rows: Rows) -> float | None:
@@ -74,7 +89,9 @@ def pace_s(unit: Unit, rows: Rows) -> float | None:
 
     The run ends later: the last receipts come with the next sign of life, a quarter of a second apart.
     """
-    row = rows.get(unit.key(unit.scene.rates[0], TUNING_SEED, unit.scene.rungs[0][0]))
+    row = rows.get(unit.key(unit.rates[0], TUNING_SEED, unit.scene.rungs[0][0]))
+    if unit.method.passes is not None:
+        row = rows.get(unit.key(unit.rates[0], unit.seeds[0]))
     if row is None or len(row["curve"]) < 2:
         return None
     samples, seconds = row["curve"][-2][:2]
@@ -83,8 +100,8 @@ def pace_s(unit: Unit, rows: Rows) -> float | None:
 
 def needed(unit: Unit, rows: Rows) -> Iterator[Key]:
     """Runs of a unit that can be known to be needed, done or not, in their order."""
-    scene, rates = unit.scene, list(unit.scene.rates)
-    if scene.borrowed in (None, unit.method.name):
+    scene, rates = unit.scene, list(unit.rates)
+    if scene.borrowed in (None, unit.method.name) and scene.like is None and len(rates) > 1:
         for share, keep in scene.rungs:
             keys = [unit.key(lr, TUNING_SEED, share) for lr in rates]
             yield from keys
@@ -95,12 +112,16 @@ def needed(unit: Unit, rows: Rows) -> Iterator[Key]:
             )
     best = best_rate(unit, rows)
     if best is not None:
-        yield from (unit.key(best, seed) for seed in scene.seeds)
+        yield from (unit.key(best, seed) for seed in unit.seeds)
 
 
 def best_rate(unit: Unit, rows: Rows) -> float | None:
     """What is left of the rates behind the last rung; None while tuning is not complete."""
-    scene, rates = unit.scene, list(unit.scene.rates)
+    scene, rates = unit.scene, list(unit.rates)
+    if len(rates) == 1:
+        return rates[0]
+    if scene.like is not None:
+        return best_rate(unit_of(scene.like, unit.method), rows)
     if scene.borrowed not in (None, unit.method.name):
         lender = next(method for method in scene.methods if method.name == scene.borrowed)
         return best_rate(Unit(scene, lender, scene.epochs), rows)

@@ -17,6 +17,7 @@ from gradstream.strategies.base import Strategy
 
 WORKERS, BATCH = 30, 4
 """λ = 30 learners with 4 samples each: 120 in all, near the 128 of Zhang and others."""
+SAMPLES = 4500
 EXPONENTS = (0.0, 0.5, 1.0, 2.0)
 
 
@@ -35,6 +36,7 @@ class Method:
         nesterov: the momentum is Nesterov's.
         shares: None, or "measured": sizes of minibatches follow the machines' speeds.
         workers, batch: how many machines, and samples of a gradient.
+        passes: over the data, of a method whose result no rate and no seed changes; None for all others.
     """
 
     name: str
@@ -48,9 +50,12 @@ class Method:
     shares: Literal["measured"] | None = None
     workers: int = WORKERS
     batch: int = BATCH
+    passes: int | None = None
 
-    def optimizer(self, lr: float, long: float) -> Optimizer:
+    def optimizer(self, lr: float, long: float) -> Optimizer | None:
         """The run's rule at this rate; at a tenth of it after `long` epochs."""
+        if self.passes is not None:
+            return None
         rate = gs.schedules.StepDecay(lr, every=long)
         if self.adagrad:
             return gs.optim.Adagrad(lr=rate, initial_accumulator=0.01)
@@ -62,6 +67,7 @@ class Method:
 
 
 _LITERAL = {"overlap": False}
+_EXACT = {"tolerance_grad": 0.0, "tolerance_change": 0.0}
 
 
 def _softsync(splits: int, power: float, *, momentum: float = 0.0) -> Method:
@@ -83,6 +89,13 @@ def downpour(workers: int, *, adagrad: bool) -> Method:
     title = f"{name}{' + Adagrad' if adagrad else ''}"
     kind = "adagrad" if adagrad else "sgd"
     return Method(f"{kind}-{workers}", title, "downpour", _LITERAL, adagrad=adagrad, workers=workers)
+
+
+def sandblaster(workers: int, passes: int) -> Method:
+    """L-BFGS, with about five portions for each replica, and none smaller than two samples."""
+    batch = max(2, min(45, round(SAMPLES / (5 * workers))))
+    title = f"Sandblaster L-BFGS {workers}"
+    return Method(f"lbfgs-{workers}", title, "lbfgs", _EXACT, workers=workers, batch=batch, passes=passes)
 
 
 METHODS: tuple[Method, ...] = (

@@ -99,7 +99,9 @@ def _length(method: Method, epochs: float) -> dict[str, int]:
 
 
 def _every(scene: Scene, method: Method) -> int | Literal["epoch"]:
-    """Steps of worker 0 between two evaluations."""
+    """Steps of worker 0 between two evaluations; a pass where parameters stay the same for one."""
+    if method.passes is not None:
+        return max(1, int(_steps(method)))
     return max(1, math.ceil(_steps(method)) // scene.looks)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from gradstream.data.arrays import ArrayDataset
 from gradstream.model.base import Model
 from gradstream.runtime.simulation import SimulationConfig
 from study import subject
-from study.methods import BATCH, BY_NAME, MEASURED, METHODS, PAPER, POWERS, Method, downpour
+from study.methods import BATCH, BY_NAME, MEASURED, METHODS, PAPER, POWERS, Method, downpour, sandblaster
 
 RATES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 LOW_RATES = (0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
@@ -27,6 +27,7 @@ FIGURE_4 = (
     downpour(20, adagrad=False),
     downpour(20, adagrad=True),
     downpour(200, adagrad=True),
+    sandblaster(2000, 30),
 )
 """The paper's lines."""
 WARM_RATE, WARM_SEED = 0.01, 99
@@ -55,6 +56,8 @@ class Scene:
         by_label: see `subject.data`.
         cnn: the model; else the mlp.
         uneven: machines of `subject.SLOW`.
+        cores: replicas on each machine, which share its card.
+        like: scene whose best rates are taken; None where there is tuning.
     """
 
     name: str
@@ -74,12 +77,14 @@ class Scene:
     by_label: bool = False
     cnn: bool = False
     uneven: bool = False
+    cores: int = 1
+    like: Scene | None = None
 
     @property
     def config(self) -> SimulationConfig:
         """Its machines and network."""
         shards = SHARDS if self.watched else 1
-        return subject.cluster(shards=shards, speeds=subject.SLOW if self.uneven else None)
+        return subject.cluster(shards=shards, speeds=subject.SLOW if self.uneven else None, cores=self.cores)
 
     def model(self) -> Model:
         """A new one."""
@@ -136,19 +141,36 @@ def _replicas(*counts: int) -> tuple[Method, ...]:
     return tuple(downpour(count, adagrad=adagrad) for adagrad in (False, True) for count in counts)
 
 
+FIGURE_5 = Scene(
+    "figure-5",
+    "DistBelief's Figure 5",
+    (*_replicas(*COUNTS), *(sandblaster(count, 6) for count in (*COUNTS, 2000))),
+    1.5,
+    rates=LOW_RATES,
+    rungs=((1.0, 1),),
+    best="time",
+    long=1.0,
+    looks=40,
+    watched=True,
+)
+
+
+def _many() -> tuple[Method, ...]:
+    """Of Figure 5, those that fill machines of 16 cores."""
+    return tuple(method for method in FIGURE_5.methods if method.workers > 16)
+
+
 SCENES: tuple[Scene, ...] = (
     Scene("equal", "Equal machines", METHODS, timed=_SLOWER),
-    Scene(
-        "figure-5",
-        "DistBelief's Figure 5",
-        _replicas(*COUNTS),
-        1.5,
-        rates=LOW_RATES,
-        rungs=((1.0, 1),),
-        best="time",
-        long=1.0,
-        looks=40,
-        watched=True,
+    FIGURE_5,
+    replace(
+        FIGURE_5,
+        name="figure-5-cores",
+        title="16 replicas a machine",
+        methods=_many(),
+        seeds=(1, 2, 3),
+        cores=16,
+        like=FIGURE_5,
     ),
     Scene(
         "figure-4", "DistBelief's Figure 4", FIGURE_4, 6.0, rates=LOW_RATES, long=1.0, looks=6, watched=True

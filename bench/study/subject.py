@@ -25,9 +25,10 @@ from gradstream.data.feed import plan_samples
 from gradstream.data.plan import EpochPlan, epoch_order
 from gradstream.model.base import Model
 from gradstream.runtime.simulation import Cost, Link, LogNormal, Network, SimulationConfig
+from study.methods import SAMPLES
 
 PIXELS, HIDDEN, CLASSES = 784, 128, 10
-TRAIN_SAMPLES = 4500
+TRAIN_SAMPLES = SAMPLES
 """Of 5,000 training images; the other 500 are for choosing rates. Accuracy is reported on 1,000 others."""
 SAMPLE_S = 5e-3
 """Seconds of a machine for the gradient of one sample."""
@@ -182,13 +183,16 @@ class ByLabel(ArrayDataset):
 # ---- machines -------------------------------------------------------------------------------
 
 
-def cluster(*, shards: int = 1, speeds: Mapping[int, float] | None = None) -> SimulationConfig:
+def cluster(
+    *, shards: int = 1, speeds: Mapping[int, float] | None = None, cores: int = 1
+) -> SimulationConfig:
     """Machines on a network that is not what they wait for.
 
     Args:
         shards: machines of the parameter server, whose cards are one here: streams to each of them
             would be the same bytes at the same time, and cost as many times the simulation.
         speeds: of workers by rank; 1 where missing.
+        cores: workers on each machine, which share its card.
     """
     return SimulationConfig(
         costs={
@@ -202,5 +206,8 @@ def cluster(*, shards: int = 1, speeds: Mapping[int, float] | None = None) -> Si
             bandwidth_bytes_s=BANDWIDTH_BYTES_S,
             link=Link(latency_s=50e-6),
             cards={"shard-0": shards * BANDWIDTH_BYTES_S},
+            machines={f"worker-{rank}": f"machine-{rank // cores}" for rank in range(2000)}
+            if cores > 1
+            else {},
         ),
     )

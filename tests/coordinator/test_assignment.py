@@ -33,9 +33,14 @@ class Workers:
     """
 
     def __init__(
-        self, plan: EpochPlan, speeds: Sequence[float], epochs: int = 1, lead_s: float = 10.0
+        self,
+        plan: EpochPlan,
+        speeds: Sequence[float],
+        epochs: int = 1,
+        lead_s: float = 10.0,
+        in_passes: bool = False,
     ) -> None:
-        self.ledger = Ledger(plan, epochs=epochs)
+        self.ledger = Ledger(plan, epochs=epochs, in_passes=in_passes)
         self.assignment = BatchAssignment(self.ledger, len(speeds), lead_s)
         self.speeds = speeds
         self.present = list(range(len(speeds)))
@@ -156,6 +161,32 @@ def test_whoever_is_lost_the_others_go_through_everything(rng: random.Random, me
     workers = Workers(plan, speeds, epochs=2)
     workers.run(lost)
     assert workers.ledger.num_samples == 320
+
+
+@pytest.mark.parametrize("portions", [25, 50, 100, 150])
+def test_a_slow_worker_holds_no_pass_up(portions: int) -> None:
+    """Wholes of portions allow 1.024: three workers do 24 of 25 portions in 8 s, and all four 25 in 7.8 s."""
+    passes = 5
+    workers = Workers(QueuePlan(portions, 1, 4), UNEVEN, passes, in_passes=True)
+    assert workers.run() <= 1.03 * passes * portions / 3.2
+
+
+def test_a_portion_goes_out_twice_where_the_copy_is_expected_sooner() -> None:
+    """Worker 1 begins the last portion when worker 0, five times as fast, has nothing left."""
+    workers = Workers(QueuePlan(2, 1, 2), [1.0, 0.2], epochs=2, in_passes=True)
+
+    def ask(rank: int, at_s: float, in_hand: int = 0) -> list[int]:
+        return [ref.batch for ref in workers.assignment.block(rank, [0, 1], in_hand, at_s)]
+
+    (slow,), (quick,) = ask(1, 0.0), ask(0, 0.0)
+    for rank in (0, 1):
+        workers.assignment.took(rank, WorkerSpeed(4, 4, 4 / workers.speeds[rank], 0), workers.present)
+    assert ask(0, 0.5, in_hand=1) == []  # it is busy
+    workers.ledger.receipt(BatchRef(0, 0, quick), 0)
+    assert ask(0, 4.1) == []  # worker 1 is done at 5, the copy would be at 5.1
+    assert ask(0, 5.9) == []  # 0.9 s late: expected to be as late again
+    assert ask(0, 6.1) == [slow]
+    assert ask(0, 9.0) == []  # nobody computes a third
 
 
 def test_sizes_follow_the_speeds() -> None:

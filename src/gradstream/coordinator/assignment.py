@@ -15,6 +15,13 @@ complete the remaining R before that:
 
 where t is the measured time of a minibatch. So the last minibatch is complete as early as possible.
 
+In passes (see `Hands`), a worker i with nothing to do gets a copy of a minibatch that a worker j has, where it is
+expected to be done with it sooner. Of the minibatches of all j it is the one that is expected last:
+
+    tᵢ < |gⱼ + nⱼ·tⱼ - now|         gⱼ: when j was given some; it is the nⱼ-th of those that j had then
+
+What is late is expected to take as long again as it is late by now.
+
 Where sizes are measured, the minibatch of worker i has the share sᵢ / Σ s of the samples, so that all workers
 make equally many steps. Sizes change only if steps then become shorter by at least a twentieth.
 
@@ -29,7 +36,7 @@ import statistics
 from collections.abc import Sequence
 
 from gradstream.data.base import BatchRef
-from gradstream.data.hands import Unassigned
+from gradstream.data.hands import Copy, Unassigned
 from gradstream.data.joined import unjoined
 from gradstream.data.ledger import Ledger
 from gradstream.data.queue_plan import QueuePlan
@@ -56,27 +63,33 @@ class BatchAssignment:
         ledger: has the minibatches.
         num_workers: number of workers.
         lead_s: a worker has at most so many seconds of work in hand.
+        copies: whether in passes idle workers get copies.
     """
 
-    KEPT = ("_sizes", "_speeds", "_only_first", "_denied_s")
+    KEPT = ("_sizes", "_speeds", "_only_first", "_denied_s", "_given")
     """See `durable.state`."""
 
-    def __init__(self, ledger: Ledger, num_workers: int, lead_s: float) -> None:
+    def __init__(self, ledger: Ledger, num_workers: int, lead_s: float, *, copies: bool = True) -> None:
         plan = unjoined(ledger.plan)
         self._ledger = ledger
         self._lead_s = lead_s
+        self._copies = copies
         self._plan = plan if isinstance(plan, QueuePlan) else None
         self._measures = isinstance(plan, QueuePlan) and plan.measured
         self._sizes: Sequence[int] = plan.sizes if isinstance(plan, QueuePlan) else (1,) * num_workers
         self._speeds = [WorkerSpeed() for _ in range(num_workers)]
         self._only_first: set[int] = set()  # ranks that have reported only their first gradient
         self._denied_s: dict[int, float] = {}  # by rank, since when it has been denied minibatches
+        self._given: dict[
+            int, tuple[float, int]
+        ] = {}  # by rank, when it was given some, and how many it had then
 
     def joined(self, rank: int) -> None:
         """Forgets the speed of a worker, whose place a new process has taken."""
         self._speeds[rank] = WorkerSpeed()
         self._only_first.discard(rank)
         self._denied_s.pop(rank, None)
+        self._given.pop(rank, None)
 
     def took(self, rank: int, measured: WorkerSpeed, present: Sequence[int]) -> SharesEvent | None:
         """Takes the speed that a worker has measured since its last report. Returns new sizes, if any.
@@ -119,14 +132,31 @@ class BatchAssignment:
             in_hand: number of the worker's minibatches that are not in the model yet.
             at_s: present time in seconds.
         """
-        left_over = self._ledger.hands.unassigned(rank)
+        hands = self._ledger.hands
+        left_over = hands.unassigned(rank)
         if not left_over.run:
-            return ()
+            return () if in_hand or not self._copies else self._copy(rank, present, at_s)
         size = self._size(rank, present)
         if not size or self._others_sooner(rank, present, left_over, in_hand, at_s):
             return ()
         self._denied_s.pop(rank, None)
-        return self._ledger.hands.hand_out(rank, self._limit(rank, present, size, left_over), size)
+        handed = hands.hand_out(rank, self._limit(rank, present, size, left_over), size)
+        self._given[rank] = at_s, in_hand + len(handed)
+        return handed
+
+    def _copy(self, rank: int, present: Sequence[int], at_s: float) -> tuple[BatchRef, ...]:
+        """A minibatch of another worker, if this one is expected to be done with it sooner."""
+        each_s, hands = self._each_s(present), self._ledger.hands
+        left_s: dict[Copy, float] = {}
+        for copy in hands.copies(rank):
+            if copy.holder in self._given and copy.holder in each_s:
+                given_s, count = self._given[copy.holder]
+                left_s[copy] = abs(given_s + (count - copy.after) * each_s[copy.holder] - at_s)
+        last = max(left_s, key=left_s.__getitem__, default=None)
+        if last is None or left_s[last] <= each_s[rank]:
+            return ()
+        self._given[rank] = at_s, 1
+        return (hands.hand_out_copy(rank, last),)
 
     def _size(self, rank: int, present: Sequence[int]) -> int:
         """Size of the worker's minibatch; 0 where the others take all."""
@@ -153,8 +183,7 @@ class BatchAssignment:
         """Whether the others can complete all that is left before this worker completes one more."""
         if self._speeds[rank].per_s is None or len(present) < 2 or not self._ledger.hands.helping:
             return False
-        per_s = self._per_s(present)
-        each_s = {worker: max(1, self._sizes[worker]) / per_s[worker] for worker in present}
+        each_s = self._each_s(present)
         done_s = (in_hand + 1) * each_s[rank]
         left = left_over.run
         for worker in present:
@@ -166,6 +195,11 @@ class BatchAssignment:
         if in_hand:  # the worker is busy meanwhile
             return True
         return at_s - self._denied_s.setdefault(rank, at_s) <= each_s[rank]
+
+    def _each_s(self, present: Sequence[int]) -> dict[int, float]:
+        """Seconds of each worker's next minibatch."""
+        per_s = self._per_s(present)
+        return {worker: max(1, self._sizes[worker]) / per_s[worker] for worker in present}
 
     def _per_s(self, present: Sequence[int]) -> dict[int, float]:
         """Speed of each worker; for a worker that has measured nothing, the median of the others."""

@@ -31,6 +31,23 @@ class Unassigned:
     run: int
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A minibatch that a second worker may compute.
+
+    Args:
+        holder: rank of the worker that has it.
+        sequence, k, count: the minibatch.
+        after: minibatches without a receipt that the holder got later than this one.
+    """
+
+    holder: int
+    sequence: int
+    k: int
+    count: int
+    after: int
+
+
 class Hands:
     """Assigns the minibatches of a ledger to workers, without I/O.
 
@@ -39,9 +56,8 @@ class Hands:
         sequences: the minibatches by partition, with the receipts that the ledger adds.
         helping: whether a worker that has finished its own sequence of an epoch gets minibatches of all others.
             Otherwise it gets those of lost and paused workers only.
-        in_passes: whether no minibatch is assigned before all of the epoch before have their receipts. The last
-            minibatches of an epoch are then assigned twice (the backup tasks of Dean et al. 2012): a worker that
-            would have nothing to do gets the first one, in the order of the data, that one other worker has.
+        in_passes: whether no minibatch is assigned before all of the epoch before have their receipts. A worker that
+            would have nothing to do may then get one that another worker has (the backup tasks of Dean et al. 2012).
 
     Attributes:
         helping: as given; True where there is one sequence for all workers.
@@ -70,8 +86,7 @@ class Hands:
         """The minibatches that can be assigned to a worker now; none for a lost worker."""
         number = None if taker in self._lost else self._next_sequence(taker)
         if number is None:
-            twice = self._twice(taker) is not None
-            return Unassigned(int(twice), int(twice))
+            return Unassigned(0, 0)
         k = self._sequences[number].first()
         assert k is not None
         behind = self._plan.nth(number, k).epoch + 1
@@ -94,8 +109,6 @@ class Hands:
         while len(handed) < limit and taker not in self._lost:
             number = self._next_sequence(taker)
             if number is None:
-                if not handed and (twice := self._twice(taker)) is not None:
-                    handed.append(self._assign(taker, *twice, again=True))
                 break
             sequence = self._sequences[number]
             first, again = sequence.first(), bool(sequence.returned)
@@ -138,20 +151,20 @@ class Hands:
         end = self._plan.batches_before(number, self._plan.nth(number, k).epoch + 1)
         return min(self._sequences[number].total, end)
 
-    def _twice(self, taker: int) -> tuple[int, int, int] | None:
-        """The minibatch (sequence, k, count) that a worker without one computes beside another worker.
-
-        It is the first in the order of the data, of those without a receipt that one other worker alone has.
-        """
+    def copies(self, taker: int) -> list[Copy]:
+        """The minibatches without a receipt that one other worker alone has; none unless in passes."""
         if not self._in_passes or taker in self._lost | self._paused:
-            return None
-        holders: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+            return []
+        holders: defaultdict[tuple[int, int], list[Copy]] = defaultdict(list)
         for worker, hand in self._hands.items():
-            for (number, k), count in hand.items():
-                if not self._sequences[number].received(k):
-                    holders[number, k, count].append(worker)
-        alone = [one for one, workers in holders.items() if len(workers) == 1 and workers != [taker]]
-        return min(alone, default=None)
+            left = [place for place in hand if not self._sequences[place[0]].received(place[1])]
+            for number, place in enumerate(left, 1):
+                holders[place].append(Copy(worker, *place, hand[place], len(left) - number))
+        return [one for one, *others in holders.values() if not others and one.holder != taker]
+
+    def hand_out_copy(self, taker: int, copy: Copy) -> BatchRef:
+        """Assigns one of `copies` to a worker, too."""
+        return self._assign(taker, copy.sequence, copy.k, copy.count, again=True)
 
     def _assign(self, taker: int, number: int, k: int, count: int, *, again: bool) -> BatchRef:
         self._hands[taker][number, k] = count
@@ -166,7 +179,7 @@ class Hands:
 
     def in_hand(self, worker: int) -> int:
         """The number of minibatches that a worker has without a receipt."""
-        return len(self._hands[worker])
+        return sum(not self._sequences[number].received(k) for number, k in self._hands[worker])
 
     def put_down(self, worker: int, number: int, k: int) -> None:
         """Notes that a worker is done with a minibatch, whether or not it had it."""

@@ -135,7 +135,9 @@ def _membership(
         if started.in_rounds and plan.balanced:
             balance = ShareBalance(ledger.plan)
         if not started.in_rounds:
-            assignment = BatchAssignment(ledger, plan.workers, 2 * deadlines.lease_s)
+            assignment = BatchAssignment(
+                ledger, plan.workers, 2 * deadlines.lease_s, copies=plan.served is None or plan.served.copies
+            )
         if plan.served is not None and plan.served.drives():
             participation = ParticipationSchedule(ledger.hands, plan.workers)
     return Membership(

@@ -134,9 +134,14 @@ class ServerStrategy(Strategy):
     in_passes: ClassVar[bool] = False
     """Whether each data epoch is one pass at fixed parameters, and each minibatch a portion of it.
 
-    No minibatch of an epoch is handed out before all of the epoch before are in the sum. The last ones are handed out
-    twice, so that a slow worker holds nobody up. `partitioning` must be "queue".
+    No minibatch of an epoch is handed out before all of the epoch before are in the sum. `partitioning` must be
+    "queue".
     """
+
+    @property
+    def copies(self) -> bool:
+        """Whether in passes an idle worker computes a portion of another one, if it is expected to be done sooner."""
+        return True
 
     @abstractmethod
     async def train(self, worker: ServerWorker) -> None:

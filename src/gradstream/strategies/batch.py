@@ -7,9 +7,10 @@
       next pass at the new w
 
 A data epoch is one pass at fixed parameters, and a minibatch a portion of it, much smaller than a W-th of the epoch.
-The coordinator hands portions to the workers that are idle, the last ones twice, and begins no pass before all
-portions of the one before are in the sum. A chunk takes each portion once, whoever computed it, and none of another
-pass. So a worker that dies in a pass loses nothing and doubles nothing.
+The coordinator hands portions to the workers that are idle, and begins no pass before all portions of the one before
+are in the sum. An idle worker gets a copy of a portion that another one is expected to be done with later. A chunk
+takes each portion once, whoever computed it, and none of another pass. So a worker that dies in a pass loses nothing
+and doubles nothing.
 
 No node leads. The method is pure (`server/procedure.py`): each worker that gets a portion of a new pass carries out
 the steps up to it, and a chunk does the commands of a step for the first worker that brings it. The others get the

@@ -32,7 +32,7 @@ class ConjugateGradient(Descent, BatchMethod):
 
     Args:
         lr: first trial of the first line search, times min(1, 1/|g|); > 0.
-        max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn: see `strategies.descent.Descent`.
+        max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, copies: see `strategies.descent.Descent`.
 
     Example:
         >>> run = gs.simulate(model, data, strategy=gs.ConjugateGradient(), workers=2, batch_size=8, epochs=12)

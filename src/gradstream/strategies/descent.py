@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.server.procedure import CommandRound, Reply, State, Steps, copy, dot
-from gradstream.strategies.checks import check_count, check_not_negative
+from gradstream.strategies.checks import check_count, check_flag, check_not_negative
 from gradstream.strategies.line_search import LINE_SEARCHES, MOST_TRIALS, Found, evaluate
 
 
@@ -23,6 +23,7 @@ class Descent:
         tolerance_grad: ends at |g| ≤ this.
         tolerance_change: ends where f, or |t·d|, changes by at most this.
         line_search_fn: "armijo", "strong_wolfe" or "exact" (two passes, for quadratic functions); None takes `lr`.
+        copies: whether an idle worker computes a portion that another one has, if it is expected to be done sooner.
     """
 
     lr: float = 1.0
@@ -31,6 +32,7 @@ class Descent:
     tolerance_grad: float = 1e-7
     tolerance_change: float = 1e-9
     line_search_fn: str | None = "strong_wolfe"
+    copies: bool = True
 
     def begin(self) -> State:
         """No pass and no iteration yet. `loss` is f, and `norm` |g|, at x."""
@@ -97,6 +99,7 @@ def check_descent(method: Descent) -> None:
     for option in ("max_iter", "max_eval"):
         if getattr(method, option) is not None:
             check_count(name, option, getattr(method, option), "times", other=", or None")
+    check_flag(name, "copies", method.copies)
     for option in ("tolerance_grad", "tolerance_change"):
         check_not_negative(name, option, getattr(method, option))
     if method.line_search_fn is not None and method.line_search_fn not in LINE_SEARCHES:

@@ -30,6 +30,7 @@ class GradientDescent(Descent, BatchMethod):
         tolerance_grad: ends at |g| ≤ this.
         tolerance_change: ends where f, or |t·d|, changes by at most this.
         line_search_fn: "armijo", "strong_wolfe", "exact" (two passes, for quadratic functions), or None.
+        copies: see `strategies.descent.Descent`.
 
     Example:
         >>> run = gs.simulate(model, data, strategy=gs.GradientDescent(), workers=2, batch_size=8, epochs=12)

@@ -45,7 +45,8 @@ class LBFGS(Descent, BatchMethod):
     """L-BFGS; see the module.
 
     Args:
-        lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn: see `strategies.descent.Descent`.
+        lr, max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, copies: see
+            `strategies.descent.Descent`.
         history_size: m, number of pairs, at least 1.
         vector_free: True is the form on coefficients; False has two loops over the pairs.
 

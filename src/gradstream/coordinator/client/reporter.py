@@ -52,6 +52,11 @@ class Reporter:
         self.beat.receipts.extend(receipt_of(ref) for ref in refs)
         self.num_receipts += len(self.beat.receipts) - before
 
+    def receipt_soon(self, refs: Iterable[BatchRef]) -> None:
+        """Reports them at once: other workers may wait for them."""
+        self.receipt(refs)
+        self._urgent.ring()
+
     def estate(self, estate: v1.Estate) -> None:
         """Reports at once which pushes of a lost worker this shard's chunks have applied."""
         self.beat.estates.append(estate)

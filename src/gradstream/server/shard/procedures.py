@@ -50,10 +50,12 @@ class ProcedureSteps:
                     procedure.number, procedure.note, procedure.scalars = step.number, step.note, scalars
                     if step.pass_number:
                         procedure.begin(step.pass_number)
+                    if "" in outs_of(command.commands):
+                        executor.commanded(
+                            chunk
+                        )  # readers wait for this turn: the backup has the new version first
                     if executor.keep is not None:
                         await executor.keep(chunk)
-                    if "" in outs_of(command.commands):
-                        executor.commanded(chunk)
                 chunks.append(procedure.summary(chunk))
                 if procedure.number > latest:
                     latest, note = procedure.number, procedure.note

@@ -295,7 +295,14 @@ class Assembly:
 
     @property
     def _on_receipt(self) -> Callable[[Sequence[BatchRef]], None]:
-        return self._context.member.receipt if self._place is None else self._place.pushed
+        member, strategy = self._context.member, self._config.strategy
+        if self._place is not None:
+            return self._place.pushed
+        return (
+            member.receipt_soon
+            if isinstance(strategy, ServerStrategy) and strategy.in_passes
+            else member.receipt
+        )
 
     def _refused(self, one: RefusedGradient) -> None:
         self._context.member.refused(
