@@ -11,8 +11,21 @@ from gradstream.codec.blocks import Blocks
 from gradstream.codec.casts import Cast
 from gradstream.codec.dgc import DGC
 from gradstream.codec.feedback import EF21, ErrorFeedback
+from gradstream.codec.low_rank import PowerSGD
 from gradstream.codec.qsgd import QSGD
 from gradstream.codec.sign import Sign
 from gradstream.codec.sparse import RandomK, TopK
 
-__all__ = ["DGC", "EF21", "QSGD", "Blocks", "Cast", "Codec", "ErrorFeedback", "RandomK", "Sign", "TopK"]
+__all__ = [
+    "DGC",
+    "EF21",
+    "QSGD",
+    "Blocks",
+    "Cast",
+    "Codec",
+    "ErrorFeedback",
+    "PowerSGD",
+    "RandomK",
+    "Sign",
+    "TopK",
+]
