@@ -181,15 +181,15 @@ def test_all_workers_of_a_group_have_the_same_bits() -> None:
 
 def test_bytes_of_a_group_are_counted() -> None:
     model, data = least_squares(32, 100_000, whole=False, reduction="mean", dtype="float32")
-    slow = gs.sim.SimulationConfig(network=gs.sim.Network(bandwidth_bytes_s=1e6))
-    ring = gs.AllReduce(algorithm="ring", factors=False)
+    slow = gs.sim.SimulationConfig(network=gs.sim.Network(bandwidth_bytes_s=1e5))
+    ring, patient = gs.AllReduce(algorithm="ring", factors=False), gs.Deadlines(silence_s=600, lease_s=600)
 
     def round_s(codec: str | None) -> float:
         """Of rounds alone: all runs begin with a broadcast of the parameters."""
         one, three = (
             gs.simulate(
                 model, data, strategy=ring, workers=4, batch_size=4, epochs=epochs, codec=codec, config=slow,
-                optimizer=gs.optim.SGD(1e-3),
+                optimizer=gs.optim.SGD(1e-3), deadlines=patient,
             ).summary["train_s"]
             for epochs in (1, 3)
         )  # fmt: skip
