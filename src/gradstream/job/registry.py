@@ -62,6 +62,8 @@ OPTIMIZERS = {
 
 CODECS = {
     "bfloat16": "gradstream.codec.named:bfloat16",
+    "chunk-top-k": "gradstream.codec.named:chunk_top_k",
+    "dct": "gradstream.codec.named:dct",
     "dgc": "gradstream.codec.dgc:DGC",
     "float16": "gradstream.codec.named:float16",
     "float4": "gradstream.codec.named:float4",
