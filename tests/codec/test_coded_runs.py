@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ import torch
 import gradstream as gs
 from gradstream.codec.sparse import num_kept
 from gradstream.errors import ConfigError, UnknownNameError
+from gradstream.job.files import load_job
 from gradstream.job.overrides import overrides, with_overrides
 from gradstream.job.registry import CODECS, find_codec
 from gradstream.job.settings.layers import apply
 from gradstream.job.settings.sources import Setting
+from gradstream.run.plan import plan_run
 from gradstream.server.client.coded_push import PushCodec
 from gradstream.testing.runs import NUM_SAMPLES, QUICK, UNSTEADY, kill_at, least_squares
 from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
@@ -238,6 +241,12 @@ def test_settings_name_a_codec_and_its_options() -> None:
         apply(gs.Job(model, data), [[Setting("codec", "top-k", "here"), Setting("codec.block", 8, "here")]])
     with pytest.raises(UnknownNameError, match="int8"):
         find_codec("int9")
+
+
+def test_the_example_for_slow_links_is_a_job() -> None:
+    job = load_job(str(Path(__file__).parents[2] / "examples" / "slow_links.py"))
+    plan = plan_run(job, "laptops")
+    assert (plan.workers, plan.servers, plan.codec) == (2, 0, find_codec("float4"))
 
 
 @pytest.mark.parametrize(
