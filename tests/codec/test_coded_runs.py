@@ -149,10 +149,11 @@ def test_a_chunk_that_is_encoded_again_is_seen(monkeypatch: pytest.MonkeyPatch) 
 def test_phases_have_codecs_of_their_own() -> None:
     """As `DGC` needs it: ever fewer numbers. What one phase had left out does not go on in the next."""
     phases = [gs.Phase(epochs=2, codec=C.DGC(density)) for density in (0.5, 0.2, 0.1)]
-    run = linear(workers=2, phases=phases, epochs=None, optimizer=gs.optim.SGD(0.005))
+    run = linear(workers=2, phases=phases, epochs=None, optimizer=gs.optim.SGD(0.01))
     sent = [num_kept(density, 64) + num_kept(density, 6) for density in (0.5, 0.2, 0.1)]
     assert run.summary["pushed_bytes"] == 4 * 70 + 2 * 2 * 6 * 8 * sum(sent)
-    assert run.history[-1]["loss"] < run.history[0]["loss"]
+    losses = [row["loss"] for row in run.history]
+    assert np.mean(losses[-12:]) < 0.8 * np.mean(losses[:12])
 
 
 # ---- in a group -------------------------------------------------------------------------------------
