@@ -32,6 +32,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "allreduce": ("--strategy", "allreduce", "--set", "evaluate_every=4"),
     "allreduce, int4": ("--strategy", "allreduce", "--codec", "int4", "--set", "evaluate_every=10"),
     "allreduce, top-k 0.01": ("--strategy", "allreduce", "--codec", "top-k", "--set", "evaluate_every=20"),
+    "allreduce, powersgd": ("--strategy", "allreduce", "--codec", "powersgd", "--set", "evaluate_every=20"),
     "local-sgd, H = 20": (*LOCAL, "--set", "evaluate_every=1"),
     "local-sgd, H = 20, float4": (*LOCAL, "--codec", "float4", "--set", "evaluate_every=1"),
     "local-sgd, H = 20, one-bit": (*LOCAL, "--codec", "one-bit", "--set", "evaluate_every=1"),

@@ -23,6 +23,7 @@ PLAIN: list[Any] = [
     for codec in (
         C.Cast(), C.Cast("float16"), C.Blocks(), C.Blocks("int4"), C.Blocks("float4", block=64),
         C.TopK(0.01), C.TopK(0.3), C.RandomK(0.1), C.RandomK(0.1, scaled=True),
+        C.ChunkTopK(), C.ChunkTopK(k=8, chunk=100), C.DCT(), C.DCT(k=16, chunk=40),
         C.QSGD(), C.QSGD(bits=2, bucket=64), C.QSGD(bits=8), C.Sign(), C.Sign(block=64, two_means=True),
     )
 ]  # fmt: skip
@@ -72,6 +73,7 @@ N = 1 << 16
     [
         (C.Cast(), 2 * N), (C.Blocks("int8", block=256), N + 4 * N // 256), (C.Blocks("int4"), N // 2 + 4 * N // 256),
         (C.TopK(0.01), 8 * math.ceil(0.01 * N)), (C.DGC(0.001), 8 * math.ceil(0.001 * N)),
+        (C.ChunkTopK(), N // 4096 * (64 * 14 // 8 + 4 + 64 // 2)), (C.DCT(), 5 * 4 * N // 64),
         (C.QSGD(bits=4, bucket=512), 4 * N // 8 + 4 * N // 512), (C.Sign(), N // 8 + 4),
         (C.Sign(block=256, two_means=True), N // 8 + 8 * (N // 256)), (C.RandomK(0.01), 4 * math.ceil(0.01 * N) + 8),
         (C.ErrorFeedback(C.Sign()), N // 8 + 4), (C.EF21(C.TopK(0.01)), 8 * math.ceil(0.01 * N)),
@@ -121,6 +123,27 @@ def test_float4_takes_the_nearest_of_its_numbers() -> None:
     nearest = numbers[np.abs(tensor.numpy()[:, None] - numbers).argmin(1)]
     nearest[np.abs(tensor.numpy()) < 3 / 256] = 0
     assert np.array_equal(sent(C.Blocks("float4", block=256), tensor).numpy(), nearest)
+
+
+def test_chunks_send_their_largest_by_two_bits() -> None:
+    """Beside NumPy. The paper's places take 12 bits; here two bytes, 4 bits more each."""
+    tensor = normal(300)
+    came = sent(C.ChunkTopK(k=8, chunk=100), tensor).numpy().reshape(3, 100)
+    for row, chunk in zip(came, tensor.numpy().reshape(3, 100), strict=True):
+        kept = np.argsort(-np.abs(chunk))[:8]
+        most = np.abs(chunk).max()
+        assert set(np.flatnonzero(row)) == set(kept)
+        levels = np.array([-most, -most / 3, most / 3, most])
+        nearest = levels[np.abs(chunk[kept][:, None] - levels).argmin(1)]
+        assert np.allclose(row[kept], nearest, rtol=1e-6)
+
+
+def test_all_coefficients_are_the_tensor_and_a_smooth_one_needs_few() -> None:
+    tensor = normal(256)
+    assert torch.allclose(sent(C.DCT(k=64, chunk=64), tensor), tensor, atol=1e-5)
+    smooth = torch.sin(torch.arange(256) / 20)
+    assert float((sent(C.DCT(k=8), smooth) - smooth).norm()) < 0.05 * float(smooth.norm())
+    assert float((sent(C.TopK(8 / 64), smooth) - smooth).norm()) > 0.5 * float(smooth.norm())
 
 
 @pytest.mark.parametrize("codec", [C.TopK(1.0), C.RandomK(1.0), C.ErrorFeedback(C.TopK(1.0))], ids=str)
@@ -339,6 +362,9 @@ def test_where_workers_differ_feedback_is_better_than_none_and_ef21_than_feedbac
         (lambda: C.Sign(block=7), "block is 7"),
         (lambda: C.Cast("float8"), "dtype is 'float8'"),
         (lambda: C.DGC(momentum=1.0), "momentum is 1.0"),
+        (lambda: C.ChunkTopK(k=5), "k is 5"),
+        (lambda: C.ChunkTopK(k=64, chunk=32), "chunk is 32"),
+        (lambda: C.DCT(chunk=512), "chunk is 512"),
         (lambda: C.ErrorFeedback(C.DGC()), "DGC keeps what it leaves out already"),
         (lambda: C.EF21(C.ErrorFeedback(C.TopK())), "keeps what it leaves out"),
         (lambda: C.ErrorFeedback(C.TopK(), decay=1.5), "decay is 1.5"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from gradstream.codec.base import Codec
 from gradstream.codec.blocks import Blocks
 from gradstream.codec.casts import Cast
+from gradstream.codec.chunked import ChunkTopK
+from gradstream.codec.dct import DCT
 from gradstream.codec.feedback import ErrorFeedback
 from gradstream.codec.qsgd import QSGD
 from gradstream.codec.sign import Sign
@@ -48,6 +50,16 @@ def top_k(density: float = 0.01, feedback: bool = True) -> Codec:
 def random_k(density: float = 0.01, feedback: bool = True) -> Codec:
     """`RandomK`: 4 bytes for each of a few numbers."""
     return _with(RandomK(density, scaled=not feedback), feedback)
+
+
+def chunk_top_k(k: int = 64, chunk: int = 4096, feedback: bool = True, decay: float = 0.95) -> Codec:
+    """`ChunkTopK`: about 2.3 bytes for each of the largest numbers of a chunk; SparseLoCo's, with its feedback."""
+    return ErrorFeedback(ChunkTopK(k, chunk), decay) if feedback else ChunkTopK(k, chunk)
+
+
+def dct(k: int = 4, chunk: int = 64, feedback: bool = True) -> Codec:
+    """`DCT`: 5 bytes for each of the largest coefficients of a chunk."""
+    return _with(DCT(k, chunk), feedback)
 
 
 def qsgd(bits: int = 4, bucket: int = 512) -> Codec:

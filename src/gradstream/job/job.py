@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast
 
 from gradstream.codec.base import Codec
+from gradstream.codec.low_rank import PowerSGD
 from gradstream.coordinator.stopping import Until
 from gradstream.data.arrays import from_arrays
 from gradstream.data.base import DEFAULT_BATCH_SIZE, Dataset
@@ -163,7 +164,7 @@ class Job:
     strategy: str | Strategy = "synchronous"
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str | Optimizer | None = None
-    codec: str | Codec | None = None
+    codec: str | Codec | PowerSGD | None = None
     groups: Sequence[Mapping[str, Any]] = ()
     workers: int = 2
     servers: int | None = None
@@ -223,7 +224,7 @@ class JobOptions(TypedDict, total=False):
     strategy: str | Strategy
     strategy_options: Mapping[str, Any]
     optimizer: str | Optimizer | None
-    codec: str | Codec | None
+    codec: str | Codec | PowerSGD | None
     groups: Sequence[Mapping[str, Any]]
     workers: int
     servers: int | None

@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gradstream.codec.base import Codec
+from gradstream.codec.low_rank import PowerSGD
 from gradstream.coordinator.stopping import Until
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.registry import described, plain, revived
@@ -36,7 +38,8 @@ class Phase:
         steps: steps of each worker.
         until: ends the phase earlier. `seconds` and `samples` count from the beginning of the run.
         name: name of the phase in reports; None takes the strategy's.
-        strategy, strategy_options, optimizer, workers, servers, batch_size, accumulate, shares, assignment: see `Job`.
+        strategy, strategy_options, optimizer, codec, workers, servers, batch_size, accumulate, shares, assignment: see
+            `Job`.
         variance_test: θ in (0, 1): a step gets more minibatches when its gradients vary too much: see
             `coordinator.variance_test`. It needs `accumulate` of 2 or more. Each minibatch keeps its size, so a worker
             needs no more memory.
@@ -57,6 +60,7 @@ class Phase:
     strategy: str | Strategy | None = None
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str | Optimizer | None = None
+    codec: str | Codec | PowerSGD | None = None
     lr: Rate | None = None
     workers: int | None = None
     servers: int | None = None
@@ -116,7 +120,7 @@ def described_phase(phase: Phase) -> dict[str, Any]:
 
 
 def _as_json(name: str, value: Any) -> Any:
-    if name not in ("strategy", "optimizer", "lr"):
+    if name not in ("strategy", "optimizer", "codec", "lr"):
         return plain(value)
     try:
         return described(value)

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from gradstream.codec.base import Codec
+from gradstream.codec.low_rank import PowerSGD
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.plugins import BUILT_IN, GROUPS, Plugin, choose, installed
@@ -61,12 +62,15 @@ OPTIMIZERS = {
 
 CODECS = {
     "bfloat16": "gradstream.codec.named:bfloat16",
+    "chunk-top-k": "gradstream.codec.named:chunk_top_k",
+    "dct": "gradstream.codec.named:dct",
     "dgc": "gradstream.codec.dgc:DGC",
     "float16": "gradstream.codec.named:float16",
     "float4": "gradstream.codec.named:float4",
     "int4": "gradstream.codec.named:int4",
     "int8": "gradstream.codec.named:int8",
     "one-bit": "gradstream.codec.named:one_bit",
+    "powersgd": "gradstream.codec.low_rank:PowerSGD",
     "qsgd": "gradstream.codec.named:qsgd",
     "random-k": "gradstream.codec.named:random_k",
     "sign": "gradstream.codec.named:sign",
@@ -118,9 +122,11 @@ def find_optimizer(spec: str | Optimizer, options: Mapping[str, Any] | None = No
     return cast(Optimizer, found)
 
 
-def find_codec(spec: str | Codec, options: Mapping[str, Any] | None = None) -> Codec:
+def find_codec(spec: str | Codec | PowerSGD, options: Mapping[str, Any] | None = None) -> Codec | PowerSGD:
     """Finds a codec in the same way as `find_strategy`, with the same errors."""
     found = _find("codec", spec, options or {})
+    if isinstance(found, PowerSGD):
+        return found
     missing = [
         name for name in ("encoded_bytes", "encode", "decode", "state_names") if not hasattr(found, name)
     ]

@@ -11,6 +11,7 @@ from typing import Any, cast
 from gradstream.checkpoint.manifest import Resume
 from gradstream.codec.base import Codec
 from gradstream.codec.dgc import DGC
+from gradstream.codec.low_rank import PowerSGD
 from gradstream.coordinator.stopping import Until
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, UnknownNameError
@@ -152,7 +153,7 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
         _check_noise_scale(job, strategy)
 
 
-def check_codec(job: Job, strategy: Strategy, optimizer: Optimizer, codec: Codec) -> None:
+def check_codec(job: Job, strategy: Strategy, optimizer: Optimizer, codec: Codec | PowerSGD) -> None:
     """Raises ConfigError where what the workers of a strategy send cannot be encoded."""
     name = type(strategy).__name__
     if isinstance(codec, DGC) and getattr(optimizer, "momentum", False):
@@ -169,6 +170,8 @@ def check_codec(job: Job, strategy: Strategy, optimizer: Optimizer, codec: Codec
         why = f"{name} with {options[0]}=True exchanges other than whole gradients; leave one of the two out"
     elif not isinstance(strategy, ServerStrategy):
         why = f"the workers of {name} exchange through shared memory, where nothing is sent; leave codec out"
+    elif isinstance(codec, PowerSGD):
+        why = f"{name} pushes to servers, chunk by chunk, and this needs whole matrices; take strategy='allreduce'"
     elif strategy.pushes == "parameters":
         why = (
             f"{name} pushes whole parameters, of which a codec would keep a few digits; take strategy='diloco', which "

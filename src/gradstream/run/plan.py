@@ -12,6 +12,7 @@ from typing import cast
 from gradstream.checkpoint.manifest import JobPhase, Resume
 from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.codec.base import Codec
+from gradstream.codec.low_rank import PowerSGD
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.stopping import Until
 from gradstream.coordinator.variance_test import VarianceTest
@@ -84,7 +85,7 @@ class RunPlan:
     optimizer: Optimizer
     servers: int
     chunk_elems: int | None
-    codec: Codec | None = None
+    codec: Codec | PowerSGD | None = None
     groups: tuple[ParameterGroup, ...] = ()
     evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
     policy: Policy | None = None
@@ -137,7 +138,8 @@ class RunPlan:
     def begins_anew(self) -> str:
         """What a resumed run does not take over from its checkpoint, in a sentence; "" if it takes over all."""
         resume = self.resume
-        if resume is not None and self.codec is not None and self.codec.state_names:
+        keeps = isinstance(self.codec, PowerSGD) or (self.codec is not None and bool(self.codec.state_names))
+        if resume is not None and keeps:
             return f"what codec={self.codec} had left out of earlier pushes is not in checkpoints, and begins at zero"
         if resume is None or not resume.predictors:
             return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gradstream.codec.low_rank import PowerSGD
 from gradstream.coordinator.run_clock import RunClock
 from gradstream.job.registry import optimizer_of_text
 from gradstream.model.base import Model
@@ -67,5 +68,5 @@ def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
         acknowledge=plan.job.acknowledge,
         retry_s=plan.job.deadlines.retry_s,
         noise_scale=plan.job.noise_scale,
-        codec=plan.codec,
+        codec=None if isinstance(plan.codec, PowerSGD) else plan.codec,
     )

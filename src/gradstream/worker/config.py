@@ -8,6 +8,7 @@ from typing import Protocol
 
 from gradstream.checkpoint.manifest import Resume
 from gradstream.codec.base import Codec
+from gradstream.codec.low_rank import PowerSGD
 from gradstream.collectives.group import Group, GroupMembers
 from gradstream.data.base import BatchPlan, Dataset
 from gradstream.data.plan import EpochPlan
@@ -141,7 +142,7 @@ class WorkerConfig:
     balanced: bool = False
     redoes: bool = False
     noise_scale: bool = False
-    codec: Codec | None = None
+    codec: Codec | PowerSGD | None = None
     form_group: FormGroup | None = None
     log: Log | None = None
     watch: Observer = field(default_factory=Observer)

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from gradstream.codec.low_rank import PowerSGD
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group, GroupMembers
 from gradstream.coordinator.receipts import receipt_of
@@ -45,6 +46,7 @@ from gradstream.worker.replica.base import Replica, ReplicaContext
 from gradstream.worker.replica.coded_sums import CodedSums
 from gradstream.worker.replica.group import GroupReplica
 from gradstream.worker.replica.group_setup import GroupSetup
+from gradstream.worker.replica.low_rank_sums import LowRankSums
 from gradstream.worker.replica.sufficient_factors import SufficientFactors
 from gradstream.worker.replica.updater import LocalRule, Updater
 from gradstream.worker.schedule import Schedule
@@ -177,11 +179,20 @@ class Assembly:
             joint=self._joint([lost for lost, rank in stand_ins.items() if rank == config.rank]),
             noise=self._noise(group) if config.noise_scale else None,
             coded=self._coded(group, buckets, None if before is None else before.coded),
+            low_rank=self._low_rank(group, None if before is None else before.low_rank),
+        )
+
+    def _low_rank(self, group: Group, before: LowRankSums | None) -> LowRankSums | None:
+        config = self._config
+        if not isinstance(config.codec, PowerSGD):
+            return None
+        return LowRankSums(
+            self._context.runtime, group, config.model.layout, config.codec, config.seed, before
         )
 
     def _coded(self, group: Group, buckets: Buckets, before: CodedSums | None) -> CodedSums | None:
         config, runtime = self._config, self._context.runtime
-        if config.codec is None:
+        if config.codec is None or isinstance(config.codec, PowerSGD):
             return None
         dtype, seed = config.model.layout.dtype, f"{config.seed}/{runtime.node}"
         return CodedSums(runtime, group, buckets.bounds, config.codec, dtype, seed, before)

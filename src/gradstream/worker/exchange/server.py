@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from gradstream.codec.low_rank import PowerSGD
 from gradstream.coordinator.receipts import receipt_of
 from gradstream.errors import ConfigError
 from gradstream.model.base import Layout
@@ -74,7 +75,7 @@ def server_exchange(
 
 def _codec_of(config: WorkerConfig, context: ExchangeContext) -> Callable[[ChunkMap], PushCodec] | None:
     """Makes what encodes this worker's pushes, for a chunk map; None where they are not encoded."""
-    if config.codec is None:
+    if config.codec is None or isinstance(config.codec, PowerSGD):
         return None
     runtime, codec, dtype = context.runtime, config.codec, config.model.layout.dtype
     seed = f"{config.seed}/{runtime.node}"

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from gradstream.codec.low_rank import MatrixPlace
 from gradstream.memory import Span, Vector
 from gradstream.model.check import finite, length
 from gradstream.model.factors import FactoredLayer
@@ -28,6 +29,9 @@ from gradstream.worker.computed import UNKNOWN, ComputedGradient
 from gradstream.worker.replica.base import ReplicaContext
 from gradstream.worker.replica.group_setup import GroupMeter, GroupSetup
 from gradstream.worker.replica.sufficient_factors import outside
+
+Part = FactoredLayer | MatrixPlace
+"""A part of the vector that is exchanged otherwise than by a sum of its elements."""
 
 
 class UpdatedReplica(Protocol):
@@ -159,6 +163,12 @@ class GroupPeers:
         if not self._round.total:
             return
         weight *= self._round.relative_rate
+        if self._setup.low_rank is not None:
+            here = [
+                one for one in self._setup.low_rank.layers if one.start < bucket[1] and bucket[0] < one.stop
+            ]
+            await self._allreduce_around(gradient, bucket, weight, here)
+            return
         layers = await self._factored(gradient, bucket)
         if layers:
             await self._allreduce_around(gradient, bucket, weight, layers)
@@ -194,10 +204,9 @@ class GroupPeers:
         return [one for one in factors.layers if one.start < bucket[1] and bucket[0] < one.stop]
 
     async def _allreduce_around(
-        self, gradient: api.Gradient, bucket: api.Bucket, weight: float, layers: Sequence[FactoredLayer]
+        self, gradient: api.Gradient, bucket: api.Bucket, weight: float, layers: Sequence[Part]
     ) -> None:
         """Sums the bucket without these layers, and the layers that end in it, into the gradient's own vector."""
-        assert self._setup.factors is not None
         await self._ready(gradient, bucket)
         vector = gradient.vector
         for start, stop in outside(bucket, layers):
@@ -209,8 +218,14 @@ class GroupPeers:
             if layer.stop <= bucket[1]:
                 begun_ns = self._runtime.now()
                 scale = math.nan if self._spoils(gradient) else weight
-                sent = await self._setup.factors.exchange(layer, vector, scale)
-                self._meter.exchanged(sent, begun_ns)
+                if isinstance(layer, MatrixPlace):
+                    assert self._setup.low_rank is not None
+                    for sent in await self._setup.low_rank.exchange(layer, vector, scale):
+                        self._meter.exchanged(sent, begun_ns)
+                        begun_ns = self._runtime.now()
+                else:
+                    assert self._setup.factors is not None
+                    self._meter.exchanged(await self._setup.factors.exchange(layer, vector, scale), begun_ns)
         self._round.sums.append((bucket[0], vector[bucket[0] : bucket[1]]))
 
     async def _ready(self, gradient: api.Gradient, bucket: api.Bucket) -> Span:

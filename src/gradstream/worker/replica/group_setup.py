@@ -15,6 +15,7 @@ from gradstream.telemetry.traffic import Transfer
 from gradstream.telemetry.wait_attribution import Kind, WaitAttribution
 from gradstream.worker.joint_gradient import JointGradient
 from gradstream.worker.replica.coded_sums import CodedSums
+from gradstream.worker.replica.low_rank_sums import LowRankSums
 from gradstream.worker.replica.sufficient_factors import SufficientFactors
 from gradstream.worker.replica.updater import Updater
 
@@ -35,6 +36,7 @@ class GroupSetup:
         stand_ins: by rank of a lost worker, the rank of the worker that computes its part of each round.
         joint: computes the parts of this worker and of those for which it stands in; None if it does for nobody.
         coded: sums gradients whose parts travel encoded; None where they travel as they are.
+        low_rank: sums matrices as products of thin ones; None where they are summed as they are.
         noise: gets the squares of gradients, where they are measured; else None.
     """
 
@@ -49,6 +51,7 @@ class GroupSetup:
     joint: JointGradient | None = None
     noise: NoiseMeter | None = None
     coded: CodedSums | None = None
+    low_rank: LowRankSums | None = None
 
     @property
     def owned(self) -> Sequence[tuple[int, int]]:

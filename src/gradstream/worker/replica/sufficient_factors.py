@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gradstream.codec.low_rank import MatrixPlace
 from gradstream.collectives.group import Group
 from gradstream.errors import GradientError
 from gradstream.memory import Span, Vector
@@ -31,7 +32,7 @@ Decide = Callable[[FactoredLayer, int], bool]
 BLOCK_ELEMS = 64  # of `slice_of`
 
 
-def outside(bucket: tuple[int, int], layers: Sequence[FactoredLayer]) -> list[tuple[int, int]]:
+def outside(bucket: tuple[int, int], layers: Sequence[FactoredLayer | MatrixPlace]) -> list[tuple[int, int]]:
     """[start, stop) of what a bucket has besides these layers, which are in the order of the vector."""
     pieces, done = [], bucket[0]
     for layer in layers:
