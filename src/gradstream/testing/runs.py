@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -133,13 +134,20 @@ def busy(num_samples: int, *, passes: int = 150) -> tuple[Model, ArrayDataset]:
     return model, data
 
 
-def slow(num_samples: int, *, pause_s: float = 0.01) -> tuple[Model, ArrayDataset]:
-    """`least_squares` of 2000 features whose gradient sleeps for `pause_s`: a long run that leaves the cores idle."""
+def slow(num_samples: int, *, pause_s: float = 0.01, until: Path | None = None) -> tuple[Model, ArrayDataset]:
+    """`least_squares` of 2000 features whose gradient sleeps: a long run that leaves the cores idle.
+
+    Args:
+        num_samples: number of samples of the data.
+        pause_s: seconds for which each gradient sleeps.
+        until: a file; once it is there, gradients no longer sleep. So a run lasts until its test has seen enough.
+    """
     model, data = least_squares(num_samples, 2000)
     inner: Any = model.gradient
 
     def gradient(*given: Any, **options: Any) -> Any:
-        time.sleep(pause_s)  # noqa: TID251  # as the user's own code may
+        if until is None or not until.exists():
+            time.sleep(pause_s)  # noqa: TID251  # as the user's own code may
         return inner(*given, **options)
 
     model.gradient = gradient  # type: ignore[method-assign]
