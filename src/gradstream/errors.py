@@ -219,7 +219,11 @@ class Interrupted(SystemExit):
         self.command = command
 
     def __str__(self) -> str:
-        kept = f"it resumes from {self.checkpoint}" if self.checkpoint else "nothing was kept yet"
+        kept = (
+            f"it resumes from {self.checkpoint}"
+            if self.checkpoint
+            else "no checkpoint was made, so it begins anew"
+        )
         return f"the run was stopped; {kept}" + (f": {self.command}" if self.command else "")
 
 

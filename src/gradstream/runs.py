@@ -110,7 +110,7 @@ def stop(path: str | Path, *, now: bool = False, wait_s: float = STOP_S) -> str:
         return f"{follower.path}: {follower.how}"
     from_it = follower.ending.checkpoint
     return f"{follower.path} was ended at once; " + (
-        f"it resumes from {from_it}: {follower.ending.command}" if from_it else "nothing was kept yet"
+        f"it resumes from {from_it}: {follower.ending.command}" if from_it else "no checkpoint was made yet"
     )
 
 

@@ -189,6 +189,12 @@ def test_what_is_no_interval_is_refused(value: Any) -> None:
         parse_every(value)
 
 
+def test_a_simulation_that_keeps_no_checkpoint_refuses_it_too() -> None:
+    model, data = least_squares(16, 2)
+    with pytest.raises(gs.errors.ConfigError, match="checkpoint_every='often'"):
+        gs.simulate(model, data, workers=1, batch_size=8, epochs=1, checkpoint_every="often")
+
+
 def test_the_newest_and_the_best_are_kept() -> None:
     def kept(step: int, accuracy: float | None) -> KeptCheckpoint:
         return KeptCheckpoint(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import gradstream as gs
@@ -93,6 +96,15 @@ def test_a_plugin_is_used_by_its_name(install: Install) -> None:
     model, data = least_squares(16, 4)
     run = gs.simulate(model, data, strategy="gentle", optimizer=gs.optim.SGD(lr=0.1), batch_size=4, steps=2)
     assert run.summary["strategy"] == "gentle"
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("AdamW", gs.optim.AdamW), ("RMSprop", gs.optim.SGD)])
+def test_an_optimizer_of_torch_is_refused_with_the_place_of_one_of_ours(theirs: str, ours: type) -> None:
+    with pytest.raises(ConfigError) as refused:
+        find_optimizer(getattr(torch.optim, theirs))
+    place = re.search(r"gradstream\.([\w.]+)\(lr=", str(refused.value))
+    assert place is not None
+    assert attrgetter(place[1])(gs) is ours
 
 
 def test_built_in_members_have_names() -> None:

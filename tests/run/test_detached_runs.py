@@ -192,7 +192,7 @@ def test_a_run_is_ended_at_once_also_without_a_launcher(job: Path) -> None:
     kill(launcher(run_dir))
     with pytest.raises(DeadlineError, match=r"gradstream stop --now"):
         gs.runs.stop(run_dir, wait_s=0.0)
-    assert "was ended at once; nothing was kept yet" in gs.runs.stop(run_dir, now=True)
+    assert "was ended at once; no checkpoint was made yet" in gs.runs.stop(run_dir, now=True)
     assert select.select([worker], [], [], 0)[0]
     os.close(worker)
     with pytest.raises(PeerLostError, match="has not finished"):

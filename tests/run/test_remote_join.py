@@ -314,6 +314,14 @@ def test_what_cannot_be_listened_for(linear: Path, options: dict[str, Any], part
         gs.train(load_job(str(linear)), listen=listening, workers=2)
 
 
+def test_workers_that_share_one_vector_are_refused_before_other_machines_are_waited_for(linear: Path) -> None:
+    listening = Listening(address=LOOPBACK, machines=2)
+    with pytest.raises(
+        gs.errors.ConfigError, match="Hogwild share one vector in memory, and wait=2 machines"
+    ):
+        gs.train(load_job(str(linear)), listen=listening, workers=2, strategy="hogwild")
+
+
 def test_a_place_that_cannot_be_listened_on_leaves_no_run_directory(
     linear: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

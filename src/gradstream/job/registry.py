@@ -145,7 +145,7 @@ def _check_ours(spec: object) -> None:
         own = cls.__name__ if cls.__name__.lower() in OPTIMIZERS else "SGD"
         raise ConfigError(
             f"optimizer is {'' if cls is spec else 'a '}torch.optim.{cls.__name__}, which updates tensors of "
-            f"its own; expected an update rule of gradstream: gradstream.{own}(lr=0.01), for example. "
+            f"its own; expected an update rule of gradstream: gradstream.optim.{own}(lr=0.01), for example. "
             "A training loop of your own keeps torch's: gradstream.join()"
         )
 

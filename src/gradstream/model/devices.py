@@ -52,8 +52,8 @@ def device_of(name: str, rank: int = 0) -> torch.device:
     if device.type != kind or (index or 0) >= count:
         there = ", ".join(["cpu", *(f"{kind}:{index}" for index in range(count))])
         raise ConfigError(
-            f"device={name!r}: torch {torch.__version__} has {there} on this machine; expected one of these, "
-            "'auto', or 'cuda' for a share of its GPUs"
+            f"device={name!r}: torch {torch.__version__} has {there} on this machine; expected one of these, or 'auto'"
+            + (f", or {kind!r}, of which each worker takes one" if count else "")
         )
     return torch.device(kind, rank % count if index is None else index)
 

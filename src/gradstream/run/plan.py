@@ -435,6 +435,7 @@ def _plan_job(
     check(job)
     if resume is not None:
         check_resumed(job, resume)
+    policy = _policy_of(job)
     strategy = find_strategy(job.strategy, job.strategy_options)
     optimizer = strategy.optimizer() if job.optimizer is None else find_optimizer(job.optimizer)
     if of is not None:
@@ -454,7 +455,7 @@ def _plan_job(
         codec=codec,
         groups=groups_of(job.groups, optimizer),
         evaluation=EvaluationPlan(job.evaluate_every, metrics_of(job)),
-        policy=_policy_of(job) if keeps else None,
+        policy=policy if keeps else None,
         resume=resume,
     )
     plan.ledger()

@@ -63,7 +63,7 @@ class Gradient(Protocol):
 
 
 class Server(Protocol):
-    """The parameter server as a worker sees it; see `gradstream.server.ServerClient`."""
+    """The parameter server as a worker sees it; see `gradstream.server.client.client.ServerClient`."""
 
     @property
     def clock(self) -> int:

@@ -10,7 +10,7 @@ from gradstream.errors import ConfigError
 from gradstream.job.job import Job
 from gradstream.job.registry import find_strategy
 from gradstream.run.remote.address import Address
-from gradstream.strategies.base import ServerStrategy
+from gradstream.strategies.base import ServerStrategy, SharedMemoryStrategy
 
 ServersOn: TypeAlias = Literal["all", "launcher"]
 """The machines that the shards of the parameter server run on."""
@@ -49,7 +49,7 @@ class Listening:
     on_open: Callable[[str, str], None] | None = None
 
     def check(self, job: Job, *, earlier: bool) -> None:
-        """Raises ConfigError if machines and job do not fit, or this machine cannot listen there."""
+        """Raises ConfigError if machines, strategy and job do not fit, or this machine cannot listen there."""
         self.address.check_listen()
         for name, value in (("wait", self.machines), ("workers_per_machine", self.workers_per_machine)):
             if value < 1:
@@ -78,6 +78,12 @@ class Listening:
         if job.carrier == "shm" and self.machines > 1:
             raise ConfigError(
                 "carrier='shm' needs one machine; use carrier='auto', which takes it inside each"
+            )
+        strategy = find_strategy(job.strategy, job.strategy_options)
+        if isinstance(strategy, SharedMemoryStrategy) and self.machines > 1:
+            raise ConfigError(
+                f"the workers of {type(strategy).__name__} share one vector in memory, and wait={self.machines} "
+                "machines share none: take another strategy, such as 'downpour', or leave listen out"
             )
         if earlier:
             raise ConfigError(
