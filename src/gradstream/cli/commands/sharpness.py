@@ -34,7 +34,7 @@ def sharpness(
 ) -> None:
     """Measures how much the training loss grows in a small box around the parameters of a run.
 
-    A value is in percent of 1 + loss (Keskar et al., 2017). L-BFGS-B searches the box, which takes some 15 passes over
+    A value is in percent of 1 + loss (Keskar et al., 2017). L-BFGS-B searches the box, which takes some 12 passes over
     all training samples for each epsilon. Under torchrun, its processes compute the loss, on any number of machines.
 
     \b
