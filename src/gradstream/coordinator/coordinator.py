@@ -239,7 +239,7 @@ class Coordinator:
                 evaluated = Evaluated(event["step"], event["accuracy"], event["loss"])
                 self._membership.snapshots.evaluated = evaluated
             if event["event"] == "converged":
-                self._reached(event["reason"], self._membership.finish)
+                self._reached(event["reason"], self._membership.cross)
             if self._variance_test is not None and (grown := self._variance_test.event(event)):
                 self._carry_out(self._membership.grow(grown, self._age_s()))
             for criterion, end in self._criteria:
