@@ -27,7 +27,7 @@ FIGURE_4 = (
     downpour(20, adagrad=False),
     downpour(20, adagrad=True),
     downpour(200, adagrad=True),
-    sandblaster(2000, 30),
+    sandblaster(2000, 12),
 )
 """The paper's lines."""
 WARM_RATE, WARM_SEED = 0.01, 99

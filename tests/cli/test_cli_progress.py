@@ -121,6 +121,13 @@ def test_a_loss_of_a_node_is_said_at_once() -> None:
     assert "the coordinator" not in shown({**ruling, "ruling": 1})
 
 
+def test_only_a_node_that_was_lost_is_back() -> None:
+    """A later phase begins with workers that were not there before, and with those that it has in common."""
+    again = [{**joined(f"worker-{rank}"), "epoch": 2} for rank in (0, 1)]
+    assert "back" not in shown(joined("worker-0") | {"epoch": 0}, left("worker-0", lost=False), *again)
+    assert "worker-0 is back" in shown(joined("worker-0") | {"epoch": 0}, left("worker-0", lost=True), *again)
+
+
 def test_a_terminal_gets_one_live_line() -> None:
     text = shown(STARTED, step(0, 1.0), terminal=True)
     assert "step 1/40" in text

@@ -243,7 +243,7 @@ def test_words_are_read_by_type(word: str, hint: Any, value: Any) -> None:
         (1.5, int | None, "none or a whole number"),
         (3, str | Path, "a path or text"),
         ("x", Literal["a", "b"], 'one of "a", "b"'),
-        ({"accurcy": 1}, Until, "a table with keys of accuracy, seconds"),
+        ({"accurcy": 1}, Until, "a table without accurcy, with keys of accuracy, seconds"),
         ("x", typing.Callable[[], None], 'a function as "file.py:function"'),
         ("x", gs.Strategy, "an object, which only a job file can give"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -213,6 +214,26 @@ def test_a_run_that_ends_by_its_epochs_ends_at_the_last_iterate() -> None:
         run = run_of(problem, strategy, epochs=epochs)
         losses = [problem.objective(w)[0] for w in twin.iterates]
         assert problem.objective(end_of(run))[0] <= losses[0]
+
+
+def test_a_phase_may_go_before_a_method_and_behind_it() -> None:
+    """It ends where the method ends by itself, and a later pass of the data is the method's first."""
+    problem, method = Softmax(), gs.LBFGS(tolerance_grad=1e-6, tolerance_change=0.0)
+    simple = gs.Phase(epochs=2, strategy="synchronous", workers=2, optimizer=gs.optim.SGD(lr=1e-9))
+    phases = [simple, gs.Phase(epochs=200, strategy=method), simple]
+    run = run_of(problem, "synchronous", epochs=None, phases=phases)
+    alone = run_of(problem, method, epochs=200)
+    assert [row["strategy"] for row in run.summary["phases"]] == ["synchronous", "lbfgs", "synchronous"]
+    assert np.linalg.norm(end_of(run) - end_of(alone)) <= 1e-5 * np.linalg.norm(end_of(alone))
+    assert alone.summary["reason"] == "the gradient is at most 1e-06"
+    assert alone.history[-1]["loss"] is not None
+
+
+@pytest.mark.parametrize("earlier", [gs.Phase(steps=2), gs.Phase(epochs=2, until=gs.until(samples=150))])
+def test_passes_begin_with_a_data_epoch(earlier: gs.Phase) -> None:
+    phases = [replace(earlier, strategy="synchronous"), gs.Phase(epochs=2, strategy=METHOD)]
+    with pytest.raises(ConfigError, match=r"phases\[0\] may end inside of a data epoch"):
+        run_of(Softmax(), "synchronous", epochs=None, phases=phases)
 
 
 def test_bytes_of_vectors_do_not_depend_on_m() -> None:

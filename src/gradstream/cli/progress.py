@@ -64,7 +64,22 @@ class _Members:
     expected: int = 0
     workers: set[str] = field(default_factory=set)
     paused: set[str] = field(default_factory=set)  # by the strategy's participation schedule
+    known: set[str] = field(default_factory=set)  # nodes that are in, and those that were lost
+    back: bool = False  # the node that has joined last was known
     machines: dict[str, str] = field(default_factory=dict)  # by node
+
+    def joined(self, who: str) -> None:
+        """Takes note of a node that has joined, which may have done so in an earlier phase."""
+        self.back = who in self.known
+        self.known.add(who)
+        if who.startswith("worker"):
+            self.workers.add(who)
+
+    def left(self, who: str, *, lost: bool) -> None:
+        """Takes note of a node that has left."""
+        self.workers.discard(who)
+        if not lost:
+            self.known.discard(who)
 
     def __str__(self) -> str:
         machines, paused = len(set(self.machines.values())), len(self.paused & self.workers)
@@ -133,12 +148,12 @@ class ProgressLine:
             case "phase":
                 self.total_steps = event["total_steps"]
                 self._members.expected, self._by_round = event["workers"], event["in_rounds"]
-            case "joined" if event["who"].startswith("worker"):
-                self._members.workers.add(event["who"])
+            case "joined":
+                self._members.joined(event["who"])
             case "machine" if event["state"] == "joined":
                 self._members.machines.update(dict.fromkeys(event["nodes"], event["who"]))
             case "left":
-                self._members.workers.discard(event["who"])
+                self._members.left(event["who"], lost=event["lost"])
             case "participation":
                 self._members.paused = set(event["paused"])
             case "resumed":
@@ -177,7 +192,7 @@ class ProgressLine:
                 return f"{event['who']} has left: {event['reason']}"
             case "coordinator" if event["ruling"] > 1:
                 return "the coordinator had died: a new process has taken its place"
-            case "joined" if event["epoch"] > 1:
+            case "joined" if event["epoch"] > 1 and self._members.back:
                 return f"{event['who']} is back: a new process has taken its place"
             case "machine":
                 what = f"machine {event['who']} ({event['address']})"

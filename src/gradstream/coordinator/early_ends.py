@@ -69,7 +69,7 @@ class EarlyEnds:
         """Takes an event of any node, as it is in `events.jsonl`."""
         out: list[Instruction] = []
         if event["event"] == "converged":
-            out += self._membership.finish(event["reason"], at_s)
+            out += self._membership.cross(event["reason"], at_s)
         if self._variance_test is not None and (grown := self._variance_test.event(event)):
             out += self._membership.grow(grown, at_s)
         for criterion, end in self._each:

@@ -308,7 +308,7 @@ class Phases:
             return out + self.abort(self._nodes.worker_names[0], NonFiniteError.__name__, message)
         out += [] if early else [*self._report_losses(), *map(Emit, self._progress.brief())]
         self.phase = v1.Notice.FINISHED
-        done = self._progress.finished(self.criterion if early else "")
+        done = self._progress.finished(self.criterion)
         return [*out, *self._snapshots.drop(), Emit(done), Notify()]
 
     def _report_losses(self) -> list[Instruction]:

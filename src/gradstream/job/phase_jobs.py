@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from gradstream.checkpoint.manifest import JobPhase
@@ -68,7 +69,23 @@ def job_of_phase(job: Job, begin: JobPhase) -> Job:
     strategy = find_strategy(made.strategy, made.strategy_options)
     if phase.servers is None and not isinstance(strategy, ServerStrategy):
         made = dataclasses.replace(made, servers=None)
+    if isinstance(strategy, ServerStrategy) and strategy.in_passes:
+        if phase.optimizer is None:
+            made = dataclasses.replace(
+                made, optimizer=None
+            )  # the method is one, and the job's is for other phases
+        _check_whole_epochs(job.phases[: begin.number], where)
     return made
+
+
+def _check_whole_epochs(before: Sequence[Phase], where: str) -> None:
+    """Raises ConfigError if a phase of whole passes may begin inside of a data epoch."""
+    for number, phase in enumerate(before):
+        if phase.epochs is None or phase.until is not None:
+            raise ConfigError(
+                f"{where} goes through all of the data in each pass, and phases[{number}] may end inside of a data "
+                "epoch; give it epochs, without steps and until"
+            )
 
 
 def _check_variance_test(phase: Phase, where: str, accumulate: int) -> None:

@@ -123,7 +123,8 @@ class ProcedureRun:
     """One worker's view of a procedure that all workers carry out together.
 
     The note of step k is the state before its iteration, the replies of the iteration so far, and the number of passes
-    before. From it the generator yields round k again.
+    before. From it the generator yields round k again. The first pass is that of the first data epoch of which a worker
+    gets a portion: in a phase of a run that is a later one than 0.
 
     Args:
         procedure: the method.
@@ -138,6 +139,7 @@ class ProcedureRun:
         self._server = server
         self._number = 1  # of the present round, as a step
         self._passes = 0  # that began before it
+        self._first: int | None = None  # number of the first pass
         self._sent = False  # it is on all chunks
         self._known = False  # it is on a chunk
         self._samples = 0  # of a pass
@@ -157,11 +159,15 @@ class ProcedureRun:
         """Carries out all steps up to the one that begins a pass. Every pass before must be complete.
 
         Args:
-            number: number of the pass, from 0.
+            number: number of the pass: that of its data epoch.
 
         Returns:
             Whether a pass is under way: this one, or a later one if others were faster. False after the method's end.
         """
+        if self._first is None:
+            await self._look()
+        self._first = number if self._first is None else self._first
+        number -= self._first
         while self._round is not None:
             if self._round.evaluate and self._passes > number:
                 return True
@@ -176,9 +182,7 @@ class ProcedureRun:
         If all samples of the last pass are in the sum, it first carries out the steps that follow that pass.
         """
         await self._server.flush()
-        latest = await self._server.step(v1.Procedure(), ())
-        if latest.number > self._number or (latest.number == self._number and not self._known):
-            self._adopt(latest.number, latest.note)
+        await self._look()
         while (present := self._round) is not None:
             if not present.evaluate:
                 await self._send(self._passes)
@@ -195,6 +199,12 @@ class ProcedureRun:
         if self._round is not None and self._passes:
             self._number += self._known
             await self._server.step(self._step(restored=True), [copy("", "x")])
+
+    async def _look(self) -> None:
+        """Goes on where the others are, if they are further."""
+        latest = await self._server.step(v1.Procedure(), ())
+        if latest.number > self._number or (latest.number == self._number and not self._known):
+            self._adopt(latest.number, latest.note)
 
     async def _send(self, number: int) -> None:
         """Has all chunks carry out the present round. Goes on to the next one, unless it waits for pass `number`."""
@@ -227,11 +237,12 @@ class ProcedureRun:
         assert self._round is not None
         evaluates = self._round.evaluate and not restored
         replies = [[list(one.scalars), one.loss, one.samples] for one in self._replies]
-        note = json.dumps([self.state, replies, self._passes, self._samples, restored]).encode()
-        return v1.Procedure(number=self._number, note=note, pass_number=self._passes + 1 if evaluates else 0)
+        note = [self.state, replies, self._passes, self._samples, restored, self._first]
+        pass_number = (self._first or 0) + self._passes + 1 if evaluates else 0
+        return v1.Procedure(number=self._number, note=json.dumps(note).encode(), pass_number=pass_number)
 
     def _adopt(self, number: int, note: bytes) -> None:
         """Goes on from a later step, which another worker has brought."""
-        state, replies, self._passes, self._samples, restored = json.loads(note)
+        state, replies, self._passes, self._samples, restored, self._first = json.loads(note)
         self._open(state, [Reply(tuple(scalars), loss, samples) for scalars, loss, samples in replies])
         self._number, self._sent, self._known = number + bool(restored), False, not restored

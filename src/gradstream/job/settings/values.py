@@ -211,8 +211,10 @@ def _record(value: Any, member: Any) -> Any:
     hints = fields_of(member)
     if isinstance(value, Word):
         value = _read(value, None)
-    if not isinstance(value, Mapping) or set(value) - set(hints):
+    if not isinstance(value, Mapping):
         raise MisfitError(f"a table with keys of {', '.join(hints)}")
+    if unknown := sorted(map(str, set(value) - set(hints))):
+        raise MisfitError(f"a table without {', '.join(unknown)}, with keys of {', '.join(hints)}")
     fitted = {key: fit(entry, hints[key]) for key, entry in value.items()}
     try:
         return member(**fitted)

@@ -65,7 +65,7 @@ class ShardSnapshot:
         Args:
             storage: the run directory.
             folder: folder of the checkpoint.
-            state: whether the rule's state is that of the checkpoint; else it begins anew.
+            state: whether the rule's state, and a procedure's, are those of the checkpoint; else they begin anew.
             version: version of all chunks; None takes those of the checkpoint.
         """
         manifest = Manifest.decode(storage.read(f"{folder}/{STATE}"))
@@ -74,7 +74,7 @@ class ShardSnapshot:
             versions = [min(versions, default=0)] * self._service.store.chunks.num_chunks
         for chunk, held in self._service.state.chunks.items():
             held.version = versions[chunk]
-        messages = [v1.Procedure.FromString(b64decode(text)) for text in manifest.procedures]
+        messages = [v1.Procedure.FromString(b64decode(text)) for text in manifest.procedures if state]
         for chunk, procedure in ChunkProcedure.restored(messages).items():
             if chunk in self._service.state.chunks:
                 self._service.state.chunks[chunk].procedure = procedure
