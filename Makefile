@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 READY := $(VENV)/.ready
-PUBLIC_MODULES := $(addprefix gradstream.,analysis data errors model optim optim.schedules pipeline replay runs \
+PUBLIC_MODULES := $(addprefix gradstream.,analysis codec data errors model optim optim.schedules pipeline replay runs \
 	runtime.simulation session sparse strategies testing trackers)
 
 .PHONY: demo test test-fast test-extras check lint types layers pages docs bench format setup

@@ -42,7 +42,7 @@ STRATEGIES: tuple[gs.Strategy, ...] = (
     gs.Downpour(push_every=2, fetch_every=2),
     gs.AllReduce(algorithm="ring"),
     gs.SSP(bound=0),
-    gs.AsySG(gradients=2),
+    gs.strategies.AsySG(gradients=2),
     gs.Synchronous(overlap=False),
     gs.AllReduce(algorithm="butterfly"),
 )

@@ -67,7 +67,7 @@ def softsync() -> gs.Job:
 
 
 def staleness_aware() -> gs.Job:
-    return job(gs.StalenessAware())
+    return job(gs.strategies.StalenessAware())
 
 
 def elastic_averaging() -> gs.Job:

@@ -224,7 +224,7 @@ IDEAL_S = 2 * 8.0 / sum(UNEVEN)
     [(gs.Downpour(), "queue"), (gs.Downpour(), "partitions"),
      (gs.Downpour(push_every=10, fetch_every=10), "queue"),
      (gs.Downpour(push_every=10, fetch_every=10), "partitions"),
-     (gs.Softsync(), "queue"), (gs.StalenessAware(), "partitions"), (gs.ElasticAveraging(), "queue")],
+     (gs.Softsync(), "queue"), (gs.strategies.StalenessAware(), "partitions"), (gs.ElasticAveraging(), "queue")],
     ids=repr,
 )  # fmt: skip
 def test_without_rounds_uneven_workers_lose_nothing(strategy: Any, assignment: Any) -> None:

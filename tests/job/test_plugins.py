@@ -108,7 +108,7 @@ def test_an_optimizer_of_torch_is_refused_with_the_place_of_one_of_ours(theirs: 
 
 
 def test_built_in_members_have_names() -> None:
-    assert class_of("strategy", "Dc_ASGD") is gs.DCASGD
+    assert class_of("strategy", "Dc_ASGD") is gs.strategies.DCASGD
     assert find_dataset("fashion_mnist").name == "fashion-mnist"
 
 

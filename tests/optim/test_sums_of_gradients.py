@@ -135,7 +135,7 @@ def test_asysg_applies_each_gradient_at_its_own_rate_and_with_its_own_decay(lr: 
         if (index + 1) % 4 == 0 or index + 1 == STEPS:
             w = {name: w[name] - step[name] for name in w}
             step = {name: np.zeros(100) for name in w}
-    check_close(run_of(gs.AsySG(4), gs.optim.SGD(LRS[lr], weight_decay=DECAY)), w)
+    check_close(run_of(gs.strategies.AsySG(4), gs.optim.SGD(LRS[lr], weight_decay=DECAY)), w)
 
 
 def by_adagrad(total: Array, state: Array, rate: float) -> Array:

@@ -46,7 +46,7 @@ STRATEGIES: tuple[gs.strategies.ServerStrategy, ...] = (
     gs.Downpour(overlap=False),
     gs.SSP(bound=0),
     gs.Downpour(push_every=3, fetch_every=2),
-    gs.AsySG(gradients=2),
+    gs.strategies.AsySG(gradients=2),
 )
 
 PIPELINED = [strategy for strategy in STRATEGIES if strategy.pipelined]

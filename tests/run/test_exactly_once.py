@@ -45,10 +45,10 @@ STRATEGIES: tuple[gs.strategies.ServerStrategy, ...] = (
     gs.Downpour(push_every=3, fetch_every=2),
     gs.SSP(bound=2),
     gs.SSP(bound=0),
-    gs.AsySG(gradients=2),
+    gs.strategies.AsySG(gradients=2),
     gs.Softsync(),
-    gs.StalenessAware(),
-    gs.DCASGD(),
+    gs.strategies.StalenessAware(),
+    gs.strategies.DCASGD(),
 )
 
 

@@ -109,7 +109,7 @@ PLAIN = [
     gs.Downpour(push_every=2, fetch_every=2),
     gs.SSP(bound=1),
     gs.SSP(bound=0),
-    gs.AsySG(gradients=2),
+    gs.strategies.AsySG(gradients=2),
 ]
 
 
@@ -221,8 +221,8 @@ OWN = [
     gs.ParameterAveraging(every=3, state="averaged"),
     gs.DiLoCo(every=3),
     gs.Softsync(splits=2),
-    gs.StalenessAware(),
-    gs.DCASGD(),
+    gs.strategies.StalenessAware(),
+    gs.strategies.DCASGD(),
 ]
 
 

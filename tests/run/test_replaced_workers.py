@@ -64,7 +64,7 @@ def newcomers_steps(events: list[Any], name: str) -> int:
         gs.Downpour(push_every=2, fetch_every=2, overlap=False),
         gs.SSP(bound=2),
         gs.SSP(bound=0),
-        gs.AsySG(gradients=2),
+        gs.strategies.AsySG(gradients=2),
     ],
     ids=str,
 )
@@ -84,8 +84,8 @@ def test_a_worker_is_replaced_at_any_instant(strategy: gs.Strategy) -> None:
     "strategy",
     [
         gs.Softsync(),
-        gs.StalenessAware(),
-        gs.DCASGD(),
+        gs.strategies.StalenessAware(),
+        gs.strategies.DCASGD(),
         gs.ElasticAveraging(every=2),
         gs.ElasticAveraging(every=2, synchronous=True),
         gs.ParameterAveraging(every=2),
@@ -203,7 +203,7 @@ def test_a_strategy_that_needs_every_worker_takes_in_nobody() -> None:
         gs.Downpour(push_every=3, fetch_every=3),
         gs.SSP(bound=1),
         gs.SSP(bound=0),
-        gs.AsySG(gradients=2),
+        gs.strategies.AsySG(gradients=2),
     ],
     ids=str,
 )

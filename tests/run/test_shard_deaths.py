@@ -47,7 +47,7 @@ STRATEGIES: tuple[gs.strategies.ServerStrategy, ...] = (
     gs.SSP(bound=1),
     gs.Downpour(push_every=3, fetch_every=2),
     gs.SSP(bound=0),
-    gs.AsySG(gradients=2),
+    gs.strategies.AsySG(gradients=2),
     gs.Downpour(overlap=False),
     gs.Synchronous(overlap=False),
 )

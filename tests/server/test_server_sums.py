@@ -225,7 +225,7 @@ def test_a_sum_takes_memory_only_where_there_is_one() -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Summing(gs.AsySG):
+class Summing(gs.strategies.AsySG):
     """AsySG whose sums rarely end with the last gradient."""
 
     gradients: int = 5
@@ -255,7 +255,9 @@ def tokens_run(seed: int, *, workers: int = 3, **options: Any) -> Run:
 
 @pytest.mark.parametrize("gradients", [1, 5, 7, 1000])
 def test_what_is_left_in_the_sum_is_in_the_model_at_the_end(gradients: int) -> None:
-    check_exactly_once(tokens_run(0, strategy=gs.AsySG(gradients=gradients)), NUM_SAMPLES, epochs=2)
+    check_exactly_once(
+        tokens_run(0, strategy=gs.strategies.AsySG(gradients=gradients)), NUM_SAMPLES, epochs=2
+    )
 
 
 def test_a_final_fetch_that_does_not_flush_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,7 +435,7 @@ def test_copies_take_memory_as_they_are_needed_at_once() -> None:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Drifting(gs.AsySG):
+class Drifting(gs.strategies.AsySG):
     """AsySG with this correction."""
 
     def correction(self) -> Correction:
@@ -462,9 +464,9 @@ def learnt(strategy: gs.Strategy, **options: Any) -> np.ndarray[Any, Any]:
 
 
 def test_a_correction_changes_what_was_overtaken_and_nothing_else() -> None:
-    alone = [learnt(strategy, workers=1) for strategy in (gs.AsySG(), Drifting())]
+    alone = [learnt(strategy, workers=1) for strategy in (gs.strategies.AsySG(), Drifting())]
     assert np.array_equal(alone[0], alone[1])
-    together = [learnt(strategy) for strategy in (gs.AsySG(), Drifting())]
+    together = [learnt(strategy) for strategy in (gs.strategies.AsySG(), Drifting())]
     assert not np.array_equal(together[0], together[1])
 
 
@@ -504,7 +506,7 @@ def test_a_fetch_may_overtake_own_pushes() -> None:
     slow = Network(links={("worker-0", "shard-0"): Link(latency_s=0.05, jitter_s=0.05)})
 
     @dataclasses.dataclass(frozen=True, slots=True)
-    class Hasty(gs.AsySG):
+    class Hasty(gs.strategies.AsySG):
         own: bool = False
 
         async def train(self, worker: ServerWorker) -> None:

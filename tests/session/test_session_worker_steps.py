@@ -73,10 +73,10 @@ ONE_IS_ALONE = [
     gs.Downpour(push_every=3, fetch_every=2, overlap=False),
     gs.SSP(bound=0),
     gs.SSP(bound=2),
-    gs.AsySG(gradients=2),
-    gs.DCASGD(strength=0),
+    gs.strategies.AsySG(gradients=2),
+    gs.strategies.DCASGD(strength=0),
     gs.Softsync(power=0),
-    gs.StalenessAware(power=0),
+    gs.strategies.StalenessAware(power=0),
     gs.ParameterAveraging(every=3),
     gs.DiLoCo(every=3, outer_lr=1.0, outer_momentum=0.0),
     gs.ElasticAveraging(every=1 << 30, moving_rate=1.0),
@@ -86,7 +86,7 @@ ONE_IS_ALONE = [
 @pytest.mark.parametrize("strategy", ONE_IS_ALONE)
 def test_under_any_strategy_whose_pushes_may_be_steps(strategy: gs.Strategy) -> None:
     make = OPTIMIZERS[0]
-    if isinstance(strategy, gs.AsySG | gs.Downpour):  # gradients of parameters of before
+    if isinstance(strategy, gs.strategies.AsySG | gs.Downpour):  # gradients of parameters of before
         loop_in_threads(
             lambda session: train(session, make), workers=2, strategy=strategy, deadlines=DEADLINES
         )
@@ -210,10 +210,10 @@ def test_what_the_servers_cannot_follow_names_the_way_out(change: Change, part: 
 @pytest.mark.parametrize(
     ("strategy", "part"),
     [
-        (gs.StalenessAware(), "weighs gradients"),
+        (gs.strategies.StalenessAware(), "weighs gradients"),
         (gs.Softsync(), "weighs gradients"),
         (gs.Softsync(power=0), "weighs gradients"),  # a mean of two
-        (gs.DCASGD(), "corrects each push"),
+        (gs.strategies.DCASGD(), "corrects each push"),
         (gs.Downpour(local_momentum=0.5), "local_momentum"),
         (gs.Downpour(fetch_every=2, local_lr=0.1), "local_lr"),
         (gs.SSP(local_lr=0.1), "local_lr"),

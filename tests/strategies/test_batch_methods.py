@@ -37,7 +37,9 @@ def test_a_quadratic_of_15_takes_15_iterations_with_exact_steps(m: int, vector_f
 
 def test_conjugate_gradients_end_after_n_exact_steps() -> None:
     objective, _ = quadratic(15, 20.0, seed=1)
-    method = gs.ConjugateGradient(line_search_fn="exact", tolerance_grad=1e-8, tolerance_change=0.0)
+    method = gs.strategies.ConjugateGradient(
+        line_search_fn="exact", tolerance_grad=1e-8, tolerance_change=0.0
+    )
     assert OneProcess(method, objective, np.zeros(15)).run()["iteration"] == 15
 
 
@@ -83,7 +85,7 @@ def test_the_valley_of_rosenbrock(search: str) -> None:
     assert np.allclose(twin.vectors[""], [1.0, 1.0], atol=1e-6) and state["passes"] < 80
 
 
-@pytest.mark.parametrize("method", [gs.LBFGS(), gs.ConjugateGradient()])
+@pytest.mark.parametrize("method", [gs.LBFGS(), gs.strategies.ConjugateGradient()])
 def test_strong_wolfe_steps_meet_both_conditions(method: Any) -> None:
     problem = Softmax()
     twin = OneProcess(method, problem.objective, problem.start)
@@ -132,8 +134,8 @@ def test_a_trial_that_is_not_finite_is_shortened() -> None:
         (lambda: gs.LBFGS(history_size=0), "history_size=0"),
         (lambda: gs.LBFGS(lr=0.0), "lr=0.0"),
         (lambda: gs.LBFGS(line_search_fn="golden"), "line_search_fn of LBFGS"),
-        (lambda: gs.ConjugateGradient(max_iter=0), "max_iter=0"),
-        (lambda: gs.GradientDescent(tolerance_grad=-1.0), "tolerance_grad=-1.0"),
+        (lambda: gs.strategies.ConjugateGradient(max_iter=0), "max_iter=0"),
+        (lambda: gs.strategies.GradientDescent(tolerance_grad=-1.0), "tolerance_grad=-1.0"),
     ],
 )
 def test_options_out_of_range_are_refused(make: Any, wanted: str) -> None:

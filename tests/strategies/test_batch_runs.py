@@ -190,7 +190,7 @@ def test_shards_may_change_and_die(seconds: float, right: Any) -> None:
     [
         gs.LBFGS(tolerance_change=1e-13),
         gs.LBFGS(tolerance_change=1e-13, vector_free=False),
-        gs.ConjugateGradient(tolerance_change=1e-13),
+        gs.strategies.ConjugateGradient(tolerance_change=1e-13),
     ],
 )
 def test_runs_end_at_the_optimum(strategy: Any) -> None:
@@ -207,7 +207,7 @@ def test_runs_end_at_the_optimum(strategy: Any) -> None:
 def test_a_run_that_ends_by_its_epochs_ends_at_the_last_iterate() -> None:
     """Gradient descent with too long first trials: most passes end in a trial that is not accepted."""
     problem = Softmax()
-    strategy = gs.GradientDescent(lr=1e3)
+    strategy = gs.strategies.GradientDescent(lr=1e3)
     for epochs in (2, 3, 5, 8):
         twin = OneProcess(strategy, problem.objective, problem.start)
         twin.run(2)

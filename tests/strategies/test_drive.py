@@ -353,10 +353,10 @@ def test_adagrads_sums_are_carried_through_the_drive(monkeypatch: pytest.MonkeyP
 STAGES: dict[str, Any] = {"warm_start": 6, "waves": 2, "finish_alone": 4}
 STAGED: dict[str, Any] = {
     "downpour": gs.Downpour(**STAGES),
-    "staleness-aware": gs.StalenessAware(**STAGES),
+    "staleness-aware": gs.strategies.StalenessAware(**STAGES),
     "softsync": gs.Softsync(**STAGES),
-    "asysg": gs.AsySG(gradients=2, **STAGES),
-    "dc-asgd": gs.DCASGD(overlap=True, **STAGES),
+    "asysg": gs.strategies.AsySG(gradients=2, **STAGES),
+    "dc-asgd": gs.strategies.DCASGD(overlap=True, **STAGES),
 }
 
 
@@ -374,7 +374,9 @@ def test_the_laws_of_strategies_hold_for_one_that_is_staged(name: str, law: str)
 
 def test_a_worker_that_joins_late_begins_with_the_newest_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """With overlap it has a fetch of the run's first instant; the 24 gradients of the warm start came after it."""
-    strategy = gs.DCASGD(strength=0.0, overlap=True, warm_start="2epochs", waves=2, finish_alone="1epoch")
+    strategy = gs.strategies.DCASGD(
+        strength=0.0, overlap=True, warm_start="2epochs", waves=2, finish_alone="1epoch"
+    )
     run = tokens(strategy)
     check_exactly_once(run, NUM_TOKENS, EPOCHS)
     assert [len(event["active"]) for event in turns(run)] == [1, 2, 4, 0, 1]

@@ -183,17 +183,19 @@ class Forced(DCASGD):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_without_strength_it_is_asynchronous_sgd_bit_for_bit(seed: int) -> None:
-    expected = end(gs.AsySG(), seed)
+    expected = end(gs.strategies.AsySG(), seed)
     assert np.array_equal(end(DCASGD(strength=0.0), seed), expected)
     assert not np.array_equal(end(DCASGD(adaptive=False, strength=0.5), seed), expected)
-    expected = end(gs.AsySG(), seed, config=EXACT)  # where the copies that are kept change no order of events
+    expected = end(
+        gs.strategies.AsySG(), seed, config=EXACT
+    )  # where the copies that are kept change no order of events
     assert np.array_equal(end(Forced(), seed, config=EXACT), expected)
     assert not np.array_equal(end(DCASGD(adaptive=False, strength=0.5), seed, config=EXACT), expected)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_one_worker_is_sgd_bit_for_bit(adaptive: bool) -> None:
-    expected = end(gs.AsySG(), workers=1)
+    expected = end(gs.strategies.AsySG(), workers=1)
     assert np.array_equal(end(DCASGD(adaptive, strength=0.5), workers=1), expected)
     assert not np.array_equal(end(DCASGD(adaptive, strength=0.5, overlap=True), workers=1), expected)
 

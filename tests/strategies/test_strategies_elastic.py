@@ -216,7 +216,7 @@ def test_alone_with_nesterovs_momentum_it_is_torchs_rule() -> None:
     for ids in batches:
         w.grad = gradient_of(model, w.detach(), data, ids)
         rule.step()
-    strategy = gs.EAMSGD(every=100, moving_rate=1.0)
+    strategy = gs.strategies.EAMSGD(every=100, moving_rate=1.0)
     run = simulate(model, data, strategy=strategy, workers=1, batch_size=4, steps=11, seed=3, chunk_elems=64)
     assert np.array_equal(run.parameters["w"], w.detach().numpy())
 
@@ -242,7 +242,7 @@ def algorithm_2(model: Model, data: ArrayDataset, *, ahead: bool) -> torch.Tenso
 def test_with_nesterovs_momentum_the_spring_pulls_where_the_gradient_is_taken() -> None:
     model, data = least_squares(64, FEATURES, whole=False, reduction="mean")
     found = simulate(
-        model, data, strategy=gs.EAMSGD(every=3, moving_rate=0.5), optimizer=gs.optim.Nesterov(0.01, 0.9),
+        model, data, strategy=gs.strategies.EAMSGD(every=3, moving_rate=0.5), optimizer=gs.optim.Nesterov(0.01, 0.9),
         workers=1, batch_size=4, steps=11, seed=3, chunk_elems=64,
     ).parameters["w"]  # fmt: skip
     assert np.allclose(found, algorithm_2(model, data, ahead=True).numpy(), rtol=0, atol=1e-13)
@@ -285,7 +285,7 @@ def test_whom_an_exchange_waits_for() -> None:
 def test_bytes_of_an_exchange_are_those_of_a_push_and_a_fetch() -> None:
     """4N up and 4N down in τ steps, in a world that holds no parameters at all."""
     elems, config = 1 << 20, SimulationConfig(shape_only=True, costs={"gradient": Cost(base_s=0.1)})
-    for strategy in (gs.ElasticAveraging(every=5), gs.EAMSGD(every=5)):
+    for strategy in (gs.ElasticAveraging(every=5), gs.strategies.EAMSGD(every=5)):
         run = simulate(
             Sized([elems]), numbered(160), strategy=strategy, workers=2, batch_size=4, epochs=1, config=config
         )
@@ -303,4 +303,4 @@ def test_real_processes() -> None:
 @pytest.mark.parametrize("options", [{"every": 0}, {"moving_rate": 1.5}, {"moving_rate": -0.1}], ids=str)
 def test_what_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"EAMSGD\((every|moving_rate)="):
-        gs.EAMSGD(**options)
+        gs.strategies.EAMSGD(**options)

@@ -114,7 +114,7 @@ def root(staleness: int, share: float) -> float:
 
 @pytest.mark.parametrize("staleness", [0, 1, 4, 16])
 def test_a_fixed_rate_is_stable_below_the_limit_and_not_above(staleness: int) -> None:
-    fixed = gs.StalenessAware(power=0.0)
+    fixed = gs.strategies.StalenessAware(power=0.0)
     seen = trajectory(fixed, [0.95 * limit(staleness), 1.05 * limit(staleness)], staleness)
     below, above = growth(seen)
     assert below < 1 < above
@@ -126,14 +126,14 @@ def test_a_fixed_rate_is_stable_below_the_limit_and_not_above(staleness: int) ->
 
 @pytest.mark.parametrize("staleness", [2, 8])
 def test_the_rate_over_tau_is_stable_above_the_limit(staleness: int) -> None:
-    (grown,) = growth(trajectory(gs.StalenessAware(), [1.05 * limit(staleness)], staleness))
+    (grown,) = growth(trajectory(gs.strategies.StalenessAware(), [1.05 * limit(staleness)], staleness))
     assert grown < 0.5
 
 
 def test_without_the_penalty_it_would_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted fault: the penalty is off."""
     monkeypatch.setattr("gradstream.strategies.softsync.factor", lambda weight, power, staleness: 1.0)
-    (grown,) = growth(trajectory(gs.StalenessAware(), [1.05 * limit(8)], 8))
+    (grown,) = growth(trajectory(gs.strategies.StalenessAware(), [1.05 * limit(8)], 8))
     assert grown > 1
 
 
@@ -218,7 +218,7 @@ def test_softsync_takes_the_mean_of_c() -> None:
 
 
 def test_asysg_takes_the_sum_of_m() -> None:
-    rule: Any = gs.AsySG(gradients=3).rule(8, "mean")
+    rule: Any = gs.strategies.AsySG(gradients=3).rule(8, "mean")
     assert rule.weights(10, [contribution(0)]) == (1.0,)
     assert [rule.completes(0, summed, [contribution(0)]) for summed in range(3)] == [False, False, True]
 
@@ -243,19 +243,21 @@ def test_any_function_of_tau_weighs() -> None:
 def test_a_function_travels_as_its_place() -> None:
     from gradstream.job.registry import describe, find_strategy
 
-    described = describe(gs.StalenessAware(weight=halves))
+    described = describe(gs.strategies.StalenessAware(weight=halves))
     assert described["fields"]["weight"] == {"function": f"{__name__}:halves"}
-    assert find_strategy("staleness-aware", described["fields"]) == gs.StalenessAware(weight=halves)
+    assert find_strategy("staleness-aware", described["fields"]) == gs.strategies.StalenessAware(
+        weight=halves
+    )
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gs.StalenessAware(power=-1.0), r"power=-1.0.*at least 0"),
+        (lambda: gs.strategies.StalenessAware(power=-1.0), r"power=-1.0.*at least 0"),
         (lambda: gs.Softsync(power=math.nan), r"power=nan.*at least 0"),
         (lambda: gs.Softsync(splits=0), r"splits=0.*at least 1"),
-        (lambda: gs.AsySG(gradients=0), r"gradients=0.*at least 1"),
-        (lambda: gs.StalenessAware(weight="powre"), "did you mean 'power'"),  # type: ignore[arg-type]
+        (lambda: gs.strategies.AsySG(gradients=0), r"gradients=0.*at least 1"),
+        (lambda: gs.strategies.StalenessAware(weight="powre"), "did you mean 'power'"),  # type: ignore[arg-type]
     ],
 )
 def test_options_are_checked(make: Any, message: str) -> None:
@@ -290,7 +292,7 @@ def test_alpha_over_tau_converges_where_the_constant_rate_does_not() -> None:
     lr = 3 * limit(14)
     assert loss_after(gs.Softsync(splits=1, power=0.0), lr) < 0.5
     assert loss_after(gs.Softsync(splits=15, power=0.0), lr) > 50
-    for strategy in (gs.StalenessAware(), gs.Softsync(splits=5)):
+    for strategy in (gs.strategies.StalenessAware(), gs.Softsync(splits=5)):
         assert loss_after(strategy, lr) < 0.5
 
 
@@ -346,6 +348,6 @@ def test_at_a_rate_that_does_not_fall_it_would_not() -> None:
 def test_they_obey_the_laws() -> None:
     """All properties of one strategy; of the two that are derived from it, the quick ones."""
     check_strategy(gs.Softsync(splits=2))
-    for strategy in (gs.StalenessAware(), gs.AsySG(gradients=4)):
+    for strategy in (gs.strategies.StalenessAware(), gs.strategies.AsySG(gradients=4)):
         for law in (documented, travels, plain, complete):
             law(strategy)

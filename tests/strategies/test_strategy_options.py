@@ -21,12 +21,12 @@ def of_tau(staleness: int) -> float:
 @pytest.mark.parametrize(
     ("made", "option", "least"),
     [
-        (gs.AsySG, "gradients", 1),
+        (gs.strategies.AsySG, "gradients", 1),
         (gs.DiLoCo, "every", 1),
         (gs.Downpour, "push_every", 1),
         (gs.Downpour, "fetch_every", 1),
         (gs.Downpour, "waves", 1),
-        (gs.EAMSGD, "every", 1),
+        (gs.strategies.EAMSGD, "every", 1),
         (gs.ElasticAveraging, "every", 1),
         (gs.ParameterAveraging, "every", 1),
         (gs.Softsync, "splits", 1),
@@ -51,7 +51,7 @@ def test_local_rates_are_rates(made: Any, rate: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "remedy"),
     [
-        (lambda: gs.StalenessAware(weight=of_tau, power=2.0), r"weight=of_tau.*leave power out"),
+        (lambda: gs.strategies.StalenessAware(weight=of_tau, power=2.0), r"weight=of_tau.*leave power out"),
         (lambda: gs.Softsync(weight=of_tau, power=0.0), "leave power out"),
         (lambda: gs.Softsync(power="1"), r"power='1'\): expected a finite number"),  # type: ignore[arg-type]
         (lambda: gs.SSP(bound=0, local_lr=0.1), "leave local_lr out"),
@@ -59,8 +59,8 @@ def test_local_rates_are_rates(made: Any, rate: Any) -> None:
         (lambda: gs.Downpour(wave_every=100), "waves=2 or more, or leave wave_every out"),
         (lambda: gs.Downpour(significance_of="absolute"), "everything is significant"),
         (lambda: gs.Downpour(significance=0.1, local_momentum=0.5), "use one of the two"),
-        (lambda: gs.DCASGD(adaptive=False, decay=0.9), "leave decay and eps out"),
-        (lambda: gs.DCASGD(adaptive=False, eps=1e-3), "leave decay and eps out"),
+        (lambda: gs.strategies.DCASGD(adaptive=False, decay=0.9), "leave decay and eps out"),
+        (lambda: gs.strategies.DCASGD(adaptive=False, eps=1e-3), "leave decay and eps out"),
     ],
 )
 def test_what_would_be_ignored_is_refused(make: Callable[[], Any], remedy: str) -> None:

@@ -47,7 +47,7 @@ def test_drawn_faults_violate_nothing(block: int) -> None:
 
 FOUND: dict[str, tuple[gs.Strategy, int, FaultPlan]] = {
     "a push whose last frame was lost was waited for, and its sender told to wait": (
-        gs.AsySG(gradients=2),
+        gs.strategies.AsySG(gradients=2),
         12,
         FaultPlan([Cut("worker-2", "*", 0.3053915644658538, 1.8, both=False)]),
     ),

@@ -48,7 +48,7 @@ class AsySG(StaleGradients):
         gradients: M, the number of gradients in an update, at least 1.
 
     Example:
-        >>> strategy = gs.AsySG(gradients=2)
+        >>> strategy = gs.strategies.AsySG(gradients=2)
         >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
         >>> run.summary["staleness_max"]
         1

@@ -35,7 +35,8 @@ class ConjugateGradient(Descent, BatchMethod):
         max_iter, max_eval, tolerance_grad, tolerance_change, line_search_fn, copies: see `strategies.descent.Descent`.
 
     Example:
-        >>> run = gs.simulate(model, data, strategy=gs.ConjugateGradient(), workers=2, batch_size=8, epochs=12)
+        >>> strategy = gs.strategies.ConjugateGradient()
+        >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=12)
         >>> run.summary["staleness_max"] >= 0
         True
     """

@@ -98,7 +98,7 @@ class DCASGD(StaleGradients):
         overlap: fetch while computing, at the price of one more step of delay.
 
     Example:
-        >>> strategy = gs.DCASGD(strength=0.1, adaptive=False)
+        >>> strategy = gs.strategies.DCASGD(strength=0.1, adaptive=False)
         >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
         >>> run.summary["staleness_max"]
         1

@@ -133,7 +133,7 @@ class EAMSGD(ElasticAveraging):
     """Elastic averaging with Nesterov's momentum of 0.99 on the workers, Algorithm 2; see the module.
 
     Example:
-        >>> strategy = gs.EAMSGD(every=2)
+        >>> strategy = gs.strategies.EAMSGD(every=2)
         >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
         >>> run.summary["steps"], run.summary["updates"]
         (16, 9)

@@ -33,7 +33,7 @@ class GradientDescent(Descent, BatchMethod):
         copies: see `strategies.descent.Descent`.
 
     Example:
-        >>> run = gs.simulate(model, data, strategy=gs.GradientDescent(), workers=2, batch_size=8, epochs=12)
+        >>> run = gs.simulate(model, data, strategy=gs.strategies.GradientDescent(), workers=2, batch_size=8, epochs=12)
         >>> run.summary["staleness_max"] >= 0
         True
     """

@@ -42,7 +42,7 @@ class StalenessAware(StaleGradients):
         weight: "power", "exponential", or a function of τ; see `strategies.penalty`.
 
     Example:
-        >>> strategy = gs.StalenessAware(power=1.0)
+        >>> strategy = gs.strategies.StalenessAware(power=1.0)
         >>> run = gs.simulate(model, data, strategy=strategy, workers=2, batch_size=8, epochs=2)
         >>> run.summary["staleness_max"]
         1
