@@ -105,11 +105,11 @@ def run_and_twin(
             source.compute = watched
             await super(Watched, self).train(worker)
 
-    options: dict[str, Any] = {"aggregate": name, "overlap": overlap, **RULES[name][0]}
+    given: dict[str, Any] = {"aggregate": name, "overlap": overlap, **RULES[name][0]}
     run = simulate(
         model,
         data,
-        strategy=Watched(**options),
+        strategy=Watched(**given),
         workers=WORKERS,
         servers=servers,
         batch_size=BATCH,
