@@ -256,6 +256,14 @@ def test_a_worker_that_was_killed_on_a_machine_that_has_joined_was_lost() -> Non
     assert not ended.was_lost("worker-1")
 
 
+@pytest.mark.parametrize(("status", "says"), [(0, True), (1, False)])
+def test_a_script_that_ends_without_an_error_is_told_what_joins(status: int, says: bool) -> None:
+    ended = EndedNodes()
+    ended.statuses["worker-1"] = status
+    error = ended.error_of("worker-1", lambda name, lines: "its log")
+    assert ("session.wrap" in str(error)) is says
+
+
 # ---- the launcher -----------------------------------------------------------------------
 
 

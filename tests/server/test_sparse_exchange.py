@@ -327,7 +327,7 @@ def patch_of() -> SparseDelta:
         (0, 2, [3, 99], 10, "rows 3 to 99; expected rows from 0 to 12"),
         (0, 2, [4, 4], 10, "do not grow"),
         (0, 1, [4], 900, "expected 6"),
-        (1, 1, [4], 5, "which it was not asked for"),
+        (1, 1, [4], 5, "not asked for"),
         (1, 0, [4], 5, "expected 36 of torch.float32"),
     ],
 )

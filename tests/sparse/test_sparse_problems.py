@@ -155,7 +155,7 @@ def test_rows_are_sorted_and_classes_are_0_and_1() -> None:
         (([1, 2], [0, 1], [1, 1], [0]), "begin at 0"),
         (([0, 2], [0], [1], [0]), "as indptr says"),
         (([0, 1], [0], [1], [0, 1]), "as indptr says"),
-        (([0, 1], [-1], [1], [0]), "numbers from 0"),
+        (([0, 1], [-1], [1], [0]), "numbers of features, which begin at 0"),
         (([0, 1], [0], [np.nan], [0]), "not finite"),
         (([0, 2], [3, 3], [1, 1], [0]), "sample 0 has feature 3 twice"),
         (([0], [], [], []), "no samples"),

@@ -77,6 +77,9 @@ def _peer_of(culprit: str, message: str) -> tuple[str, str]:
     return (found[1], found[2]) if found else (culprit, message)
 
 
+_ENDED_EARLY = " (a script with a loop of your own joins the run when it calls session.wrap, session.split or session.exchange)"
+
+
 class EndedNodes:
     """The nodes of a run that have ended, and the errors that they reported.
 
@@ -139,4 +142,5 @@ class EndedNodes:
         if said is not None:
             return typed_error(name, said["error"], said["message"], said["traceback"])
         shown = escaped(log_tail(name, TAIL_LINES), TAIL_BYTES, newlines=True)
-        return PeerLostError(name, f"its process {self.how(name)}; the end of its log:\n{shown}")
+        hint = "" if self.statuses[name] else _ENDED_EARLY
+        return PeerLostError(name, f"its process {self.how(name)}{hint}; the end of its log:\n{shown}")
