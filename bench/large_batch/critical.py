@@ -26,7 +26,7 @@ from gradstream.errors import GradientError, UserCodeError
 from large_batch.ledger import Key, Row, Rows, Scale, best_rate, mean_sd
 from large_batch.minima import MODELS, images
 
-RATES = (0.07, 0.1, 0.14, 0.2, 0.28, 0.4)
+RATES = (0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56)
 POINTS = 20
 """Evaluations on the way."""
 AT = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -1,9 +1,9 @@
 """Minima by batch size and method, after a small-batch start, of growing batches, and the line between two of them.
 
-All rates η are those of the small batch b. Two methods take at batch B what was best at b: `plain` and `longer` η
-itself, the latter for as many updates as b has; `linear` η·B/b. Three are tuned at each batch: `sgd`, `lars` and `lamb`
-take η·√(B/b). All but `plain` and `longer` begin with two epochs of warm-up. A cosine follows, except where rates are
-what is compared.
+All rates η are those of the small batch b. Three methods take at batch B what was best at b: `plain` η, `longer` η for
+as many updates as b has (and at b, for as many epochs as the largest B then has), `linear` η·B/b. Three are tuned at
+each batch: `sgd`, `lars` and `lamb` take η·√(B/b). All but `plain` and `longer` begin with two epochs of warm-up. A
+cosine follows, except where rates are what is compared.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _compared(scale: Scale) -> Iterator[tuple[str, int, tuple[str, ...]]]:
         yield "batch", batch, METHODS
     yield "growth", scale.small, tuple(GROWTHS)
     yield "start", scale.large, tuple(map(str, STARTS))
-    for batch in scale.batches[1:]:
+    for batch in scale.batches:
         yield "batch", batch, ("longer",)
 
 
@@ -177,7 +177,8 @@ def options(key: Key, scale: Scale) -> dict[str, Any]:
         ]
         return {"optimizer": gs.optim.SGD(key.lr, momentum=MOMENTUM), "batch_size": small, "phases": phases}
     if key.case in ("plain", "longer"):
-        longer = key.batch // small if key.case == "longer" else 1
+        # As many updates as the small batch has; the small batch, as many epochs as the large one then has.
+        longer = (key.batch if key.batch > small else scale.large) // small if key.case == "longer" else 1
         optimizer: Any = gs.optim.SGD(schedules.Cosine(key.lr), momentum=MOMENTUM)
         return {"optimizer": optimizer, "batch_size": key.batch, "epochs": scale.epochs * longer}
     ratio = key.batch / small

@@ -24,9 +24,9 @@ def draw(record: Mapping[str, Any], folder: Path) -> None:
 def _minima(by_size: Mapping[str, Any], path: Path) -> None:
     figure, (left, right) = axes_of(2)
     for number, (method, title) in enumerate(METHODS.items()):
-        # The small batch has the first rule's run; all rules of SGD begin there.
-        own = method if method in ("lars", "lamb") else "plain"
-        points = {int(size): one.get(method, one[own]) for size, one in by_size.items()}
+        # At the small batch, which comes first, all rules of SGD are the first one.
+        names = ["plain" if method in ("linear", "longer", "sgd") else method] + [method] * (len(by_size) - 1)
+        points = {int(size): one[name] for (size, one), name in zip(by_size.items(), names, strict=True)}
         for axis, figures in (
             (left, {size: one["accuracy"] for size, one in points.items()}),
             (right, {size: one["sharpness"][FULL] for size, one in points.items() if "sharpness" in one}),
@@ -34,6 +34,11 @@ def _minima(by_size: Mapping[str, Any], path: Path) -> None:
             means, deviations = zip(*figures.values(), strict=True)
             shifted = [size * 1.015**number for size in figures]  # bars beside each other
             axis.errorbar(shifted, means, yerr=deviations, marker="o", markersize=4, capsize=2, label=title)
+    epochs = next(iter(by_size.values())).get("longer")
+    if epochs:
+        title = "128, as many epochs as 2048 with as many updates"
+        left.axhline(epochs["accuracy"][0], color="grey", linestyle=":", label=title)
+        right.axhline(epochs["sharpness"][FULL][0], color="grey", linestyle=":")
     left.set(ylabel="test accuracy, %")
     right.set(yscale="log", ylabel="sharpness, % (full space, 1e-3)")
     sizes = [int(size) for size in by_size]
