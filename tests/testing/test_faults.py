@@ -35,6 +35,7 @@ SEEDS, BLOCKS, EPOCHS = int(os.environ.get("FAULT_SEEDS", "126")), 7, 1
 """On each of the nine strategies of the bench, 14 plans, in short runs. The record of the bench has more and longer."""
 
 
+@pytest.mark.limit_s(60 + SEEDS)
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_drawn_faults_violate_nothing(block: int) -> None:
     size = SEEDS // BLOCKS
