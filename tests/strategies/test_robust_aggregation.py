@@ -105,10 +105,11 @@ def run_and_twin(
             source.compute = watched
             await super(Watched, self).train(worker)
 
+    given: dict[str, Any] = {"aggregate": name, "overlap": overlap, **RULES[name][0]}
     run = simulate(
         model,
         data,
-        strategy=Watched(**({"aggregate": name, "overlap": overlap} | RULES[name][0])),
+        strategy=Watched(**given),
         workers=WORKERS,
         servers=servers,
         batch_size=BATCH,
