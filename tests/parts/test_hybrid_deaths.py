@@ -93,7 +93,7 @@ def test_the_audit_shows_a_push_that_is_not_settled(monkeypatch: pytest.MonkeyPa
 @functools.cache
 def in_rounds(strategy: str) -> Run:
     """A run in which nobody dies."""
-    return run(strategy=strategy, split=2, pipeline=HYBRID, epochs=6, config=SLOW)
+    return run(strategy=strategy, split=2, pipeline=HYBRID, epochs=4, config=SLOW)
 
 
 @pytest.mark.parametrize(("strategy", "victim"), [("synchronous", "part1-1"), ("allreduce", "worker-1")])
@@ -105,7 +105,7 @@ def test_in_rounds_another_replica_computes_its_minibatches_to_the_same_result(
         "strategy": strategy,
         "split": 2,
         "pipeline": HYBRID,
-        "epochs": 6,
+        "epochs": 4,
         "config": SLOW,
     }
     done = run(script=killed, **given)
@@ -128,7 +128,7 @@ def test_another_minibatch_in_the_place_of_the_lost_one_shows(monkeypatch: pytes
         "strategy": "synchronous",
         "split": 2,
         "pipeline": HYBRID,
-        "epochs": 6,
+        "epochs": 4,
         "config": SLOW,
     }
     killed = Killed("part1-1", 0.3, ("worker-1", "part1-1"))

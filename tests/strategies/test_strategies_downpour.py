@@ -98,13 +98,12 @@ def test_without_overlap_it_is_local_sgd_on_whole_numbers(every: int) -> None:
     assert np.abs(got).max() > 0
 
 
-PERIODS = [(1, 1), (2, 2), (4, 4), (1, 3), (3, 1), (2, 3)]
+PERIODS = [((1, 1), 0.0), ((2, 2), 0.0), ((4, 4), 0.5), ((1, 3), 0.0), ((3, 1), 0.5), ((2, 3), 0.5)]
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("config", WORLDS)
-@pytest.mark.parametrize("periods", PERIODS, ids=str)
+@pytest.mark.parametrize(("periods", "momentum"), PERIODS, ids=str)
 def test_one_worker_is_sgd_with_this_delay(
     periods: tuple[int, int], config: str, overlap: bool, momentum: float
 ) -> None:
