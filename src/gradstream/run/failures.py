@@ -77,7 +77,9 @@ def _peer_of(culprit: str, message: str) -> tuple[str, str]:
     return (found[1], found[2]) if found else (culprit, message)
 
 
-_ENDED_EARLY = " (a script with a loop of your own joins the run when it calls session.wrap, session.split or session.exchange)"
+_ENDED_EARLY = (
+    " (a loop of your own joins the run when it calls session.wrap, session.split or session.exchange)"
+)
 
 
 class EndedNodes:

@@ -171,7 +171,7 @@ class StageModel:
     def backward_weights(
         self, saved: object, gradient: torch.Tensor, *, weight: float = 1.0, add: bool = False
     ) -> None:
-        """The other half: the gradient of the parameters. The arguments are those of `backward`."""
+        """The other half of `backward`, after `backward_inputs`: the gradient of the parameters. Same arguments."""
         graph = _graph_of(saved)
         assert graph.late is not None
         self._land(graph, gradient, weight, add)
