@@ -54,12 +54,19 @@ def due(rows: Rows, scale: Scale) -> Iterator[Key]:
             yield from _tuning(scale, model, batch)
             if (lr := rate(rows, scale, model, batch)) is not None:
                 yield from (Key("count", model, "sgd", batch, lr, seed) for seed in scale.seeds)
-        batch = min(scale.counts, key=lambda size: abs(size - NOISE_BATCH))
-        if (lr := rate(rows, scale, model, batch)) is not None:
-            for seed in scale.seeds:
-                counted = rows.get(Key("count", model, "sgd", batch, lr, seed))
-                if counted is not None and counted["updates"] is not None:
-                    yield Key("noise", model, str(counted["updates"]), batch, lr, seed)
+        yield from _noise(rows, scale, model)
+
+
+def _noise(rows: Rows, scale: Scale, model: str) -> Iterator[Key]:
+    """Where the noise is measured: on the way of runs that were counted."""
+    batch = min(scale.counts, key=lambda size: abs(size - NOISE_BATCH))
+    lr = rate(rows, scale, model, batch)
+    if lr is None:
+        return
+    for seed in scale.seeds:
+        counted = rows.get(Key("count", model, "sgd", batch, lr, seed))
+        if counted is not None and counted["updates"] is not None:
+            yield Key("noise", model, str(counted["updates"]), batch, lr, seed)
 
 
 def _tuning(scale: Scale, model: str, batch: int) -> list[Key]:
@@ -178,7 +185,7 @@ def found(rows: Rows, scale: Scale) -> dict[str, Any]:
             some = [rows.get(Key("count", model, "sgd", batch, lr or 0.0, seed)) for seed in scale.seeds]
             if all(row is not None and row["updates"] is not None for row in some):
                 by_batch[batch] = (lr, [row["updates"] for row in some if row is not None])
-        noises = [row["noise"] for key, row in rows.items() if key.part == "noise" and key.model == model]
+        noises = [rows[key]["noise"] for key in _noise(rows, scale, model) if key in rows]
         if len(by_batch) == len(scale.counts) and len(noises) == len(scale.seeds):
             figures[model] = _of_model(by_batch, noises)
     return {"count": figures, "target": scale.target, "at": AT} if figures else {}

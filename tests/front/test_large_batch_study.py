@@ -52,7 +52,12 @@ def test_rates_are_chosen_by_held_out_images_then_come_all_seeds(study: Modules)
     )
     assert by_method["plain"]["accuracy"] == [73.0, 1.58]
     assert by_method["lamb"]["at_edge"] and not by_method["lars"]["at_edge"]
-    assert set(figures["batch"]["dense"]["128"]) == {"plain", "lars", "lamb", "longer"}  # the others are the plain one
+    assert set(figures["batch"]["dense"]["128"]) == {
+        "plain",
+        "lars",
+        "lamb",
+        "longer",
+    }  # the others are the plain one
     last = next(key for key in rows if key.part == "start")
     assert last.lr == best["sgd"]
     assert "start" not in study.minima.found({key: rows[key] for key in rows if key != last}, scale)
