@@ -53,7 +53,8 @@ class Unit:
 
     def key(self, lr: float, seed: int, share: float = 1.0) -> Key:
         """Of a run over a share of the epochs."""
-        return Key(self.scene.name, self.method.name, lr, seed, round(self.epochs * share, 3))
+        scene = self.scene.name if self.method.passes is None else self.scene.same or self.scene.name
+        return Key(scene, self.method.name, lr, seed, round(self.epochs * share, 3))
 
 
 # ---- what is due ----------------------------------------------------------------------------

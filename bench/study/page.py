@@ -9,7 +9,7 @@ from marks import table
 from study import subject
 from study.findings import ITERATION, NEAR
 from study.methods import EXPONENTS
-from study.scenes import COUNTS
+from study.scenes import COUNTS, SHARDS
 
 Found = Mapping[str, Any]
 Units = Mapping[str, Found]
@@ -27,6 +27,8 @@ OWN: Mapping[str, tuple[str, ...]] = {
     "synchronous": ("synchronous", "synchronous-momentum", "allreduce"),
 }
 """By page of a strategy, methods that it shows."""
+RULES = {"sgd": "fixed rate", "adagrad": "Adagrad", "lbfgs": "Sandblaster L-BFGS"}
+"""Figure 5's lines."""
 SAME = "="
 """What stands behind a difference whose interval has 0 in it."""
 
@@ -58,6 +60,7 @@ def tables(record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "state": _state(record),
             "figure-4": _figure_4(scenes["figure-4"]["units"]),
             "figure-5": _figure_5(scenes["figure-5"]["units"], target),
+            "figure-5-cores": _machines(scenes, target),
         }
     return pages
 
@@ -271,11 +274,38 @@ def _figure_4(units: Units) -> str:
 
 def _figure_5(units: Units, target: float) -> str:
     rows = []
-    for rule, title in (("sgd", "fixed rate"), ("adagrad", "Adagrad")) if units else ():
+    for rule, title in RULES.items() if units else ():
         found = [units.get(f"{rule}-{count}") for count in COUNTS]
         rows.append([title, *(_seconds(one) for one in found)])
-        rows.append(["at rate", *(_rate(one) if one else "" for one in found)])
+        if rule != "lbfgs":
+            rows.append(["at rate", *(_rate(one) if one else "" for one in found)])
     return _rows([f"seconds to {100 * target:.0f} %, replicas:", *map(str, COUNTS)], rows)
+
+
+def _machines(scenes: Mapping[str, Any], target: float) -> str:
+    """The same time over machines and over cores."""
+    head = [
+        "",
+        "cores",
+        "machines of 1 core",
+        f"seconds to {100 * target:.0f} %",
+        "machines of 16",
+        "seconds",
+    ]
+    alone, shared = scenes["figure-5"]["units"], scenes.get("figure-5-cores", {"units": {}})["units"]
+    rows = [
+        [
+            alone[name]["title"],
+            str(one["workers"]),
+            str(one["workers"] + SHARDS),
+            _seconds(alone[name]),
+            str(-(-one["workers"] // 16) + SHARDS),
+            _seconds(one),
+        ]
+        for name, one in shared.items()
+        if name in alone
+    ]
+    return _rows(head, rows)
 
 
 def _seconds(one: Found | None) -> str:
@@ -283,7 +313,8 @@ def _seconds(one: Found | None) -> str:
         return ""
     if one["seconds"] is None:
         return _reached(one)
-    return f"{one['seconds']:.2f} ± {one['seconds_deviation']:.2f}"
+    several = f" ± {one['seconds_deviation']:.2f}" if len(one["accuracies"]) > 1 else ""
+    return f"{one['seconds']:.2f}{several}"
 
 
 def _rate(one: Found) -> str:

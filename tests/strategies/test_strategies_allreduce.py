@@ -68,12 +68,13 @@ WAYS: dict[str, tuple[Any, int]] = {
 }
 
 
+@pytest.mark.parametrize("workers", [32, 64])
 @pytest.mark.parametrize("way", WAYS)
-def test_32_workers_are_one_node_with_the_joined_batch_by_every_scheme(way: str) -> None:
+def test_many_workers_are_one_node_with_the_joined_batch_by_every_scheme(way: str, workers: int) -> None:
     model, data = least_squares(128, FEATURES, grid=GRID)
     strategy, servers = WAYS[way]
     joined = bits(model, data, [64], gs.Synchronous(), steps=2)
-    assert bits(model, data, [2] * 32, strategy, servers=servers, steps=2) == joined
+    assert bits(model, data, [64 // workers] * workers, strategy, servers=servers, steps=2) == joined
 
 
 def test_an_algorithm_without_halves_cannot_be_sharded() -> None:
