@@ -66,10 +66,10 @@ for schemes in SCHEMES.values():
 
 LARGEST = {
     "few": {"synchronous": 1024, "allreduce": 128},
-    "many": {"synchronous": 40, "allreduce": 64},
+    "many": {"synchronous": 64, "allreduce": 64},
 }
 """Workers: a simulated group of 256 does not get through its forming, and with many weights shards refuse the pushes of
-64 workers, of which too much waits; the rest would take hours."""
+120 workers, of which too much waits; the rest would take hours."""
 
 
 def job() -> gs.Job:

@@ -9,7 +9,7 @@ from marks import table
 from study import subject
 from study.findings import ITERATION, NEAR
 from study.methods import EXPONENTS
-from study.scenes import COUNTS, SHARDS
+from study.scenes import COUNTS
 
 Found = Mapping[str, Any]
 Units = Mapping[str, Found]
@@ -60,7 +60,6 @@ def tables(record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "state": _state(record),
             "figure-4": _figure_4(scenes["figure-4"]["units"]),
             "figure-5": _figure_5(scenes["figure-5"]["units"], target),
-            "figure-5-cores": _machines(scenes, target),
         }
     return pages
 
@@ -280,32 +279,6 @@ def _figure_5(units: Units, target: float) -> str:
         if rule != "lbfgs":
             rows.append(["at rate", *(_rate(one) if one else "" for one in found)])
     return _rows([f"seconds to {100 * target:.0f} %, replicas:", *map(str, COUNTS)], rows)
-
-
-def _machines(scenes: Mapping[str, Any], target: float) -> str:
-    """The same time over machines and over cores."""
-    head = [
-        "",
-        "cores",
-        "machines of 1 core",
-        f"seconds to {100 * target:.0f} %",
-        "machines of 16",
-        "seconds",
-    ]
-    alone, shared = scenes["figure-5"]["units"], scenes.get("figure-5-cores", {"units": {}})["units"]
-    rows = [
-        [
-            alone[name]["title"],
-            str(one["workers"]),
-            str(one["workers"] + SHARDS),
-            _seconds(alone[name]),
-            str(-(-one["workers"] // 16) + SHARDS),
-            _seconds(one),
-        ]
-        for name, one in shared.items()
-        if name in alone
-    ]
-    return _rows(head, rows)
 
 
 def _seconds(one: Found | None) -> str:
