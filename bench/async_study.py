@@ -105,7 +105,7 @@ def draw(record: dict[str, Any], folder: Path) -> None:
             for count in COUNTS
             if (one := five.get(f"{rule}-{count}", {})).get("seconds") is not None
         ]
-        for rule, title in (("sgd", "fixed rate"), ("adagrad", "Adagrad"))
+        for rule, title in page.RULES.items()
     }
     if any(by_rule.values()):
         plots.time_to(by_rule, folder / "distbelief-figure-5.svg", ledger.TARGET)

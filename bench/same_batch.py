@@ -64,8 +64,12 @@ for schemes in SCHEMES.values():
     schemes["allreduce"] = Scheme(AllReduce(algorithm="halving-doubling"))
 """By network. A server for each chunk of a million parameters."""
 
-LARGEST = {"synchronous": 1024, "allreduce": 128}
-"""Workers: a group of 256 does not get through its forming in a simulation."""
+LARGEST = {
+    "few": {"synchronous": 1024, "allreduce": 128},
+    "many": {"synchronous": 64, "allreduce": 64},
+}
+"""Workers: a simulated group of 256 does not get through its forming, and with many weights shards refuse the pushes of
+120 workers, of which too much waits; the rest would take hours."""
 
 
 def job() -> gs.Job:
@@ -126,19 +130,27 @@ def cost_of(name: str) -> gs.sim.Cost:
     return gs.sim.Cost(base_s=max(0.0, one_s - per_sample_s), per_sample_s=per_sample_s)
 
 
-def virtual(keep: Callable[[dict[str, Any]], None]) -> None:
-    """Times on virtual machines: of the same batch in more parts, and of more workers. Calls `keep` at times."""
-    found: dict[str, Any] = {}
+def virtual(found: dict[str, Any], keep: Callable[[dict[str, Any]], None]) -> None:
+    """Times on virtual machines: of the same batch in more parts, and of more workers.
+
+    Args:
+        found: what an earlier run has found; it is completed.
+        keep: takes it after each simulation.
+    """
     for name, (make, _) in NETWORKS.items():
         sizes = [sum(p.numel() for p in layer.parameters()) for layer in make().children()][::-1]
-        layers, cost = [elems for elems in sizes if elems], cost_of(name)
+        layers = [elems for elems in sizes if elems]
+        if name not in found:
+            cost = cost_of(name)
+            found[name] = {"base_s": cost.base_s, "per_sample_s": cost.per_sample_s}
+        row = found[name]
+        cost = gs.sim.Cost(base_s=row["base_s"], per_sample_s=row["per_sample_s"])
         where = gs.sim.SimulationConfig(costs={"gradient": cost}, network=NETWORK, shape_only=True)
-        row = found[name] = {"base_s": cost.base_s, "per_sample_s": cost.per_sample_s}
         for title, scheme in SCHEMES[name].items():
-            times = row[title] = {"parts_s": {}, "each_s": {}}
+            times = row.setdefault(title, {"parts_s": {}, "each_s": {}})
             parts = [(workers, BATCH // workers, "parts_s") for workers in PARTS]
             for workers, batch, what in sorted(parts + [(workers, EACH, "each_s") for workers in WORKERS]):
-                if workers <= LARGEST[title]:
+                if workers <= LARGEST[name][title] and str(workers) not in times[what]:
                     times[what][str(workers)] = step_s(layers, scheme, workers, batch=batch, where=where)
                     print(name, title, what, workers, times[what][str(workers)], flush=True)
                     keep(found)
@@ -170,7 +182,8 @@ def main() -> None:
     if given.accuracy:
         keep("accuracy", accuracies())
     if given.virtual:
-        virtual(partial(keep, "virtual"))
+        record = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+        virtual(record.get("virtual", {}).get("networks", {}), partial(keep, "virtual"))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def _of_one(unit: Unit, rows: Rows) -> dict[str, Any]:
         "exponent": unit.method.exponent,
         "by_rate": by_rate,
         "failed": [f"{lr:g}" for lr, row in tuned.items() if row is not None and row["failed"]],
-        "rate": best,
+        "rate": best if unit.method.passes is None else None,
         "at_edge": best in (scene.rates[0], scene.rates[-1]),
         "accuracies": [],
     }

@@ -53,7 +53,8 @@ class Unit:
 
     def key(self, lr: float, seed: int, share: float = 1.0) -> Key:
         """Of a run over a share of the epochs."""
-        return Key(self.scene.name, self.method.name, lr, seed, round(self.epochs * share, 3))
+        scene = self.scene.name if self.method.passes is None else self.scene.same or self.scene.name
+        return Key(scene, self.method.name, lr, seed, round(self.epochs * share, 3))
 
 
 # ---- what is due ----------------------------------------------------------------------------
@@ -101,7 +102,7 @@ def pace_s(unit: Unit, rows: Rows) -> float | None:
 def needed(unit: Unit, rows: Rows) -> Iterator[Key]:
     """Runs of a unit that can be known to be needed, done or not, in their order."""
     scene, rates = unit.scene, list(unit.rates)
-    if scene.borrowed in (None, unit.method.name) and scene.like is None and len(rates) > 1:
+    if scene.borrowed in (None, unit.method.name) and len(rates) > 1:
         for share, keep in scene.rungs:
             keys = [unit.key(lr, TUNING_SEED, share) for lr in rates]
             yield from keys
@@ -120,8 +121,6 @@ def best_rate(unit: Unit, rows: Rows) -> float | None:
     scene, rates = unit.scene, list(unit.rates)
     if len(rates) == 1:
         return rates[0]
-    if scene.like is not None:
-        return best_rate(unit_of(scene.like, unit.method), rows)
     if scene.borrowed not in (None, unit.method.name):
         lender = next(method for method in scene.methods if method.name == scene.borrowed)
         return best_rate(Unit(scene, lender, scene.epochs), rows)

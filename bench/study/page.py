@@ -27,6 +27,8 @@ OWN: Mapping[str, tuple[str, ...]] = {
     "synchronous": ("synchronous", "synchronous-momentum", "allreduce"),
 }
 """By page of a strategy, methods that it shows."""
+RULES = {"sgd": "fixed rate", "adagrad": "Adagrad", "lbfgs": "Sandblaster L-BFGS"}
+"""Figure 5's lines."""
 SAME = "="
 """What stands behind a difference whose interval has 0 in it."""
 
@@ -271,10 +273,11 @@ def _figure_4(units: Units) -> str:
 
 def _figure_5(units: Units, target: float) -> str:
     rows = []
-    for rule, title in (("sgd", "fixed rate"), ("adagrad", "Adagrad")) if units else ():
+    for rule, title in RULES.items() if units else ():
         found = [units.get(f"{rule}-{count}") for count in COUNTS]
         rows.append([title, *(_seconds(one) for one in found)])
-        rows.append(["at rate", *(_rate(one) if one else "" for one in found)])
+        if rule != "lbfgs":
+            rows.append(["at rate", *(_rate(one) if one else "" for one in found)])
     return _rows([f"seconds to {100 * target:.0f} %, replicas:", *map(str, COUNTS)], rows)
 
 
@@ -283,7 +286,8 @@ def _seconds(one: Found | None) -> str:
         return ""
     if one["seconds"] is None:
         return _reached(one)
-    return f"{one['seconds']:.2f} ± {one['seconds_deviation']:.2f}"
+    several = f" ± {one['seconds_deviation']:.2f}" if len(one["accuracies"]) > 1 else ""
+    return f"{one['seconds']:.2f}{several}"
 
 
 def _rate(one: Found) -> str:

@@ -183,16 +183,13 @@ class ByLabel(ArrayDataset):
 # ---- machines -------------------------------------------------------------------------------
 
 
-def cluster(
-    *, shards: int = 1, speeds: Mapping[int, float] | None = None, cores: int = 1
-) -> SimulationConfig:
+def cluster(*, shards: int = 1, speeds: Mapping[int, float] | None = None) -> SimulationConfig:
     """Machines on a network that is not what they wait for.
 
     Args:
         shards: machines of the parameter server, whose cards are one here: streams to each of them
             would be the same bytes at the same time, and cost as many times the simulation.
         speeds: of workers by rank; 1 where missing.
-        cores: workers on each machine, which share its card.
     """
     return SimulationConfig(
         costs={
@@ -206,8 +203,5 @@ def cluster(
             bandwidth_bytes_s=BANDWIDTH_BYTES_S,
             link=Link(latency_s=50e-6),
             cards={"shard-0": shards * BANDWIDTH_BYTES_S},
-            machines={f"worker-{rank}": f"machine-{rank // cores}" for rank in range(2000)}
-            if cores > 1
-            else {},
         ),
     )

@@ -346,6 +346,9 @@ def test_the_report_names_the_phases() -> None:
     [
         ({"phases": [gs.Phase(epochs=1, variance_test=0.5)]}, "2 minibatches of a step"),
         ({"phases": [gs.Phase(epochs=1, accumulate=2, variance_test=2.0)]}, "a number in"),
+        ({"phases": [gs.Phase(epochs=1, accumulate=2, noise_multiple=0.0)]}, "a number above 0"),
+        ({"phases": [gs.Phase(epochs=1, noise_multiple=1.0)]}, "noise_multiple=1.0 with accumulate=1"),
+        ({"phases": [gs.Phase(epochs=1, noise_multiple=1.0, variance_test=0.5)]}, "leave one of them out"),
         ({"phases": [gs.Phase()]}, r"phases\[0\]: expected exactly one of epochs and steps"),
         ({"phases": [gs.Phase(epochs=1)], "epochs": 2}, "each of which has its own length"),
         ({"phases": [gs.Phase(epochs=0)]}, "whole number of at least 1"),
@@ -426,6 +429,13 @@ def test_a_step_grows_to_the_size_at_which_the_test_holds() -> None:
     assert abs(grows_to(0.1) - 36 / 0.01 / 8) <= 60
 
 
+@pytest.mark.parametrize("multiple", [1.0, 4.0])
+def test_a_step_grows_to_a_multiple_of_the_noise_scale(multiple: float) -> None:
+    theta = gs.Phase(epochs=1, noise_multiple=multiple).theta
+    assert theta is not None
+    assert abs(grows_to(theta) - 36 * multiple / 8) <= 2 * multiple
+
+
 def test_a_mean_gradient_that_has_its_own_variance_in_it_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     real = VarianceTest._grown
 
@@ -438,10 +448,17 @@ def test_a_mean_gradient_that_has_its_own_variance_in_it_is_seen(monkeypatch: py
         test_a_step_grows_to_the_size_at_which_the_test_holds()
 
 
-@pytest.mark.parametrize("strategy", ["synchronous", "allreduce"])
-def test_batches_grow_during_a_run_and_every_sample_counts_once(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "test"),
+    [
+        ("synchronous", {"variance_test": 0.5}),
+        ("allreduce", {"variance_test": 0.5}),
+        ("synchronous", {"noise_multiple": 4.0}),
+    ],
+)
+def test_batches_grow_during_a_run_and_every_sample_counts_once(strategy: str, test: dict[str, Any]) -> None:
     """Gradients of tokens point in all directions, so the test says so."""
-    phase = gs.Phase(epochs=10, accumulate=2, variance_test=0.5, largest=3, strategy=strategy)
+    phase = gs.Phase(epochs=10, accumulate=2, largest=3, strategy=strategy, **test)
     run = counted(sums=True, workers=2, batch_size=1, phases=[phase])
     assert run.summary["samples_accounted"] == 10 * NUM_SAMPLES
     assert sum(event["samples"] for event in run.events if event["event"] == "step") == 10 * NUM_SAMPLES

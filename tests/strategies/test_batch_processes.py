@@ -1,4 +1,4 @@
-"""A batch method in real processes, one of which is killed in a pass."""
+"""A batch method in real processes, a worker or a shard of which is killed in a pass."""
 
 from __future__ import annotations
 
@@ -25,19 +25,23 @@ from batch_problems import Softmax
 
 def job():
     problem, strategy = Softmax(classes=3), gs.LBFGS(tolerance_change=1e-13)
-    return gs.Job(problem.model(), problem.data(), strategy=strategy, workers=2, servers=2, batch_size=4, epochs=100)
+    return gs.Job(
+        problem.model(), problem.data(), strategy=strategy, workers=2, servers=2, batch_size=4, epochs=100,
+        acknowledge="replicated",
+    )
 """
 
 
-def test_a_killed_process_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", ["worker-1", "shard-1"])
+def test_a_killed_process_changes_nothing(victim: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "batch_problems.py").write_text(Path(batch_problems.__file__).read_text())
-    log = tmp_path / "run" / "logs" / "worker-1.log"
+    log = tmp_path / "run" / "logs" / f"{victim}.log"
     killed: list[int] = []
 
     def on_event(event: Mapping[str, Any]) -> None:
         if event["event"] == "step" and event["node"] == "worker-1" and event["step"] == 30 and not killed:
-            killed.append(int(re.findall(r"worker-1: pid (\d+)", log.read_text())[-1]))
+            killed.append(int(re.findall(rf"{victim}: pid (\d+)", log.read_text())[-1]))
             os.kill(killed[0], signal.SIGKILL)
 
     run = gs.train(load_job(f"{tmp_path / 'job.py'}:job"), run_dir=tmp_path / "run", on_event=on_event)

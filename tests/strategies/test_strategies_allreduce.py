@@ -69,13 +69,14 @@ WAYS: dict[str, tuple[Any, int]] = {
 }
 
 
+@pytest.mark.parametrize("workers", [32, 64])
 @pytest.mark.parametrize("way", WAYS)
-def test_32_workers_are_one_node_with_the_joined_batch_by_every_scheme(way: str) -> None:
+def test_many_workers_are_one_node_with_the_joined_batch_by_every_scheme(way: str, workers: int) -> None:
     """In one step: more of them are made by fewer workers, above."""
     model, data = least_squares(64, FEATURES, grid=GRID)
     strategy, servers = WAYS[way]
     joined = bits(model, data, [64], gs.Synchronous(), steps=1)
-    assert bits(model, data, [2] * 32, strategy, servers=servers, steps=1) == joined
+    assert bits(model, data, [64 // workers] * workers, strategy, servers=servers, steps=1) == joined
 
 
 def test_an_algorithm_without_halves_cannot_be_sharded() -> None:

@@ -36,7 +36,7 @@ class VarianceTest:
     """Follows the steps of a phase while these have k minibatches.
 
     Args:
-        theta: θ, in (0, 1).
+        theta: θ, in (0, 1) for the test of the paper; 1/√c keeps n at c times the gradient noise scale V/|G|².
         workers: W.
         accumulate: k, at least 2.
         largest: the most minibatches of a step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ _OWN = (
     "strategy",
     "strategy_options",
     "variance_test",
+    "noise_multiple",
     "largest",
     "lr",
 )
@@ -89,15 +91,21 @@ def _check_whole_epochs(before: Sequence[Phase], where: str) -> None:
 
 
 def _check_variance_test(phase: Phase, where: str, accumulate: int) -> None:
-    if phase.variance_test is None:
+    multiple, theta = phase.noise_multiple, phase.variance_test
+    if multiple is None and theta is None:
         return
-    if not 0 < phase.variance_test < 1:
+    if multiple is not None and theta is not None:
         raise ConfigError(
-            f"{where}: variance_test={phase.variance_test!r}; expected a number in (0, 1), such as 0.5"
+            f"{where}: variance_test and noise_multiple, which are one test; leave one of them out"
         )
+    if theta is not None and not 0 < theta < 1:
+        raise ConfigError(f"{where}: variance_test={theta!r}; expected a number in (0, 1), such as 0.5")
+    if multiple is not None and not 0 < multiple < math.inf:
+        raise ConfigError(f"{where}: noise_multiple={multiple!r}; expected a number above 0, such as 1")
     if accumulate < 2:
+        given = f"variance_test={theta}" if multiple is None else f"noise_multiple={multiple}"
         raise ConfigError(
-            f"{where}: variance_test={phase.variance_test} with accumulate={accumulate}: a variance needs "
+            f"{where}: {given} with accumulate={accumulate}: a variance needs "
             "2 minibatches of a step or more; halve batch_size, and take accumulate=2"
         )
     if phase.largest < accumulate:

@@ -15,6 +15,7 @@ Batch Size", ICLR 2018.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -43,7 +44,9 @@ class Phase:
         variance_test: θ in (0, 1): a step gets more minibatches when its gradients vary too much: see
             `coordinator.variance_test`. It needs `accumulate` of 2 or more. Each minibatch keeps its size, so a worker
             needs no more memory.
-        largest: with `variance_test`, the most minibatches of a step.
+        noise_multiple: c > 0 in the place of it: a step gets c times as many samples as the gradient noise scale, once
+            that is larger. It is the same test, with θ = 1/√c.
+        largest: with one of the two, the most minibatches of a step.
         lr: learning rate of the update rule: a number, or a schedule, whose positions count from the phase's beginning.
 
     Example:
@@ -67,9 +70,15 @@ class Phase:
     batch_size: int | Sequence[int] | None = None
     accumulate: int | None = None
     variance_test: float | None = None
+    noise_multiple: float | None = None
     largest: int = 64
     shares: Sequence[float] | Literal["measured"] | None = None
     assignment: Literal["queue", "partitions"] | None = None
+
+    @property
+    def theta(self) -> float | None:
+        """θ of the test by which batches grow; None where they do not."""
+        return self.variance_test if self.noise_multiple is None else 1 / math.sqrt(self.noise_multiple)
 
     def growing(self, times: int, factor: int = 2) -> list[Phase]:
         """This phase `times` times, each with `factor` times as many minibatches for a step as the one before.

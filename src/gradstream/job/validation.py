@@ -425,11 +425,11 @@ def check_phases(job: Job) -> None:
         raise ConfigError(
             f"split={job.split} with phases, which split models do not have yet; leave one of the two out"
         )
-    inside = [one for one in job.phases if one.steps or one.until or one.variance_test]
+    inside = [one for one in job.phases if one.steps or one.until or one.variance_test or one.noise_multiple]
     if job.data.num_samples is None and inside:
         raise ConfigError(
             f"the data {job.data.name!r} is a stream, which begins a data epoch anew after a boundary inside of it; "
-            "give all phases in epochs, without until and variance_test"
+            "give all phases in epochs, without until, variance_test and noise_multiple"
         )
     if job.record:
         raise ConfigError(

@@ -168,9 +168,9 @@ class RunPlan:
     @property
     def variance_test(self) -> VarianceTest | None:
         """What makes the batches of this phase grow; None if nothing does."""
-        if self.whole is None or (given := self.whole.phases[self.phase.number]).variance_test is None:
+        if self.whole is None or (theta := (given := self.whole.phases[self.phase.number]).theta) is None:
             return None
-        return VarianceTest(given.variance_test, self.workers, self.job.accumulate, given.largest)
+        return VarianceTest(theta, self.workers, self.job.accumulate, given.largest)
 
     @property
     def phase_until(self) -> Until | None:
