@@ -62,7 +62,7 @@ class LauncherRecord:
         """
         path = run_dir / FILE
         if run_dir.resolve() in _held:
-            raise ConfigError(f"{run_dir} is a run of this very process: wait until `train` returns")
+            raise ConfigError(f"{run_dir} is a run of this process itself: wait until `train` returns")
         try:
             if not path.stat().st_size:
                 return None
