@@ -239,7 +239,10 @@ def test_the_same_of_pipelines_that_are_never_empty_and_of_parts_that_train_apar
 def handed_out_again(patch: pytest.MonkeyPatch) -> None:
     """What a lost replica had without a receipt is handed out again, without a question: as it was before."""
     inner = losses_of
-    patch.setattr("gradstream.run.nodes.losses_of", lambda plan, **options: replace(inner(plan, **options), redoes=False))
+    patch.setattr(
+        "gradstream.run.nodes.losses_of",
+        lambda plan, **options: replace(inner(plan, **options), redoes=False),
+    )
 
 
 def not_redone(patch: pytest.MonkeyPatch) -> None:

@@ -221,7 +221,10 @@ def misrouted(patch: pytest.MonkeyPatch) -> None:
 def without_estates(patch: pytest.MonkeyPatch) -> None:
     """What a lost worker had without a receipt is handed out again, without a question: as it was before."""
     inner = losses_of
-    patch.setattr("gradstream.run.nodes.losses_of", lambda plan, **options: replace(inner(plan, **options), redoes=False))
+    patch.setattr(
+        "gradstream.run.nodes.losses_of",
+        lambda plan, **options: replace(inner(plan, **options), redoes=False),
+    )
 
 
 def torn_as_whole(patch: pytest.MonkeyPatch) -> None:
