@@ -58,7 +58,7 @@ PROTECTIONS: dict[str, dict[str, Any]] = {  # by kind: functions, and what they 
         "gradstream.server.shard.inspection:length": 1.0,
         "gradstream.server.shard.headroom:Headroom.updated": None,
         "gradstream.worker.replica.updater:check_updated": None,
-        "gradstream.worker.replica.group:finite": True,
+        "gradstream.worker.replica.group_peers:finite": True,
     },
     "ledger": {
         "gradstream.data.ledger:Ledger.receipt": NEEDED,

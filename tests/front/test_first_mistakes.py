@@ -68,7 +68,7 @@ def test_an_update_rule_without_its_rate(optimizer: Any) -> None:
 )
 def test_an_optimizer_of_torch(optimizer: Any, rule: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"torch\.optim\.\w+, which.*expected.*gradstream\.{rule}\(lr=0\.01\)"
+        ConfigError, match=rf"torch\.optim\.\w+, which.*expected.*gradstream\.optim\.{rule}\(lr=0\.01\)"
     ):
         run(optimizer=optimizer)
 

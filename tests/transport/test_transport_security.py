@@ -191,7 +191,14 @@ def served_by(path: Path) -> set[object]:
         if ast.unparse(node.func).endswith(("endpoint.serve", "self.serve"))
         if path.name != "first_shard.py"  # it serves what its users name
     ]
-    named += [node.args[4] for node in calls if ast.unparse(node.func) == "FirstShardLink"]
+    if any(ast.unparse(node.func) == "FirstShardLink" for node in calls):  # a `Speaker` names its method
+        named += [
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.AnnAssign)
+            and ast.unparse(node.target) == "METHOD"
+            and node.value is not None
+        ]
     return {
         arg.value if isinstance(arg, ast.Constant) else constants.get(ast.unparse(arg), ast.unparse(arg))
         for arg in named
