@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import gradstream as gs
 from gradstream.codec.sparse import num_kept
@@ -243,6 +244,34 @@ def test_a_codec_travels_to_other_processes(codec: Any) -> None:
     assert again.codec == codec
 
 
+def test_a_codec_of_a_phase_travels_too() -> None:
+    model, data = least_squares(8, 4)
+    job = gs.Job(model, data, phases=[gs.Phase(epochs=1, codec=C.DGC(0.1)), gs.Phase(epochs=1, codec="int8")])
+    again = with_overrides(dataclasses.replace(job, phases=()), overrides(job))
+    assert [phase.codec for phase in again.phases] == [C.DGC(0.1), "int8"]
+
+
+def test_a_loop_of_ones_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind its gradients are numbers that must arrive as they are."""
+    monkeypatch.setattr("gradstream.job.codec.is_open_ended", lambda job: True)
+    with pytest.raises(ConfigError, match="a training loop of your own sends other numbers"):
+        linear(workers=2, codec="int8")
+
+
+@pytest.mark.parametrize("strategy", ["synchronous", "diloco"])
+def test_parts_of_a_split_model_encode_what_they_push(strategy: str) -> None:
+    rng = np.random.default_rng(0)
+    data = gs.from_arrays(rng.standard_normal((48, 6)).astype("float32"), rng.integers(0, 4, 48))
+    model = gs.from_torch(
+        lambda: nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4)), nn.functional.cross_entropy
+    )
+    whole, all_of_it, rounded = (
+        gs.simulate(model, data, strategy=strategy, workers=2, split=2, batch_size=6, epochs=2, codec=codec)
+        for codec in (None, ALL, C.Blocks("int4"))
+    )
+    assert same(whole, all_of_it) and not same(whole, rounded)
+
+
 def test_settings_name_a_codec_and_its_options() -> None:
     model, data = least_squares(8, 4)
     layer = [Setting("codec", "top-k", "here"), Setting("codec.density", 0.25, "here")]
@@ -270,6 +299,7 @@ def test_the_example_for_slow_links_is_a_job() -> None:
         ({"record": True}, "leave one of the two out"),
         ({"noise_scale": True}, "does not have the length of a gradient"),
         ({"codec": C.DGC(), "optimizer": gs.optim.SGD(0.1, momentum=0.9)}, "would add a second"),
+        ({"codec": C.EF21(C.TopK(0.1))}, "take ErrorFeedback"),
         ({"codec": 3}, "without encoded_bytes"),
     ],
 )

@@ -50,6 +50,7 @@ class Blocks:
     """
 
     linear: ClassVar[bool] = False
+    state_names: ClassVar[tuple[str, ...]] = ()
     unbiased: ClassVar[bool] = False
 
     kind: Literal["int8", "int4", "float4"] = "int8"
@@ -60,11 +61,6 @@ class Blocks:
             raise ConfigError(f"Blocks: kind is {self.kind!r}; expected {', '.join(map(repr, _BITS))}")
         if not 8 <= self.block <= TILE_ELEMS or self.block & (self.block - 1):
             raise ConfigError(f"Blocks: block is {self.block}; expected a power of 2 from 8 to {TILE_ELEMS}")
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def encoded_bytes(self, elems: int) -> int:
         """See `Codec`."""

@@ -38,6 +38,7 @@ class Cast:
     """
 
     linear: ClassVar[bool] = True
+    state_names: ClassVar[tuple[str, ...]] = ()
     unbiased: ClassVar[bool] = False
 
     dtype: str = "bfloat16"
@@ -45,11 +46,6 @@ class Cast:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"Cast: dtype is {self.dtype!r}; expected {' or '.join(map(repr, DTYPES))}")
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def encoded_bytes(self, elems: int) -> int:
         """See `Codec`."""

@@ -38,6 +38,7 @@ class ChunkTopK:
     """
 
     linear: ClassVar[bool] = False
+    state_names: ClassVar[tuple[str, ...]] = ()
     unbiased: ClassVar[bool] = False
 
     k: int = 64
@@ -50,11 +51,6 @@ class ChunkTopK:
             raise ConfigError(
                 f"ChunkTopK: chunk is {self.chunk}; expected at least k={self.k}, and up to {1 << 15}"
             )
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def encoded_bytes(self, elems: int) -> int:
         """See `Codec`. The last chunk counts as a whole one."""

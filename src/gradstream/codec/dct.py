@@ -42,6 +42,7 @@ class DCT:
     """
 
     linear: ClassVar[bool] = False
+    state_names: ClassVar[tuple[str, ...]] = ()
     unbiased: ClassVar[bool] = False
 
     k: int = 4
@@ -52,11 +53,6 @@ class DCT:
             raise ConfigError(f"DCT: k is {self.k}; expected a multiple of 4")
         if not self.k <= self.chunk <= 256:
             raise ConfigError(f"DCT: chunk is {self.chunk}; expected at least k={self.k}, and up to 256")
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def encoded_bytes(self, elems: int) -> int:
         """See `Codec`. The last chunk counts as a whole one."""

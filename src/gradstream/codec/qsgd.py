@@ -39,6 +39,7 @@ class QSGD:
     """
 
     linear: ClassVar[bool] = False
+    state_names: ClassVar[tuple[str, ...]] = ()
     unbiased: ClassVar[bool] = True
 
     bits: int = 4
@@ -54,11 +55,6 @@ class QSGD:
     def levels(self) -> int:
         """S."""
         return (1 << self.bits - 1) - 1
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def encoded_bytes(self, elems: int) -> int:
         """See `Codec`."""

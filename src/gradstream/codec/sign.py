@@ -39,6 +39,7 @@ class Sign:
     """
 
     linear: ClassVar[bool] = False
+    state_names: ClassVar[tuple[str, ...]] = ()
     unbiased: ClassVar[bool] = False
 
     block: int | None = None
@@ -47,11 +48,6 @@ class Sign:
     def __post_init__(self) -> None:
         if self.block is not None and (self.block < 8 or self.block % 8):
             raise ConfigError(f"Sign: block is {self.block!r}; expected a multiple of 8, or None")
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def encoded_bytes(self, elems: int) -> int:
         """See `Codec`."""

@@ -73,17 +73,13 @@ class TopK:
     """
 
     linear: ClassVar[bool] = False
+    state_names: ClassVar[tuple[str, ...]] = ()
     unbiased: ClassVar[bool] = False
 
     density: float = 0.01
 
     def __post_init__(self) -> None:
         check_density("TopK", self.density)
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def encoded_bytes(self, elems: int) -> int:
         """See `Codec`."""
@@ -146,6 +142,7 @@ class RandomK:
     """
 
     linear: ClassVar[bool] = True
+    state_names: ClassVar[tuple[str, ...]] = ()
 
     density: float = 0.01
     scaled: bool = False
@@ -157,11 +154,6 @@ class RandomK:
     def unbiased(self) -> bool:
         """See `Codec`."""
         return self.scaled
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """None."""
-        return ()
 
     def encoded_bytes(self, elems: int) -> int:
         """See `Codec`."""

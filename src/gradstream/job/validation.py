@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from gradstream.checkpoint.manifest import Resume
-from gradstream.codec.base import Codec
-from gradstream.codec.dgc import DGC
-from gradstream.codec.low_rank import PowerSGD
 from gradstream.coordinator.stopping import Until
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, UnknownNameError
@@ -151,43 +148,6 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
         _check_whole_tensors(job, strategy, optimizer)
     if job.noise_scale:
         _check_noise_scale(job, strategy)
-
-
-def check_codec(job: Job, strategy: Strategy, optimizer: Optimizer, codec: Codec | PowerSGD) -> None:
-    """Raises ConfigError where what the workers of a strategy send cannot be encoded."""
-    name = type(strategy).__name__
-    if isinstance(codec, DGC) and getattr(optimizer, "momentum", False):
-        rule = f"{type(optimizer).__name__} with momentum"
-        why = f"its workers have a momentum, and {rule} would add a second; take SGD without momentum"
-    elif job.noise_scale:
-        why = (
-            "noise_scale=True: what is sent does not have the length of a gradient; leave one of the two out"
-        )
-    elif isinstance(strategy, GroupStrategy):
-        options = [option for option in ("sharded", "factors") if getattr(strategy, option, None)]
-        if not options:
-            return
-        why = f"{name} with {options[0]}=True exchanges other than whole gradients; leave one of the two out"
-    elif not isinstance(strategy, ServerStrategy):
-        why = f"the workers of {name} exchange through shared memory, where nothing is sent; leave codec out"
-    elif isinstance(codec, PowerSGD):
-        why = f"{name} pushes to servers, chunk by chunk, and this needs whole matrices; take strategy='allreduce'"
-    elif strategy.pushes == "parameters":
-        why = (
-            f"{name} pushes whole parameters, of which a codec would keep a few digits; take strategy='diloco', which "
-            "pushes how far they have come"
-        )
-    elif strategy.in_passes:
-        why = f"{name} needs the exact sum over all samples; leave codec out"
-    elif strategy.rows(False) is not None:
-        why = f"{name} sends significant rows alone; leave significance or codec out"
-    elif strategy.correction() is not None:
-        why = f"{name} corrects gradients by their own squares, which a codec changes; leave codec out"
-    elif job.record:
-        why = "record=True: a replay would have to know what the codec has kept; leave one of the two out"
-    else:
-        return
-    raise ConfigError(f"codec={codec}: {why}")
 
 
 def _check_noise_scale(job: Job, strategy: Strategy) -> None:

@@ -26,11 +26,12 @@ from gradstream.data.progress import DataProgress
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
+from gradstream.job.codec import check_codec
 from gradstream.job.job import Job, is_open_ended
 from gradstream.job.phase_jobs import job_of_phase, rate_of_phase
 from gradstream.job.registry import find_codec, find_function, find_optimizer, find_strategy
 from gradstream.job.split import check_split
-from gradstream.job.validation import check, check_codec, check_phases, check_resumed, check_strategy, whole
+from gradstream.job.validation import check, check_phases, check_resumed, check_strategy, whole
 from gradstream.model.base import Layout, Model
 from gradstream.optim.base import ByShape, Optimizer
 from gradstream.optim.groups import GroupedRule, ParameterGroup, groups_of

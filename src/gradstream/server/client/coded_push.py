@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 
 from gradstream.codec.base import Codec
+from gradstream.codec.seeds import seed_of
 from gradstream.codec.words import WORD, check_dtype, words_of
 from gradstream.memory import Span
 from gradstream.runtime.base import Runtime, Work
@@ -81,5 +80,4 @@ class PushCodec:
         return sent
 
     def _seed_of(self, chunk: int) -> int:
-        text = f"{self._seed}/{self._sequence}/{chunk}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        return seed_of(self._seed, self._sequence, chunk)

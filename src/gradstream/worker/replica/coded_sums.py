@@ -12,16 +12,16 @@ codec keeps, and the sum is NaN, so that all workers leave the round out.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 
 import torch
 
 from gradstream.codec.base import Codec
+from gradstream.codec.seeds import seed_of
 from gradstream.codec.words import WORD, check_dtype, words_of
 from gradstream.collectives.group import Group
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, DataError
 from gradstream.memory import Span, Vector
 from gradstream.model.check import finite
 from gradstream.runtime.base import Runtime, Work
@@ -91,7 +91,8 @@ class CodedSums:
             The span, and what this worker has sent.
 
         Raises:
-            PeerLostError, DeadlineError, DataError: names a rank; the group is broken.
+            PeerLostError, DeadlineError: names a rank; the group is broken.
+            DataError: names a rank, whose part is none that the codec makes. All workers raise it.
         """
         words, rank = self._part_words(len(span)), self._group.rank
         own, all_parts = (
@@ -109,7 +110,9 @@ class CodedSums:
             if weight != 1.0:
                 span.tensor.mul_(weight)
             kept = {name: one.tensor for name, one in state.items()}
-            self._codec.encode(span.tensor, _bytes_of(part, size), kept, seed=self._seed_of(step, span.start))
+            self._codec.encode(
+                span.tensor, _bytes_of(part, size), kept, seed=seed_of(self._seed, step, span.start)
+            )
 
         await self._runtime.compute(
             encode,
@@ -126,7 +129,12 @@ class CodedSums:
                 if math.isnan(part[0].item()):
                     total.fill_(math.nan)
                     return
-                self._codec.decode(_bytes_of(part, size), decoded if number else total)
+                try:
+                    self._codec.decode(_bytes_of(part, size), decoded if number else total)
+                except DataError as error:
+                    raise DataError(
+                        f"the part of {self._group.names[number]} in step {step}: {error}"
+                    ) from error
                 if number:
                     total.add_(decoded)
 
@@ -138,10 +146,6 @@ class CodedSums:
             lane="exchange",
         )
         return span, own
-
-    def _seed_of(self, step: int, start: int) -> int:
-        text = f"{self._seed}/{step}/{start}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def _bytes_of(part: torch.Tensor, size: int) -> torch.Tensor:

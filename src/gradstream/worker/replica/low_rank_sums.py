@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from gradstream.codec.low_rank import MatrixPlace, PowerSGD, orthonormal
+from gradstream.codec.seeds import seed_of
 from gradstream.collectives.group import Group
 from gradstream.memory import Span, Vector
 from gradstream.model.base import Layout
@@ -55,8 +55,7 @@ class LowRankSums:
         self._q = {} if shape_only else {one.start: self._first(one, seed, dtype) for one in self.layers}
 
     def _first(self, matrix: MatrixPlace, seed: int, dtype: torch.dtype) -> torch.Tensor:
-        digest = hashlib.blake2b(f"{seed}/{matrix.start}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        generator = torch.Generator().manual_seed(seed_of(seed, matrix.start))
         return torch.randn(matrix.columns, self._rank, generator=generator, dtype=dtype)
 
     async def exchange(self, matrix: MatrixPlace, vector: Vector, weight: float) -> list[Span]:

@@ -1,0 +1,63 @@
+"""Checks of a job's codec: what workers send, and whether it can be encoded."""
+
+from __future__ import annotations
+
+from gradstream.codec.base import Codec
+from gradstream.codec.dgc import DGC
+from gradstream.codec.feedback import EF21
+from gradstream.codec.low_rank import PowerSGD
+from gradstream.errors import ConfigError
+from gradstream.job.job import Job, is_open_ended
+from gradstream.optim.base import Optimizer
+from gradstream.strategies.base import GroupStrategy, ServerStrategy, Strategy
+
+
+def check_codec(job: Job, strategy: Strategy, optimizer: Optimizer, codec: Codec | PowerSGD) -> None:
+    """Raises ConfigError where what the workers of a strategy send cannot be encoded."""
+    name = type(strategy).__name__
+    if isinstance(codec, EF21):
+        why = "its receiver keeps what each sender has sent before, and no strategy does that yet; take ErrorFeedback"
+    elif is_open_ended(job):
+        why = (
+            "a training loop of your own sends other numbers behind its gradients, which must arrive as they are; "
+            "leave codec out, or pass a model and data to train()"
+        )
+    elif isinstance(codec, DGC) and getattr(optimizer, "momentum", False):
+        rule = f"{type(optimizer).__name__} with momentum"
+        why = f"its workers have a momentum, and {rule} would add a second; take SGD without momentum"
+    elif job.noise_scale:
+        why = (
+            "noise_scale=True: what is sent does not have the length of a gradient; leave one of the two out"
+        )
+    elif isinstance(strategy, GroupStrategy):
+        options = [option for option in ("sharded", "factors") if getattr(strategy, option, None)]
+        if not options:
+            return
+        why = f"{name} with {options[0]}=True exchanges other than whole gradients; leave one of the two out"
+    elif not isinstance(strategy, ServerStrategy):
+        why = f"the workers of {name} exchange through shared memory, where nothing is sent; leave codec out"
+    else:
+        why = _why_not_pushed(job, strategy, codec)
+    if why:
+        raise ConfigError(f"codec={codec}: {why}")
+
+
+def _why_not_pushed(job: Job, strategy: ServerStrategy, codec: Codec | PowerSGD) -> str:
+    """Why pushes to servers cannot be encoded, and what to do; "" if they can."""
+    name = type(strategy).__name__
+    if isinstance(codec, PowerSGD):
+        return f"{name} pushes to servers, chunk by chunk, and this needs whole matrices; take strategy='allreduce'"
+    if strategy.pushes == "parameters":
+        return (
+            f"{name} pushes whole parameters, of which a codec would keep a few digits; take strategy='diloco', which "
+            "pushes how far they have come"
+        )
+    if strategy.in_passes:
+        return f"{name} needs the exact sum over all samples; leave codec out"
+    if strategy.rows(False) is not None:
+        return f"{name} sends significant rows alone; leave significance or codec out"
+    if strategy.correction() is not None:
+        return f"{name} corrects gradients by their own squares, which a codec changes; leave codec out"
+    if job.record:
+        return "record=True: a replay would have to know what the codec has kept; leave one of the two out"
+    return ""
