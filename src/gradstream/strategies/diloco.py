@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradstream.data.base import Partitioning
-from gradstream.errors import ConfigError
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD, AdamW
 from gradstream.optim.base import Optimizer
@@ -41,6 +40,7 @@ from gradstream.strategies.api import ServerWorker
 from gradstream.strategies.averaging import Averaged
 from gradstream.strategies.base import Pushes, ServerStrategy
 from gradstream.strategies.checks import check_count, check_flag
+from gradstream.strategies.outer import outer_sgd
 from gradstream.strategies.together import train_together
 
 
@@ -74,16 +74,7 @@ class DiLoCo(ServerStrategy):
     def __post_init__(self) -> None:
         check_count("DiLoCo", "every", self.every, "steps")
         check_flag("DiLoCo", "nesterov", self.nesterov)
-        if callable(self.outer_lr):
-            raise ConfigError(
-                f"DiLoCo(outer_lr={self.outer_lr}): expected a number; only the workers' optimizer can have a schedule"
-            )
-        try:
-            self._outer()
-        except ConfigError as error:
-            raise ConfigError(
-                f"DiLoCo(outer_lr={self.outer_lr!r}, outer_momentum={self.outer_momentum!r}): {error}"
-            ) from error
+        self._outer()  # raises
 
     def optimizer(self) -> Optimizer:
         """AdamW on the workers, as in the paper."""
@@ -95,8 +86,7 @@ class DiLoCo(ServerStrategy):
         return self._outer()
 
     def _outer(self) -> SGD:
-        momentum = self.outer_momentum
-        return SGD(self.outer_lr, momentum=momentum, nesterov=self.nesterov and momentum != 0)
+        return outer_sgd("DiLoCo", self.outer_lr, self.outer_momentum, nesterov=self.nesterov)
 
     async def train(self, worker: ServerWorker) -> None:
         """The client, Algorithm 1."""

@@ -30,12 +30,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gradstream.data.base import Partitioning
-from gradstream.errors import ConfigError
 from gradstream.optim import SGD
 from gradstream.optim.base import Optimizer
 from gradstream.strategies.api import GroupWorker
 from gradstream.strategies.base import GroupStrategy
 from gradstream.strategies.checks import check_count, check_flag
+from gradstream.strategies.outer import outer_sgd
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +67,7 @@ class LocalSGD(GroupStrategy):
     def __post_init__(self) -> None:
         check_count("LocalSGD", "every", self.every, "minibatches")
         check_flag("LocalSGD", "nesterov", self.nesterov)
-        if callable(self.outer_lr):
-            raise ConfigError(
-                f"LocalSGD(outer_lr={self.outer_lr}): expected a number; only the workers' optimizer can have a "
-                "schedule"
-            )
-        try:
-            self.outer_rule()
-        except ConfigError as error:
-            raise ConfigError(
-                f"LocalSGD(outer_lr={self.outer_lr!r}, outer_momentum={self.outer_momentum!r}): {error}"
-            ) from error
+        self.outer_rule()  # raises
 
     @property
     def stands_in(self) -> bool:
@@ -95,8 +85,7 @@ class LocalSGD(GroupStrategy):
 
     def outer_rule(self) -> Optimizer:
         """SGD with Nesterov's momentum, which every worker applies to the mean."""
-        momentum = self.outer_momentum
-        return SGD(self.outer_lr, momentum=momentum, nesterov=self.nesterov and momentum != 0)
+        return outer_sgd("LocalSGD", self.outer_lr, self.outer_momentum, nesterov=self.nesterov)
 
     async def train(self, worker: GroupWorker) -> None:
         """Each round computes on version r, and leaves all workers with version r+1."""
