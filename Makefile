@@ -8,6 +8,9 @@ READY := $(VENV)/.ready
 PUBLIC_MODULES := $(addprefix gradstream.,analysis codec data errors model optim optim.schedules pipeline replay runs \
 	runtime.simulation session sparse strategies testing trackers)
 
+# Without bytecode on the disk, each of the many processes of the tests would compile all of torch that it imports: 3 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-fast test-extras check lint types layers pages docs bench format setup
 .DEFAULT_GOAL := demo
 

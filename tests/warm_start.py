@@ -47,9 +47,8 @@ COMMON = (
     "gradstream.cli.running", "gradstream.session.joining", "gradstream.session.loaders",
     "gradstream.strategies.allreduce", "gradstream.strategies.downpour", "gradstream.strategies.synchronous",
     "gradstream.trackers.tensorboard", "torch.utils.data",
-    "torch._dynamo",  # the first optimizer of a process imports it, which takes a second
 )  # fmt: skip
-"""What many programs of the tests import, besides what a forkserver does."""
+"""What many programs of the tests import, besides what a forkserver does. The first optimizer imports torch._dynamo."""
 
 Order = dict[str, Any]
 
@@ -190,7 +189,7 @@ def main(fd: int) -> None:
     """Loads modules, then forks for each order; returns in the processes that have run a command."""
     forkserver, link = map(importlib.import_module, (FORKSERVER, "gradstream.run.local.link"))
     compiled = ["gradstream.sparse.sweep"] if importlib.util.find_spec("numba") else []
-    for name in (*forkserver.WARM, *link.OF_SERVERS, *COMMON, *compiled):
+    for name in (*forkserver.WARM, *link.OF_SERVERS, *link.OF_PARTS, *COMMON, *compiled):
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads must not fork"
     gc.collect()

@@ -188,7 +188,9 @@ def _nodes(
     if begin:
         environment = node_environment(plan.most_workers, shards=shards)
         log = logs / "forkserver.log"
-        link: ForkserverLink | None = ForkserverLink.started(log, environment, shards=shards, door=door)
+        link: ForkserverLink | None = ForkserverLink.started(
+            log, environment, shards=shards, split=plan.parts > 1, door=door
+        )
     else:
         link = ForkserverLink.entered(door)
     if link is None:

@@ -148,7 +148,8 @@ class Preparation:
                 return nullcontext(options.cluster)
             if options.as_threads:
                 return ThreadCluster(logs, partial(run_node, self._plan))
-            return LocalCluster(logs, self._environment, shards=self._plan.most_servers > 0)
+            plan = self._plan
+            return LocalCluster(logs, self._environment, shards=plan.most_servers > 0, split=plan.parts > 1)
 
     def _check_memory(self) -> None:
         """Raises ConfigError if this machine's memory cannot hold so many processes, whatever the model."""

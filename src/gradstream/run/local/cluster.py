@@ -88,6 +88,7 @@ class LocalCluster(Cluster):
         logs: folder for the output of nodes; made when missing.
         environment: environment variables of the nodes (see `node_environment`).
         shards: whether nodes exchange through servers, whose code is then imported before the nodes are forked.
+        split: the same of split models.
         link: to a forkserver that is there; None starts one, whose nodes end with this process.
     """
 
@@ -97,10 +98,13 @@ class LocalCluster(Cluster):
         environment: Mapping[str, str],
         *,
         shards: bool = False,
+        split: bool = False,
         link: ForkserverLink | None = None,
     ) -> None:
         super().__init__(logs)
-        self.link = link or ForkserverLink.started(logs / "forkserver.log", environment, shards=shards)
+        self.link = link or ForkserverLink.started(
+            logs / "forkserver.log", environment, shards=shards, split=split
+        )
         self._listener = threading.Thread(target=self._listen, name="forkserver-replies", daemon=True)
         self._listener.start()
 

@@ -20,6 +20,9 @@ from gradstream.run.local.door import make_pipe, open_reader, open_writer
 OF_SERVERS = "gradstream.run.shard", "gradstream.worker.exchange.server"
 """Modules of the nodes of a run with servers."""
 
+OF_PARTS = "gradstream.worker.parts", "gradstream.split.cut", "torch._dynamo"
+"""Modules of the nodes of a run with split models. To work out shapes, torch imports the last one: 2 s."""
+
 ANSWER_S = 30.0
 """Seconds that a forkserver may take to answer. It has one thread, which forks nodes and passes on messages."""
 
@@ -50,20 +53,26 @@ class ForkserverLink:
 
     @classmethod
     def started(
-        cls, log: Path, environment: Mapping[str, str], *, shards: bool, door: Path | None = None
+        cls,
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        shards: bool,
+        split: bool = False,
+        door: Path | None = None,
     ) -> ForkserverLink:
         """Starts a forkserver.
 
         Args:
             log: file for its output.
             environment: environment variables of the nodes.
-            shards: whether it imports the code of servers, before it forks nodes.
+            shards, split: whether it imports the code of servers, and of split models, before it forks nodes.
             door: where another launcher may come in later; None if the nodes end with this one.
 
         Raises:
             ConfigError: the file system has no named pipes for a door.
         """
-        modules = OF_SERVERS if shards else ()
+        modules = (OF_SERVERS if shards else ()) + (OF_PARTS if split else ())
         ends: tuple[int, int] | None = None
         if door is not None:
             make_pipe(door)
