@@ -21,7 +21,7 @@ test: $(READY)  ## the files of tests in three processes, for two cores: many wa
 	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(READY)  ## unit tests and quick simulations, in a minute; tests/slow.txt names what is left out
-	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not process and not slow"
+	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-extras: $(READY)  ## with the real trackers, and trainers of transformers, lightning and accelerate
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[lightning,transformers,wandb,mlflow,trackio]'

@@ -84,10 +84,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         of_files[name.partition("::")[0]] += float(seconds)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -of_files[item.nodeid.partition("::")[0]])
+    by_kind = any(kind in config.option.markexpr for kind in KINDS)
     for item in items:
         if item.nodeid.partition("[")[0] in slow:
             item.add_marker("slow")
-        if config.option.markexpr:
+        if by_kind:
             mark_kind(item)
 
 

@@ -3,9 +3,8 @@
     pytest --junitxml all.xml
     python tools/slow_tests.py all.xml > tests/slow.txt
 
-Of the tests that start no processes the quickest stay, as many as fit into the budget; the others are
-printed, with the seconds that all cases of each took together. Tests that start processes are left out
-anyway; those of a second and more are printed too, since `make test` begins with the files of slow tests.
+All tests that start processes are printed. Of the others the quickest stay, as many as fit into the budget. The seconds
+are those that all cases of a test took together: `make test` begins with the files of slow tests.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def main() -> None:
     left, quick = arguments.budget, without_processes()
     for name in sorted(seconds, key=lambda name: (seconds[name], name)):
         left -= seconds[name] if name in quick else 0.0
-        if left < 0 if name in quick else seconds[name] >= 1.0:
+        if left < 0 or name not in quick:
             print(f"{seconds[name]:6.1f} {name}")
 
 
