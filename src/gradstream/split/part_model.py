@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -198,8 +198,15 @@ class PartModel:
         frozen = {name: as_numpy(tensor_at(module, name).detach()) for name in self.frozen}
         return Fixed(frozen, self.second_names)
 
-    def buffers_of_part(self, part: int) -> list[str]:
+    def buffers_of_part(self, part: int) -> Sequence[str]:
         """Names of the buffers that a part updates."""
+        return self._buffers_of_parts[part]
+
+    @cached_property
+    def _buffers_of_parts(self) -> Sequence[Sequence[str]]:
+        return [self._used_buffers(part) for part in range(self._parts)]
+
+    def _used_buffers(self, part: int) -> list[str]:
         plan = self.plan
         used = [
             {piece.name for node in nodes for piece in plan.graph.tensors_of(node)} for nodes in plan.nodes

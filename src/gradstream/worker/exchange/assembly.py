@@ -118,6 +118,7 @@ class Assembly:
             survives=config.stands_in and not context.runtime.memory.shape_only,
             interrupt=self._batch_gate.interrupt,
             agreement=self._agreement,
+            alone=config.num_workers == 1,
         )
         first = await forming.through(lambda group: self._group_setup(strategy, group, forming.notice))
         return GroupExchange(

@@ -38,6 +38,7 @@ class GroupForming:
         survives: another group is formed when the workers change. Otherwise the loss of one ends the run.
         interrupt: called with an error when a group is abandoned.
         agreement: with the other processes of a split replica; None if there are none.
+        alone: there is no other replica in the run, so that no process of this one can lose its group.
 
     Attributes:
         notice: the notice that names the workers of the group that the caller has got last.
@@ -54,7 +55,9 @@ class GroupForming:
         survives: bool,
         interrupt: Callable[[Exception], None],
         agreement: Agreement | None = None,
+        alone: bool = False,
     ) -> None:
+        self._alone = alone
         self.notice = member.notice
         self._agreement = agreement
         self.survives = survives
@@ -113,8 +116,9 @@ class GroupForming:
         return done
 
     async def whole(self) -> None:
-        """Returns when all processes of this replica have come to here. Raises as `jointly` does."""
-        await self.jointly(at_once())
+        """Returns when all processes of this replica have the sums of a round. Raises as `jointly` does."""
+        if not self._alone:
+            await self.jointly(at_once())
 
     async def give_up(self) -> None:
         """Lets all processes of this replica give up their round."""
