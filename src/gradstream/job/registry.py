@@ -33,6 +33,7 @@ STRATEGIES = {
     "asysg": "gradstream.strategies.asysg:AsySG",
     "conjugate-gradient": "gradstream.strategies.conjugate_gradient:ConjugateGradient",
     "dc-asgd": "gradstream.strategies.dc_asgd:DCASGD",
+    "async-diloco": "gradstream.strategies.async_diloco:AsyncDiLoCo",
     "diloco": "gradstream.strategies.diloco:DiLoCo",
     "downpour": "gradstream.strategies.downpour:Downpour",
     "eamsgd": "gradstream.strategies.elastic:EAMSGD",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradstream.strategies.allreduce import AllReduce
     from gradstream.strategies.api import GroupWorker, ServerWorker, SharedMemoryWorker, Worker
+    from gradstream.strategies.async_diloco import AsyncDiLoCo
     from gradstream.strategies.asysg import AsySG
     from gradstream.strategies.averaging import ParameterAveraging
     from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
@@ -37,6 +38,7 @@ __all__ = [
     "SSP",
     "AllReduce",
     "AsySG",
+    "AsyncDiLoCo",
     "BatchMethod",
     "ConjugateGradient",
     "DiLoCo",
@@ -67,6 +69,7 @@ _MODULE_OF = {
     "SSP": "ssp",
     "AllReduce": "allreduce",
     "AsySG": "asysg",
+    "AsyncDiLoCo": "async_diloco",
     "BatchMethod": "batch",
     "ConjugateGradient": "conjugate_gradient",
     "DiLoCo": "diloco",

@@ -354,10 +354,21 @@ class ServerWorker(Worker, Protocol):
         """
         ...
 
-    async def take_outer_gradient(self) -> Update:
+    async def rebase_on(self, arrival: Arrival) -> None:
+        """Waits for a fetch y, and adds to it what this worker has moved since its last push: w ← y + (w - w_pushed).
+
+        y is w_start from then on. The push was that of `take_outer_gradient(goes_on=True)`.
+        """
+        ...
+
+    async def take_outer_gradient(self, *, goes_on: bool = False) -> Update:
         """w_start - w, to be pushed for all minibatches since the last push; see `start_from`.
 
         It overwrites w_start. Call `start_from` before the next step.
+
+        Args:
+            goes_on: the worker makes steps before it has fetched, and calls `rebase_on` then. That takes the memory of
+                one more vector, for a copy of w.
         """
         ...
 

@@ -59,6 +59,9 @@ class ServerReplica(Replica):
         self._updater: Updater | None = None  # made by the first step by the run's own rule
         self._num_updates = 0  # by that rule
         self._origin: Vector | None = None  # w_start of the worker's own parameters, until it is pushed
+        self._pushed: Vector | None = (
+            None  # its own parameters at their last push, where it goes on from there
+        )
 
     def _allocate(self, name: str, layout: Layout | None = None) -> Vector:
         return vector_of(layout or self._layout, partial(self._runtime.memory.allocate, exchanged=True), name)
@@ -66,7 +69,9 @@ class ServerReplica(Replica):
     def retire(self) -> None:
         """See `Replica.retire`."""
         super().retire()
-        self._accumulated = self._velocity = self._updater = self._origin = self.server.back_buffer = None
+        self._accumulated = self._velocity = self._updater = self._origin = self._pushed = (
+            self.server.back_buffer
+        ) = None
         self._next.update.vector = None
 
     async def newest(self) -> torch.Tensor:
@@ -330,12 +335,27 @@ class ServerReplica(Replica):
         self.server.back_buffer = self._origin = start
         self._computes_on(arrival)
 
-    async def take_outer_gradient(self) -> Update:
+    async def rebase_on(self, arrival: Arrival) -> None:
+        """See `strategies.api.ServerWorker`."""
+        await arrival.done()
+        start, parameters, pushed = arrival.vector, self.parameters, self._pushed
+        if pushed is None:
+            raise InternalError("rebase_on() without a push of take_outer_gradient(goes_on=True) before it")
+        await self._work(
+            lambda: parameters.tensor.sub_(pushed.tensor).add_(start.tensor), [start, pushed], [parameters]
+        )
+        self.server.back_buffer = self._origin = start
+        self._computes_on(arrival)
+
+    async def take_outer_gradient(self, *, goes_on: bool = False) -> Update:
         """See `strategies.api.ServerWorker`."""
         start, parameters = self._origin, self.parameters
         if start is None or start is not self.server.back_buffer:
             raise InternalError("take_outer_gradient() without w_start: call start_from() after each fetch")
         self._origin = None
+        if goes_on:
+            pushed = self._pushed = self._pushed or self._allocate("parameters as pushed")
+            await self._work(lambda: pushed.tensor.copy_(parameters.tensor), [parameters], [pushed])
         await self._work(lambda: start.tensor.sub_(parameters.tensor), [parameters], [start])
         return self._take_own(start)
 
