@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=90.0, help="of each row, at most")
     parser.add_argument("--accuracy", type=float, default=0.84)
     parser.add_argument("--rate", default="100mbit", help="of each network card")
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="from one machine to another, one way")
     parser.add_argument("--only", default="", help="rows whose names begin so")
     parser.add_argument("--anew", action="store_true")
     parser.add_argument("--out", default=str(RESULTS / "slow-links.json"), help='the record; "" for nowhere')
@@ -57,10 +58,12 @@ def main() -> None:
         record = json.loads(out.read_text())
     record |= {"question": (__doc__ or "").splitlines()[0], **origin()}
     record |= {"seconds": given.seconds, "accuracy": given.accuracy, "rate": given.rate}
+    record |= {"latency_ms": given.latency_ms}
     for name in [*OURS, *(f"torch: {one}" for one in PEERS)]:
         if not name.startswith(given.only) or name in record["rows"]:
             continue
-        with tempfile.TemporaryDirectory() as folder, Machines(4, rate=given.rate) as machines:
+        link = {"rate": given.rate, "latency_s": given.latency_ms / 1e3}
+        with tempfile.TemporaryDirectory() as folder, Machines(4, **link) as machines:
             curve = measure(name, machines, Path(folder), given.seconds)
         record["rows"][name] = row = summed(curve, given.accuracy)
         print(

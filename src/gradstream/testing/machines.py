@@ -5,23 +5,28 @@
     machine 2 ──eth0──┘
 
 They neither change nor reach the real machine's network. Each card sends and receives at `rate` at most, by
-`tc tbf`. They need root, `ip` and `tc`; `unavailable` names what is missing.
+`tc tbf`. Where they are to be far apart, or to lose packets, a process (`link_relay`) is in the way of each card. They
+need root, `ip` and `tc`; `unavailable` names what is missing.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, InternalError
+from gradstream.testing.link_relay import RelaySettings
 
 GIGABIT = "1gbit"
 BURST = "256kb"  # of a card: more than one packet before the kernel segments it
@@ -182,13 +187,32 @@ class Machines:
         count: number of machines, 1 to 250.
         rate: rate of each card in each direction, as `tc` writes it.
         memory_bytes: memory limit of each machine.
+        latency_s: seconds that a packet takes from one machine to another, besides the time of sending it.
+        loss: probability that a packet from one machine to another is lost. All packets are then small ones, of which
+            the relay carries some 10,000 a second.
+
+    Attributes:
+        num_carried, num_lost: packets of the relay, once the context has ended.
 
     Raises:
         ConfigError: they cannot be made; `unavailable` gives the reason beforehand.
     """
 
-    def __init__(self, count: int, *, rate: str = GIGABIT, memory_bytes: int = 6 << 30) -> None:
+    def __init__(
+        self,
+        count: int,
+        *,
+        rate: str = GIGABIT,
+        memory_bytes: int = 6 << 30,
+        latency_s: float = 0.0,
+        loss: float = 0.0,
+    ) -> None:
         self.machines: list[Machine] = []
+        self.num_carried = self.num_lost = 0
+        links = [[f"near{index}", f"far{index}"] for index in range(count)] if latency_s or loss else []
+        self._relay = RelaySettings(
+            links=links, delay_s=latency_s / 2, loss=loss
+        )  # a packet passes two links
         self._count = count
         self._rate = rate
         self._memory_bytes = memory_bytes
@@ -204,6 +228,8 @@ class Machines:
                 _ip("-n", switch, "link", "set", "br0", "up")
                 for index in range(self._count):
                     self.machines.append(self._machine(switch, index))
+                if self._relay.links:
+                    self._start_relay(switch)
         except BaseException:
             self._stack.close()
             raise
@@ -231,7 +257,16 @@ class Machines:
         name, address = chr(ord("a") + index) if index < 26 else f"m{index}", f"10.77.0.{index + 1}"
         group = self._cgroup(name)
         space, port = self._namespace(name), f"port{index}"
-        _ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", port, "netns", switch)
+        if self._relay.links:
+            near, far = self._relay.links[index]
+            _ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", near, "netns", switch)
+            _ip("link", "add", far, "netns", switch, "type", "veth", "peer", "name", port, "netns", switch)
+            for device in (near, far):
+                _ip("-n", switch, "link", "set", device, "up")
+            if self._relay.loss:
+                _ip("-n", space, "link", "set", "eth0", "gso_max_segs", "1")
+        else:
+            _ip("link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", port, "netns", switch)
         _ip("-n", switch, "link", "set", port, "master", "br0", "up")
         _ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
@@ -239,6 +274,27 @@ class Machines:
         _limit(space, "eth0", self._rate)
         _limit(switch, port, self._rate)
         return Machine(name, address, space, group)
+
+    def _start_relay(self, switch: str) -> None:
+        """Starts the relay in the bridge's namespace, with which it ends."""
+        module, said = "gradstream.testing.link_relay", json.dumps(asdict(self._relay))
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", switch, sys.executable, "-m", module, said],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._stack.callback(self._end_relay, process)
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise InternalError(f"the relay of the links ended with {process.wait()}")
+
+    def _end_relay(self, process: subprocess.Popen[str]) -> None:
+        process.terminate()
+        said, _ = process.communicate()
+        if process.returncode == 0:
+            counted = json.loads(said)
+            self.num_carried, self.num_lost = counted["carried"], counted["lost"]
 
     def _cgroup(self, name: str) -> Path | None:
         """A cgroup with the memory limit; None if none can be made."""
