@@ -18,7 +18,7 @@ import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.memory import Memory
 from gradstream.run.result import Run
-from gradstream.runtime.simulation import Cost, Link, Network, SimulationConfig
+from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.server.aggregation import AggregationRule, PushHeader
 from gradstream.server.shard.instructions import Apply, Parked
 from gradstream.server.shard.state import ShardState
@@ -27,7 +27,7 @@ from gradstream.strategies import Strategy, penalty
 from gradstream.strategies.softsync import WeightedMean
 from gradstream.testing import check_strategy
 from gradstream.testing.properties import complete, documented, plain, travels
-from gradstream.testing.runs import Sized
+from gradstream.testing.runs import Sized, least_squares
 from gradstream.testing.tokens import numbered
 from gradstream.wire.chunks import ChunkMap
 
@@ -253,6 +253,7 @@ def test_a_function_travels_as_its_place() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: gs.strategies.StalenessAware(max_delay=0), r"max_delay=0.*or None"),
         (lambda: gs.strategies.StalenessAware(power=-1.0), r"power=-1.0.*at least 0"),
         (lambda: gs.Softsync(power=math.nan), r"power=nan.*at least 0"),
         (lambda: gs.Softsync(splits=0), r"splits=0.*at least 1"),
@@ -351,3 +352,24 @@ def test_they_obey_the_laws() -> None:
     for strategy in (gs.strategies.StalenessAware(), gs.strategies.AsySG(gradients=4)):
         for law in (documented, travels, plain, complete):
             law(strategy)
+
+
+@pytest.mark.parametrize("max_delay", [1, 3, 8])
+def test_gradients_that_are_too_late_change_nothing(max_delay: int) -> None:
+    """Ringmaster, with a worker at a tenth of the speed of the others."""
+    model, data = least_squares(160, 20, whole=False, reduction="mean")
+    config = SimulationConfig(
+        costs={"gradient": Cost(base_s=0.01, jitter=Exponential())}, speeds={"worker-3": 0.1}
+    )
+    options: dict[str, Any] = {"optimizer": gs.optim.SGD(lr=2**-5), "workers": 4, "batch_size": 4, "seed": 3}
+    strategy = gs.strategies.StalenessAware(power=0.0, max_delay=max_delay)
+    run = simulate(model, data, strategy=strategy, epochs=2, config=config, **options)
+    assert run.summary["staleness_max"] == max_delay - 1
+    assert run.summary["dropped"] > 0
+    assert run.summary["updates"] + run.summary["dropped"] == run.summary["pushes"] == 81
+    assert run.summary["samples_accounted"] == 320
+    plain = simulate(
+        model, data, strategy=gs.strategies.StalenessAware(power=0.0), epochs=2, config=config, **options
+    )
+    assert plain.summary["staleness_max"] > 8
+    assert plain.summary["dropped"] == 0
