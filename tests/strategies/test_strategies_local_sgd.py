@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 
 import gradstream as gs
+from gradstream._simulate import simulate
 from gradstream.data.arrays import ArrayDataset
 from gradstream.data.base import BatchRef
 from gradstream.data.plan import RoundPlan
@@ -288,3 +290,25 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
 def test_options_out_of_their_range_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         gs.LocalSGD(**options)
+
+
+def test_with_muon_inside_it_is_muloco() -> None:
+    """One worker is Muon alone, which needs whole matrices; two are the mean of their ways, by the outer rule."""
+    rng = np.random.default_rng(0)
+    inputs, targets = rng.standard_normal((64, 6)), rng.standard_normal((64, 3))
+
+    def trained(strategy: gs.Strategy, workers: int) -> np.ndarray[Any, Any]:
+        model = gs.from_torch(
+            lambda: torch.nn.Linear(6, 3, bias=False).double(), torch.nn.functional.mse_loss
+        )
+        run = simulate(
+            model, gs.from_arrays(inputs, targets), strategy=strategy, optimizer=gs.optim.Muon(lr=0.02),
+            workers=workers, batch_size=8, epochs=1, seed=3,
+        )  # fmt: skip
+        found: np.ndarray[Any, Any] = run.parameters["weight"]
+        return found
+
+    alone = trained(gs.AllReduce(), 1)
+    assert np.abs(trained(gs.LocalSGD(every=4), 1) - alone).max() < 1e-14
+    outer = trained(gs.LocalSGD(every=4, outer_lr=0.7, outer_momentum=0.6), 2)
+    assert np.abs(outer - trained(gs.LocalSGD(every=4), 2)).max() > 1e-3
