@@ -16,7 +16,7 @@ from gradstream.memory import Memory
 from gradstream.model.base import Layout
 from gradstream.runtime.virtual import VirtualCluster
 from gradstream.testing.runs import QUICK, UNSTEADY, kill_at, least_squares
-from gradstream.worker.replica.low_rank_sums import LowRankSums
+from gradstream.worker.replica.low_rank_sums import LowRankSums, name_of
 from whole_runs import same
 
 Array = np.ndarray[Any, Any]
@@ -40,6 +40,11 @@ def run(work: Any) -> Any:
     return cluster.run(work(cluster.runtime("worker-0")))
 
 
+def sums_of(runtime: Any, rank: int) -> LowRankSums:
+    left = runtime.memory.allocate(LAYOUT.elems, torch.float64, "residual")
+    return LowRankSums(runtime, Alone(), LAYOUT, gs.codecs.PowerSGD(rank), 0, left, {})  # type: ignore[arg-type]
+
+
 def test_only_matrices_that_become_smaller_are_thin() -> None:
     tensors = [(slot.start, slot.shape) for slot in LAYOUT.slots]
     assert gs.codecs.PowerSGD(2).matrices(tensors) == [MatrixPlace(5, 12, 8), MatrixPlace(101, 6, 12)]
@@ -51,7 +56,7 @@ def test_a_matrix_of_low_rank_is_exact_after_one_round() -> None:
     low = torch.tensor(rng.standard_normal((12, 2)) @ rng.standard_normal((2, 8)))
 
     async def work(runtime: Any) -> None:
-        sums = LowRankSums(runtime, Alone(), LAYOUT, gs.codecs.PowerSGD(2), seed=0)  # type: ignore[arg-type]
+        sums = sums_of(runtime, 2)
         vector = runtime.memory.allocate(LAYOUT.elems, torch.float64, "gradient")
         matrix = sums.layers[0]
         matrix.of(vector.tensor).copy_(low)
@@ -66,17 +71,17 @@ def test_nothing_is_lost_and_what_is_not_finite_changes_nothing() -> None:
     rng = np.random.default_rng(1)
 
     async def work(runtime: Any) -> None:
-        sums = LowRankSums(runtime, Alone(), LAYOUT, gs.codecs.PowerSGD(1), seed=0)  # type: ignore[arg-type]
+        sums = sums_of(runtime, 1)
         vector = runtime.memory.allocate(LAYOUT.elems, torch.float64, "gradient")
         matrix, total, came = sums.layers[0], np.zeros((12, 8)), np.zeros((12, 8))
         for step in range(20):
             gradient = rng.standard_normal((12, 8))
             matrix.of(vector.tensor).copy_(torch.tensor(gradient))
             if step == 10:
-                left, q = sums._left.tensor.clone(), sums._q[matrix.start].clone()
+                left, q = sums._left.tensor.clone(), sums._bases[name_of(matrix)].clone()
                 await sums.exchange(matrix, vector, float("nan"))
                 assert torch.isnan(matrix.of(vector.tensor)).all()
-                assert torch.equal(left, sums._left.tensor) and torch.equal(q, sums._q[matrix.start])
+                assert torch.equal(left, sums._left.tensor) and torch.equal(q, sums._bases[name_of(matrix)])
                 continue
             await sums.exchange(matrix, vector, 0.5)
             total += 0.5 * gradient

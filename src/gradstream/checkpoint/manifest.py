@@ -110,6 +110,7 @@ class Manifest:
         rule: class of the update rule whose state vectors these are: of the shards, or of the workers of a group.
         phase: the phase of the job.
         predictors: names the predictors of parts that train apart, as `SyntheticGradients.of_parts` does; "" for none.
+        remainders: names the codec that keeps something on each worker, as `RunPlan.remainders` does; "" for none.
     """
 
     step: int
@@ -134,6 +135,7 @@ class Manifest:
     rule: str = ""
     phase: JobPhase = field(default_factory=JobPhase)
     predictors: str = ""
+    remainders: str = ""
 
     def encode(self) -> bytes:
         """Returns the contents of `state.json`."""
@@ -220,6 +222,7 @@ class Resume:
     strategy: str = ""
     phase: JobPhase = field(default_factory=JobPhase)
     predictors: str = ""
+    remainders: str = ""
 
     @classmethod
     def at(cls, folder: str, manifest: Manifest, *, time_s: float = 0.0) -> Resume:

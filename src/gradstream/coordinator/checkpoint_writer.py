@@ -17,8 +17,8 @@ from gradstream.checkpoint.folder import prune, sweep
 from gradstream.checkpoint.format import TensorSpec, of_spec
 from gradstream.checkpoint.manifest import JobPhase, Manifest
 from gradstream.checkpoint.own_state import EXTRA, EXTRA_FILE, OwnState, ask, averaged
+from gradstream.checkpoint.own_tensors import Kind, ask_own, file_of_own
 from gradstream.checkpoint.policy import Policy
-from gradstream.checkpoint.predictors import ask_predictors, file_of_predictors
 from gradstream.coordinator.context import CoordinatorContext
 from gradstream.coordinator.instructions import Commit, Discard, Instruction, Prepare
 from gradstream.coordinator.snapshot import Snapshot
@@ -60,7 +60,7 @@ class _Open:
     holders: Sequence[str]  # names of the nodes that write into it
     own: Mapping[str, OwnState]  # by worker
     frozen: Buffers
-    predictors: Mapping[str, bytes]  # by name of their file
+    beside: Mapping[str, bytes]  # predictors and remainders, by name of their file
     rounds: int  # minibatches of each worker
 
 
@@ -160,15 +160,16 @@ class CheckpointWriter:
         if specs := [spec for spec in fixed if not spec.same_as]:  # all workers have the same
             one = await ask(endpoint, snapshot.workers[0], specs, fixed=True, silence_s=silence_s)
             frozen = one.buffers
-        predictors: Mapping[str, bytes] = {}
-        if self._options.template.predictors:
+        template, beside = self._options.template, dict[str, bytes]()
+        kept: dict[Kind, str] = {"predictors": template.predictors, "remainders": template.remainders}
+        for kind in (one for one, whose in kept.items() if whose):
             nodes = [
                 member_name(part, int(who.rpartition("-")[2]))
                 for who in snapshot.workers
                 for part in range(max(1, len(admission.model.parts)))
             ]
-            answers = await self._runtime.gather(*(ask_predictors(endpoint, one, silence_s) for one in nodes))
-            predictors = dict(zip(map(file_of_predictors, nodes), answers, strict=True))
+            answers = await self._runtime.gather(*(ask_own(endpoint, kind, one, silence_s) for one in nodes))
+            beside |= zip([file_of_own(kind, node) for node in nodes], answers, strict=True)
         draft = DraftSnapshot(
             self._runtime.storage,
             step=snapshot.step,
@@ -179,7 +180,7 @@ class CheckpointWriter:
         )
         before = self._resume.rounds if self._resume else 0
         rounds = before + ledger.num_rounds
-        self._open[snapshot.number] = _Open(draft, snapshot.holders, own, frozen, predictors, rounds)
+        self._open[snapshot.number] = _Open(draft, snapshot.holders, own, frozen, beside, rounds)
         await self._runtime.beside(draft.open, work=Work("write"))
         return draft.places
 
@@ -242,7 +243,7 @@ class CheckpointWriter:
             phase=self._phase(over=snapshot.last and self._membership.phases.crossing),
         )
         others = {**averaged(list(opened.own.values())), **opened.frozen}
-        own = {**{who: state.encode() for who, state in opened.own.items()}, **opened.predictors}
+        own = {**{who: state.encode() for who, state in opened.own.items()}, **opened.beside}
         if extra := {name: array for name, array in others.items() if name.startswith(EXTRA)}:
             own[EXTRA_FILE] = OwnState(0, extra).encode()
 

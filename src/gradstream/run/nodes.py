@@ -195,6 +195,7 @@ def _checkpoint_options(plan: RunPlan, started: StartedEvent, policy: Policy) ->
         rule=_rule_name(plan),
         phase=plan.phase,
         predictors=plan.predictors,
+        remainders=plan.remainders,
     )
     return CheckpointOptions(
         template=template,
@@ -367,6 +368,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> Work
         resume=plan.resume,
         gradients_only=plan.gradients_only,
         restores_state=restores_state(plan),
+        remainders=plan.remainders,
         measures=plan.variance_test is not None,
         renumbered=renumbered(plan),
         ends_run=not plan.follows,

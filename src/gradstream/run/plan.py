@@ -136,15 +136,27 @@ class RunPlan:
         return pipeline.of_parts(self.parts) if isinstance(pipeline, SyntheticGradients) else ""
 
     @property
+    def remainders(self) -> str:
+        """Names the codec that keeps something on each worker from one push to the next, and of what; else ""."""
+        keeps = isinstance(self.codec, PowerSGD) or (self.codec is not None and bool(self.codec.state_names))
+        return f"{self.codec} of {type(self.strategy).__name__}, {self.parts} parts" if keeps else ""
+
+    @property
     def begins_anew(self) -> str:
         """What a resumed run does not take over from its checkpoint, in a sentence; "" if it takes over all."""
         resume = self.resume
-        keeps = isinstance(self.codec, PowerSGD) or (self.codec is not None and bool(self.codec.state_names))
-        if resume is not None and keeps:
-            return f"what codec={self.codec} had left out of earlier pushes is not in checkpoints, and begins at zero"
-        if resume is None or not resume.predictors:
+        if resume is None:
             return ""
         lacking = [name for name in map(worker_name, range(self.workers)) if name not in resume.steps]
+        if resume.remainders and self.remainders != resume.remainders:
+            now = f"this run has {self.remainders or 'no such codec'}"
+            return (
+                f"what a codec had left out of earlier pushes is dropped: it was {resume.remainders}; {now}"
+            )
+        if resume.remainders and lacking:
+            return f"codecs of new workers begin with nothing left out: {', '.join(lacking)}"
+        if not resume.predictors:
+            return ""
         if self.predictors != resume.predictors:
             now = self.predictors or "this run has none"
             return f"predictors of the checkpoint are not used: they were of {resume.predictors}; {now}"

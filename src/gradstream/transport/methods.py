@@ -78,6 +78,7 @@ METHODS: Mapping[str, Method] = {
     "broken": Method(served_by=_COMPUTES, callers=_COMPUTES),
     "state": Method(served_by=_COMPUTES, callers=_COMPUTES | _COORDINATOR),
     "predictors": Method(served_by=_COMPUTES, callers=_COORDINATOR),
+    "remainders": Method(served_by=_COMPUTES, callers=_COORDINATOR),
     # Machines that join.
     "hello": Method(served_by=_LAUNCHER, callers=_MACHINE, members=False),
     "measure": Method(served_by=_LAUNCHER, callers=_MACHINE, members=False, chunks=True),

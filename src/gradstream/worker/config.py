@@ -93,6 +93,7 @@ class WorkerConfig:
         gradients_only: whether only gradients are exchanged; then the loop's own optimizer makes each step.
         stands_in: the workers compute the parts of lost ones in each round.
         restores_state: the rule's state in the checkpoint is that of `update_rule`; else the state begins anew.
+        remainders: names what the codec keeps, as `RunPlan.remainders` does; "" if nothing.
         renumbered: version of the checkpoint's parameters, where another strategy has counted them; else None.
         measures: workers measure the variance of their gradients: see `coordinator.variance_test`.
         ends_run: the run ends with this plan, and is not followed by another phase of the job.
@@ -135,6 +136,7 @@ class WorkerConfig:
     gradients_only: bool = False
     stands_in: bool = False
     restores_state: bool = True
+    remainders: str = ""
     renumbered: int | None = None
     measures: bool = False
     ends_run: bool = True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from gradstream.codec.base import Codec
 from gradstream.codec.seeds import seed_of
 from gradstream.codec.words import WORD, check_dtype, words_of
-from gradstream.memory import Span
+from gradstream.memory import Span, Vector
 from gradstream.runtime.base import Runtime, Work
 from gradstream.server.update import Update
 from gradstream.wire.chunks import ChunkMap
@@ -24,13 +26,20 @@ class PushCodec:
         codec: the codec.
         dtype: dtype of the model.
         seed: of the codec's random numbers, other for each worker.
+        state: what the codec keeps, by name.
 
     Raises:
         ConfigError: as `check_dtype`.
     """
 
     def __init__(
-        self, runtime: Runtime, chunks: ChunkMap, codec: Codec, dtype: torch.dtype, seed: str
+        self,
+        runtime: Runtime,
+        chunks: ChunkMap,
+        codec: Codec,
+        dtype: torch.dtype,
+        seed: str,
+        state: Mapping[str, Vector],
     ) -> None:
         check_dtype(codec, dtype)
         bounds = [chunks.bounds(chunk) for chunk in range(chunks.num_chunks)]
@@ -43,8 +52,7 @@ class PushCodec:
         for start, stop in bounds:
             self._places.append(self._places[-1] + words_of(codec, stop - start))
         self._sent = memory.allocate(self._places[-1], WORD, "encoded", exchanged=True)
-        elems = bounds[-1][1] if bounds else 0
-        self._state = {name: memory.allocate(elems, dtype, name) for name in codec.state_names}
+        self._state = state
         self._sequence = 0
         self._encoded = set[int]()
 

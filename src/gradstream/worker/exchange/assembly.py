@@ -33,6 +33,7 @@ from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.exchange.forming import GroupForming
 from gradstream.worker.exchange.group import GroupExchange
+from gradstream.worker.exchange.remainders import Remainders
 from gradstream.worker.exchange.shared import form_shared
 from gradstream.worker.gradient import Differentiator, GradientSource
 from gradstream.worker.joint_gradient import JointGradient
@@ -82,6 +83,7 @@ class Assembly:
         self._on_step = on_step
         self._on_boundary = on_boundary
         self._place = place
+        self._remainders: Remainders | None = None  # of a codec
         self._local: dict[int, LocalSteps] = {}  # by rank, where workers train alone in between
 
     async def exchange(self) -> Exchange:
@@ -92,6 +94,12 @@ class Assembly:
             PeerLostError, DeadlineError: another worker was lost meanwhile.
         """
         config, context = self._config, self._context
+        if config.codec is not None:
+            self._remainders = Remainders(context.runtime, config.model.layout, config.codec)
+            self._remainders.serve(context.endpoint)
+            resume = context.resume
+            if resume is not None and resume.remainders == config.remainders != "" and not context.late:
+                await self._remainders.restore(resume)
         match config.strategy:
             case ServerStrategy() as strategy:
                 from gradstream.worker.exchange.server import (
@@ -99,7 +107,8 @@ class Assembly:
                 )
 
                 replica, agreement = self._replica_context(), self._agreement
-                return server_exchange(config, context, strategy, replica, self._source_of, agreement)
+                kept = self._remainders
+                return server_exchange(config, context, strategy, replica, self._source_of, agreement, kept)
             case GroupStrategy() as strategy:
                 return await self._group_exchange(strategy)
             case SharedMemoryStrategy() as strategy:
@@ -179,24 +188,23 @@ class Assembly:
             stand_ins=stand_ins,
             joint=self._joint([lost for lost, rank in stand_ins.items() if rank == config.rank]),
             noise=self._noise(group) if config.noise_scale else None,
-            coded=self._coded(group, buckets, None if before is None else before.coded),
-            low_rank=self._low_rank(group, None if before is None else before.low_rank),
+            coded=self._coded(group, buckets),
+            low_rank=self._low_rank(group),
         )
 
-    def _low_rank(self, group: Group, before: LowRankSums | None) -> LowRankSums | None:
-        config = self._config
-        if not isinstance(config.codec, PowerSGD):
+    def _low_rank(self, group: Group) -> LowRankSums | None:
+        config, kept, runtime = self._config, self._remainders, self._context.runtime
+        if kept is None or not isinstance(config.codec, PowerSGD):
             return None
-        return LowRankSums(
-            self._context.runtime, group, config.model.layout, config.codec, config.seed, before
-        )
+        left, bases = kept.vectors["residual"], kept.bases
+        return LowRankSums(runtime, group, config.model.layout, config.codec, config.seed, left, bases)
 
-    def _coded(self, group: Group, buckets: Buckets, before: CodedSums | None) -> CodedSums | None:
-        config, runtime = self._config, self._context.runtime
-        if config.codec is None or isinstance(config.codec, PowerSGD):
+    def _coded(self, group: Group, buckets: Buckets) -> CodedSums | None:
+        config, runtime, kept = self._config, self._context.runtime, self._remainders
+        if kept is None or config.codec is None or isinstance(config.codec, PowerSGD):
             return None
         dtype, seed = config.model.layout.dtype, f"{config.seed}/{runtime.node}"
-        return CodedSums(runtime, group, buckets.bounds, config.codec, dtype, seed, before)
+        return CodedSums(runtime, group, buckets.bounds, config.codec, dtype, seed, kept.vectors)
 
     def _noise(self, group: Group) -> NoiseMeter:
         parts = 1 if self._config.split is None else self._config.split.parts

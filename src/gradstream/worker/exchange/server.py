@@ -25,6 +25,7 @@ from gradstream.wire.placement import Placement
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
 from gradstream.worker.exchange.errands import Errands
+from gradstream.worker.exchange.remainders import Remainders
 from gradstream.worker.gradient import GradientSource
 from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.gradients import PartSource
@@ -43,6 +44,7 @@ def server_exchange(
     parts: ReplicaContext,
     source_of: Callable[[int], GradientSource],
     agreement: Agreement | None = None,
+    remainders: Remainders | None = None,
 ) -> ServerExchange:
     """Makes the exchange of a worker, with a replica that sends rows where the strategy asks for it.
 
@@ -53,6 +55,7 @@ def server_exchange(
         parts: parts of its replica.
         source_of: makes the source of another rank's gradients, for which the worker may stand in.
         agreement: with the other processes of its replica; None if there are none.
+        remainders: what the codec keeps; None without one.
     """
     changed = row_exchange_of(config)
     kind = ServerReplica if changed is None else partial(RowReplica, exchange=changed)
@@ -63,7 +66,13 @@ def server_exchange(
             "out"
         )
     exchange = ServerExchange(
-        context, strategy, config.model.layout, config.chunk_elems, make, rows, _codec_of(config, context)
+        context,
+        strategy,
+        config.model.layout,
+        config.chunk_elems,
+        make,
+        rows,
+        _codec_of(config, context, remainders),
     )
     if config.stands_in:
         kind_of = StandIn if agreement is None else partial(PartStandIn, agreement=agreement)
@@ -73,13 +82,15 @@ def server_exchange(
     return exchange
 
 
-def _codec_of(config: WorkerConfig, context: ExchangeContext) -> Callable[[ChunkMap], PushCodec] | None:
+def _codec_of(
+    config: WorkerConfig, context: ExchangeContext, kept: Remainders | None
+) -> Callable[[ChunkMap], PushCodec] | None:
     """Makes what encodes this worker's pushes, for a chunk map; None where they are not encoded."""
-    if config.codec is None or isinstance(config.codec, PowerSGD):
+    if kept is None or config.codec is None or isinstance(config.codec, PowerSGD):
         return None
     runtime, codec, dtype = context.runtime, config.codec, config.model.layout.dtype
     seed = f"{config.seed}/{runtime.node}"
-    return lambda chunks: PushCodec(runtime, chunks, codec, dtype, seed)
+    return lambda chunks: PushCodec(runtime, chunks, codec, dtype, seed, kept.vectors)
 
 
 class ServerExchange(Exchange):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from gradstream.checkpoint.predictors import read_predictors, serve_predictors
+from gradstream.checkpoint.own_tensors import answering, read_own
 from gradstream.data.base import Feed
 from gradstream.errors import DataError
 from gradstream.pipeline.hybrid import Hybrid
@@ -40,12 +40,12 @@ async def begin_predictors(
     """
     if not isinstance(gradients, DecoupledGradients):
         return
-    serve_predictors(endpoint, gradients.state)
+    endpoint.serve("predictors", answering(gradients.state), model=False)
     assert config.split is not None and isinstance(config.split.pipeline, SyntheticGradients)
     resume, node = config.resume, runtime.node
     if late or resume is None or resume.predictors != config.split.pipeline.of_parts(config.split.parts):
         return
-    read = partial(read_predictors, runtime.storage, resume.folder, node)
+    read = partial(read_own, runtime.storage, resume.folder, "predictors", node)
     found = await runtime.beside(read, work=Work("restore"))
     if found is None:
         say(f"{node}: its predictors begin at zero; {resume.folder} on this machine has none of them")

@@ -13,7 +13,7 @@ codec keeps, and the sum is NaN, so that all workers leave the round out.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -40,7 +40,7 @@ class CodedSums:
         codec: the codec.
         dtype: dtype of the model.
         seed: of the codec's random numbers, other for each worker.
-        before: what the codec has kept in the group before this one; None begins with zeros.
+        state: what the codec keeps, by name, from one group to the next.
 
     Raises:
         ConfigError: as `check_dtype`; or encoding would take more bytes than it saves.
@@ -54,7 +54,7 @@ class CodedSums:
         codec: Codec,
         dtype: torch.dtype,
         seed: str,
-        before: CodedSums | None = None,
+        state: Mapping[str, Vector],
     ) -> None:
         check_dtype(codec, dtype)
         elems, size = bounds[-1][1], group.size
@@ -69,9 +69,7 @@ class CodedSums:
         self._group = group
         self._codec = codec
         self._seed = seed
-        self._state: dict[str, Vector] = {} if before is None else before._state
-        if before is None:
-            self._state = {name: runtime.memory.allocate(elems, dtype, name) for name in codec.state_names}
+        self._state = state
         self._most = max(stop - start for start, stop in bounds)
         self._parts = group.allocate(self._part_words(self._most) * size, WORD, "encoded")
         self._decoded: Vector = runtime.memory.allocate(self._most, dtype, "decoded")

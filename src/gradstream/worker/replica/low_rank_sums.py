@@ -15,6 +15,11 @@ from gradstream.model.base import Layout
 from gradstream.runtime.base import Runtime, Work
 
 
+def name_of(matrix: MatrixPlace) -> str:
+    """The name of its Q."""
+    return f"q-{matrix.start}"
+
+
 class LowRankSums:
     """One worker's sums of matrices.
 
@@ -24,7 +29,9 @@ class LowRankSums:
         layout: layout of the model.
         codec: the rank.
         seed: of the first Q, the same at all workers.
-        before: the same in the group before this one: its Q and what was left out go on. None begins anew.
+        left: what was left out of the rounds before; it goes on from one group to the next.
+        bases: the Q of each matrix, by "q-<its first element>"; it goes on too. A newcomer's is another one until the
+            end of its first exchange, from which all workers have the same.
 
     Attributes:
         layers: the matrices, in the order of the vector.
@@ -37,7 +44,8 @@ class LowRankSums:
         layout: Layout,
         codec: PowerSGD,
         seed: int,
-        before: LowRankSums | None = None,
+        left: Vector,
+        bases: dict[str, torch.Tensor],
     ) -> None:
         self._runtime = runtime
         self._group = group
@@ -45,14 +53,11 @@ class LowRankSums:
         self.layers: Sequence[MatrixPlace] = codec.matrices((slot.start, slot.shape) for slot in layout.slots)
         most = codec.rank * max((max(one.rows, one.columns) for one in self.layers), default=0)
         self._thin = group.allocate(most, layout.dtype, "thin")
-        self._left: Vector
-        self._q: dict[int, torch.Tensor]
-        if before is not None:
-            self._left, self._q = before._left, before._q
-            return
-        self._left = runtime.memory.allocate(layout.elems, layout.dtype, "residual")
-        shape_only, dtype = runtime.memory.shape_only, layout.dtype
-        self._q = {} if shape_only else {one.start: self._first(one, seed, dtype) for one in self.layers}
+        self._left = left
+        self._bases = bases
+        for one in () if runtime.memory.shape_only else self.layers:
+            if name_of(one) not in bases:
+                bases[name_of(one)] = self._first(one, seed, layout.dtype)
 
     def _first(self, matrix: MatrixPlace, seed: int, dtype: torch.dtype) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed_of(seed, matrix.start))
@@ -73,8 +78,8 @@ class LowRankSums:
         Raises:
             PeerLostError, DeadlineError: names a rank; the group is broken.
         """
-        start, stop, rank = matrix.start, matrix.stop, self._rank
-        place, left = vector[start:stop], self._left[start:stop]
+        name, rank = name_of(matrix), self._rank
+        place, left = vector[matrix.start : matrix.stop], self._left[matrix.start : matrix.stop]
         p, q = self._thin[: matrix.rows * rank], self._thin[: matrix.columns * rank]
 
         def first(_: object) -> None:
@@ -83,7 +88,7 @@ class LowRankSums:
                 return
             own = matrix.of(vector.tensor)
             own.mul_(weight).add_(matrix.of(self._left.tensor))
-            torch.mm(own, self._q[start], out=p.tensor.view(matrix.rows, rank))
+            torch.mm(own, self._bases[name], out=p.tensor.view(matrix.rows, rank))
 
         await self._compute(first, len(place), [place, p], [left])
         total = await self._group.allreduce(p)
@@ -108,8 +113,8 @@ class LowRankSums:
             if not basis:
                 into.fill_(math.nan)
                 return
-            self._q[start] = total.tensor.view(matrix.columns, rank).clone()
-            torch.mm(basis[0], self._q[start].T, out=into)
+            self._bases[name] = total.tensor.view(matrix.columns, rank).clone()
+            torch.mm(basis[0], self._bases[name].T, out=into)
 
         await self._compute(last, len(place), [place], [])
         return [p, q]
