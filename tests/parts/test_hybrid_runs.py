@@ -66,8 +66,7 @@ def test_a_hybrid_trains_as_one_process_with_the_same_minibatch(turns: Any, spli
 @pytest.mark.parametrize(
     "options",
     [
-        {"strategy": "synchronous", "workers": 2, "servers": 2, "optimizer": "adam"},
-        {"strategy": "synchronous", "clip_norm": 0.05, "clip_value": 0.04},
+        {"strategy": "synchronous", "workers": 2, "servers": 2, "clip_norm": 0.05, "clip_value": 0.04},
         {"strategy": "downpour", "workers": 1},
     ],
     ids=lambda options: "-".join(map(str, options)),

@@ -38,7 +38,7 @@ def events(done: gs.Run, kind: str) -> list[str]:
     return [event["who"] for event in done.events if event["event"] == kind]
 
 
-@pytest.mark.parametrize("victim", ["worker-1", "part1-1", "part2-1"])
+@pytest.mark.parametrize("victim", ["worker-1", "part2-1"])
 def test_the_replica_of_a_dead_process_leaves_and_the_others_finish(victim: str) -> None:
     replica = ("worker-1", "part1-1", "part2-1")
     script = killed(victim, 0.2, back_s=None, replica=replica)

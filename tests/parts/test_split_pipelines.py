@@ -180,7 +180,7 @@ def test_the_replay_finds_a_stash_that_is_dropped(name: str, monkeypatch: pytest
     assert distance(done, replayed(trace, trace.versions, count)) > 1e-6
 
 
-@pytest.mark.parametrize("name", ["2bw", "delayed"])
+@pytest.mark.parametrize("name", ["pipedream", "delayed"])
 def test_a_stream_of_a_model_with_a_divided_layer_equals_its_replay(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,7 @@ def run_and_twin(
     name: str, servers: int, reduction: Any = "mean", overlap: bool = True
 ) -> tuple[Vector, Vector]:
     """The final parameters of a run, and those of the loop with the same samples."""
-    model, data = least_squares(224, FEATURES, whole=False, reduction=reduction)
+    model, data = least_squares(140, FEATURES, whole=False, reduction=reduction)
     seen: defaultdict[int, dict[int, Vector]] = defaultdict(dict)
 
     @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def run_and_twin(
         optimizer=gs.optim.SGD(lr=LR),
     )
     rounds = [[seen[k][rank] for rank in range(WORKERS)] for k in sorted(seen)]
-    assert len(rounds) == 224 // (WORKERS * BATCH)
+    assert len(rounds) == 140 // (WORKERS * BATCH)
     return run.parameters["w"], twin_of(name, np.asarray(data.inputs), np.asarray(data.targets), rounds)
 
 
