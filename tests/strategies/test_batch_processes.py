@@ -24,7 +24,7 @@ import gradstream as gs
 from batch_problems import Softmax
 
 def job():
-    problem, strategy = Softmax(classes=3), gs.LBFGS(tolerance_change=1e-13)
+    problem, strategy = Softmax(classes=3, features=20), gs.LBFGS(tolerance_change=1e-13)
     return gs.Job(
         problem.model(), problem.data(), strategy=strategy, workers=2, servers=2, batch_size=10, epochs=100,
         acknowledge="replicated",
@@ -38,18 +38,15 @@ def test_killed_processes_change_nothing(tmp_path: Path) -> None:
     killed: list[int] = []
 
     def on_event(event: Mapping[str, Any]) -> None:
-        if (
-            event["event"] == "step"
-            and event["node"] == "worker-1"
-            and event["step"] == 20 * len(killed) + 10
-        ):
+        due = len(killed) < 2 and event["event"] == "step" and event["node"] == "worker-1"
+        if due and event["step"] == 20 * len(killed) + 10:
             victim = ("shard-1", "worker-1")[len(killed)]
             log = tmp_path / "run" / "logs" / f"{victim}.log"
             killed.append(int(re.findall(rf"{victim}: pid (\d+)", log.read_text())[-1]))
             os.kill(killed[-1], signal.SIGKILL)
 
     run = gs.train(load_job(f"{tmp_path / 'job.py'}:job"), run_dir=tmp_path / "run", on_event=on_event)
-    problem = Softmax(classes=3)
+    problem = Softmax(classes=3, features=20)
     twin = OneProcess(gs.LBFGS(tolerance_grad=1e-11, tolerance_change=0.0), problem.objective, problem.start)
     twin.run()
     assert len(killed) == 2
