@@ -107,6 +107,7 @@ def test_processes_are_killed_and_each_image_is_in_the_model_once_an_epoch(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("gradstream.cli.kills.GAP_S", (0.3, 0.6))
+    monkeypatch.setattr("gradstream.cli.kills.EACH", 1)
     assert run_with_faults(seed=1, epochs=1)
     said = capsys.readouterr()
     assert "kill -9" in said.err

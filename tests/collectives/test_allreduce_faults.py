@@ -48,30 +48,24 @@ def stop_at(seconds: float) -> Any:
     return script
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_stopped_and_resumed_a_run_ends_with_the_same_bytes(name: str) -> None:
+@pytest.mark.parametrize(("name", "seconds"), [("whole", 0.08), ("sharded", 0.3), ("after", 0.08)])
+def test_stopped_and_resumed_a_run_ends_with_the_same_bytes(name: str, seconds: float) -> None:
     """This holds if it is stopped again, and if it is resumed by the other exchange: the files are the same."""
     job = {**JOB, "strategy": STRATEGIES[name]}
     whole = simulate(MODEL, DATA, **job)
-    stops = 0
-    for seconds in (0.08, 0.3):
-        storage = MemoryStorage()
-        try:
-            simulate(MODEL, DATA, storage=storage, script=stop_at(seconds), **job)
-        except Interrupted:
-            stops += 1
-        try:
+    storage = MemoryStorage()
+    with pytest.raises(Interrupted):
+        simulate(MODEL, DATA, storage=storage, script=stop_at(seconds), **job)
+    if seconds < 0.2:
+        with pytest.raises(Interrupted):
             simulate(MODEL, DATA, storage=storage, script=stop_at(0.1), resume=True, **job)
-        except Interrupted:
-            stops += 1
-        other = {**job, "strategy": AllReduce(sharded=not STRATEGIES[name].sharded, bucket_mib=2 * SMALL)}
-        for again in (job, other):
-            run = simulate(MODEL, DATA, storage=storage, resume=True, **again)
-            if again is job:
-                assert same(run, whole), seconds
-            else:  # buckets cut elsewhere are summed in another order
-                np.testing.assert_allclose(run.parameters["w"], whole.parameters["w"], rtol=1e-9)
-    assert stops >= 3
+    other = {**job, "strategy": AllReduce(sharded=not STRATEGIES[name].sharded, bucket_mib=2 * SMALL)}
+    for again in (job, other):
+        run = simulate(MODEL, DATA, storage=storage, resume=True, **again)
+        if again is job:
+            assert same(run, whole)
+        else:  # buckets cut elsewhere are summed in another order
+            np.testing.assert_allclose(run.parameters["w"], whole.parameters["w"], rtol=1e-9)
 
 
 def test_another_number_of_workers_goes_on_at_the_same_sample() -> None:
@@ -148,7 +142,7 @@ def rounds_of(strategy: AllReduce, monkeypatch: pytest.MonkeyPatch) -> tuple[dic
     return table, run.info["virtual_s"]
 
 
-@pytest.mark.parametrize(("algorithm", "trials"), [("ring", 12), ("naive", 6)])
+@pytest.mark.parametrize(("algorithm", "trials"), [("ring", 6), ("naive", 4)])
 def test_a_worker_killed_anywhere_leaves_the_others_with_whole_rounds(
     algorithm: str, trials: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ def job():
         deadlines=gs.Deadlines(lease_s=3.0, silence_s=3.0),
     )
 """
-STEPS = 120
+STEPS = 50
 
 
 @pytest.fixture
@@ -117,12 +117,11 @@ def test_killed_and_resumed_it_ends_with_the_bytes_of_a_simulation(
     with LocalCluster(tmp_path / "logs", node_environment(2)) as warm:
         monkeypatch.setattr(resume_module, "launch", partial(launch, cluster=warm))
         go: Any = partial(launch, plan_run(job, "first"), path, cluster=warm)
-        for step in (17, 23):
-            killer = Killer(warm, tmp_path, step, [])
-            with pytest.raises(PeerLostError):
-                go(on_event=killer)
-            killer.bury()
-            go = partial(gs.resume, path)
+        killer = Killer(warm, tmp_path, 17, [])
+        with pytest.raises(PeerLostError):
+            go(on_event=killer)
+        killer.bury()
+        go = partial(gs.resume, path)
         killer = Killer(warm, tmp_path, 4, ["worker-0"])
         run = go(on_event=killer)
         killer.bury()
@@ -148,7 +147,7 @@ def deep() -> torch.nn.Module:
     return torch.nn.Sequential(*layers, torch.nn.Linear(48, 1))
 
 
-@pytest.mark.parametrize(("exchange", "accumulate"), [("auto", 1), ("auto", 2), ("torch", 1)])
+@pytest.mark.parametrize(("exchange", "accumulate"), [("auto", 2), ("torch", 1)])
 def test_buckets_that_leave_during_backprop_change_no_bit(
     exchange: str, accumulate: int, tmp_path: Path
 ) -> None:
@@ -159,7 +158,7 @@ def test_buckets_that_leave_during_backprop_change_no_bit(
     found = set()
     for overlap in (True, False):
         run = gs.train(
-            gs.from_torch(deep, torch.nn.functional.mse_loss), data, workers=2, batch_size=[20, 12], steps=12,
+            gs.from_torch(deep, torch.nn.functional.mse_loss), data, workers=2, batch_size=[20, 12], steps=6,
             strategy=AllReduce(exchange=exchange, overlap=overlap, bucket_mib=0.01), accumulate=accumulate,
             optimizer=gs.optim.Adam(lr=0.01), processes=False, run_dir=tmp_path / str(overlap),
         )  # fmt: skip
@@ -205,13 +204,12 @@ def test_a_loop_of_ones_own_without_servers_is_that_through_a_server() -> None:
     assert torch.equal(both[0][0], both[0][2])  # an evaluation sees the parameters that all have
 
 
-@pytest.mark.parametrize("decay", [1.0, 0.5])
-def test_loops_that_run_out_at_different_times_end_together(decay: float) -> None:
+def test_loops_that_run_out_at_different_times_end_together() -> None:
     """Those that have no data any more take part without samples, at the rate of those that have.
 
     The server's weights say what is right.
     """
-    uneven = partial(loop, uneven=1, decay=decay)
+    uneven = partial(loop, uneven=1, decay=0.5)
     many = loop_in_threads(uneven, workers=3, strategy="allreduce")
     server = loop_in_threads(uneven, workers=3, strategy="synchronous", chunk_elems=64)
     assert torch.equal(many[0][0], many[2][0])

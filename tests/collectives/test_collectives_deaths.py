@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Any
 
@@ -39,12 +38,12 @@ async def twice(group: Group) -> Any:
 @pytest.mark.parametrize("piece_elems", [ELEMS, ELEMS // 8], ids=["short", "in pieces"])
 @pytest.mark.parametrize("how", ALGORITHMS)
 def test_killed_at_each_chunk(how: str, piece_elems: int) -> None:
-    """Kills each rank in turn at every chunk of both sums, or at some chunks if there are many pieces."""
-    short = piece_elems == ELEMS
+    """Kills one rank or another at every chunk of both sums, or at some chunks if there are many pieces."""
     messages = 2 * check_allreduce(ALGORITHMS[how].schedule, SIZE, ELEMS).messages
     right = [float(sum(range(SIZE)) * SIZE)] * ELEMS
     failed = 0
-    for number, victim in itertools.product(range(1, messages + 1), range(SIZE if short else 1)):
+    for number in range(1, messages + 1):
+        victim = (number + number // SIZE) % SIZE
         ranks = VirtualRanks(SIZE, seed=number, config=SimulationConfig(network=NETWORK))
         ranks.kill_at_chunk(victim, number)
         outcomes = ranks.run(twice, how=how, silence_s=SILENCE_S, piece_bytes=4 * piece_elems)
@@ -57,7 +56,7 @@ def test_killed_at_each_chunk(how: str, piece_elems: int) -> None:
             assert isinstance(outcome, PeerLostError), (number, rank, outcome)
             assert outcome.peer == f"worker-{victim}", (number, rank, outcome)
             assert ranks.ended_s[rank] - ranks.killed[1] < 0.1, (number, rank)  # a broken connection is seen
-    assert failed > messages * (SIZE if short else 1)
+    assert failed > messages
 
 
 def test_killed_in_an_operation_inside_of_another_one() -> None:
@@ -117,7 +116,8 @@ def test_who_is_slow_is_not_silent() -> None:
 @pytest.mark.parametrize("hosts", ["aabb", "abbb"])
 def test_killed_in_two_storeys(hosts: str) -> None:
     messages, failed = 12, 0
-    for number, victim in itertools.product(range(1, messages + 1), range(SIZE)):
+    for number in range(1, messages + 1):
+        victim = (number + number // SIZE) % SIZE
         ranks = VirtualRanks(SIZE, seed=number, config=SimulationConfig(network=NETWORK))
         ranks.kill_at_chunk(victim, number)
         outcomes = ranks.run(twice, how="hierarchical", hosts=hosts, silence_s=SILENCE_S)
@@ -128,7 +128,7 @@ def test_killed_in_two_storeys(hosts: str) -> None:
             failed += 1
             assert isinstance(outcomes[rank], PeerLostError), (number, rank, outcomes[rank])
             assert outcomes[rank].peer == f"worker-{victim}"
-    assert failed > 2 * messages * SIZE
+    assert failed > 2 * messages
 
 
 def test_who_never_comes_is_named() -> None:

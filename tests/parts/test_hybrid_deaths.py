@@ -93,19 +93,19 @@ def test_the_audit_shows_a_push_that_is_not_settled(monkeypatch: pytest.MonkeyPa
 @functools.cache
 def in_rounds(strategy: str) -> Run:
     """A run in which nobody dies."""
-    return run(strategy=strategy, split=2, pipeline=HYBRID, epochs=4, config=SLOW)
+    return run(strategy=strategy, split=2, pipeline=HYBRID, epochs=3, config=SLOW)
 
 
 @pytest.mark.parametrize(("strategy", "victim"), [("synchronous", "part1-1"), ("allreduce", "worker-1")])
 def test_in_rounds_another_replica_computes_its_minibatches_to_the_same_result(
     strategy: str, victim: str
 ) -> None:
-    killed = Killed(victim, 0.3, ("worker-1", "part1-1"))
+    killed = Killed(victim, 0.15, ("worker-1", "part1-1"))
     given: dict[str, Any] = {
         "strategy": strategy,
         "split": 2,
         "pipeline": HYBRID,
-        "epochs": 4,
+        "epochs": 3,
         "config": SLOW,
     }
     done = run(script=killed, **given)
@@ -128,16 +128,20 @@ def test_another_minibatch_in_the_place_of_the_lost_one_shows(monkeypatch: pytes
         "strategy": "synchronous",
         "split": 2,
         "pipeline": HYBRID,
-        "epochs": 4,
+        "epochs": 3,
         "config": SLOW,
     }
-    killed = Killed("part1-1", 0.3, ("worker-1", "part1-1"))
+    killed = Killed("part1-1", 0.15, ("worker-1", "part1-1"))
     assert difference(undisturbed, run(script=killed, **given)) > 1e-9
 
 
-@pytest.mark.parametrize("strategy", ["allreduce", gs.Downpour(overlap=False)], ids=["allreduce", "downpour"])
-def test_the_run_of_the_only_replica_ends_and_is_resumed_to_the_same_result(strategy: Any) -> None:
-    given: dict[str, Any] = {"strategy": strategy, "workers": 1, "pipeline": HYBRID, "epochs": 6}
+def test_the_run_of_the_only_replica_ends_and_is_resumed_to_the_same_result() -> None:
+    given: dict[str, Any] = {
+        "strategy": gs.Downpour(overlap=False),
+        "workers": 1,
+        "pipeline": HYBRID,
+        "epochs": 3,
+    }
     storage, killed = MemoryStorage(), Killed("part1-0", 1.15, ("worker-0", "part1-0"), comes_back=False)
     with pytest.raises(PeerLostError):
         run(storage=storage, checkpoint_every=4, split=2, config=SLOW, script=killed, **given)

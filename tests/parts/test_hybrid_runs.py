@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -45,14 +46,16 @@ def run(build: Any = images, storage: MemoryStorage | None = None, **options: An
     )
 
 
-@pytest.mark.parametrize(
-    ("turns", "split"), [("assemble", 2), ("assemble", 4), ("broadcast", 3), ("slices", 3)]
-)
+@cache
+def whole_run() -> Any:
+    """The run whose replica is one process."""
+    return run(evaluate_every=2)
+
+
+@pytest.mark.parametrize(("turns", "split"), [("assemble", 4), ("broadcast", 3), ("slices", 2)])
 def test_a_hybrid_trains_as_one_process_with_the_same_minibatch(turns: Any, split: int) -> None:
-    whole, parts = (
-        run(evaluate_every=2),
-        run(split=split, pipeline=gs.pipeline.Hybrid(turns), evaluate_every=2),
-    )
+    whole = whole_run()
+    parts = run(split=split, pipeline=gs.pipeline.Hybrid(turns), evaluate_every=2)
     assert difference(whole, parts) < 1e-12
     for mine, theirs in zip(parts.evaluations, whole.evaluations, strict=True):
         assert mine["accuracy"] == theirs["accuracy"] and mine["step"] == theirs["step"]
@@ -63,8 +66,7 @@ def test_a_hybrid_trains_as_one_process_with_the_same_minibatch(turns: Any, spli
 @pytest.mark.parametrize(
     "options",
     [
-        {"strategy": "synchronous", "workers": 2, "servers": 2, "optimizer": "adam"},
-        {"strategy": "synchronous", "clip_norm": 0.05, "clip_value": 0.04},
+        {"strategy": "synchronous", "workers": 2, "servers": 2, "clip_norm": 0.05, "clip_value": 0.04},
         {"strategy": "downpour", "workers": 1},
     ],
     ids=lambda options: "-".join(map(str, options)),

@@ -93,10 +93,10 @@ def losses(done: Run) -> Any:
     return np.array([event["loss"] for event in done.events if event["event"] == "step"])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_curve_of_the_loss_stays_close(dtype: str) -> None:
-    given: dict[str, Any] = {"epochs": 10, "optimizer": gs.optim.Adam(lr=0.02), "pipeline": "1f1b"}
-    exact, rounded = losses(trained(None, **given)), losses(trained(dtype, **given))
+def test_the_curve_of_the_loss_stays_close() -> None:
+    dtype = "bfloat16"
+    given: dict[str, Any] = {"epochs": 6, "optimizer": gs.optim.Adam(lr=0.02), "pipeline": "1f1b"}
+    exact, rounded = (losses(trained(one, **given)) for one in (None, dtype))
     assert exact[-6:].mean() < 0.95 * exact[:6].mean(), "it learns"
     assert 0 < np.abs(exact - rounded).mean() < 0.01
 

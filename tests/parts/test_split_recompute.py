@@ -13,7 +13,7 @@ from torch import nn
 
 import gradstream as gs
 from gradstream.errors import ConfigError
-from gradstream.pipeline.schedule import FLUSHING, STREAMING, in_flight, make_schedule
+from gradstream.pipeline.schedule import FLUSHING, in_flight, make_schedule
 from gradstream.run.result import Run
 from gradstream.split.operations import Operations
 from gradstream.split.saved import DroppedPass, SavedPass
@@ -23,7 +23,6 @@ from pipeline_plans import chain
 from split_jobs import EQUAL, FEATURES, difference, run
 
 PARTS = 4
-STREAMS = [name for name in STREAMING if name != "delayed"]
 
 
 def block() -> list[nn.Module]:
@@ -50,10 +49,12 @@ def trained(name: str, **options: Any) -> Run:
     return run(**{**PLAIN, "pipeline": name, "micro_batches": count, **options})
 
 
-@pytest.mark.parametrize("name", [*FLUSHING, *STREAMS])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zero-bubble", "pipedream"])
 def test_activations_that_are_computed_again_give_the_same_bits(name: str) -> None:
     """Parameters, running statistics, and accuracies, with dropout and BatchNorm in every part."""
-    kept, again = (trained(name, evaluate_every=3, recompute=recompute) for recompute in (False, True))
+    kept, again = (
+        trained(name, epochs=1, evaluate_every=3, recompute=recompute) for recompute in (False, True)
+    )
     assert difference(kept, again) == 0
     assert any("running_mean" in key for key in kept.parameters)
     assert [one["loss"] for one in kept.evaluations] == [one["loss"] for one in again.evaluations]

@@ -43,7 +43,8 @@ PIPELINES = [(2, 1, "gpipe"), (3, 3, "1f1b"), (2, 2, "interleaved"), (4, 2, "zer
 @pytest.mark.parametrize(
     ("name", "split", "micro_batches", "pipeline"),
     [
-        *((name, *pipeline) for name in ("synchronous", "allreduce") for pipeline in PIPELINES),
+        *(("synchronous", *pipeline) for pipeline in PIPELINES[:2]),
+        *(("allreduce", *pipeline) for pipeline in PIPELINES[2:]),
         *((name, *PIPELINES[1]) for name in ("adam", "clipped")),
     ],
 )
@@ -59,11 +60,8 @@ def test_rounds_of_split_replicas_equal_those_of_whole_ones(
 @pytest.mark.parametrize(
     "strategy",
     [
-        gs.Downpour(),
         gs.Downpour(overlap=False, push_every=2, fetch_every=3),
         gs.SSP(bound=1),
-        gs.Softsync(),
-        gs.strategies.StalenessAware(),
         gs.strategies.AsySG(gradients=1),
         gs.strategies.ElasticAveraging(),
         gs.strategies.ParameterAveraging(every=2),
@@ -92,8 +90,9 @@ def test_replicas_with_parameters_of_their_own_evaluate_the_newest_ones() -> Non
     ]
 
 
-@pytest.mark.parametrize("strategy", ["synchronous", "allreduce"])
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (2, 4)])
+@pytest.mark.parametrize(
+    ("strategy", "before", "after"), [("synchronous", 1, 3), ("allreduce", 3, 1), ("allreduce", 2, 4)]
+)
 def test_a_checkpoint_resumes_under_another_split(strategy: str, before: int, after: int) -> None:
     whole = run(strategy=strategy, optimizer="adam", epochs=3)
     storage = MemoryStorage()
@@ -151,8 +150,7 @@ class _Normed(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("split", [2, 3])
-@pytest.mark.parametrize("strategy", ["synchronous", "allreduce"])
+@pytest.mark.parametrize(("strategy", "split"), [("synchronous", 3), ("allreduce", 2)])
 def test_running_statistics_and_tied_weights_of_a_split_model(strategy: str, split: int) -> None:
     given: dict[str, Any] = {"strategy": strategy, "build": normed, "epochs": 3, "evaluate_every": 2}
     whole, storage = run(**given), MemoryStorage()

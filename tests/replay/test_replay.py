@@ -53,20 +53,13 @@ def same(again: Any, run: gs.Run) -> bool:
 
 
 STRATEGIES = [
-    gs.Downpour(),
-    gs.Downpour(overlap=False),
     gs.Downpour(push_every=3, fetch_every=2, local_momentum=0.5),
-    gs.Synchronous(),
     gs.Synchronous(backup=1),
     gs.SSP(bound=2),
     gs.Softsync(splits=2),
-    gs.strategies.StalenessAware(),
-    gs.strategies.AsySG(gradients=2),
-    gs.ElasticAveraging(every=3),
     gs.ElasticAveraging(every=4, synchronous=True),
     gs.strategies.EAMSGD(every=2),
     gs.strategies.DCASGD(),
-    gs.ParameterAveraging(every=5),
     gs.DiLoCo(every=5),
     gs.Downpour(warm_start=20, waves=2, wave_every=16, finish_alone=24),
     gs.Downpour(significance=0.01, block_elems=8),

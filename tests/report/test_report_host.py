@@ -203,7 +203,7 @@ def test_tiny_chunks_are_named(costs: Mapping[str, Cost]) -> None:
     config = SimulationConfig(
         costs={"gradient": Cost(base_s=1e-3), **costs}, network=network, shape_only=True
     )
-    options: dict[str, Any] = {"workers": 4, "batch_size": 1, "steps": 4, "seed": 1}
+    options: dict[str, Any] = {"workers": 4, "batch_size": 1, "steps": 2, "seed": 1}
     tiny, large = (
         reason_of(figures_of(simulate(
             Sized([CHUNK] * 8), numbered(64), config=config, strategy="downpour", chunk_elems=elems, **options

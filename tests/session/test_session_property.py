@@ -23,9 +23,9 @@ sys.path.remove(str(REPOSITORY / "tools"))
 @pytest.mark.parametrize("way", range(len(tool.WAYS)))
 def test_drawn_loops_end_as_in_plain_torch_or_are_refused(way: int) -> None:
     strategy, workers = tool.WAYS[way]
-    outcomes = tool.run_loops(tool.program(1000 + way, workers, 10), strategy, workers)
+    outcomes = tool.run_loops(tool.program(1000 + way, workers, 5), strategy, workers)
     assert not [f"{fault}: {loop}" for loop, outcome, fault in outcomes if outcome == "differs"]
-    assert sum(outcome == "equal" for _, outcome, _ in outcomes) >= 8
+    assert sum(outcome == "equal" for _, outcome, _ in outcomes) >= 3
 
 
 def fault_of(**options: Any) -> str:

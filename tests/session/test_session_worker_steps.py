@@ -71,12 +71,10 @@ def test_any_optimizer_makes_its_own_steps(make: Make) -> None:
 
 ONE_IS_ALONE = [
     gs.Downpour(push_every=3, fetch_every=2, overlap=False),
-    gs.SSP(bound=0),
     gs.SSP(bound=2),
     gs.strategies.AsySG(gradients=2),
     gs.strategies.DCASGD(strength=0),
     gs.Softsync(power=0),
-    gs.strategies.StalenessAware(power=0),
     gs.ParameterAveraging(every=3),
     gs.DiLoCo(every=3, outer_lr=1.0, outer_momentum=0.0),
     gs.ElasticAveraging(every=1 << 30, moving_rate=1.0),

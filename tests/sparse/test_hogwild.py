@@ -106,7 +106,7 @@ def counted(update: str, workers: int, times: int = 1, adds: int = ADDS) -> floa
 @pytest.mark.parametrize("update", PROMISED)
 def test_no_update_is_lost(update: str) -> None:
     workers = 4 if update == "atomic" else 2
-    adds = ADDS // (20 if update == "round_robin" else 4)  # of which each waits for the other worker's
+    adds = ADDS // (40 if update == "round_robin" else 8)  # of which each waits for the other worker's
     assert counted(update, workers, adds=adds) == adds * workers
 
 

@@ -148,7 +148,7 @@ def test_check_strategy_refuses_a_batch_method() -> None:
         check_strategy("lbfgs")
 
 
-@pytest.mark.parametrize(("seed", "batch_size"), [(0, 16), (0, 128)])
+@pytest.mark.parametrize(("seed", "batch_size"), [(0, 32), (0, 128)])
 def test_a_search_ends_where_float32_shows_no_decrease_any_more(seed: int, batch_size: int) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((128, 10)).astype(np.float32)

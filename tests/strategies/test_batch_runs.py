@@ -79,7 +79,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int, int]]:
     return counts
 
 
-@pytest.mark.parametrize(("kind", "servers"), [("softmax", 1), ("softmax", 8), ("ridge", 3)])
+@pytest.mark.parametrize(("kind", "servers"), [("softmax", 8), ("ridge", 1)])
 def test_iterates_are_those_of_one_process(
     kind: str, servers: int, taken: Counter[tuple[int, int, int]]
 ) -> None:
@@ -95,7 +95,7 @@ def test_iterates_are_those_of_one_process(
 
 
 def test_bits_are_the_same_for_any_number_of_nodes(right: Any) -> None:
-    for workers, servers in ((1, 1), (2, 3), (4, 2)):
+    for workers, servers in ((1, 1), (4, 3)):
         assert end_of(run_of(Softmax(), workers=workers, servers=servers)).tobytes() == right.tobytes()
 
 
@@ -132,8 +132,9 @@ def test_a_gradient_at_earlier_parameters_is_refused(monkeypatch: pytest.MonkeyP
     assert np.linalg.norm(wrong - right) > 1e-6 * np.linalg.norm(right)
 
 
-@pytest.mark.parametrize("seconds", [0.02, 0.1, 0.23, 0.4])
-@pytest.mark.parametrize("worker", ["worker-0", "worker-1"])
+@pytest.mark.parametrize(
+    ("worker", "seconds"), [("worker-0", 0.02), ("worker-0", 0.23), ("worker-1", 0.1), ("worker-1", 0.4)]
+)
 def test_a_worker_that_dies_in_a_pass_changes_nothing(
     worker: str, seconds: float, right: Any, taken: Counter[tuple[int, int, int]]
 ) -> None:
@@ -154,7 +155,7 @@ def at(seconds: float, what: Callable[[Any], Any]) -> Any:
 
 
 @pytest.mark.parametrize("servers", [3])
-@pytest.mark.parametrize("seconds", [0.05, 0.2, 0.33])
+@pytest.mark.parametrize("seconds", [0.05, 0.2])
 def test_a_run_that_is_stopped_goes_on_between_two_commands(
     seconds: float, servers: int, right: Any, taken: Counter[tuple[int, int, int]]
 ) -> None:
@@ -168,14 +169,13 @@ def test_a_run_that_is_stopped_goes_on_between_two_commands(
     assert end_of(run).tobytes() == right.tobytes()
 
 
-@pytest.mark.parametrize("seconds", [0.05, 0.2])
-def test_shards_may_change_and_die(seconds: float, right: Any) -> None:
+def test_shards_may_change_and_die(right: Any) -> None:
     problem = Softmax()
-    resharded = run_of(problem, script=at(seconds, lambda cluster: cluster.reshard(3)))
+    resharded = run_of(problem, script=at(0.2, lambda cluster: cluster.reshard(3)))
     assert end_of(resharded).tobytes() == right.tobytes()
 
     async def dies(cluster: Any) -> None:
-        await cluster.virtual.runtime("director").sleep(seconds)
+        await cluster.virtual.runtime("director").sleep(0.05)
         cluster.kill("shard-1")
         await cluster.restart("shard-1")
 
@@ -194,10 +194,10 @@ def test_shards_may_change_and_die(seconds: float, right: Any) -> None:
     ],
 )
 def test_runs_end_at_the_optimum(strategy: Any) -> None:
-    problem = Softmax(classes=3)
+    problem = Softmax(classes=3, features=20)
     twin = OneProcess(gs.LBFGS(tolerance_grad=1e-11, tolerance_change=0.0), problem.objective, problem.start)
     twin.run()
-    run = run_of(problem, strategy, epochs=200, batch_size=40)
+    run = run_of(problem, strategy, epochs=200, batch_size=60)
     finished = next(event for event in run.events if event["event"] == "finished")
     assert "at most" in finished["reason"]
     best = problem.objective(twin.vectors["x"])[0]
@@ -218,14 +218,14 @@ def test_a_run_that_ends_by_its_epochs_ends_at_the_last_iterate() -> None:
 
 def test_a_phase_may_go_before_a_method_and_behind_it() -> None:
     """It ends where the method ends by itself, and a later pass of the data is the method's first."""
-    problem, method = Softmax(), gs.LBFGS(tolerance_grad=1e-6, tolerance_change=0.0)
+    problem, method = Softmax(classes=3, features=20), gs.LBFGS(tolerance_grad=1e-4, tolerance_change=0.0)
     simple = gs.Phase(epochs=2, strategy="synchronous", workers=2, optimizer=gs.optim.SGD(lr=1e-9))
     phases = [simple, gs.Phase(epochs=200, strategy=method), simple]
     run = run_of(problem, "synchronous", epochs=None, phases=phases)
     alone = run_of(problem, method, epochs=200)
     assert [row["strategy"] for row in run.summary["phases"]] == ["synchronous", "lbfgs", "synchronous"]
     assert np.linalg.norm(end_of(run) - end_of(alone)) <= 1e-5 * np.linalg.norm(end_of(alone))
-    assert alone.summary["reason"] == "the gradient is at most 1e-06"
+    assert alone.summary["reason"] == "the gradient is at most 0.0001"
     assert alone.history[-1]["loss"] is not None
 
 

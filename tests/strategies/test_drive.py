@@ -74,8 +74,10 @@ def steps_between(run: gs.Run, begin_s: float, end_s: float) -> set[str]:
 # ---- nothing lost, nothing twice --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seed", "overlap"), [(0, False), (1, True)])
-@pytest.mark.parametrize("drive", DRIVES)
+@pytest.mark.parametrize(
+    ("drive", "overlap", "seed"),
+    [("warm", True, 1), ("waves", False, 0), ("last", True, 1), ("all", False, 0)],
+)
 def test_every_sample_once_and_no_paused_worker_computes(drive: str, overlap: bool, seed: int) -> None:
     run = tokens(gs.Downpour(push_every=2, overlap=overlap, **DRIVES[drive]), seed=seed)
     check_exactly_once(run, NUM_TOKENS, EPOCHS)
@@ -134,7 +136,7 @@ def check_restless(*seeds: int) -> None:
         check_exactly_once(run, NUM_TOKENS, EPOCHS)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_workers_come_and_go_on_a_bad_network(seed: int) -> None:
     """Some resume while an answer for their previous interval is on its way."""
     check_restless(seed)
@@ -156,8 +158,7 @@ def test_minibatches_of_an_earlier_interval_are_dropped(monkeypatch: pytest.Monk
         check_restless(*range(12))
 
 
-@pytest.mark.parametrize("rank", range(3))
-@pytest.mark.parametrize("drive", DRIVES)
+@pytest.mark.parametrize(("drive", "rank"), [("warm", 0), ("warm", 1), ("waves", 2), ("last", 0), ("all", 1)])
 def test_a_worker_is_lost_whoever_and_whenever(drive: str, rank: int) -> None:
     """In the warm start another worker takes the place of a lost one."""
     script = kill_at(f"worker-{rank}", random.Random(f"{rank} {drive}").uniform(0.01, 1.0))
@@ -363,8 +364,9 @@ STAGED: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("name", "law"),
     [
-        *product(STAGED, ["travels", "plain", "repeatable"]),
-        *product(["downpour", "softsync", "dc-asgd"], ["ends", "resumes", "deaths"]),
+        *product(STAGED, ["travels"]),
+        *product(["downpour", "softsync", "dc-asgd"], ["plain"]),
+        *product(["downpour", "dc-asgd"], ["repeatable", "ends", "resumes", "deaths"]),
     ],
 )
 @pytest.mark.usefixtures("few_seeds")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -188,6 +189,12 @@ SLICES = gs.pipeline.Hybrid("slices")
 SMALL: dict[str, Any] = {"strategy": "synchronous", "servers": 1, "epochs": 2, "noise_scale": True}
 
 
+@cache
+def whole_run() -> Run:
+    """The run of replicas that are not split."""
+    return small_run(**SMALL)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -200,12 +207,10 @@ SMALL: dict[str, Any] = {"strategy": "synchronous", "servers": 1, "epochs": 2, "
     ids=["parts", "micro-batches", "slices", "parts-allreduce", "slices-allreduce"],
 )
 def test_parts_of_a_split_model_add_up(options: dict[str, Any]) -> None:
+    whole, parts = whole_run(), small_run(**{**SMALL, **options})
     for key in SQUARES:
-        expected, found = (
-            squares_of(small_run(**SMALL), key),
-            squares_of(small_run(**{**SMALL, **options}), key),
-        )
-        assert found == pytest.approx(expected, rel=1e-9)
+        found = squares_of(parts, key)
+        assert found == pytest.approx(squares_of(whole, key), rel=1e-9)
         assert list(found) == [1, 5]
 
 

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,12 @@ def rounds_of(strategy: gs.Strategy) -> list[float]:
 def test_a_death_at_any_instant_of_a_round_changes_nothing(
     algorithm: str, undisturbed: Any, finals: Finals
 ) -> None:
-    """8 instants of one round for each algorithm, every worker among the dead, also that of rank 0."""
+    """4 instants of one round for each algorithm, every worker among the dead, also that of rank 0."""
     ends = rounds_of(by(algorithm))
     begin_s, end_s = ends[1], ends[2]
-    for number in range(8):
-        at_s = begin_s + (end_s - begin_s) * (number + 0.5) / 8
-        name = f"worker-{number % WORKERS}"
+    for number in range(WORKERS):
+        at_s = begin_s + (end_s - begin_s) * (number + 0.5) / WORKERS
+        name = f"worker-{number}"
         run, _ = run_with(kill_at(name, at_s), by(algorithm, overlap=number % 3 > 0))
         assert run.summary["workers_lost"] == [name], at_s
         check(run, finals, undisturbed)
@@ -116,7 +117,7 @@ def test_a_death_at_any_instant_of_a_round_changes_nothing(
 def kills_in_the_middle_of_the_updates() -> Iterator[tuple[Any, gs.Strategy]]:
     """Kills in the 4 ms in which the first worker makes the update of round 2, and others wait for parts of sums."""
     update = GroupPeers.update
-    for algorithm in ("ring", "direct", "naive"):
+    for algorithm in ("ring", "direct"):
         made_ns: list[int] = []
 
         async def noted(self: GroupPeers, gradient: Any, made_ns: list[int] = made_ns) -> None:
@@ -148,13 +149,13 @@ def test_some_have_made_the_update_of_a_round_and_others_get_it(
         run, _ = run_with(script, strategy)
         moved += bool(got)
         check(run, finals, undisturbed)
-    assert moved > 3
+    assert moved > 1
 
 
 def test_one_of_two_stays(undisturbed: Any, finals: Finals) -> None:
     rng = random.Random(0)
-    for number in range(4):
-        script = kill_at(f"worker-{number % 2}", rng.uniform(0.01, 0.6))
+    for number in range(2):
+        script = kill_at(f"worker-{number}", rng.uniform(0.01, 0.6))
         run, _ = run_with(script, workers=2, batch_size=8)
         check(run, finals, undisturbed)
 
@@ -164,9 +165,9 @@ def test_real_numbers_differ_by_rounding_alone(finals: Finals) -> None:
     model, data = least_squares(SAMPLES, 150, whole=False, reduction="mean")
     job = {**JOB, "optimizer": gs.optim.Adam(lr=0.01), "clip_norm": 5.0, "strategy": by("ring")}
     whole = simulate(model, data, **job).parameters["w"]
-    for seed in range(4):
+    for seed in range(2):
         finals.clear()
-        run = simulate(model, data, script=kill_at(f"worker-{seed % WORKERS}", 0.1 + 0.1 * seed), **job)
+        run = simulate(model, data, script=kill_at(f"worker-{seed}", 0.1 + 0.2 * seed), **job)
         np.testing.assert_allclose(run.parameters["w"], whole, rtol=1e-12)
         check(run, finals, run.parameters["w"])
 
@@ -176,7 +177,7 @@ def test_real_numbers_differ_by_rounding_alone(finals: Finals) -> None:
 
 def test_more_die_while_the_others_meet(undisturbed: Any, finals: Finals) -> None:
     """Two and three deaths, many within the milliseconds in which a group is formed. The last worker ends the run."""
-    for seed in range(8):
+    for seed in range(4):
         rng = random.Random(seed)
         waits_s = [rng.uniform(0.01, 0.4), *(rng.uniform(0.0, 0.03 if seed % 3 else 0.3) for _ in range(2))]
         deaths = list(zip(waits_s, rng.sample(range(WORKERS), rng.choice([2, 3])), strict=False))
@@ -192,8 +193,8 @@ def test_more_die_while_the_others_meet(undisturbed: Any, finals: Finals) -> Non
 @pytest.mark.parametrize("after_s", [0.0, 0.05])
 def test_a_new_process_takes_the_place(after_s: float, undisturbed: Any, finals: Finals) -> None:
     rng, steps = random.Random(str(after_s)), 0
-    for number in range(6):
-        name = f"worker-{number % WORKERS}"
+    for number in range(3):
+        name = f"worker-{number}"
         script = replace_at(name, rng.uniform(0.05, 0.5), after_s)
         run, events = run_with(script, by(ALGORITHMS[number]))
         check(run, finals, undisturbed)
@@ -202,15 +203,15 @@ def test_a_new_process_takes_the_place(after_s: float, undisturbed: Any, finals:
             bool(back_s) and e["event"] == "step" and e["node"] == name and e["time_s"] > back_s[0]
             for e in events
         )
-    assert steps > 6
+    assert steps > 3
 
 
 def test_a_newcomer_goes_on_alone_only_if_it_has_the_parameters(finals: Finals) -> None:
     """All others die while it comes. It never begins the run again with the first parameters."""
     ended, expected = 0, run_with(None, epochs=2)[0].parameters["w"]
-    for number in range(10):
+    for number in range(5):
 
-        async def script(cluster: Any, wait_s: float = 0.002 + 0.06 * number) -> None:
+        async def script(cluster: Any, wait_s: float = 0.002 + 0.12 * number) -> None:
             await replace_at("worker-1", 0.4)(cluster)
             await cluster.virtual.runtime("director").sleep(wait_s)
             for rank in (0, 2, 3):
@@ -223,12 +224,12 @@ def test_a_newcomer_goes_on_alone_only_if_it_has_the_parameters(finals: Finals) 
             ended += 1
         else:
             check(run, finals, expected, epochs=2)
-    assert 0 < ended < 10
+    assert 0 < ended < 5
 
 
 def test_they_die_and_come_back_while_checkpoints_are_made(finals: Finals) -> None:
     made, expected = 0, run_with(None, epochs=3)[0].parameters["w"]
-    for seed in range(6):
+    for seed in range(3):
         rng = random.Random(seed)
 
         async def script(cluster: Any, rng: random.Random = rng) -> None:
@@ -248,7 +249,7 @@ def test_they_die_and_come_back_while_checkpoints_are_made(finals: Finals) -> No
         run, events = run_with(script, by(rng.choice(ALGORITHMS)), **options)
         check(run, finals, expected, epochs=3)
         made += sum(event["event"] == "checkpoint" for event in events)
-    assert made > 6
+    assert made > 3
 
 
 def test_a_run_is_stopped_and_resumed_after_a_death(undisturbed: Any, finals: Finals) -> None:
@@ -374,12 +375,12 @@ def test_a_survivor_that_keeps_an_update_which_the_others_redo_is_noticed(
 
     monkeypatch.setattr(GroupPeers, "tell", lie)
     found = 0
-    for script, strategy in kills_in_the_middle_of_the_updates():
+    for script, strategy in islice(kills_in_the_middle_of_the_updates(), WORKERS):  # by a ring
         try:
             run_with(script, strategy)
         except gs.errors.GradstreamError as error:
             found += "got other parameters" in str(error)
-    assert found > 3
+    assert found
 
 
 def test_a_part_that_nobody_computes_is_noticed(
@@ -417,9 +418,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return gs.train(load_job(f"{folder / 'job.py'}:job"), run_dir=folder / "run").parameters["w"]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "carrier"), [("auto", "shm"), ("ring", "tcp"), ("halving-doubling", "grpc")]
-)
+@pytest.mark.parametrize(("algorithm", "carrier"), [("auto", "shm"), ("halving-doubling", "tcp")])
 def test_killed_processes_change_the_result_by_rounding_alone(
     algorithm: str, carrier: str, tmp_path: Path, expected: Any
 ) -> None:

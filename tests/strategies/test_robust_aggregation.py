@@ -87,7 +87,7 @@ def run_and_twin(
     name: str, servers: int, reduction: Any = "mean", overlap: bool = True
 ) -> tuple[Vector, Vector]:
     """The final parameters of a run, and those of the loop with the same samples."""
-    model, data = least_squares(224, FEATURES, whole=False, reduction=reduction)
+    model, data = least_squares(140, FEATURES, whole=False, reduction=reduction)
     seen: defaultdict[int, dict[int, Vector]] = defaultdict(dict)
 
     @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def run_and_twin(
         optimizer=gs.optim.SGD(lr=LR),
     )
     rounds = [[seen[k][rank] for rank in range(WORKERS)] for k in sorted(seen)]
-    assert len(rounds) == 224 // (WORKERS * BATCH)
+    assert len(rounds) == 140 // (WORKERS * BATCH)
     return run.parameters["w"], twin_of(name, np.asarray(data.inputs), np.asarray(data.targets), rounds)
 
 
@@ -127,7 +127,7 @@ in_a_run = functools.cache(run_and_twin)
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize(("servers", "reduction"), [(1, "mean"), (3, "mean"), (3, "sum")])
+@pytest.mark.parametrize(("servers", "reduction"), [(1, "mean"), (3, "sum")])
 def test_a_run_is_that_of_a_naive_loop(name: str, servers: int, reduction: Any) -> None:
     found, expected = in_a_run(name, servers, reduction)
     assert np.abs(found - expected).max() < 1e-6
@@ -147,8 +147,9 @@ def test_distances_over_one_shard_alone_would_be_noticed(name: str, monkeypatch:
 
 
 def test_the_same_bits_with_overlap_and_without() -> None:
-    for name in RULES:
-        assert in_a_run(name, 3, "mean")[0].tobytes() == run_and_twin(name, 3, overlap=False)[0].tobytes()
+    for name in ("median", "krum", "centered-clipping"):
+        alone = run_and_twin(name, 3, "sum", overlap=False)[0]
+        assert in_a_run(name, 3, "sum")[0].tobytes() == alone.tobytes()
 
 
 def test_a_worker_that_leaves_out_a_chunk_is_left_out_of_all() -> None:
@@ -333,7 +334,14 @@ def attacked(conspiracy: Conspiracy, **options: Any) -> Run:
 
 
 PROBLEM = two_classes()
-ATTACKS = ["sign-flip", "zero", "gaussian", "nan", "a little is enough"]
+ATTACKS: dict[str, tuple[str, ...]] = {
+    "sign-flip": ("median", "trimmed-mean", "clipped-mean", "centered-clipping", "krum"),
+    "zero": ("clipped-mean",),
+    "gaussian": ("trimmed-mean", "krum"),
+    "nan": ("median", "krum"),
+    "a little is enough": ("median", "centered-clipping", "krum"),
+}
+"""The rules that each is tried against: two that sort or measure vectors at least, where it is of a kind of its own."""
 
 
 DEFENCES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -357,13 +365,14 @@ def clean() -> float:
 def test_a_minority_cannot_spoil_a_robust_run(attack: str, clean: float) -> None:
     """Within 2 points of the run without attack, against as many as each rule stands; the mean is spoilt by two."""
     found = {}
-    for name, (faulty, options) in DEFENCES.items():
+    for name in ATTACKS[attack]:
+        faulty, options = DEFENCES[name]
         conspiracy = Conspiracy(attack, faulty)
         run = attacked(conspiracy, aggregate=name, worker_momentum=0.9, **options)
         found[name] = PROBLEM[2](run)
         assert conspiracy.attacks > 0
     assert all(accuracy > clean - 0.02 for accuracy in found.values()), found
-    if attack in ("sign-flip", "gaussian"):
+    if attack == "sign-flip":
         try:
             mean = PROBLEM[2](attacked(Conspiracy(attack, 2)))
         except GradstreamError:

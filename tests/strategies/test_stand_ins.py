@@ -60,9 +60,10 @@ def same(run: gs.Run, parameters: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    "strategy", [gs.Synchronous(), gs.Synchronous(overlap=False)], ids=["overlap", "after"]
+    ("strategy", "after_s"),
+    [(gs.Synchronous(), None), (gs.Synchronous(), 0.0), (gs.Synchronous(overlap=False), 0.05)],
+    ids=["lost", "at-once", "later"],
 )
-@pytest.mark.parametrize("after_s", [None, 0.0, 0.05], ids=["lost", "at-once", "later"])
 def test_a_death_at_any_instant_changes_no_bit(
     strategy: gs.Strategy, after_s: float | None, undisturbed: Any
 ) -> None:
@@ -84,7 +85,7 @@ def test_a_death_at_any_instant_changes_no_bit(
 
 def test_they_die_one_after_the_other_and_the_last_one_ends_as_all_would_have(undisturbed: Any) -> None:
     rng = random.Random(1)
-    for _ in range(3):
+    for _ in range(2):
         order = rng.sample(range(3), 2)
 
         async def script(cluster: Any, order: list[int] = order) -> None:
@@ -98,7 +99,7 @@ def test_they_die_one_after_the_other_and_the_last_one_ends_as_all_would_have(un
 
 def test_they_die_and_come_back_again_and_again(undisturbed: Any) -> None:
     """Stand-ins and newcomers that wait among them."""
-    for seed in range(4):
+    for seed in range(2):
         rng = random.Random(seed)
 
         async def script(cluster: Any, rng: random.Random = rng) -> None:
@@ -158,8 +159,8 @@ def test_another_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch, undisturbe
 
 
 def test_checkpoints_are_made_meanwhile_and_resumed_with_the_same_bits(undisturbed: Any) -> None:
-    for seed in range(3):
-        script = replace_at("worker-1", 0.2 + 0.1 * seed, 0.02 * (seed % 3))
+    for seed in range(2):
+        script = replace_at("worker-1", 0.2 + 0.1 * seed, 0.02 * seed)
         run, events = run_with(script, checkpoint_every=2, storage=MemoryStorage())
         assert same(run, undisturbed)
         assert len([e for e in events if e["event"] == "checkpoint"]) > 3
@@ -252,7 +253,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return gs.train(load_job(f"{folder / 'job.py'}:job"), run_dir=folder / "run").parameters["w"]
 
 
-@pytest.mark.parametrize("carrier", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize(
+    "carrier", ["grpc"]
+)  # by which a death is heard of differs; test_regroup.py has others
 def test_killed_processes_change_no_bit(carrier: str, tmp_path: Path, expected: Any) -> None:
     """Two kills of worker 1, which the launcher starts again; the rounds are slow until both have happened."""
     (tmp_path / "job.py").write_text(PROCESSES.format(carrier=carrier))

@@ -41,10 +41,9 @@ EVEN = SimulationConfig(costs={"gradient": Cost(base_s=0.1)}, network=JITTERY)
 UNEVEN = SimulationConfig(costs={"gradient": Cost(base_s=0.01, jitter=Exponential())}, network=JITTERY)
 
 
-@pytest.mark.parametrize("every", [2, 10])
 @pytest.mark.usefixtures("few_seeds")
-def test_it_obeys_the_laws(every: int) -> None:
-    assert not check_strategy(gs.DiLoCo(every=every)).broken
+def test_it_obeys_the_laws() -> None:
+    assert not check_strategy(gs.DiLoCo(every=2)).broken
 
 
 # ---- the outer step, in numpy ---------------------------------------------------------------------

@@ -112,7 +112,7 @@ def root(staleness: int, share: float) -> float:
     return float(np.abs(np.roots(polynomial)).max())
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 4, 16])
+@pytest.mark.parametrize("staleness", [0, 1, 8])
 def test_a_fixed_rate_is_stable_below_the_limit_and_not_above(staleness: int) -> None:
     fixed = gs.strategies.StalenessAware(power=0.0)
     seen = trajectory(fixed, [0.95 * limit(staleness), 1.05 * limit(staleness)], staleness)
@@ -166,7 +166,7 @@ def staleness_between(run: Run, start_s: float, stop_s: float) -> Counter[int]:
     return counts
 
 
-@pytest.mark.parametrize("splits", [1, 15, 30])
+@pytest.mark.parametrize("splits", [1, 15])
 def test_mean_staleness_of_softsync(splits: int) -> None:
     """λ = 30: n·(1 - 1/λ), and never above 2n."""
     counts = steady_staleness(splits)
@@ -337,12 +337,12 @@ def slope_over(budgets: Sequence[int], rate: Callable[[int], float]) -> float:
 
 
 def test_asysg_falls_with_the_root_of_k() -> None:
-    assert slope_over([50, 200, 800], paper_rate) == pytest.approx(-0.5, abs=0.1)
+    assert slope_over([40, 200, 480], paper_rate) == pytest.approx(-0.5, abs=0.1)
 
 
 def test_at_a_rate_that_does_not_fall_it_would_not() -> None:
     """The planted fault: the rate of K = 200 for every K."""
-    assert slope_over([50, 200, 800], lambda updates: paper_rate(200)) != pytest.approx(-0.5, abs=0.1)
+    assert slope_over([40, 200, 480], lambda updates: paper_rate(200)) != pytest.approx(-0.5, abs=0.1)
 
 
 @pytest.mark.usefixtures("few_seeds")

@@ -82,8 +82,10 @@ def simulated(model: Model, data: ArrayDataset, sizes: list[int], **options: Any
     return run.parameters["w"]
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("workers", SHARES)
+@pytest.mark.parametrize(
+    ("workers", "rule"),
+    [*((workers, "sgd") for workers in SHARES), *((3, rule) for rule in RULES if rule != "sgd")],
+)
 def test_equals_the_joined_batch_bit_for_bit(workers: int, rule: str) -> None:
     ours, theirs = RULES[rule]
     model, data = least_squares(64, FEATURES, grid=GRID)

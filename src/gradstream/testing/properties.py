@@ -30,6 +30,8 @@ from gradstream.testing.tokens import token_counts
 from gradstream.testing.trials import TrialOutcome, bad_world, token_run, trial
 
 SEEDS = 6
+SHARDS = (1, 2, 7)
+"""How many, where a strategy has any, in runs that must come to their end."""
 EPOCHS = 2
 FEATURES = 200  # four chunks of 64 elements
 LR, GRID = 2.0**-7, 2.0**-10
@@ -319,7 +321,7 @@ def _bytes_of(outcome: TrialOutcome) -> bytes:
 def ends(strategy: Strategy) -> str:
     """It comes to its end with 1 to 5 workers and 1, 2 or 7 shards (or none), also where a share is short."""
     longest = 0.0
-    sizes = list(itertools.product(range(1, 6), (1, 2, 7) if isinstance(strategy, ServerStrategy) else (0,)))
+    sizes = list(itertools.product(range(1, 6), SHARDS if isinstance(strategy, ServerStrategy) else (0,)))
     for workers, servers in sizes:
         outcome = token_run(strategy, workers=workers, servers=servers, epochs=1, batch_size=3)
         run = _ended(outcome, f"with workers={workers}, servers={servers}")
