@@ -329,7 +329,7 @@ def test_killed_shards_come_back(tmp_path: Path, acknowledge: Any, carrier: Any)
         strikes = Strikes(cluster, "backed_up" if acknowledge == "replicated" else "joined")
         run = launch(plan, tmp_path / "run", cluster=cluster, on_event=strikes)
     assert strikes.killed == ["shard-0", "shard-1"]
-    assert TokenAudit.of(run, 64, 12).exact
+    assert TokenAudit.of(run, 64, 8).exact
     joined = Counter(event["who"] for event in run.events if event["event"] == "joined")
     assert (joined["shard-0"], joined["shard-1"]) == (2, 2)
 
@@ -341,6 +341,6 @@ from gradstream.testing import Tokens, numbered
 
 def job():
     model, sgd = Tokens(8), gs.optim.SGD(lr=1.0)
-    options = {"workers": 2, "servers": 2, "batch_size": 2, "epochs": 12, "chunk_elems": 64}
+    options = {"workers": 2, "servers": 2, "batch_size": 2, "epochs": 8, "chunk_elems": 64}
     return gs.Job(model, numbered(64), strategy="downpour", optimizer=sgd, **options)
 """
