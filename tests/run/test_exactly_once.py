@@ -164,7 +164,9 @@ def test_every_chunk_has_every_sample_once_whenever_workers_die() -> None:
         deaths += outcome.deaths
     print(f"{len(SEEDS)} seeds, {deaths} deaths: {dict(total)}")
     assert deaths > len(SEEDS) // 2
-    assert min(total["in_model"], total["torn"], total["again"]) > len(SEEDS) // 20  # the hard cases did happen
+    assert (
+        min(total["in_model"], total["torn"], total["again"]) > len(SEEDS) // 20
+    )  # the hard cases did happen
 
 
 # ---- planted faults -------------------------------------------------------------------------
