@@ -278,6 +278,6 @@ def cut_off(seed: int) -> TokenAudit:
 
 
 def test_a_worker_that_counts_as_lost_and_lives_is_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(cut_off(seed).exact for seed in range(2))
+    assert cut_off(3).exact
     no_fence(monkeypatch)
-    assert any(cut_off(seed).doubled for seed in range(4))
+    assert any(cut_off(seed).doubled for seed in range(3, 8))
