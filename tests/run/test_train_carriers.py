@@ -144,7 +144,7 @@ def job(carrier="auto"):
         gradients=lambda p, x, y: (0.0, {"w": p["w"] * x[0, 0]}),
     )
     data = gs.from_arrays(np.array([[0.3], [0.7]]), np.zeros(2))
-    return gs.Job(model, data, batch_size=1, steps=3, optimizer=gs.optim.Adam(lr=0.01), carrier=carrier)
+    return gs.Job(model, data, batch_size=1, steps=2, optimizer=gs.optim.Adam(lr=0.01), carrier=carrier)
 
 def over_tcp():
     return job("tcp")
