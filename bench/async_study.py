@@ -51,13 +51,15 @@ DRAWN = (
 
 
 def quick_scenes() -> list[Scene]:
-    """An epoch at most, two rates and a seed, of few methods."""
+    """Half an epoch at most, two rates and a seed, of few methods."""
     equal, _, four, _, by_label, *_ = SCENES
-    brief = {"epochs": 1.0, "rates": (0.01, 3.0), "rungs": ((1.0, 1),), "seeds": (1,)}
+    brief = {"epochs": 0.4, "rates": (0.01, 3.0), "rungs": ((1.0, 1),), "seeds": (1,)}
     return [
         replace(equal, methods=(BY_NAME["single"], BY_NAME["downpour"]), timed=("single",), **brief),
-        replace(by_label, methods=(BY_NAME["downpour"],), timed=(), **(brief | {"epochs": 0.1})),
-        replace(four, methods=FIGURE_4[1:2], epochs=0.5, rates=(0.003,), rungs=((1.0, 1),), seeds=(1,)),
+        replace(
+            by_label, methods=(BY_NAME["downpour"],), timed=(), **(brief | {"epochs": 0.1, "rates": (0.01,)})
+        ),
+        replace(four, methods=FIGURE_4[1:2], epochs=0.2, rates=(0.003,), rungs=((1.0, 1),), seeds=(1,)),
     ]
 
 

@@ -41,7 +41,7 @@ def gradients(p, x, y):
     error = x @ p["w"] - y
     return float(error @ error) / len(y), {"w": 2 * error @ x / len(y)}
 
-def job(steps=250):
+def job(steps=100):
     model = gs.from_functions(
         init=lambda seed: {"w": np.zeros(300)}, outputs=lambda p, x: x @ p["w"], gradients=gradients
     )
@@ -94,12 +94,12 @@ def test_killed_again_and_again_and_resumed_a_run_ends_with_the_same_bytes(
 ) -> None:
     monkeypatch.setattr(resume_module, "launch", partial(launch, cluster=warm))
     whole = train(job_file, tmp_path / "whole", warm)
-    assert whole.summary["steps"] == 500
+    assert whole.summary["steps"] == 200
     rng = random.Random(7)
     path, kills = tmp_path / "killed", 0
     go: Callable[..., gs.Run] = partial(train, job_file, path, warm)
-    while kills < 5:  # before the first checkpoint, between two, and in the middle of one
-        killer = Killer(warm, rng.randrange(1, 130))
+    while kills < 3:  # before the first checkpoint, between two, and in the middle of one
+        killer = Killer(warm, rng.randrange(1, 60))
         try:
             go(on_event=killer)
         except gs.errors.PeerLostError:
@@ -115,8 +115,8 @@ def test_killed_again_and_again_and_resumed_a_run_ends_with_the_same_bytes(
     run = go()
     assert (path / FINAL_MODEL).read_bytes() == (tmp_path / "whole" / FINAL_MODEL).read_bytes()
     assert run.summary["failed"] is None
-    assert run.summary["steps"] == 500  # steps that were computed twice count once
-    assert [row["step"] for row in run.history if row["rank"] == 0] == list(range(250))
+    assert run.summary["steps"] == 200  # steps that were computed twice count once
+    assert [row["step"] for row in run.history if row["rank"] == 0] == list(range(100))
 
 
 def wait_for(text: str, path: Path) -> None:

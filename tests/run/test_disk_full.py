@@ -216,10 +216,10 @@ def test_a_torn_record_that_cannot_be_taken_back_at_once_is_taken_back_before_th
 
 # ---- whole runs on virtual time -------------------------------------------------------------
 
-MODEL, DATA = least_squares(60, 200, whole=False, dtype="float32", reduction="mean")
-WORLD = SimulationConfig(costs={"gradient": Cost(base_s=0.3)})
+MODEL, DATA = least_squares(60, 100, whole=False, dtype="float32", reduction="mean")
+WORLD = SimulationConfig(costs={"gradient": Cost(base_s=0.6)})
 JOB: dict[str, Any] = {
-    "optimizer": gs.optim.SGD(lr=0.05), "workers": 2, "servers": 2, "batch_size": 4, "epochs": 11,
+    "optimizer": gs.optim.SGD(lr=0.05), "workers": 2, "servers": 2, "batch_size": 4, "epochs": 6,
     "chunk_elems": 64, "deadlines": QUICK, "checkpoint_every": "2s", "record": True,
 }  # fmt: skip
 
@@ -265,7 +265,7 @@ def on_a_good_disk(strategy: str) -> FailingStorage:
 
 @pytest.mark.parametrize(
     ("number", "strategy"),
-    [(errno.ENOSPC, "synchronous"), (errno.ENOSPC, "downpour"), (errno.EIO, "downpour")],
+    [(errno.ENOSPC, "synchronous"), (errno.EIO, "downpour")],
     ids=lambda given: errno.errorcode.get(given, given),
 )
 def test_a_disk_that_fails_for_ten_seconds_in_mid_run(number: int, strategy: str) -> None:
@@ -291,7 +291,7 @@ def test_a_disk_that_fails_for_ten_seconds_in_mid_run(number: int, strategy: str
         assert storage.read(final) == quiet.read(final)
 
 
-@ERRORS
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=lambda number: errno.errorcode[number])
 def test_final_parameters_wait_for_room(number: int) -> None:
     storage, told = FailingStorage(), list[str]()
 
@@ -304,7 +304,7 @@ def test_final_parameters_wait_for_room(number: int) -> None:
         await director.sleep(10.0)
         storage.error = 0
 
-    cluster, _ = simulated(storage, script, told, strategy="synchronous", epochs=4)
+    cluster, _ = simulated(storage, script, told, strategy="synchronous", epochs=2)
     assert storage.num_failed > 1
     assert {name: error for name, error in cluster.outcomes.items() if error is not None} == {}
     assert "checkpoints/final/model.safetensors" in storage.files
@@ -314,7 +314,7 @@ def test_final_parameters_wait_for_room(number: int) -> None:
 def test_final_parameters_that_find_no_room_are_an_error_that_names_the_disk() -> None:
     storage = FailingStorage()
     full = full_between(storage, errno.ENOSPC, 5.0, 1000.0)
-    cluster, _ = simulated(storage, full, strategy="synchronous", epochs=4)
+    cluster, _ = simulated(storage, full, strategy="synchronous", epochs=2)
     error = cluster.outcomes["worker-0"]
     assert isinstance(error, DiskError)
     assert "bytes) are lost" in str(error)

@@ -659,12 +659,9 @@ def parameters_of(folder: Path) -> bytes:
     return bytes(gs.Run.load(folder / "run").parameters["w"].tobytes())
 
 
-@pytest.mark.parametrize("strategy", ["synchronous", "allreduce"])
-def test_where_shards_are_changes_no_bit_and_checkpoints_are_made(
-    machine: Start, tmp_path: Path, strategy: str
-) -> None:
+def test_where_shards_are_changes_no_bit_and_checkpoints_are_made(machine: Start, tmp_path: Path) -> None:
     """Also where the run fails, and goes on from its checkpoint on both machines, or on the first alone."""
-    train = ("train", "linear.py", "--strategy", strategy, "--run-dir", "run")
+    train = ("train", "linear.py", "--strategy", "synchronous", "--run-dir", "run")
     together = on_two(machine, "together", *train, "--servers-on", "launcher")
     assert [status for status, _ in together] == [0, 0], together
     expected = parameters_of(tmp_path / "together")
@@ -674,7 +671,7 @@ def test_where_shards_are_changes_no_bit_and_checkpoints_are_made(
     failed = on_two(machine, "apart", *train)
     assert [status for status, _ in failed] == [1, 1], failed
     assert "on purpose" in failed[0][1]
-    assert ("with shard-1, worker-1" in failed[1][1]) == (strategy == "synchronous")
+    assert "with shard-1, worker-1" in failed[1][1]
     assert not (tmp_path / "apart-b" / "run" / "checkpoints").exists()
     (tmp_path / "apart" / "stops").unlink()
     shutil.copytree(tmp_path / "apart", tmp_path / "alone")

@@ -71,13 +71,13 @@ def newcomers_steps(events: list[Any], name: str) -> int:
 def test_a_worker_is_replaced_at_any_instant(strategy: gs.Strategy) -> None:
     """Nothing is lost, also where the new process is there before anybody has heard of the death."""
     rng, made = random.Random(str(strategy)), 0
-    for seed in range(3):
+    for seed in range(2):
         name, after_s = rng.choice(["worker-0", "worker-1"]), rng.choice([0.0, 1e-3, 0.02, 0.1])
         run, events, steps = replaced(strategy, seed, name, rng.uniform(0.05, 0.5), after_s)
         check_exactly_once(run, NUM_SAMPLES, EPOCHS)
         assert [e["epoch"] for e in events if e["event"] in ("left", "joined") and e["epoch"] > 1][:2] != []
         made += steps
-    assert made > 7
+    assert made > 4
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_the_run_ends_with_its_result(strategy: gs.Strategy) -> None:
     """Where updates cannot be counted: every minibatch has a receipt, and the loss is that of a run without a death."""
     model, data = least_squares(96, 4, whole=False, reduction="mean")
     options: dict[str, Any] = {
-        "optimizer": gs.optim.SGD(lr=0.05), "strategy": strategy, "workers": 3, "batch_size": 4, "epochs": 5,
+        "optimizer": gs.optim.SGD(lr=0.05), "strategy": strategy, "workers": 3, "batch_size": 4, "epochs": 3,
         "config": UNSTEADY, "deadlines": QUICK,
     }  # fmt: skip
     x, y = torch.as_tensor(data.inputs), torch.as_tensor(data.targets)
@@ -112,7 +112,7 @@ def test_the_run_ends_with_its_result(strategy: gs.Strategy) -> None:
     events: list[Any] = []
     script = replace_at("worker-0", 0.3, 0.05)
     run = simulate(model, data, **options, script=script, on_event=events.append)
-    assert run.summary["samples_accounted"] == 5 * 96
+    assert run.summary["samples_accounted"] == 3 * 96
     assert newcomers_steps(events, "worker-0") > 3
     assert loss(run) < 1.5 * alone + 0.01
 
@@ -152,7 +152,7 @@ def test_two_workers_of_three_are_replaced_again_and_again() -> None:
             await director.sleep(0.02)
             await cluster.restart(name)
 
-    for seed in range(4):
+    for seed in range(2):
         run = count_tokens(strategy="downpour", servers=1, epochs=EPOCHS, seed=seed, script=script)
         check_exactly_once(run, NUM_SAMPLES, EPOCHS)
         assert len(run.summary["workers_lost"]) == 4
@@ -162,20 +162,19 @@ def test_two_workers_of_three_are_replaced_again_and_again() -> None:
 def test_at_the_beginning_it_waits_for_the_first_parameters(at_s: float) -> None:
     """Worker 0 hands them out; where it dies before that, the next one does, and the newcomer does not."""
     slow = SimulationConfig(costs={**UNSTEADY.costs, "init": Cost(base_s=0.05)}, network=UNSTEADY.network)
-    for seed in range(2):
-        script = replace_at("worker-0", 0.03 + at_s, 1e-3)
-        run = count_tokens(strategy="downpour", epochs=EPOCHS, seed=seed, config=slow, script=script)
-        check_exactly_once(run, NUM_SAMPLES, EPOCHS)
+    script = replace_at("worker-0", 0.03 + at_s, 1e-3)
+    run = count_tokens(strategy="downpour", epochs=2, config=slow, script=script)
+    check_exactly_once(run, NUM_SAMPLES, 2)
 
 
 def test_during_a_snapshot_it_waits() -> None:
     """Checkpoints are made all the time; a death in one ends it, and the newcomer enters between two."""
-    for seed in range(5):
+    for seed in range(3):
         run, events, _ = replaced(
             gs.Downpour(),
             seed,
             "worker-1",
-            0.1 + 0.02 * seed,
+            0.1 + 0.04 * seed,
             0.01,
             checkpoint_every=2,
             storage=MemoryStorage(),
@@ -210,7 +209,7 @@ def test_a_strategy_that_needs_every_worker_takes_in_nobody() -> None:
 def test_a_worker_that_is_asked_to_go_hands_in_all_and_each_sample_counts_once(strategy: gs.Strategy) -> None:
     """Also where its place is taken again at once, and where it has nothing to do."""
     rng = random.Random(str(strategy))
-    for seed in range(3):
+    for seed in range(2):
         name, at_s, back = rng.choice(["worker-0", "worker-1"]), rng.uniform(0.05, 0.6), seed % 2 == 0
 
         async def script(cluster: Any, name: str = name, at_s: float = at_s, back: bool = back) -> None:
@@ -372,7 +371,7 @@ def test_the_launcher_starts_a_lost_worker_again(number: int, tmp_path: Path) ->
 
 
 def test_sigterm_lets_a_worker_hand_in_its_last_gradient(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(JOB.replace("epochs=100", "epochs=2"))
+    (tmp_path / "job.py").write_text(JOB.replace("epochs=100", "epochs=1").replace("slow(4000", "slow(1800"))
     log = tmp_path / "run" / "logs" / "worker-1.log"
     struck: list[int] = []
 
@@ -382,7 +381,7 @@ def test_sigterm_lets_a_worker_hand_in_its_last_gradient(tmp_path: Path) -> None
             os.kill(struck[0], signal.SIGTERM)
 
     run = gs.train(load_job(f"{tmp_path / 'job.py'}:job"), run_dir=tmp_path / "run", on_event=on_event)
-    assert run.summary["samples_accounted"] == 2 * 4000
+    assert run.summary["samples_accounted"] == 1800
     assert run.summary["workers_lost"] == []
     left = [event for event in run.events if event["event"] == "left" and event["reason"]]
     assert [(event["who"], event["reason"]) for event in left] == [("worker-1", "it was asked to go")]

@@ -31,10 +31,10 @@ def job(**options):
     inner = model.gradient
     def gradient(*given, **more):
         if not Path(__file__).with_name("hurry").exists():
-            time.sleep(0.15)  # so that the run goes on until all that is to happen has happened
+            time.sleep(0.4)  # so that the run goes on until all that is to happen has happened
         return inner(*given, **more)
     model.gradient = gradient
-    given = {"workers": 2, "servers": 2, "batch_size": 2, "epochs": 12, "chunk_elems": 64, "strategy": "downpour"}
+    given = {"workers": 2, "servers": 2, "batch_size": 2, "epochs": 6, "chunk_elems": 64, "strategy": "downpour"}
     return gs.Job(model, numbered(64), optimizer=gs.optim.SGD(lr=1.0), **(given | options))
 
 
@@ -95,7 +95,7 @@ def test_a_run_changes_its_shards_and_loses_one_and_its_launcher(job: Path) -> N
     assert "shard-5 hold the parameters" in gs.runs.reshard(run_dir, servers=1)
     (job.parent / "hurry").touch()
     run = gs.runs.attach(run_dir)
-    assert TokenAudit.of(run, 64, 12).exact
+    assert TokenAudit.of(run, 64, 6).exact
     joined = Counter(event["who"] for event in run.events if event["event"] == "joined")
     assert {name for name in joined if name.startswith("shard")} == {f"shard-{rank}" for rank in range(6)}
     assert joined["shard-3"] >= 2
@@ -113,7 +113,7 @@ def test_the_command_changes_the_shards_and_names_what_it_cannot(job: Path) -> N
     assert done.returncode == exit_code(ConfigError(""))
     assert "has this number of shards already" in done.stderr or "has ended" in done.stderr
     (job.parent / "hurry").touch()
-    assert TokenAudit.of(gs.runs.attach(run_dir), 64, 12).exact
+    assert TokenAudit.of(gs.runs.attach(run_dir), 64, 6).exact
     with pytest.raises(ConfigError, match="has ended: it has finished; no shard is left to change"):
         gs.runs.reshard(run_dir, servers=2)
 

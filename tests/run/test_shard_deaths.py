@@ -39,7 +39,7 @@ from gradstream.testing.trials import Record, bad_world, observed
 from gradstream.wire import v1
 
 SAMPLES, EPOCHS, WORKERS = 24, 4, 3
-SEEDS = int(os.environ.get("SHARD_SEEDS", "16"))
+SEEDS = int(os.environ.get("SHARD_SEEDS", "8"))
 
 STRATEGIES: tuple[gs.strategies.ServerStrategy, ...] = (
     gs.Downpour(),
@@ -144,15 +144,15 @@ def test_every_chunk_has_every_sample_once_whenever_shards_die() -> None:
     assert kinds["worker"] and kinds["coordinator"]
 
 
-@pytest.mark.parametrize("acknowledge", ["logged", "replicated"])
 @pytest.mark.parametrize(
-    ("strategy", "optimizer"),
+    ("strategy", "optimizer", "acknowledge"),
     [
-        (gs.Synchronous(), gs.optim.Adam(lr=0.01)),
-        (gs.Synchronous(aggregate="median"), gs.optim.Momentum(lr=0.01)),
-        (gs.SSP(bound=0), gs.optim.Adagrad(lr=0.01)),
+        (gs.Synchronous(), gs.optim.Adam(lr=0.01), "logged"),
+        (gs.Synchronous(), gs.optim.Adam(lr=0.01), "replicated"),
+        (gs.Synchronous(aggregate="median"), gs.optim.Momentum(lr=0.01), "replicated"),
+        (gs.SSP(bound=0), gs.optim.Adagrad(lr=0.01), "logged"),
     ],
-    ids=["adam", "median", "ssp"],
+    ids=["adam-logged", "adam-replicated", "median", "ssp"],
 )
 def test_in_rounds_a_death_changes_no_bit(strategy: Any, optimizer: Any, acknowledge: Any) -> None:
     """Optimizer state, sums and rounds go on as if nothing had happened."""
@@ -329,7 +329,7 @@ def test_killed_shards_come_back(tmp_path: Path, acknowledge: Any, carrier: Any)
         strikes = Strikes(cluster, "backed_up" if acknowledge == "replicated" else "joined")
         run = launch(plan, tmp_path / "run", cluster=cluster, on_event=strikes)
     assert strikes.killed == ["shard-0", "shard-1"]
-    assert TokenAudit.of(run, 64, 12).exact
+    assert TokenAudit.of(run, 64, 8).exact
     joined = Counter(event["who"] for event in run.events if event["event"] == "joined")
     assert (joined["shard-0"], joined["shard-1"]) == (2, 2)
 
@@ -341,6 +341,6 @@ from gradstream.testing import Tokens, numbered
 
 def job():
     model, sgd = Tokens(8), gs.optim.SGD(lr=1.0)
-    options = {"workers": 2, "servers": 2, "batch_size": 2, "epochs": 12, "chunk_elems": 64}
+    options = {"workers": 2, "servers": 2, "batch_size": 2, "epochs": 8, "chunk_elems": 64}
     return gs.Job(model, numbered(64), strategy="downpour", optimizer=sgd, **options)
 """

@@ -86,17 +86,14 @@ def run_of(strategy: gs.Strategy, **options: Any) -> Run:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "optimizer"),
     [
-        {},
-        {"overlap": False},
-        {"push_every": 3, "fetch_every": 2},
-        {"push_every": 2, "fetch_every": 3, "overlap": False, "local_lr": 0.1},
+        ({}, gs.optim.SGD(lr=0.3)),
+        ({"overlap": False}, gs.optim.Adagrad(lr=0.1, initial_accumulator=0.01)),
+        ({"push_every": 3, "fetch_every": 2}, gs.optim.Adagrad(lr=0.1, initial_accumulator=0.01)),
+        ({"push_every": 2, "fetch_every": 3, "overlap": False, "local_lr": 0.1}, gs.optim.SGD(lr=0.3)),
     ],
     ids=str,
-)
-@pytest.mark.parametrize(
-    "optimizer", [gs.optim.SGD(lr=0.3), gs.optim.Adagrad(lr=0.1, initial_accumulator=0.01)]
 )
 def test_one_worker_has_the_bits_of_whole_chunks(options: dict[str, Any], optimizer: Any) -> None:
     runs = [
@@ -261,8 +258,11 @@ def test_hostile_pushes_are_refused(monkeypatch: pytest.MonkeyPatch, change: Any
         run_of(gs.Downpour(), epochs=1)
 
 
-@pytest.mark.parametrize("optimizer", [gs.optim.SGD(lr=0.3), gs.optim.Adagrad(lr=0.1)])
-@pytest.mark.parametrize("options", [{}, {"overlap": False}], ids=str)
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [(gs.optim.SGD(lr=0.3), {"overlap": False}), (gs.optim.Adagrad(lr=0.1), {})],
+    ids=["sgd", "adagrad"],
+)
 def test_synchronous_rounds_have_the_bits_of_whole_chunks(optimizer: Any, options: dict[str, Any]) -> None:
     """Also of sums over workers, for rows that several workers have and rows that one worker has."""
     runs = [

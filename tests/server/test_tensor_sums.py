@@ -41,23 +41,26 @@ def test_bits_do_not_depend_on_the_number_of_shards(rule: Any, servers: int, who
     assert difference(trained(rule, servers=servers), whole[rule]) == 0
 
 
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
-    "options",
+    ("options", "rule"),
     [
-        {"strategy": "allreduce"},
-        {"strategy": SHARDED},
-        {"strategy": gs.AllReduce(sharded=False, bucket_mib=5e-4)},
-        {"strategy": SHARDED, "workers": 3, "batch_size": 4},
-        {"split": 2, "servers": 1},
-        {"split": 3, "servers": 2},
-        {"split": 2, "servers": 2, "pipeline": SLICES},
-        {"split": 2, "strategy": "allreduce"},
+        ({"strategy": "allreduce"}, LAMB),
+        ({"strategy": SHARDED}, LAMB),
+        ({"strategy": gs.AllReduce(sharded=False, bucket_mib=5e-4)}, LARS),
+        ({"strategy": SHARDED, "workers": 3, "batch_size": 4}, LARS),
+        ({"split": 2, "servers": 1}, LAMB),
+        ({"split": 3, "servers": 2}, LARS),
+        ({"split": 2, "servers": 2, "pipeline": SLICES}, LAMB),
+        ({"split": 2, "servers": 2, "pipeline": SLICES}, LARS),
+        ({"split": 2, "strategy": "allreduce"}, LARS),
     ],
-    ids=["allreduce", "sharded", "replicated", "three", "parts", "more-parts", "slices", "parts-allreduce"],
+    ids=[
+        *("allreduce", "sharded", "replicated", "three", "parts", "more-parts", "slices-lamb", "slices-lars"),
+        "parts-allreduce",
+    ],
 )
 def test_any_division_of_tensors_gives_the_same_run(
-    rule: Any, options: dict[str, Any], whole: dict[Any, Run]
+    options: dict[str, Any], rule: Any, whole: dict[Any, Run]
 ) -> None:
     options = {"servers": None, **options}
     if "split" in options and options.get("strategy") != "allreduce":

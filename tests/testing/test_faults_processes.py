@@ -118,10 +118,9 @@ def test_a_ring_whose_rank_is_killed_behind_a_slow_link(job: MakeJob, tmp_path: 
     assert np.array_equal(run.parameters["tokens"], alone.parameters["tokens"])
 
 
-@pytest.mark.parametrize("strategy", ["downpour", "synchronous"])
-def test_a_plan_strikes_processes(strategy: str, job: MakeJob, tmp_path: Path) -> None:
+def test_a_plan_strikes_processes_in_rounds(job: MakeJob, tmp_path: Path) -> None:
     plan = FaultPlan([Kill("worker-1", 0.3), Stop("worker-2", 0.2, 0.5), Drain("worker-0", 0.6)])
-    run = plan.on_processes(job(carrier="auto", strategy=strategy), tmp_path / "run")
+    run = plan.on_processes(job(carrier="auto", strategy="synchronous"), tmp_path / "run")
     assert run.summary["samples_accounted"] == SAMPLES * EPOCHS
     assert plan.kinds == {"kill": 1, "stop": 1, "drain": 1}
     assert "worker-1" in run.summary["workers_lost"]

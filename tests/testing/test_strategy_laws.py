@@ -25,14 +25,16 @@ from gradstream.testing import BrokenPropertiesError, check_strategy, properties
 from gradstream.testing.properties import BrokenPropertyError, Property
 from gradstream.worker.replica.server import ServerReplica
 
-BUILT_IN = (
-    gs.Synchronous(),
-    gs.Downpour(push_every=5, fetch_every=3),
+
+@pytest.mark.parametrize(
+    ("strategy", "seeds"),
+    [(gs.Synchronous(), 2), (gs.Downpour(push_every=5, fetch_every=3), properties.SEEDS)],
+    ids=str,
 )
-
-
-@pytest.mark.parametrize("strategy", BUILT_IN, ids=str)
-def test_built_in_strategies_have_all_properties(strategy: Strategy) -> None:
+def test_built_in_strategies_have_all_properties(
+    strategy: Strategy, seeds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(properties, "SEEDS", seeds)
     report = check_strategy(strategy)
     assert [result.name for result in report.results] == [check.__name__ for check in properties.PROPERTIES]
     assert not report.broken
@@ -341,6 +343,7 @@ def test_the_strategy_without_faults_has_the_properties(monkeypatch: pytest.Monk
     assert len(report.results) == 5
 
 
+@pytest.mark.usefixtures("few_seeds")
 def test_all_broken_properties_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, properties.plain, properties.converges, properties.complete)
     with pytest.raises(
