@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,8 @@ from records import RESULTS, ROOT, command_line, origin
 
 JOB = ROOT / "bench" / "links" / "mlp.py"
 LOCAL = ("--strategy", "local-sgd", "--set", "strategy.every=20")
+FAR = ("--strategy", "local-sgd", "--set", "strategy.every=78")
+ASYNC = ("--strategy", "async-diloco", "--set", "strategy.every=60", "--set", "strategy.delay=60")
 
 OURS: dict[str, tuple[str, ...]] = {
     "allreduce": ("--strategy", "allreduce", "--set", "evaluate_every=4"),
@@ -35,6 +38,8 @@ OURS: dict[str, tuple[str, ...]] = {
     "allreduce, powersgd": ("--strategy", "allreduce", "--codec", "powersgd", "--set", "evaluate_every=20"),
     "local-sgd, H = 20": (*LOCAL, "--set", "evaluate_every=1"),
     "local-sgd, H = 20, float4": (*LOCAL, "--codec", "float4", "--set", "evaluate_every=1"),
+    "local-sgd, H = 78, float4": (*FAR, "--codec", "float4", "--set", "evaluate_every=1"),
+    "async-diloco, int8": (*ASYNC, "--codec", "int8", "--set", "evaluate_every=40"),
     "local-sgd, H = 20, one-bit": (*LOCAL, "--codec", "one-bit", "--set", "evaluate_every=1"),
 }
 PEERS = {"ddp": 0.02, "bf16": 0.02, "powersgd": 0.02, "post-local": 0.02}
@@ -78,7 +83,8 @@ def measure(name: str, machines: Machines, folder: Path, seconds: float) -> list
     if name in OURS:
         until = ("--set", f"until.seconds={seconds:g}", "--seed", "0", "--json")
         run = run_on(machines, folder, str(JOB), *OURS[name], *until)
-        every = 20 if "H = 20" in name else 1
+        steps = re.search(r"H = (\d+)", name)
+        every = int(steps[1]) if steps else 1
         evaluated = [event for event in run.events if event["event"] == "evaluated"]
         return [(one["time_s"], one["step"] * every, one["accuracy"]) for one in evaluated]
     return peer(name.removeprefix("torch: "), machines, folder, seconds)

@@ -300,7 +300,9 @@ def test_the_example_for_slow_links_is_a_job() -> None:
         ({"noise_scale": True}, "does not have the length of a gradient"),
         ({"codec": C.DGC(), "optimizer": gs.optim.SGD(0.1, momentum=0.9)}, "would add a second"),
         ({"codec": C.EF21(C.TopK(0.1))}, "take ErrorFeedback"),
-        ({"codec": 3}, "without encoded_bytes"),
+        ({"codec": 3}, "without encoded_bytes.*expected a name .bfloat16, "),
+        ({"codec": C.TopK}, r"is the class TopK; expected an object, TopK\(\)"),
+        ({"codec": "none"}, "leave codec out"),
     ],
 )
 def test_what_cannot_be_encoded_is_refused_before_anything_starts(options: dict[str, Any], says: str) -> None:
@@ -325,6 +327,23 @@ def test_a_shard_refuses_what_its_codec_does_not_make(monkeypatch: pytest.Monkey
     monkeypatch.setattr(C.TopK, "encode", lying)
     with pytest.raises(gs.errors.GradstreamError, match=r"chunk \d, encoded: got an element at 1048576"):
         linear(workers=1, codec=C.TopK(0.5), deadlines=QUICK)
+
+
+def test_what_is_no_codec_of_flat_tensors_has_no_feedback_around_it() -> None:
+    with pytest.raises(ConfigError, match="PowerSGD keeps what it leaves out already; use it alone"):
+        C.ErrorFeedback(C.PowerSGD())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("codec", "share"), [("int8", 1 / 4), (C.PowerSGD(1), 1 / 6)])
+def test_bytes_of_a_group_stand_beside_those_without_a_codec(codec: Any, share: float) -> None:
+    model = gs.from_torch(lambda: nn.Linear(64, 128), nn.functional.mse_loss)
+    rng = np.random.default_rng(0)
+    data = gs.from_arrays(
+        rng.standard_normal((32, 64)).astype("float32"), rng.standard_normal((32, 128)).astype("float32")
+    )
+    run = gs.simulate(model, data, strategy="allreduce", workers=2, batch_size=8, epochs=1, codec=codec)
+    assert run.summary["whole_pushed_bytes"] == run.summary["whole_fetched_bytes"] == 4 * 4 * (64 + 1) * 128
+    assert run.summary["pushed_bytes"] < share * 1.1 * run.summary["whole_pushed_bytes"]
 
 
 def test_steps_of_ten_thousand_parameters_take_less_time_over_a_slow_network() -> None:

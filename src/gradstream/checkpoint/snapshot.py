@@ -135,7 +135,7 @@ class NodeSnapshots:
         if copies:
             sums = await self._write(snapshot, vectors, elems)
             vectors = {}
-            trim()
+            trim(needed_bytes)
         written = v1.SnapshotReport(number=number, kind=v1.SnapshotReport.WRITTEN, sums=sums)
         self._member.report(written)
 

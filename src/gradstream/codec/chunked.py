@@ -46,7 +46,7 @@ class ChunkTopK:
 
     def __post_init__(self) -> None:
         if self.k < 4 or self.k % 4:
-            raise ConfigError(f"ChunkTopK: k is {self.k}; expected a multiple of 4")
+            raise ConfigError(f"ChunkTopK: k is {self.k}; expected a multiple of 4, up to chunk={self.chunk}")
         if not self.k <= self.chunk <= 1 << 15:
             raise ConfigError(
                 f"ChunkTopK: chunk is {self.chunk}; expected at least k={self.k}, and up to {1 << 15}"

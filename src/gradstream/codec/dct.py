@@ -50,7 +50,7 @@ class DCT:
 
     def __post_init__(self) -> None:
         if self.k < 4 or self.k % 4:
-            raise ConfigError(f"DCT: k is {self.k}; expected a multiple of 4")
+            raise ConfigError(f"DCT: k is {self.k}; expected a multiple of 4, up to chunk={self.chunk}")
         if not self.k <= self.chunk <= 256:
             raise ConfigError(f"DCT: chunk is {self.chunk}; expected at least k={self.k}, and up to 256")
 

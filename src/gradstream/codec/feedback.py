@@ -54,7 +54,7 @@ class ErrorFeedback:
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.codec.state_names:
+        if getattr(self.codec, "state_names", True):  # PowerSGD is no codec of flat tensors
             raise ConfigError(
                 f"ErrorFeedback: {type(self.codec).__name__} keeps what it leaves out already; use it alone"
             )
@@ -123,7 +123,7 @@ class EF21:
     codec: Codec
 
     def __post_init__(self) -> None:
-        if self.codec.state_names:
+        if getattr(self.codec, "state_names", True):
             raise ConfigError(
                 f"EF21: {type(self.codec).__name__} keeps what it leaves out; expected one without"
             )

@@ -125,6 +125,12 @@ def find_optimizer(spec: str | Optimizer, options: Mapping[str, Any] | None = No
 
 def find_codec(spec: str | Codec | PowerSGD, options: Mapping[str, Any] | None = None) -> Codec | PowerSGD:
     """Finds a codec in the same way as `find_strategy`, with the same errors."""
+    if isinstance(spec, type):
+        raise ConfigError(
+            f"codec is the class {spec.__name__}; expected an object, {spec.__name__}(), or a name"
+        )
+    if spec in ("", "none", "None"):
+        raise ConfigError(f"codec {spec!r} is no codec; leave codec out to send numbers as they are")
     found = _find("codec", spec, options or {})
     if isinstance(found, PowerSGD):
         return found
@@ -133,8 +139,8 @@ def find_codec(spec: str | Codec | PowerSGD, options: Mapping[str, Any] | None =
     ]
     if missing:
         raise ConfigError(
-            f"codec {spec!r} is a {type(found).__name__} without {', '.join(missing)}; expected a codec: see "
-            "gradstream.codec.base"
+            f"codec {spec!r} is a {type(found).__name__} without {', '.join(missing)}; expected a name "
+            f"({', '.join(sorted(CODECS))}), or a codec: see gradstream.codec.base"
         )
     return cast(Codec, found)
 

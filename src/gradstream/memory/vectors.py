@@ -27,6 +27,9 @@ from gradstream.errors import LentMemoryError
 ALIGNMENT_BYTES = 64
 """Alignment of every vector: a cache line, and the widest SIMD register."""
 
+WORTH_BYTES = 8 << 20
+"""Memory of this size is given back to the system when it is not needed any more."""
+
 
 @dataclass(slots=True, eq=False)
 class Loan:
@@ -231,12 +234,18 @@ class Memory:
         return Vector(name, aligned.view(dtype))
 
 
-def trim() -> None:
-    """Returns freed pages to the system, if the C library can (glibc).
+def trim(freed_bytes: int) -> None:
+    """Returns freed pages to the system, if the C library can (glibc), and if they are worth it.
 
     Nodes run with an allocator that keeps pages, since each step needs them again. It should not keep pages that
     were needed only once, such as those of a model's initial parameters.
+
+    Args:
+        freed_bytes: about how many bytes were freed. For less than `WORTH_BYTES` nothing is done: the C library walks
+            through all that it has, and what is given back has to be asked for again.
     """
+    if freed_bytes < WORTH_BYTES:
+        return
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if malloc_trim is not None:
         malloc_trim(0)

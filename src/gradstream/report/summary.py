@@ -128,8 +128,9 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         compute_s, wait_s: seconds that all workers spent in gradients and waiting for the exchange.
         straggler: who, slower and waited_s of the one slow worker, or None; see `gradstream.report.straggler`.
         pushed_bytes, fetched_bytes, pushes, fetches, retries: totals of all workers.
-        whole_pushed_bytes, whole_fetched_bytes: the same bytes if every chunk had been sent whole; 0 in a run
-            without servers.
+            Without servers: what workers have given to sums, once, however often the group's algorithm sends it.
+        whole_pushed_bytes, whole_fetched_bytes: the same bytes if all had been sent whole, and without a codec; 0 in
+            shared memory.
         staleness_mean, staleness_max, staleness: over chunks of gradients, without the initial parameters; the last
             one is the histogram. None and empty without servers, which count it: with allreduce no gradient is
             stale, with hogwild it is unknown.

@@ -60,6 +60,11 @@ class ShapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sources: dict[Number, set[Number]] = {}  # of each tensor: all that was ever written into it
         self.random: set[Number] = set()  # those into which random numbers were written
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: else torch puts a context around each operation, to keep its compiler out, which takes as long."""
+        return False
+
     @property
     def calls(self) -> int:
         """How many functions of torch were called. What they call themselves depends on which tensors have values."""

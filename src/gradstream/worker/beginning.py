@@ -37,7 +37,7 @@ async def fill_parameters(config: WorkerConfig, runtime: Runtime, parameters: Ve
         except Exception as error:
             message = f"{runtime.node}: the model's init raised {type(error).__name__}: {error}"
             raise UserCodeError(message, traceback.format_exc()) from error
-        trim()
+        trim(parameters.tensor.nbytes)
 
     await runtime.compute(init, work=Work("init", elems=len(parameters)), writes=[parameters.all])
 

@@ -37,7 +37,7 @@ async def write_final_model(
     replica.retire()  # makes room for the copy that is written
 
     def write(_: object) -> None:
-        trim()
+        trim(replica.parameters.tensor.nbytes)
         if tree := model.tree(replica.parameters.tensor):  # none where a loop's parts have written theirs
             runtime.storage.write(FINAL_MODEL, save({**tree, **buffers}))
 

@@ -98,5 +98,5 @@ def _specs_of(tensors: Mapping[str, np.ndarray[Any, Any] | torch.Tensor]) -> lis
 
 def _build(model: Model) -> None:
     """Builds the model, and frees the memory that only building it took."""
-    if model.layout.elems:
-        trim()
+    layout = model.layout
+    trim(layout.elems * layout.dtype.itemsize)

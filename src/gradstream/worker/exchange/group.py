@@ -59,7 +59,7 @@ class GroupExchange(Exchange):
         self._forming = forming
         self._setup = setup
         self._transfers = Transfers(context.rank, context.member.emit)
-        self._accounted = (0, 0)  # rounds and bytes
+        self._accounted = (0, 0, 0)  # rounds and bytes
         self.replica = replica(self._transfers)
         self._snapshot_source = _GroupSnapshot(self.replica, *chunks, place)
         self._had: Sequence[
@@ -238,13 +238,15 @@ class GroupExchange(Exchange):
     def report(self) -> Sequence[Event]:
         """See `Exchange`: a round counts as a push and a fetch of the whole gradient."""
         self._transfers.accounted()
-        meter, (rounds, size_bytes) = self.replica.meter, self._accounted
-        self._accounted = (meter.num_rounds, meter.exchanged_bytes)
+        meter, (rounds, size_bytes, whole_bytes) = self.replica.meter, self._accounted
+        self._accounted = (meter.num_rounds, meter.exchanged_bytes, meter.whole_bytes)
         return [
             ExchangeEvent(
                 rank=self._context.rank,
                 pushed_bytes=meter.exchanged_bytes - size_bytes,
                 fetched_bytes=meter.exchanged_bytes - size_bytes,
+                whole_pushed_bytes=meter.whole_bytes - whole_bytes,
+                whole_fetched_bytes=meter.whole_bytes - whole_bytes,
                 pushes=meter.num_rounds - rounds,
                 fetches=meter.num_rounds - rounds,
                 retries=0,

@@ -177,7 +177,7 @@ class GroupPeers:
         if self._setup.coded is not None:
             begun_ns, step = self._runtime.now(), self._replica.version + 1
             total, sent = await self._setup.coded.allreduce(span, weight=weight, step=step)
-            self._meter.exchanged(sent, begun_ns)
+            self._meter.exchanged(sent, begun_ns, whole=span.tensor.nbytes)
             self._round.sums.append((bucket[0], total))
             return
         await self._measure(span, weight)
@@ -218,14 +218,16 @@ class GroupPeers:
             if layer.stop <= bucket[1]:
                 begun_ns = self._runtime.now()
                 scale = math.nan if self._spoils(gradient) else weight
+                whole = vector[layer.start : layer.stop].tensor.nbytes
                 if isinstance(layer, MatrixPlace):
                     assert self._setup.low_rank is not None
-                    for sent in await self._setup.low_rank.exchange(layer, vector, scale):
-                        self._meter.exchanged(sent, begun_ns)
-                        begun_ns = self._runtime.now()
+                    first, second = await self._setup.low_rank.exchange(layer, vector, scale)
+                    self._meter.exchanged(first, begun_ns, whole=whole)
+                    self._meter.exchanged(second, self._runtime.now(), whole=0)
                 else:
                     assert self._setup.factors is not None
-                    self._meter.exchanged(await self._setup.factors.exchange(layer, vector, scale), begun_ns)
+                    sent = await self._setup.factors.exchange(layer, vector, scale)
+                    self._meter.exchanged(sent, begun_ns, whole=whole)
         self._round.sums.append((bucket[0], vector[bucket[0] : bucket[1]]))
 
     async def _ready(self, gradient: api.Gradient, bucket: api.Bucket) -> Span:

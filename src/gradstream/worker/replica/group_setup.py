@@ -70,13 +70,14 @@ class GroupMeter:
     Attributes:
         num_rounds: number of updates.
         exchanged_bytes: bytes that the worker has given to exchanges.
+        whole_bytes: bytes that it would have given, had all been summed as it is.
     """
 
     def __init__(
         self, runtime: Runtime, attribution: WaitAttribution, on_transfer: Callable[[Transfer], None]
     ) -> None:
         self.num_rounds = 0
-        self.exchanged_bytes = 0
+        self.exchanged_bytes = self.whole_bytes = 0
         self._runtime = runtime
         self._attribution = attribution
         self._on_transfer = on_transfer
@@ -86,11 +87,12 @@ class GroupMeter:
         """The worker has waited for the group since `begun_ns`."""
         self._attribution.note(Kind.SHARD, GROUP, begun_ns, self._runtime.now())
 
-    def exchanged(self, span: Span, begun_ns: int) -> None:
-        """The exchange of a span, which began at `begun_ns`, is done."""
+    def exchanged(self, span: Span, begun_ns: int, *, whole: int | None = None) -> None:
+        """The exchange of a span, which began at `begun_ns`, is done; it stands for so many bytes, or for its own."""
         self._exchange_s += (self._runtime.now() - begun_ns) / 1e9
         self.waited(begun_ns)
         self.exchanged_bytes += span.tensor.nbytes
+        self.whole_bytes += span.tensor.nbytes if whole is None else whole
 
     def updated(self, parameters: Vector, begun_ns: int) -> None:
         """The round's update, which began at `begun_ns`, is done."""
