@@ -28,7 +28,8 @@ from records import RESULTS, ROOT, command_line, origin
 
 JOB = ROOT / "bench" / "links" / "mlp.py"
 LOCAL = ("--strategy", "local-sgd", "--set", "strategy.every=20")
-FAR = ("--strategy", "local-sgd", "--set", "strategy.every=78")
+# A data epoch has 79 minibatches of each machine, and rounds end with it.
+FAR = ("--strategy", "local-sgd", "--set", "strategy.every=79")
 ASYNC = ("--strategy", "async-diloco", "--set", "strategy.every=60", "--set", "strategy.delay=60")
 
 OURS: dict[str, tuple[str, ...]] = {
@@ -38,7 +39,7 @@ OURS: dict[str, tuple[str, ...]] = {
     "allreduce, powersgd": ("--strategy", "allreduce", "--codec", "powersgd", "--set", "evaluate_every=20"),
     "local-sgd, H = 20": (*LOCAL, "--set", "evaluate_every=1"),
     "local-sgd, H = 20, float4": (*LOCAL, "--codec", "float4", "--set", "evaluate_every=1"),
-    "local-sgd, H = 78, float4": (*FAR, "--codec", "float4", "--set", "evaluate_every=1"),
+    "local-sgd, H = 79, float4": (*FAR, "--codec", "float4", "--set", "evaluate_every=1"),
     "async-diloco, int8": (*ASYNC, "--codec", "int8", "--set", "evaluate_every=40"),
     "local-sgd, H = 20, one-bit": (*LOCAL, "--codec", "one-bit", "--set", "evaluate_every=1"),
 }
