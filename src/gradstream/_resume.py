@@ -18,6 +18,7 @@ from gradstream.job.registry import find_strategy
 from gradstream.job.validation import check_script
 from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
+from gradstream.run.begins_anew import begins_anew
 from gradstream.run.files import read_record
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import holder_of
@@ -146,8 +147,8 @@ def resume(
         if at is None
         else f"the run goes on from {at.folder}"
     )
-    if plan.begins_anew:
-        say(plan.begins_anew)
+    if anew := begins_anew(plan):
+        say(anew)
     threads = job.spec is None
     return launch(plan, path, on_event=on_event, as_threads=threads, listening=listen, detach=detach)
 

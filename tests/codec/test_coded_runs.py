@@ -332,6 +332,8 @@ def test_a_shard_refuses_what_its_codec_does_not_make(monkeypatch: pytest.Monkey
 def test_what_is_no_codec_of_flat_tensors_has_no_feedback_around_it() -> None:
     with pytest.raises(ConfigError, match="PowerSGD keeps what it leaves out already; use it alone"):
         C.ErrorFeedback(C.PowerSGD())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="got a str; expected a codec, such as"):
+        C.EF21("top-k")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("codec", "share"), [("int8", 1 / 4), (C.PowerSGD(1), 1 / 6)])

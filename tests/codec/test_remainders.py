@@ -12,6 +12,7 @@ from torch import nn
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.checkpoint import Resume, to_resume
+from gradstream.run.begins_anew import begins_anew
 from gradstream.run.plan import plan_run
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.worker.exchange.remainders import Remainders
@@ -86,7 +87,7 @@ def test_what_begins_anew_is_said_and_the_run_goes_on(options: dict[str, Any], s
     job = gs.Job(
         gs.from_torch(net, nn.functional.cross_entropy), data, **{"workers": 2, "epochs": 4, **options}
     )
-    sentence = plan_run(job, "run", resume=Resume.at(*found)).begins_anew
+    sentence = begins_anew(plan_run(job, "run", resume=Resume.at(*found)))
     assert re.search(says, sentence) if says else sentence == ""
     assert trained(storage=storage, resume=True, **options).summary["samples_accounted"] == 4 * 48
 

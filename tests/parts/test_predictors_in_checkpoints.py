@@ -17,6 +17,7 @@ import gradstream as gs
 from gradstream.checkpoint import Resume, to_resume
 from gradstream.errors import DataError
 from gradstream.pipeline.synthetic import Predictor
+from gradstream.run.begins_anew import begins_anew
 from gradstream.run.plan import plan_run
 from gradstream.run.result import Run
 from gradstream.runtime.storage import MemoryStorage
@@ -121,7 +122,7 @@ def test_what_begins_anew_is_said_and_the_run_goes_on(options: dict[str, Any], s
     job = gs.Job(model, data(), strategy="allreduce", batch_size=6, epochs=3, **given)
     found = to_resume(storage, lambda _: None)
     assert found is not None
-    sentence = plan_run(job, "run", resume=Resume.at(*found)).begins_anew
+    sentence = begins_anew(plan_run(job, "run", resume=Resume.at(*found)))
     assert re.search(says, sentence) if says else sentence == ""
     done = apart(storage=storage, resume=True, checkpoint_every=None, epochs=3, **options)
     assert done.summary["samples"] == (18 - 7) * 6

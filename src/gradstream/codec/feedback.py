@@ -9,10 +9,20 @@ from typing import ClassVar
 import torch
 
 from gradstream.codec.base import NO_STATE, Codec
+from gradstream.codec.low_rank import PowerSGD
 from gradstream.codec.sparse import TopK
 from gradstream.errors import ConfigError
 
 RESIDUAL = "residual"
+
+
+def _check_inner(name: str, codec: object) -> None:
+    """Raises ConfigError unless this is a codec without state."""
+    kind = type(codec).__name__
+    if isinstance(codec, PowerSGD) or getattr(codec, "state_names", None):
+        raise ConfigError(f"{name}: {kind} keeps what it leaves out already; use it alone")
+    if not hasattr(codec, "encoded_bytes"):
+        raise ConfigError(f"{name}: got a {kind}; expected a codec, such as gs.codecs.TopK(0.01)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +64,7 @@ class ErrorFeedback:
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        if getattr(self.codec, "state_names", True):  # PowerSGD is no codec of flat tensors
-            raise ConfigError(
-                f"ErrorFeedback: {type(self.codec).__name__} keeps what it leaves out already; use it alone"
-            )
+        _check_inner("ErrorFeedback", self.codec)
         if not 0 <= self.decay <= 1:
             raise ConfigError(f"ErrorFeedback: decay is {self.decay!r}; expected a number in [0, 1]")
 
@@ -123,10 +130,7 @@ class EF21:
     codec: Codec
 
     def __post_init__(self) -> None:
-        if getattr(self.codec, "state_names", True):
-            raise ConfigError(
-                f"EF21: {type(self.codec).__name__} keeps what it leaves out; expected one without"
-            )
+        _check_inner("EF21", self.codec)
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -142,29 +142,6 @@ class RunPlan:
         return f"{self.codec} of {type(self.strategy).__name__}, {self.parts} parts" if keeps else ""
 
     @property
-    def begins_anew(self) -> str:
-        """What a resumed run does not take over from its checkpoint, in a sentence; "" if it takes over all."""
-        resume = self.resume
-        if resume is None:
-            return ""
-        lacking = [name for name in map(worker_name, range(self.workers)) if name not in resume.steps]
-        if resume.remainders and self.remainders != resume.remainders:
-            now = f"this run has {self.remainders or 'no such codec'}"
-            return (
-                f"what a codec had left out of earlier pushes is dropped: it was {resume.remainders}; {now}"
-            )
-        if resume.remainders and lacking:
-            return f"codecs of new workers begin with nothing left out: {', '.join(lacking)}"
-        if not resume.predictors:
-            return ""
-        if self.predictors != resume.predictors:
-            now = self.predictors or "this run has none"
-            return f"predictors of the checkpoint are not used: they were of {resume.predictors}; {now}"
-        if lacking:
-            return f"predictors of new workers begin at zero: {', '.join(lacking)}"
-        return ""
-
-    @property
     def servers_of_part(self) -> int:
         """Number of shards that hold each part of the model; all of them where it is not split."""
         return self.servers // self.parts

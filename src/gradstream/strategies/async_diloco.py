@@ -115,33 +115,36 @@ class AsyncDiLoCo(ServerStrategy):
     async def train(self, worker: ServerWorker) -> None:
         """The client."""
         server = worker.server
-        pending: Arrival | None = server.fetch_soon()
-        anew = True  # w_i begins at what is fetched, with nothing on top
+        pending: Arrival | None = None
+        fresh = True  # w_i begins with what is fetched next
 
         async def take_in() -> None:
-            nonlocal pending, anew
+            nonlocal pending
             if pending is not None:
-                await (worker.start_from(pending) if anew else worker.rebase_on(pending))
+                await worker.rebase_on(pending)
                 pending = None
 
-        async def exchange(*, delay: int) -> None:
-            nonlocal pending, anew
-            await server.push_soon(await worker.take_outer_gradient(goes_on=delay > 0))
-            pending, anew = server.fetch_soon(), delay == 0
-
         async def flush() -> None:
+            nonlocal fresh
             await take_in()
             if worker.unpushed:
-                await exchange(delay=0)
+                await server.push_soon(await worker.take_outer_gradient())
+                fresh = True
             await server.flush()
 
         async for batch in worker.batches(flush):
-            if anew or worker.unpushed >= self.delay:
+            if fresh:
+                await worker.start_from(server.fetch_soon())
+                fresh = False
+            elif worker.unpushed >= self.delay:
                 await take_in()
             await worker.optimize(await worker.gradient(batch))
             if worker.unpushed >= self.every:
                 await take_in()
-                await exchange(delay=self.delay)
+                await server.push_soon(await worker.take_outer_gradient(goes_on=self.delay > 0))
+                if self.delay:
+                    pending = server.fetch_soon()
+                fresh = not self.delay
 
     def rule(self, num_workers: int, reduction: Reduction) -> AggregationRule:
         """Each push is one update, by 1/W of it."""

@@ -291,7 +291,7 @@ class Machines:
 
     def _end_relay(self, process: subprocess.Popen[str]) -> None:
         process.terminate()
-        said, _ = process.communicate()
+        said, _ = process.communicate(timeout=20)
         if process.returncode == 0:
             counted = json.loads(said)
             self.num_carried, self.num_lost = counted["carried"], counted["lost"]

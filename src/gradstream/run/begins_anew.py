@@ -1,0 +1,27 @@
+"""What a resumed run does not take over from its checkpoint: what single processes have of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradstream.checkpoint.manifest import Resume
+from gradstream.run.plan import RunPlan, worker_name
+
+
+def begins_anew(plan: RunPlan) -> str:
+    """A sentence on what begins anew; "" if the run takes over all, or is not resumed."""
+    return "; ".join(_begun(plan, plan.resume)) if plan.resume is not None else ""
+
+
+def _begun(plan: RunPlan, resume: Resume) -> Iterator[str]:
+    new = ", ".join(name for name in map(worker_name, range(plan.workers)) if name not in resume.steps)
+    if resume.remainders and plan.remainders != resume.remainders:
+        now = f"this run has {plan.remainders or 'no such codec'}"
+        yield f"what a codec had left out of earlier pushes is dropped: it was {resume.remainders}; {now}"
+    elif resume.remainders and new:
+        yield f"codecs of new workers begin with nothing left out: {new}"
+    if resume.predictors and plan.predictors != resume.predictors:
+        now = plan.predictors or "this run has none"
+        yield f"predictors of the checkpoint are not used: they were of {resume.predictors}; {now}"
+    elif resume.predictors and new:
+        yield f"predictors of new workers begin at zero: {new}"
