@@ -16,6 +16,9 @@ import gradstream as gs
 from gradstream.data import BatchRef, RoundPlan
 from gradstream.job.files import load_job
 from gradstream.model import TorchModel, average_buffers, from_torch
+from gradstream.run import simulated
+from gradstream.runtime.virtual import VirtualCluster
+from gradstream.worker.replica.base import Replica
 
 SIZES = (6, 2)  # minibatches of the two workers: averages must be weighted
 
@@ -106,6 +109,47 @@ def test_evaluation_and_saved_model_are_those_of_the_average_by_hand(slow: str) 
     unweighted = by_hand(data, 7, 0.05, (1, 1))
     assert abs(unweighted[-1][2][1] - mean) > 1e-6
     assert abs(expected[3][2][1] - on_the_way[3]) > 1e-6
+
+
+def evaluations(strategy: object, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What three workers find whose messages overtake each other: who hears last of a round's end is drawn."""
+    monkeypatch.setattr(simulated, "VirtualCluster", lambda _, *more: VirtualCluster(seed, *more))
+    config = gs.sim.SimulationConfig(
+        costs={"gradient": gs.sim.Cost(per_sample_s=1e-3)},
+        network=gs.sim.Network(link=gs.sim.Link(latency_s=2e-3, jitter_s=2e-2)),
+    )
+    run = gs.simulate(
+        from_torch(cnn, F.cross_entropy),
+        pictures(),
+        strategy=strategy,
+        optimizer=gs.optim.SGD(lr=0.05),
+        workers=3,
+        batch_size=4,
+        steps=6,
+        config=config,
+        evaluate_every=2,
+        metrics={"mean": mean_output},
+    )
+    return [event["metrics"]["mean"] for event in run.events if event["event"] == "evaluated"]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["synchronous", gs.strategies.AllReduce("ring"), gs.strategies.LocalSGD(every=2)],
+    ids=["synchronous", "ring", "local-sgd"],
+)
+def test_a_worker_that_hears_late_of_a_rounds_end_changes_no_average(
+    strategy: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [evaluations(strategy, seed, monkeypatch) for seed in range(6)]
+    for other in found[1:]:
+        assert other == pytest.approx(found[0], rel=1e-12)
+    if (
+        strategy == "synchronous"
+    ):  # the check sees a minibatch that does not count before its worker has heard
+        monkeypatch.setattr(Replica, "seen_samples", property(lambda self: self.samples))
+        planted = [evaluations(strategy, seed, monkeypatch) for seed in range(6)]
+        assert any(other != pytest.approx(found[0], rel=1e-9) for other in planted)
 
 
 def test_a_model_that_was_evaluated_trains_again_from_the_beginning() -> None:

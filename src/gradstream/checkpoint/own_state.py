@@ -27,8 +27,8 @@ METHOD = "state"
 PIECE_BYTES = 1 << 20
 """Bytes of the file in one frame."""
 
-FIXED = b"fixed"
-"""The request for frozen parameters."""
+FIXED, LAST = b"fixed", b"last"
+"""The requests for frozen parameters, and for the state after the worker's last minibatch."""
 
 STEP_DIGITS = 18
 """The most digits of a step in a request."""
@@ -102,6 +102,7 @@ def serve(
     endpoint: Endpoint,
     state: Callable[[int | None], Awaitable[OwnState]],
     fixed: Callable[[], Awaitable[OwnState]],
+    last: Callable[[], Awaitable[OwnState]],
 ) -> None:
     """Serves the worker's own state.
 
@@ -110,18 +111,20 @@ def serve(
         state: `state(step)` returns the state after so many steps, if the worker still has it; `state(None)`
             returns the present one.
         fixed: returns the frozen parameters in the place of buffers.
+        last: returns the state after the worker's last minibatch, once it is over.
     """
+    named = {FIXED: fixed, LAST: last}
 
     async def answer(stream: Stream) -> None:
         asked = v1.Body.FromString(stream.opened.body).data
-        if asked not in (b"", FIXED) and not (asked.isdigit() and len(asked) <= STEP_DIGITS):
+        if asked not in (b"", *named) and not (asked.isdigit() and len(asked) <= STEP_DIGITS):
             raise RefusedError(
                 endpoint.identity.name,
                 "BAD_REQUEST",
                 "the request for a state has no valid step: expected a number",
             )
-        found = await (fixed() if asked == FIXED else state(int(asked) if asked.isdigit() else None))
-        await send_file(stream, found.encode())
+        found = named[asked]() if asked in named else state(int(asked) if asked.isdigit() else None)
+        await send_file(stream, (await found).encode())
 
     endpoint.serve(METHOD, answer, model=False)
 
@@ -161,6 +164,7 @@ async def ask(
     *,
     step: int | None = None,
     fixed: bool = False,
+    last: bool = False,
     silence_s: float = 30.0,
 ) -> OwnState:
     """Asks a worker for its own state, or for the frozen parameters of its model.
@@ -171,6 +175,7 @@ async def ask(
         expected: the worker's buffers, or frozen parameters, as it has registered them. They bound the answer.
         step: asks for the state after so many steps, if the worker still has it; None for the present one.
         fixed: asks for the frozen parameters.
+        last: asks for the state after the worker's last minibatch, which the worker may still be about to finish.
         silence_s: seconds of silence of the worker after which DeadlineError is raised.
 
     Raises:
@@ -178,7 +183,7 @@ async def ask(
         RefusedError: the answer has other tensors, or too many bytes.
     """
     limit_bytes = HEADER_BYTES + sum(spec.size_bytes for spec in expected) * (EXTRA_FACTOR if fixed else 1)
-    request = FIXED if fixed else b"" if step is None else str(step).encode()
+    request = FIXED if fixed else LAST if last else b"" if step is None else str(step).encode()
     data = await receive_file(endpoint, worker, METHOD, request, limit_bytes, silence_s)
     try:
         return OwnState.decode(data, expected)

@@ -21,7 +21,8 @@ class BufferAverager:
 
     In rounds, a worker that evaluates after step s asks for the others' buffers as of step s. All others have
     computed their gradients of that step, since the round is done. A worker that has gone further kept its buffers
-    as of step s. So the average does not depend on timing.
+    as of step s. At the end of the run, a worker answers once its last minibatch is over. So the average does not
+    depend on timing.
 
     Args:
         runtime: runtime of the worker's node.
@@ -51,11 +52,12 @@ class BufferAverager:
         self._progress: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._kept: tuple[int, OwnState] | None = None  # number of steps, and the state after them
         self._frozen: OwnState | None = None
+        self._ended = asyncio.Event()
         self.restored = asyncio.Event()
 
     def serve(self) -> None:
         """Answers other workers from now on."""
-        own_state.serve(self._endpoint, self._answer, self._answer_fixed)
+        own_state.serve(self._endpoint, self._answer, self._answer_fixed, self._answer_last)
 
     def follow(self, progress: Callable[[], tuple[int, int]]) -> None:
         """Takes a function that returns the numbers of samples and steps that this worker has done."""
@@ -93,14 +95,18 @@ class BufferAverager:
     async def freeze(self) -> None:
         """Keeps the present buffers for good: this worker computes no more gradients."""
         self._frozen = await self._own()
+        self._ended.set()
 
-    async def average(self, step: int | None = None, *, catch_up: bool = False) -> Buffers:
+    async def average(
+        self, step: int | None = None, *, last: bool = False, catch_up: bool = False
+    ) -> Buffers:
         """The buffers averaged over all workers that answer, weighted by samples. Workers may be lost meanwhile.
 
         They are summed in the order of ranks, so that all workers get the same bits.
 
         Args:
             step: number of steps after which the buffers are asked for; None for the present ones.
+            last: asks for the buffers after each worker's last minibatch. This worker's must be over.
             catch_up: first copies what the model of the worker with most steps holds, if this one has made fewer.
         """
         mine = await self._own()
@@ -110,7 +116,7 @@ class BufferAverager:
                 states[worker] = mine
                 continue
             try:
-                states[worker] = await self._ask(worker, mine, step)
+                states[worker] = await self._ask(worker, mine, step, last=last)
             except (PeerLostError, DeadlineError):
                 pass
             except RefusedError as error:
@@ -121,9 +127,13 @@ class BufferAverager:
             await self._copy(furthest)
         return averaged(list(states.values()))
 
-    async def _ask(self, worker: str, mine: OwnState, step: int | None = None) -> OwnState:
+    async def _ask(
+        self, worker: str, mine: OwnState, step: int | None = None, *, last: bool = False
+    ) -> OwnState:
         specs = [spec_of(name, array.shape, array.dtype) for name, array in mine.buffers.items()]
-        return await own_state.ask(self._endpoint, worker, specs, step=step, silence_s=self._silence_s)
+        return await own_state.ask(
+            self._endpoint, worker, specs, step=step, last=last, silence_s=self._silence_s
+        )
 
     async def _copy(self, worker: str) -> None:
         """Copies what the model of another worker holds, except for its buffers."""
@@ -139,6 +149,10 @@ class BufferAverager:
     async def _answer(self, step: int | None) -> OwnState:
         if self._kept is not None and self._kept[0] == step:
             return self._kept[1]
+        return await self._own()
+
+    async def _answer_last(self) -> OwnState:
+        await self._ended.wait()
         return await self._own()
 
     async def _answer_fixed(self) -> OwnState:

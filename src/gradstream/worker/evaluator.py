@@ -102,7 +102,7 @@ class Evaluator:
         final = step is None
         config, data, begun_ns = self._config, self._config.data, self._runtime.now()
         done = self._schedule.position(ref).after()
-        buffers = await self._averager.average(step)
+        buffers = await self._averager.average(step, last=final)
         strategy = config.strategy
         own = isinstance(strategy, ServerStrategy) and strategy.pushes != "gradients" and not final
         parameters = await replica.newest() if own else replica.parameters.tensor

@@ -160,7 +160,7 @@ class WorkerNode:
         if config.loop is not None:
             context = LoopContext(replica, self._member.requests, runtime, self._endpoint, self._failed)
             config.loop.begin(context)
-        self._averager.follow(lambda: self._source.progress(replica.samples, replica.step))
+        self._averager.follow(lambda: self._source.progress(replica.seen_samples, replica.step))
         reporting = runtime.spawn(self._keep_reporting(exchange), name=f"{runtime.node}-vitals")
         try:
             has_own_buffers = False
@@ -177,10 +177,11 @@ class WorkerNode:
             await exchange.train()
             await exchange.flush()
             self._batch_gate.stand()
-            if config.loop is not None:  # every worker's loop continues with the final parameters
+            if config.loop is not None:
                 await exchange.finish()
-                await self._averager.freeze()  # others may ask after this one has its average
-                buffers = await self._averager.average(catch_up=config.gradients_only)
+            await self._averager.freeze()  # others may ask after this one has its average
+            if config.loop is not None:  # every worker's loop continues with the final parameters
+                buffers = await self._averager.average(last=True, catch_up=config.gradients_only)
                 config.loop.finish(replica.parameters.tensor, buffers)
             await self._conclude(exchange)
         finally:
@@ -250,7 +251,7 @@ class WorkerNode:
             await exchange.finish()
         if self._evaluator is not None:
             await self._evaluator.at_end(replica, early=self._batch_gate.ending)
-        buffers = await self._averager.average()
+        buffers = await self._averager.average(last=True)
         if self._lead is not None:
             replica.retire()
             await self._lead.write_final(replica.parameters, buffers)

@@ -108,6 +108,7 @@ class Replica(ABC):
         self.reduction = context.model.reduction
         self.step = context.first_step
         self.samples = 0
+        self._ahead_samples = 0
         self.version = -1  # there are no parameters yet
         self._context = context
         self._runtime = context.runtime
@@ -121,6 +122,14 @@ class Replica(ABC):
         self._unpushed: dict[BatchRef, None] = {}  # minibatches that have begun, and are in no update yet
         self._meter = StepMeter(context.runtime, attribution)
         self._attendance = Attendance(context.batch_gate, self._meter, self._flush)
+
+    @property
+    def seen_samples(self) -> int:
+        """`samples`, and those of a minibatch that has its gradient but is not over: the buffers have seen both.
+
+        Other workers may have the sum of a round before this one does.
+        """
+        return self.samples + self._ahead_samples
 
     @property
     def _landing(self) -> Layout:
@@ -168,6 +177,7 @@ class Replica(ABC):
                     context.on_step(self._meter.event(self.rank, self.step, batch, schedule.rate(ref)))
                 self.step += 1
                 self.samples += batch.num_samples
+                self._ahead_samples = 0
                 await context.on_boundary(self, [ref, *self._missed()])
 
     def _missed(self) -> Sequence[BatchRef]:
@@ -251,6 +261,8 @@ class Replica(ABC):
         except BaseException as error:
             gradient.ready.fail(error)
             raise
+        if gradient.step == self.step:
+            self._ahead_samples = max(0, gradient.samples)
         self._meter.computed(begun_ns, result)
         self._context.watch.computed(self.rank, batch.ref, gradient.step, result.loss)
         return result
