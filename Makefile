@@ -11,17 +11,23 @@ PUBLIC_MODULES := $(addprefix gradstream.,analysis codec data errors model optim
 # Without bytecode on the disk, each of the many processes of the tests would compile all of torch that it imports: 3 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-extras check lint types layers pages docs bench format setup
+.PHONY: demo test test-fast test-long test-extras check lint types layers pages docs bench format setup
 .DEFAULT_GOAL := demo
 
 demo: $(INSTALLED)  ## train a small CNN with 2 workers and 1 parameter server
 	$(BIN)/gradstream demo
 
-test: $(READY)  ## the files of tests in three processes, for two cores: many wait for others for half of their time
-	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+# Files of tests in three processes, for two cores: many wait for others for half of their time.
+PYTEST := $(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
+test: $(READY)  ## all tests but the long ones
+	$(PYTEST) -m "not long"
+
+test-long: $(READY)  ## those of which a case takes three seconds or more: one in twenty-five, and half of the time
+	$(PYTEST) -m long
 
 test-fast: $(READY)  ## unit tests and quick simulations, in a minute; tests/slow.txt names what is left out
-	$(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-extras: $(READY)  ## with the real trackers, and trainers of transformers, lightning and accelerate
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[lightning,transformers,wandb,mlflow,trackio]'

@@ -34,7 +34,9 @@ for variable in THREADS:
 LIMIT_S = 120.0
 REPOSITORY = Path(__file__).resolve().parents[1]
 SLOW = REPOSITORY / "tests/slow.txt"
-"""Seconds and names of the slow tests: written by tools/slow_tests.py."""
+"""Seconds, cases and names of the slow tests: written by tools/slow_tests.py."""
+LONG_S = 3.0
+"""Tests whose cases take as long, or longer, are `long`."""
 
 
 STARTER: list[Starter] = []
@@ -63,7 +65,7 @@ def pytest_collection_finish() -> None:
     """Leaves what is there before the first test, modules and tests, out of every later search for garbage."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)  # simulations make many objects that no cycle keeps
+    gc.set_threshold(50_000, 20, 100)  # simulations make many objects that no cycle keeps
 
 
 def pytest_unconfigure() -> None:
@@ -73,21 +75,23 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests as `slow` by slow.txt, and each by its kind if `-m` chooses among them.
+    """Marks tests as `slow` and `long` by slow.txt, and each by its kind if `-m` chooses among them.
 
     Where several processes share the files, the file that takes longest comes first.
     """
-    slow, of_files = set(), defaultdict[str, float](float)
+    slow, of_files = dict[str, float](), defaultdict[str, float](float)
     for line in SLOW.read_text().splitlines():
-        seconds, name = line.split()
-        slow.add(name)
+        seconds, cases, name = line.split()
+        slow[name] = float(seconds) / int(cases)
         of_files[name.partition("::")[0]] += float(seconds)
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: -of_files[item.nodeid.partition("::")[0]])
     by_kind = any(kind in config.option.markexpr for kind in KINDS)
     for item in items:
-        if item.nodeid.partition("[")[0] in slow:
+        if (seconds_a_case := slow.get(item.nodeid.partition("[")[0])) is not None:
             item.add_marker("slow")
+            if seconds_a_case >= LONG_S:
+                item.add_marker("long")
         if by_kind:
             mark_kind(item)
 

@@ -111,7 +111,7 @@ def test_evaluation_and_saved_model_are_those_of_the_average_by_hand(slow: str) 
     assert abs(expected[3][2][1] - on_the_way[3]) > 1e-6
 
 
-def evaluations(strategy: object, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def evaluations(strategy: str | gs.Strategy, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What three workers find whose messages overtake each other: who hears last of a round's end is drawn."""
     monkeypatch.setattr(simulated, "VirtualCluster", lambda _, *more: VirtualCluster(seed, *more))
     config = gs.sim.SimulationConfig(
@@ -139,7 +139,7 @@ def evaluations(strategy: object, seed: int, monkeypatch: pytest.MonkeyPatch) ->
     ids=["synchronous", "ring", "local-sgd"],
 )
 def test_a_worker_that_hears_late_of_a_rounds_end_changes_no_average(
-    strategy: object, monkeypatch: pytest.MonkeyPatch
+    strategy: str | gs.Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [evaluations(strategy, seed, monkeypatch) for seed in range(6)]
     for other in found[1:]:
