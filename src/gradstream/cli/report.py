@@ -126,6 +126,7 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
             _of(s["strategy"], f"{{}}, {_count(s['workers'], 'worker')}, {_count(s['servers'], 'server')}"),
         ),
         ("group", _of(s.get("group"), "{}")),
+        ("links", _of(s.get("links"), "{}")),
         ("chunks", _of((s["servers"] and s.get("chunk_elems")) or None, "of {:,} elements")),
         ("optimizer", _of(s["optimizer"], "{}")),
         ("samples", f"{s['samples']:,} in {s['steps']:,} minibatches"),

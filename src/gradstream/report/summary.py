@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from gradstream.report.links import links_of
 from gradstream.report.noise_scale import noise_scale_of
 from gradstream.report.straggler import straggler_of
 from gradstream.telemetry.events import EventDict
@@ -136,6 +137,8 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
             stale, with hogwild it is unknown.
         carriers: by carrier, number of links between workers and shards; empty on the virtual network.
         group: how workers without servers sum: kind, algorithm, and by size if it was measured; or None.
+        links: of a run by allreduce over links that were measured, how long minibatches wait for their exchange and, if
+            that is long, how to exchange instead: see `report.links`.
         updates, duplicates, dropped, refused: totals of all shards, in chunks.
         peak_memory_bytes: by node, with file pages. peak_own_bytes: by node, without them.
         cpu_s: CPU seconds by role. cpu_work_s: by role, then by kind of work.
@@ -156,6 +159,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         **_staleness(events),
         "carriers": dict(sorted(Counter(carriers_of(events).values()).items())),
         "group": _group(events),
+        "links": None if (links := links_of(events)) is None else links.sentence(),
         **_totals(events, "applied", ("updates", "duplicates", "dropped", "refused")),
         **_machines(events),
         "workers_lost": _workers_lost(events),

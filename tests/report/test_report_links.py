@@ -1,0 +1,97 @@
+"""Advice on slow links: the first way of exchange that is quick enough, by formulas that simulations confirm."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  its usual name
+
+import gradstream as gs
+from gradstream.cli.report import figures
+from gradstream.codec import named
+from gradstream.report.links import Links, links_of
+
+MB = Links(
+    workers=4, elems=10_000_000, alpha_s=1e-3, beta_s_byte=8e-8, compute_s=0.1, wait_s=2.3
+)  # 100 Mbit/s
+
+
+def test_seconds_are_those_of_a_ring_and_of_gathered_vectors() -> None:
+    assert MB.sum_s == pytest.approx(6e-3 + 1.5 * 40e6 * 8e-8)
+    encoded = named.int8().encoded_bytes(10_000_000)
+    assert MB.gathered_s("int8") == pytest.approx(3e-3 + 3 * encoded * 8e-8)
+
+
+def test_the_first_way_that_is_quick_enough_is_taken() -> None:
+    by_speed = {
+        mbit: dataclasses.replace(MB, beta_s_byte=8 / 1e6 / mbit).advice()[:2]
+        for mbit in (10, 100, 1000, 2000)
+    }
+    assert by_speed == {10: (338, "one-bit"), 100: (35, "one-bit"), 1000: (13, "float4"), 2000: (13, "int8")}
+    assert dataclasses.replace(MB, compute_s=3.0).advice() == (17, None, MB.sum_s)
+    assert dataclasses.replace(MB, compute_s=1e-6).advice()[0] == 500
+
+
+def test_a_codec_that_would_send_more_than_a_sum_is_not_advised() -> None:
+    many = dataclasses.replace(MB, workers=100)
+    assert {many.gathered_s(codec) for codec in ("int8", "float4", "one-bit")} == {float("inf")}
+    assert many.advice()[1] is None
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def run_of(bandwidth_mbit_s: float, strategy: Any, codec: str | None = None) -> gs.Run:
+    config = gs.sim.SimulationConfig(
+        costs={"gradient": gs.sim.Cost(per_sample_s=1e-3)},
+        network=gs.sim.Network(bandwidth_bytes_s=bandwidth_mbit_s / 8e-6, link=gs.sim.Link(latency_s=1e-3)),
+    )
+    images = torch.rand(1280, 1, 28, 28).numpy()
+    data = gs.from_arrays(images, (images.sum((1, 2, 3)) % 10).astype("int64"))
+    return gs.simulate(
+        gs.from_torch(mlp, F.cross_entropy),
+        data,
+        strategy=strategy,
+        codec=codec,
+        optimizer=gs.optim.SGD(lr=0.01),
+        workers=4,
+        batch_size=16,
+        epochs=2,
+        config=config,
+    )
+
+
+def seconds_a_minibatch(run: gs.Run) -> float:
+    """Between the first and the last step: what happens once is not in it."""
+    times = [event["time_s"] for event in run.events if event["event"] == "step" and event["rank"] == 0]
+    minibatches = int(run.summary["samples"]) / 4 / 16
+    return float(times[-1] - times[0]) / minibatches * len(times) / (len(times) - 1)
+
+
+def test_a_simulated_run_that_follows_the_advice_is_as_quick_as_it_says() -> None:
+    slow = run_of(100, "allreduce")
+    links = links_of(slow.events)
+    assert links is not None
+    assert links.wait_s == pytest.approx(links.sum_s, rel=0.25)
+    assert seconds_a_minibatch(slow) == pytest.approx(links.compute_s + links.wait_s, rel=0.1)
+    every, codec, exchange_s = links.advice()
+    followed = run_of(100, gs.strategies.LocalSGD(every=every), codec)
+    expected_s = links.compute_s + exchange_s / every
+    assert seconds_a_minibatch(followed) == pytest.approx(expected_s, rel=0.1)
+    assert seconds_a_minibatch(slow) > 2 * expected_s
+    rows = dict(figures(slow.summary))
+    assert codec is None and f"--strategy local-sgd --set strategy.every={every} would wait" in rows["links"]
+    assert "links" not in dict(figures(followed.summary)) or not dict(figures(followed.summary))["links"]
+
+
+def test_on_quick_links_nothing_is_to_be_changed() -> None:
+    assert run_of(10_000, "allreduce").summary["links"].endswith("of waiting for each minibatch")
+
+
+def test_other_runs_have_no_advice() -> None:
+    assert run_of(100, "synchronous").summary["links"] is None
