@@ -1,16 +1,17 @@
 """Question: how close is a run on two processes to what its slowest part and its pipeline's bubble allow?
 
-Two parts of one thread each, a module of 8 layers of 1,024 units cut in the middle, minibatches of 256 samples in 8
+Two parts of one thread each, a module of 8 layers of 1,024 units cut in the middle, minibatches of `--samples` in 8
 micro-batches, by `gs.train`. A minibatch cannot take less than u + c (M + K - 1) / M where the pipeline flushes, and
 u + c where it does not: c is the time that the slower part computes for a minibatch, as the run reports it, and u that
 of its update, which comes between two minibatches. By turns, two processes train the same stages by the schedules of
 torch.distributed.pipelining over gloo, with torch.optim.SGD. The median time of its `step` is u: one pass over the
 memory of gradients and parameters, without a check.
 
-    python bench/pipeline_runs.py [--steps 120] [--repeats 3] [--only 1f1b 2bw]
+    python bench/pipeline_runs.py [--steps 120] [--repeats 3] [--samples 256] [--only 1f1b 2bw]
 
-Prints, and keeps in bench/results/pipeline-runs.json, milliseconds of a minibatch, what is allowed divided by it, the
-same without u, and torch's divided by it (those without a flush beside torch's 1F1B, zero-bubble beside it too).
+Prints, and keeps in bench/results/pipeline-runs.json (of 1,024 samples in pipeline-runs-1024.json), milliseconds of a
+minibatch, what is allowed divided by it, the same without u, and torch's divided by it (those without a flush beside
+torch's 1F1B, zero-bubble beside it too).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from gradstream.run.local.machine import describe_machine, git_commit
 from records import RESULTS, ROOT, command_line, now
 
 WIDTH, LAYERS, SAMPLES, PARTS, SKIPPED, LR = 1024, 8, 256, 2, 10, 0.001
+ROWS = 8192
 MICRO_BATCHES = {"gpipe": 8, "1f1b": 8, "interleaved": 8, "zero-bubble": 8, "pipedream": 1, "2bw": 8}
 TORCHS: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -56,10 +58,10 @@ def build() -> nn.Module:
 
 
 def samples() -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of eight minibatches."""
+    """Inputs and targets."""
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(8 * SAMPLES, WIDTH, generator=generator)
-    return inputs, torch.randint(WIDTH, (8 * SAMPLES,), generator=generator)
+    inputs = torch.randn(ROWS, WIDTH, generator=generator)
+    return inputs, torch.randint(WIDTH, (ROWS,), generator=generator)
 
 
 def job() -> gs.Job:
@@ -76,7 +78,7 @@ def job() -> gs.Job:
     )
 
 
-def measured(pipeline: Any, steps: int) -> dict[str, float]:
+def measured(pipeline: Any, steps: int, size: int) -> dict[str, float]:
     """The figures of one run."""
     with tempfile.TemporaryDirectory() as folder:
         run = gs.train(
@@ -84,6 +86,7 @@ def measured(pipeline: Any, steps: int) -> dict[str, float]:
             pipeline=pipeline,
             micro_batches=MICRO_BATCHES[pipeline],
             steps=steps,
+            batch_size=size,
             run_dir=Path(folder) / "run",
         )
         events = list(run.events)
@@ -100,10 +103,20 @@ def measured(pipeline: Any, steps: int) -> dict[str, float]:
     return {"minibatch_s": minibatch_s, "slowest_s": slowest_s, "passes_s": passes_s}
 
 
-def torch_measured(name: str, steps: int) -> tuple[float, float]:
+def torch_measured(name: str, steps: int, size: int) -> tuple[float, float]:
     """(seconds of a minibatch, of an update) of a pair of processes that run torch's schedule."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--steps", str(steps), "--torch", name, folder]
+        command = [
+            sys.executable,
+            __file__,
+            "--steps",
+            str(steps),
+            "--samples",
+            str(size),
+            "--torch",
+            name,
+            folder,
+        ]
         pair = [
             subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
             for rank in range(PARTS)
@@ -113,14 +126,15 @@ def torch_measured(name: str, steps: int) -> tuple[float, float]:
         return minibatch_s, update_s
 
 
-def torch_part(name: str, folder: str, rank: int, steps: int) -> tuple[float, float]:
+def torch_part(name: str, folder: str, rank: int, steps: int, size: int) -> tuple[float, float]:
     """One process of the pair. Returns its seconds of a minibatch, and of an update."""
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(f"{folder}/store", PARTS)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=PARTS)
     torch.manual_seed(0)
     layers, (inputs, targets) = [*build().children()], samples()
-    count, rounds, example = MICRO_BATCHES[name], 1 + (name == "interleaved"), torch.empty(32, WIDTH)
+    count, rounds = MICRO_BATCHES[name], 1 + (name == "interleaved")
+    example = torch.empty(size // count, WIDTH)
     each = len(layers) // (PARTS * rounds)
     numbers = range(rank, PARTS * rounds, PARTS)
     modules = [nn.Sequential(*layers[number * each : (number + 1) * each]) for number in numbers]
@@ -132,7 +146,8 @@ def torch_part(name: str, folder: str, rank: int, steps: int) -> tuple[float, fl
     optimizer = torch.optim.SGD([one for module in modules for one in module.parameters()], lr=LR)
     times, updates = [], []
     for step in range(steps):
-        rows = slice(step % 8 * SAMPLES, (step % 8 + 1) * SAMPLES)
+        begin = step * size % ROWS
+        rows = slice(begin, begin + size)
         optimizer.zero_grad()
         if rank:
             losses: list[torch.Tensor] = []
@@ -154,18 +169,19 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of a minibatch")
     parser.add_argument("--only", nargs="+", choices=MICRO_BATCHES, default=[*MICRO_BATCHES])
     parser.add_argument("--torch", nargs=3, metavar=("NAME", "FOLDER", "RANK"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.torch:
         name, folder, rank = asked.torch
-        print(*torch_part(name, folder, int(rank), asked.steps))
+        print(*torch_part(name, folder, int(rank), asked.steps, asked.samples))
         return
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in asked.only}
     for _ in range(asked.repeats):
         for name in asked.only:
-            row = measured(name, asked.steps)
-            torch_s, update_s = torch_measured(name if name in TORCHS else "1f1b", asked.steps)
+            row = measured(name, asked.steps, asked.samples)
+            torch_s, update_s = torch_measured(name if name in TORCHS else "1f1b", asked.steps, asked.samples)
             ratios = {
                 "share": (row["passes_s"] + update_s) / row["minibatch_s"],
                 "share_of_passes": row["passes_s"] / row["minibatch_s"],
@@ -182,8 +198,9 @@ def main() -> None:
             f"({row['share_of_passes']:.2f} without the update's {1e3 * row['update_s']:.1f} ms); torch "
             f"{1e3 * row['torch_s']:6.1f} ms, {row['torch_ratio']:.2f} times ours"
         )
-    path, commit = RESULTS / "pipeline-runs.json", git_commit(ROOT)
-    before = json.loads(path.read_text())
+    size = "" if asked.samples == SAMPLES else f"-{asked.samples}"
+    path, commit = RESULTS / f"pipeline-runs{size}.json", git_commit(ROOT)
+    before = json.loads(path.read_text()) if path.exists() else {"commit": ""}
     same_code = str(before["commit"]).strip("+") == str(commit).strip("+")  # "+": the record itself differs
     if same_code and before["steps"] == asked.steps and before["repeats"] == asked.repeats:
         found = {**before["found"], **found}  # by another call with --only
@@ -194,7 +211,7 @@ def main() -> None:
         **describe_machine({}),
         "width": WIDTH,
         "layers": LAYERS,
-        "samples": SAMPLES,
+        "samples": asked.samples,
         "steps": asked.steps,
         "repeats": asked.repeats,
         "found": {name: found[name] for name in MICRO_BATCHES if name in found},
