@@ -17,7 +17,14 @@ import gradstream as gs
 from gradstream.cli import main
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.plugins import GROUPS
-from gradstream.job.registry import class_of, describe, find_dataset, find_optimizer, find_strategy
+from gradstream.job.registry import (
+    OPTIMIZERS,
+    class_of,
+    describe,
+    find_dataset,
+    find_optimizer,
+    find_strategy,
+)
 from gradstream.testing.runs import least_squares
 
 CODE = '''
@@ -249,3 +256,10 @@ def test_get_from_a_mirror_that_is_not_there(tmp_path: Path, monkeypatch: pytest
     refused = data("get", "caltech101", "--url", "http://127.0.0.1:1/x.zip")
     assert refused.exit_code == 1
     assert "127.0.0.1:1 does not answer" in refused.stderr
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_rule_travels_as_json(name: str) -> None:
+    rule = find_optimizer(name, {"lr": 0.1})
+    text = json.dumps(describe(rule))
+    assert find_optimizer(json.loads(text)["class"], json.loads(text)["fields"]) == rule

@@ -280,7 +280,11 @@ def describe(value: Any) -> dict[str, Any]:
     return {
         "class": f"{place}:{cls.__qualname__}" if (place := _place(cls)) else "",
         "fields": {entry.name: described(getattr(value, entry.name)) for entry in entries if entry.init},
-        "defaults": {e.name: e.default for e in entries if e.default is not dataclasses.MISSING},
+        "defaults": {
+            e.name: e.default
+            for e in entries
+            if not isinstance(e.default, property) and e.default is not dataclasses.MISSING  # of a protocol
+        },
     }
 
 

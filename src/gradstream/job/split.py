@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from gradstream.codec.casts import DTYPES
@@ -27,6 +28,8 @@ def check_split(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     if job.split == 1:
         if not isinstance(job.pipeline, str):
             raise ConfigError(f"pipeline={job.pipeline} without split: expected split=2 or more, the parts")
+        if job.pipeline != schedules[0]:  # the default, which may also have been asked for
+            raise ConfigError(f"pipeline={job.pipeline!r} without split: expected split=2 or more, the parts")
         if job.micro_batches > 1:
             raise ConfigError(
                 f"micro_batches={job.micro_batches} without split: they are the pieces of a minibatch that go through "
@@ -44,8 +47,11 @@ def check_split(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
         raise ConfigError(f"split={job.split} with {what}")
     for what in _unsupported_in_streams(job, strategy) if job.pipeline in STREAMING else ():
         raise ConfigError(f"pipeline={job.pipeline!r} with {what}; or take pipeline='1f1b'")
-    sizes = [job.batch_size] if isinstance(job.batch_size, int) else job.batch_size
-    if min(sizes) < job.micro_batches:
+
+
+def check_micro_batches(job: Job, sizes: Sequence[int]) -> None:
+    """Raises ConfigError if a minibatch has fewer samples than it is to have pieces; `sizes` are those of workers."""
+    if job.split > 1 and min(sizes, default=math.inf) < job.micro_batches:
         raise ConfigError(
             f"micro_batches={job.micro_batches} of a minibatch of {min(sizes)} samples: expected at most as many"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -51,7 +51,7 @@ class LARS(PerTensor):
         tensor([3.0000, 1.5000])
     """
 
-    lr: Rate
+    lr: Rate = field()  # else the property of the protocol would be its default
     momentum: float = 0.9
     weight_decay: float = 0.0
     trust_coefficient: float | None = 0.001

@@ -30,7 +30,7 @@ from gradstream.job.codec import check_codec
 from gradstream.job.job import Job, is_open_ended
 from gradstream.job.phase_jobs import job_of_phase, rate_of_phase
 from gradstream.job.registry import find_codec, find_function, find_optimizer, find_strategy
-from gradstream.job.split import check_split
+from gradstream.job.split import check_micro_batches, check_split
 from gradstream.job.validation import check, check_phases, check_resumed, check_strategy, whole
 from gradstream.model.base import Layout, Model
 from gradstream.optim.base import ByShape, Optimizer
@@ -449,6 +449,7 @@ def _plan_job(
         resume=resume,
     )
     plan.ledger()
+    check_micro_batches(job, getattr(plan.batch_plan(), "batch_sizes", ()))  # a stream does not know
     if isinstance(strategy, ServerStrategy):
         from gradstream.server.aggregation import AggregationRule  # a run without servers does not import it
 

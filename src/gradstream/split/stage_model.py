@@ -21,6 +21,7 @@ from gradstream.model.wide_linear import WideLinear
 from gradstream.runtime.base import Report
 from gradstream.split.cut import TorchPlan, layout_of_stage
 from gradstream.split.halves import first_half
+from gradstream.split.joined_loss import JoinedLoss
 from gradstream.split.operations import Operations
 from gradstream.split.partial_build import tensor_at
 from gradstream.split.plan import SplitPlan
@@ -62,6 +63,10 @@ class StageModel:
         self._pieces = plan.pieces[number]
         self._operations = Operations(plan, number)
 
+    def joined_loss(self) -> JoinedLoss:
+        """Looks at the loss of one minibatch's pieces."""
+        return JoinedLoss(self._loss, self.reduction)
+
     def init(self, seed: int, parameters: torch.Tensor) -> None:
         """Fills the stage's vector with the values that `TorchModel.init(seed)` gives to these elements.
 
@@ -87,6 +92,7 @@ class StageModel:
         samples: int,
         halves: bool = False,
         recompute: bool = False,
+        joined: JoinedLoss | None = None,
     ) -> tuple[dict[str, torch.Tensor], object]:
         """Computes the stage for a minibatch.
 
@@ -97,17 +103,18 @@ class StageModel:
             samples: number of samples of the minibatch.
             halves: the backward pass comes as `backward_inputs` and `backward_weights`.
             recompute: the activations are dropped; `recompute` computes them again.
+            joined: gets the outputs and targets of the last stage; None for a minibatch of one piece.
 
         Returns:
             (the stage's outputs by name, what `backward` needs). The last stage's outputs have "loss", a scalar.
 
         Raises:
             ConfigError: a value is missing, or has another shape or dtype than the plan says.
-            GradientError: the loss is not one finite number that depends on the parameters.
+            GradientError: the loss is not one finite number that depends on the parameters, or `joined` raises it.
         """
         compute = partial(self._computed, parameters, values, seed, samples, halves)
         state = self._operations.state() if recompute else ()
-        saved = compute()
+        saved = compute(joined)
         outputs = {name: tensor.detach() for name, tensor in saved.outputs.items()}
         return outputs, DroppedPass(compute, state) if recompute else saved
 
@@ -185,6 +192,7 @@ class StageModel:
         seed: int,
         samples: int,
         halves: bool,
+        joined: JoinedLoss | None = None,
     ) -> SavedPass:
         """A forward pass, with its graph."""
         saved = SavedPass(self._pieces, self.layout.views(parameters), halves)
@@ -198,9 +206,12 @@ class StageModel:
             results = self._operations.run(saved.leaves, inputs, samples, seed, saved.uses, wide)
             saved.outputs = {name: results[name] for name in self._stage.outputs}
             if self._is_last:
-                loss = usable(self._loss(results["outputs"], self._operations.targets(inputs)))
-                saved.outputs["loss"] = loss
-                finite_loss(float(loss.detach()))
+                outputs, targets = results["outputs"], self._operations.targets(inputs)
+                saved.outputs["loss"] = loss = usable(self._loss(outputs, targets))
+                number = float(loss.detach())
+                finite_loss(number)
+                if joined is not None:
+                    joined.add(outputs, targets, samples, number)
         return saved
 
     def _restore(self, saved: object) -> None:

@@ -23,6 +23,7 @@ from gradstream.memory import Vector
 from gradstream.pipeline.executor import PipelineExecutor
 from gradstream.pipeline.schedule import Schedule, StagePass, make_schedule
 from gradstream.runtime.base import Report, Work
+from gradstream.split.joined_loss import JoinedLoss, is_due
 from gradstream.split.plan import DATA
 from gradstream.split.saved import DroppedPass
 from gradstream.worker.computed import ComputedGradient
@@ -127,6 +128,10 @@ class Passes(Computed):
         self._saved: dict[tuple[int, int], object] = {}
         self._written: set[int] = set()  # stages whose gradient has begun
         self._backwards = Counter[int]()  # by stage, how many it has done
+        self._joined: tuple[int, JoinedLoss | None] = (
+            -1,
+            None,
+        )  # step of a minibatch, and who looks at its loss
 
     async def carry_out(self, executor: PipelineExecutor, schedule: Schedule) -> None:
         """Carries out the next passes. Raises as `PipelineExecutor.run`."""
@@ -156,6 +161,11 @@ class Passes(Computed):
             return 1.0
         return self._sizes[micro_batch] / self._gradient.batch.num_samples
 
+    def step_of(self, micro_batch: int) -> int:
+        """The step of its minibatch."""
+        del micro_batch
+        return self._gradient.step
+
     def seed(self, micro_batch: int) -> int:
         """The seed of its random numbers."""
         return self._source.stage_seed(self._gradient.step, micro_batch)
@@ -178,11 +188,18 @@ class Passes(Computed):
         seed, size = self.seed(micro_batch), self._sizes[micro_batch]
         parameters = self.read(stage, micro_batch)
         drop = StagePass("forward", stage, micro_batch) in self._drops
+        joined = self._joined_loss(stage, micro_batch)
 
         def compute() -> tuple[dict[str, torch.Tensor], object]:
             try:
                 return model.stages[stage].forward(
-                    parameters, values, seed=seed, samples=size, halves=self._halves, recompute=drop
+                    parameters,
+                    values,
+                    seed=seed,
+                    samples=size,
+                    halves=self._halves,
+                    recompute=drop,
+                    joined=joined,
                 )
             except NonFiniteError as error:  # of the loss: the other parts go on, and the gradient is refused
                 self.refused = str(error)
@@ -197,6 +214,15 @@ class Passes(Computed):
         if "loss" in outputs:
             self.add_loss(micro_batch, self.weight(micro_batch) * float(outputs["loss"]))
         return outputs
+
+    def _joined_loss(self, stage: int, micro_batch: int) -> JoinedLoss | None:
+        """Who looks at the loss of the micro-batch's minibatch; None where nobody does."""
+        model, step = self._source.model, self.step_of(micro_batch)
+        if stage + 1 < len(model.plan.stages) or not is_due(step):
+            return None
+        if self._joined[0] != step:
+            self._joined = step, model.stages[stage].joined_loss()
+        return self._joined[1]
 
     async def backward(
         self, stage: int, micro_batch: int, gradients: Mapping[str, torch.Tensor]

@@ -222,6 +222,10 @@ class _Stream(Passes):
             return 1.0
         return self._own_sizes[micro_batch] / self._steps[micro_batch // self._micro_batches][1]
 
+    def step_of(self, micro_batch: int) -> int:
+        """The step of its minibatch."""
+        return self._steps[micro_batch // self._micro_batches][0]
+
     def seed(self, micro_batch: int) -> int:
         """The seed of its random numbers."""
         minibatch, number = divmod(micro_batch, self._micro_batches)
