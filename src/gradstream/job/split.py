@@ -51,7 +51,7 @@ def check_split(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
 
 def check_micro_batches(job: Job, sizes: Sequence[int]) -> None:
     """Raises ConfigError if a minibatch has fewer samples than it is to have pieces; `sizes` are those of workers."""
-    if job.split > 1 and min(sizes, default=math.inf) < job.micro_batches:
+    if min(sizes, default=math.inf) < job.micro_batches:
         raise ConfigError(
             f"micro_batches={job.micro_batches} of a minibatch of {min(sizes)} samples: expected at most as many"
         )

@@ -449,7 +449,8 @@ def _plan_job(
         resume=resume,
     )
     plan.ledger()
-    check_micro_batches(job, getattr(plan.batch_plan(), "batch_sizes", ()))  # a stream does not know
+    if job.micro_batches > 1:
+        check_micro_batches(job, getattr(plan.batch_plan(), "batch_sizes", ()))  # a stream does not know
     if isinstance(strategy, ServerStrategy):
         from gradstream.server.aggregation import AggregationRule  # a run without servers does not import it
 
