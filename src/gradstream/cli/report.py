@@ -116,6 +116,10 @@ def evaluation_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
     return rows + [(f"test {name}", f"{value:.4g}") for name, value in evaluation.metrics.items()]
 
 
+_STEP_OF = {"localsgd": "rounds of a worker each"}
+"""What a step is under strategies whose step is no minibatch."""
+
+
 def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The rows (name, figure with unit) of a run's summary; figures that the run lacks are left out."""
     s = summary
@@ -129,7 +133,7 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("links", _of(s.get("links"), "{}")),
         ("chunks", _of((s["servers"] and s.get("chunk_elems")) or None, "of {:,} elements")),
         ("optimizer", _of(s["optimizer"], "{}")),
-        ("samples", f"{s['samples']:,} in {s['steps']:,} minibatches"),
+        ("samples", f"{s['samples']:,} in {s['steps']:,} {_STEP_OF.get(s['strategy'], 'minibatches')}"),
         ("ended by", _of(s.get("reason"), "{}")),
         ("accounted for", _of(s["samples_accounted"], "{:,} samples")),
         ("dropped", _of(s.get("samples_dropped") or None, f"{{:,}} samples, {_why_dropped(s)}")),
