@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gradstream as gs
-from gradstream.errors import UnknownNameError
+from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.runtime.storage import MemoryStorage
 from split_jobs import difference, net, run
 
@@ -77,3 +77,19 @@ def test_frozen_parameters_of_a_split_model(strategy: str, split: int) -> None:
     assert [one["accuracy"] for one in split_run.evaluations] == [
         one["accuracy"] for one in whole.evaluations
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": 3, "pipeline": "2bw"}, r"micro_batches=1 with pipeline='2bw': expected at least"),
+        ({"split": 2, "pipeline": "interleaved", "micro_batches": 3}, r'"interleaved" needs multiples of'),
+        (
+            {"split": 2, "pipeline": "1f1b", "pipeline_dtype": "bfloat16"},
+            "pipeline_dtype='bfloat16': what parts send",
+        ),
+    ],
+)
+def test_what_parts_cannot_do_is_refused_before_any_is_started(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        run(**options)

@@ -42,7 +42,9 @@ from gradstream.model.torch_module import TorchModel
 from gradstream.optim.groups import GroupedRule
 from gradstream.optim.merge import Outer, Replace
 from gradstream.pipeline.hybrid import Hybrid
+from gradstream.pipeline.schedule import STREAMING, make_schedule
 from gradstream.pipeline.synthetic import SyntheticGradients
+from gradstream.pipeline.versions import check_streaming
 from gradstream.recording import FOLDER, Log, origin_of
 from gradstream.run.losses import losses_of
 from gradstream.run.plan import RunPlan
@@ -61,6 +63,7 @@ from gradstream.worker.gradient import Clip
 from gradstream.worker.loop import OwnData
 from gradstream.worker.node import WorkerNode
 from gradstream.worker.parts.node import PartNode
+from gradstream.worker.parts.value_forms import check_encodable
 from gradstream.worker.replica.updater import UpdateRule
 
 # ---- coordinator ------------------------------------------------------------------------
@@ -326,12 +329,17 @@ def check_model(plan: RunPlan) -> None:
     """Refuses a model before anything is started, if it cannot be divided, or its rule by tensors does not fit it.
 
     Raises:
-        ConfigError: it cannot be divided, or not into so many parts; or a group matches none of its parameters.
+        ConfigError: it cannot be divided, or not into so many parts; its parts cannot follow the schedule, or not with
+            so many micro-batches, or send no activations of the dtype; or a group matches none of its parameters.
     """
     if plan.parts > 1 and not plan.open_ended:
-        model = _model_of(plan, build_model(plan.job), 0)
+        model, job = _model_of(plan, build_model(plan.job), 0), plan.job
         assert isinstance(model, PartModel)
-        _ = model.plan
+        if job.pipeline in STREAMING:
+            check_streaming(job.pipeline, model.plan, job.micro_batches)
+        elif isinstance(job.pipeline, str):
+            make_schedule(job.pipeline, model.plan, job.micro_batches)
+        check_encodable(model.plan, job.pipeline_dtype)
     if plan.by_name:
         grouped_rule(plan, build_model(plan.job))
 
