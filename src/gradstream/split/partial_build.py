@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradstream.errors import ConfigError
 from gradstream.model.built_module import Build, build_module
+from gradstream.split.module_state import refuse_gradient_hooks
 
 _SMALL_ELEMS = 1 << 10
 """Elements up to which every tensor has its values: a `build()` may read them (`.item()`, `.tolist()`)."""
@@ -227,6 +228,7 @@ class Blueprint:
         self._build = build
         self._mode = ShapeMode(draws=False)
         self.module = self._run(self._mode, 0)
+        refuse_gradient_hooks(self.module)  # before its parameters are replaced
         self._made: dict[str, torch.Tensor] = {}  # tensors as build() left them: small ones have values
         shapes: dict[int, torch.Tensor] = {}
         for path, part in self.module.named_modules(remove_duplicate=False):

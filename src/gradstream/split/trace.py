@@ -8,7 +8,6 @@ symbolic, so that a decision on it is refused. Modules of `torch.nn` are one ope
 from __future__ import annotations
 
 import operator
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -19,27 +18,40 @@ from types import MethodType
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
 from torch import fx, nn
 from torch.fx.proxy import Attribute
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from gradstream.errors import ConfigError
-from gradstream.split import partial_build
+from gradstream.split import module_state, partial_build
+from gradstream.split.module_state import Kept, drawn_state, line_of, state_of
 from gradstream.split.partial_build import ShapeMode, to_meta
 
 SAMPLES = (7, 11, 16)
 """Numbers of samples for which shapes are computed."""
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = (__file__, partial_build.__file__)
+_OWN = (__file__, partial_build.__file__, module_state.__file__)
 _REFUSED = ("data", "grad", "grad_fn", "is_leaf", "requires_grad", "is_meta")
 """Attributes of tensors that a part of a module cannot know, or that would act outside of the graph."""
 
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+_BY_VALUE = (
+    "operations on tensors that do not depend on their values or on the number of samples: change this line, or keep "
+    "the model whole"
+)
 _CONTAINERS = (nn.TransformerEncoder, nn.TransformerDecoder)
 """Modules of torch.nn that consist of modules and are traced through, as Sequential is."""
+
+
+class Refused(Exception):
+    """What a module does that cannot be recorded, and what it is expected to do instead."""
+
+    def __init__(self, got: str, expected: str, where: str | None = None) -> None:
+        super().__init__(got)
+        self.expected, self.where = expected, where
 
 
 class ByMode:
@@ -63,7 +75,12 @@ class _Proxy(fx.Proxy):
 
     def __getattr__(self, k: str) -> Any:
         if k in _REFUSED:
-            raise fx.proxy.TraceError(f"it reads .{k} of a tensor, which a part of a module does not know")
+            raise Refused(f"it reads .{k} of a tensor, which a part of a module does not know", _BY_VALUE)
+        if k in _HOOKS:
+            raise Refused(
+                f"it calls .{k}(...) on a tensor, which a graph does not record",
+                "a torch.autograd.Function with this backward, or a hook of a module (register_full_backward_hook)",
+            )
         if callable(getattr(self.node.meta["values"][0], k)):
             return Attribute(self, k)
         return self.tracer.create_proxy("call_function", getattr, (self, k), {})
@@ -71,8 +88,11 @@ class _Proxy(fx.Proxy):
     def __len__(self) -> int:
         lengths = {len(value) for value in self.node.meta["values"]}
         if len(lengths) > 1:
-            raise fx.proxy.TraceError("it takes len() of a tensor whose axis grows with the samples")
+            raise Refused("it takes len() of a tensor whose axis grows with the samples", "x.shape[0]")
         return lengths.pop()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
 
     def __iter__(self) -> Iterator[Any]:
         return iter([operator.getitem(self, index) for index in range(len(self))])
@@ -153,6 +173,10 @@ class _Tracer(fx.Tracer):
             try:
                 made = run_node(node, self.root, args, kwargs)
                 found.append(tree_map_only(torch.Tensor, to_meta, made))
+            except Exception as error:
+                if node.op == "call_module":
+                    raise _inside_module(str(node.target), module, error) from error
+                raise
             finally:
                 self._evaluating = False
             if index == 0:
@@ -170,8 +194,8 @@ class _Tracer(fx.Tracer):
         if isinstance(first, tuple | list | dict):
             keys = list(first) if isinstance(first, dict) else range(len(first))
             if any(len(value) != len(first) for value in values):
-                raise fx.proxy.TraceError(
-                    "the number of tensors that it returns depends on the number of samples"
+                raise Refused(
+                    "the number of tensors that it returns depends on the number of samples", _BY_VALUE
                 )
             if proxy.node.target is getattr and first in values[1:] and len(set(values)) == 1:
                 return first  # a shape without samples
@@ -198,7 +222,10 @@ class _Tracer(fx.Tracer):
 
     def _refuse_autocast(self) -> None:
         if torch.is_autocast_enabled("cpu") and not self._evaluating:
-            raise fx.proxy.TraceError("it enters torch.autocast, which is not recorded in a part of a module")
+            raise Refused(
+                "it enters torch.autocast, which is not recorded in a part of a module",
+                "casts of the tensors themselves, such as x.bfloat16()",
+            )
 
 
 class _TraceMode(ShapeMode):  # type: ignore[no-untyped-call]
@@ -217,11 +244,19 @@ class _TraceMode(ShapeMode):  # type: ignore[no-untyped-call]
             self._tracer._drew |= drew
             return super().__torch_dispatch__(func, types, args, kwargs)
         if drew:
-            raise fx.proxy.TraceError(
-                "random numbers without a tensor of the minibatch would be the same in each step; take "
-                "torch.randn_like(x) or x.new_empty(...).normal_()"
+            raise Refused(
+                "random numbers without a tensor of the minibatch would be the same in each step",
+                "torch.randn_like(x) or x.new_empty(...).normal_()",
             )
         return func(*args, **(kwargs or {}))
+
+
+def _inside_module(name: str, module: nn.Module, error: Exception) -> Refused:
+    """What to say of an error in a module of torch.nn."""
+    got = f"module {name!r} ({type(module).__name__}) fails without the values of its tensors: {error}"
+    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
+        return Refused(f"{got}; it has momentum=None, which counts minibatches", "momentum=0.1 or another number")
+    return Refused(got, "a module that computes on any values alike")
 
 
 def depends_on_samples(node: fx.Node) -> bool:
@@ -278,24 +313,28 @@ def trace(
         ConfigError: the module cannot be recorded; the message has file and line.
     """
     graphs, constants = [], []
-    for mode in (True, False):
+    # The third finds what differs from call to call. Before the second, a module may fill its caches.
+    for number, mode in enumerate((True, False, True)):
         set_mode(mode)
-        graph, found = _trace_once(module, call, values)
+        graph, found = _trace_once(module, call, values, fills=number == 0)
         graphs.append(graph)
         constants.append(found)
-    set_mode(True)
-    _merge(*graphs)
+    _refuse_changed(graphs[0], graphs[2])
+    _merge(*graphs[:2])
     for name, tensor in constants[0].items():
-        if tensor.device.type == "meta" or not torch.equal(tensor, constants[1][name]):
+        others = [found.get(name) for found in constants[1:]]
+        if tensor.device.type == "meta" or any(one is None or not torch.equal(tensor, one) for one in others):
             raise ConfigError(
                 f"split: the module computes {name}, of shape {tuple(tensor.shape)}, from a tensor that is neither a "
-                "parameter nor a buffer, or differently in train() and eval(); expected one that each process can "
+                "parameter nor a buffer, or differently in each call or in eval(); expected one that each process can "
                 "compute alone: call register_buffer"
             )
     return graphs[0], constants[0]
 
 
-def _trace_once(module: nn.Module, call: Any, values: Any) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+def _trace_once(
+    module: nn.Module, call: Any, values: Any, *, fills: bool
+) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
     tracer = _Tracer(call, values)
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
@@ -312,8 +351,7 @@ def _trace_once(module: nn.Module, call: Any, values: Any) -> tuple[fx.Graph, di
     def apply_recorded(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return recorded(MethodType(apply, cls))(*args, **kwargs)
 
-    kept = _numbers_of(module)
-    states = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002
+    kept, drawn = state_of(module, tracer.is_leaf_module), drawn_state()
     try:
         with ExitStack() as patches:
             patches.enter_context(patch.object(torch.autograd.Function, "apply", classmethod(apply_recorded)))
@@ -321,21 +359,20 @@ def _trace_once(module: nn.Module, call: Any, values: Any) -> tuple[fx.Graph, di
                 patches.enter_context(patch.object(torch, name, recorded(getattr(torch, name))))
             with _TraceMode(tracer):
                 graph = tracer.trace(module)
-        if states != (random.getstate(), np.random.get_state()[1].tolist()):  # type: ignore[index]  # noqa: NPY002
-            raise fx.proxy.TraceError(
-                "it draws random numbers of Python or NumPy, which would be the same in each step"
+        if drawn != drawn_state():
+            raise Refused(
+                "it draws random numbers of Python or NumPy, which would be the same in each step",
+                "numbers of torch: torch.randn_like(x), torch.rand_like(x) or nn.Dropout",
             )
-        if changed := [name for name, value in _numbers_of(module).items() if kept.get(name) != value]:
-            raise fx.proxy.TraceError(
-                f"it changes its attribute {changed[0]}, which would stay as it is in the graph"
-            )
+        _refuse_state(kept, state_of(module, tracer.is_leaf_module), fills=fills)
+        _refuse_written_constants(graph, module)
     except ConfigError:
         raise
     except Exception as error:
+        place = (error.where if isinstance(error, Refused) else None) or _raised_at(error, module)
+        expected = error.expected if isinstance(error, Refused) else _BY_VALUE
         raise ConfigError(
-            f"split: {_raised_at(error, module)}: the module cannot be cut into stages: {error}; expected operations "
-            "on tensors that do not depend on their values or on the number of samples: change this line, or keep the "
-            "model whole"
+            f"split: {place}: the module cannot be cut into stages: {error}; expected {expected}"
         ) from error
     constants = {
         name: module.__dict__.pop(name) for name in list(module.__dict__) if name.startswith("_tensor_con")
@@ -346,14 +383,69 @@ def _trace_once(module: nn.Module, call: Any, values: Any) -> tuple[fx.Graph, di
     return graph, constants
 
 
-def _numbers_of(module: nn.Module) -> dict[str, Any]:
-    """Numbers and words that the modules have as attributes."""
-    return {
-        f"{path}.{key}": value
-        for path, part in module.named_modules()
-        for key, value in part.__dict__.items()
-        if isinstance(value, int | float | str)
+def _refuse_state(before: dict[str, Kept], after: dict[str, Kept], *, fills: bool) -> None:
+    """Refuses a call that changes attributes; one that `fills` may make what it keeps, such as a mask."""
+    for name, kept in after.items():
+        old, key = before.get(name), name.rpartition(".")[2]
+        place = line_of(None, kept.owner)
+        if old is None or old.marks == kept.marks:
+            continue
+        if isinstance(old.value, torch.Tensor) and isinstance(kept.value, fx.Proxy):
+            raise Refused(
+                f"it assigns a computed tensor to its attribute {name}, which would stay as it is in the graph",
+                old.remedy(key),
+                place,
+            )
+        if not fills:
+            raise Refused(
+                f"it changes its attribute {name}, which would stay as it is in the graph",
+                old.remedy(key),
+                place,
+            )
+
+
+def _refuse_written_constants(graph: fx.Graph, module: nn.Module) -> None:
+    """Refuses operations that write into a tensor of the module's own that is neither parameter nor buffer."""
+    registered = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    registered |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    own = {
+        storage(node.meta["values"][0]): str(node.target)
+        for node in graph.nodes
+        if node.op == "get_attr" and node.target not in registered
     }
+    for node in graph.nodes:
+        for written in node.meta.get("writes", ()):
+            if written in own:
+                made = own[written].startswith("_tensor_con")
+                raise Refused(
+                    f"it writes into {'a tensor' if made else f'its attribute {own[written]}'}, which is neither a "
+                    "buffer nor computed from the minibatch",
+                    "x.new_zeros(...) where it begins anew in each step, register_buffer where it stays",
+                    where(node),
+                )
+
+
+def _refuse_changed(graph: fx.Graph, again: fx.Graph) -> None:
+    """Raises ConfigError if a second call computes something else than the first."""
+    for node, other in zip_longest(graph.nodes, again.nodes):
+        same = node is not None and other is not None
+        if not same or _described(node) != _described(other):
+            raise ConfigError(
+                f"split: {where(node or other) if 'where' in (node or other).meta else 'the module'}: computes "
+                "something else in a second call than in the first, which a graph cannot follow; expected the same "
+                "in each call: keep what changes in a buffer (register_buffer) that is changed in place"
+            )
+
+
+def _described(node: fx.Node) -> tuple[object, ...]:
+    """What an operation does. Of arguments that are no numbers, words or results it has only the class."""
+    leaves, structure = tree_flatten((node.args, node.kwargs))
+    known = (bool, int, float, complex, str)
+    words = [
+        repr(leaf) if isinstance(leaf, known) else str(leaf) if isinstance(leaf, fx.Node) else type(leaf)
+        for leaf in leaves
+    ]
+    return (node.op, node.name, node.target, words, structure)
 
 
 def _merge(graph: fx.Graph, evaluate: fx.Graph) -> None:
@@ -393,8 +485,7 @@ def _raised_at(error: BaseException, module: nn.Module) -> str:
         frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith((_TORCH, "<"))
     ]
     own = [frame for frame in frames if frame.filename not in _OWN]
-    code = type(module).forward.__code__
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else f"{code.co_filename}:{code.co_firstlineno}"
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else line_of(None, module)
 
 
 def _user_line(root: Any, node: fx.Node) -> str:
