@@ -11,7 +11,7 @@ from torch import fx
 from gradstream.errors import ConfigError
 from gradstream.split.balance import contiguous_groups
 from gradstream.split.graph import form_of
-from gradstream.split.trace import storage, where
+from gradstream.split.refusals import storage, where
 
 
 class OperationChain:

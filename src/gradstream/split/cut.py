@@ -19,9 +19,9 @@ from gradstream.split.chain import OperationChain
 from gradstream.split.divide import divide, divisible, part_of_piece
 from gradstream.split.graph import Form, Graph, Piece, form_of, record
 from gradstream.split.plan import DATA, SplitPlan, Stage, Value
+from gradstream.split.refusals import storage, where
 from gradstream.split.seconds import seconds_of
 from gradstream.split.space import divide_space
-from gradstream.split.trace import storage, where
 
 _PARAMETER = "parameter "
 _RESERVED = ("inputs", "loss", "outputs", "targets")

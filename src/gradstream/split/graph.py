@@ -16,7 +16,8 @@ from gradstream.model.batch import Batch, map_leaves
 from gradstream.model.built_module import layout_of
 from gradstream.model.torch_module import TorchModel
 from gradstream.split.partial_build import Blueprint
-from gradstream.split.trace import SAMPLES, depends_on_samples, storage, trace, where
+from gradstream.split.refusals import storage, where
+from gradstream.split.trace import SAMPLES, depends_on_samples, trace
 
 
 @dataclass(frozen=True, slots=True)

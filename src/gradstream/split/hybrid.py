@@ -29,7 +29,7 @@ from gradstream.split.cut import TorchPlan, joined, plan_placed, ranges_of
 from gradstream.split.divide import divide, divisible, part_of_piece
 from gradstream.split.graph import Graph, Piece, form_of, record
 from gradstream.split.plan import DATA, Stage
-from gradstream.split.trace import storage, where
+from gradstream.split.refusals import storage, where
 
 EVERYWHERE = -1
 """In place of the part of a stage: every part computes it, for samples of its own."""

@@ -18,7 +18,7 @@ from gradstream.errors import ConfigError
 _MOST_MARKS = 1 << 16
 """Marks of one attribute that are compared."""
 
-_MOST_ELEMS = 1 << 14
+_MOST_ELEMS = 1 << 22
 """Elements of an array or tensor that are compared: of a larger one as many, at equal distances."""
 
 _DEEPEST = 8
@@ -69,7 +69,9 @@ def state_of(module: nn.Module, is_whole: Callable[[nn.Module, str], bool]) -> d
 
 def marks_of(value: Any, depth: int = 0) -> Iterator[object]:
     """Marks of a value and of all that is in it. Objects of other classes than those below have only their class."""
-    yield type(None if isinstance(value, fx.Proxy) else value).__name__  # kept to be looked at, as None before
+    yield type(
+        None if isinstance(value, fx.Proxy) else value
+    ).__name__  # kept to be looked at, as None before
     if isinstance(value, float | complex):
         yield repr(value)  # of NaN too it is the same
     elif isinstance(value, _NUMBERS):
@@ -78,7 +80,7 @@ def marks_of(value: Any, depth: int = 0) -> Iterator[object]:
         yield from (value._version, value.shape, value.dtype)
         step = max(1, value.numel() // _MOST_ELEMS)
         dense = value.layout == torch.strided and value.device.type != "meta"
-        yield hash(repr(value.detach().reshape(-1)[::step].tolist())) if dense else id(value)
+        yield hash(_bytes_of(value.detach().reshape(-1)[::step])) if dense else id(value)
     elif isinstance(value, np.ndarray):
         step = max(1, value.size // _MOST_ELEMS)
         yield from (value.shape, value.dtype.str, hash(value.flat[::step].tobytes()))
@@ -87,6 +89,11 @@ def marks_of(value: Any, depth: int = 0) -> Iterator[object]:
         yield length
         for one in inside:
             yield from marks_of(one, depth + 1)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    """The elements of a tensor of one axis."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _inside(value: Any) -> tuple[Any, int]:
@@ -116,7 +123,7 @@ def refuse_gradient_hooks(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         hooks = [
             hook
-            for kept in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+            for kept in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
             for hook in (kept or {}).values()
         ]
         if hooks and parameter.requires_grad:

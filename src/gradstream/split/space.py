@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 from gradstream.errors import ConfigError
 from gradstream.split.divide import Maker
 from gradstream.split.graph import Graph, form_of
-from gradstream.split.trace import where
+from gradstream.split.refusals import where
 
 _ELEMENTWISE = (
     nn.ReLU,

@@ -25,8 +25,18 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from gradstream.errors import ConfigError
 from gradstream.split import module_state, partial_build
-from gradstream.split.module_state import Kept, drawn_state, line_of, state_of
+from gradstream.split.module_state import drawn_state, line_of, state_of
 from gradstream.split.partial_build import ShapeMode, to_meta
+from gradstream.split.refusals import (
+    BY_VALUE,
+    Refused,
+    refuse_augmented,
+    refuse_changed,
+    refuse_state,
+    refuse_written_constants,
+    storage,
+    where,
+)
 
 SAMPLES = (7, 11, 16)
 """Numbers of samples for which shapes are computed."""
@@ -38,20 +48,8 @@ _REFUSED = ("data", "grad", "grad_fn", "is_leaf", "requires_grad", "is_meta")
 
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
-_BY_VALUE = (
-    "operations on tensors that do not depend on their values or on the number of samples: change this line, or keep "
-    "the model whole"
-)
 _CONTAINERS = (nn.TransformerEncoder, nn.TransformerDecoder)
 """Modules of torch.nn that consist of modules and are traced through, as Sequential is."""
-
-
-class Refused(Exception):
-    """What a module does that cannot be recorded, and what it is expected to do instead."""
-
-    def __init__(self, got: str, expected: str, where: str | None = None) -> None:
-        super().__init__(got)
-        self.expected, self.where = expected, where
 
 
 class ByMode:
@@ -75,7 +73,7 @@ class _Proxy(fx.Proxy):
 
     def __getattr__(self, k: str) -> Any:
         if k in _REFUSED:
-            raise Refused(f"it reads .{k} of a tensor, which a part of a module does not know", _BY_VALUE)
+            raise Refused(f"it reads .{k} of a tensor, which a part of a module does not know", BY_VALUE)
         if k in _HOOKS:
             raise Refused(
                 f"it calls .{k}(...) on a tensor, which a graph does not record",
@@ -96,6 +94,22 @@ class _Proxy(fx.Proxy):
 
     def __iter__(self) -> Iterator[Any]:
         return iter([operator.getitem(self, index) for index in range(len(self))])
+
+
+def _augmented(function: Callable[[Any, Any], Any]) -> Callable[[_Proxy, Any], Any]:
+    """An augmented assignment, such as h += 1: recorded as h + 1, which is the same where h has no other name."""
+
+    def assign(left: _Proxy, right: Any) -> Any:
+        made = function(left, right)
+        if isinstance(made, fx.Proxy) and isinstance(left.node.meta["values"][0], torch.Tensor):
+            made.node.meta["augments"] = left.node
+        return made
+
+    return assign
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor"):
+    setattr(_Proxy, f"__i{_name.rstrip('_')}__", _augmented(getattr(operator, _name)))
 
 
 class _Tracer(fx.Tracer):
@@ -195,7 +209,7 @@ class _Tracer(fx.Tracer):
             keys = list(first) if isinstance(first, dict) else range(len(first))
             if any(len(value) != len(first) for value in values):
                 raise Refused(
-                    "the number of tensors that it returns depends on the number of samples", _BY_VALUE
+                    "the number of tensors that it returns depends on the number of samples", BY_VALUE
                 )
             if proxy.node.target is getattr and first in values[1:] and len(set(values)) == 1:
                 return first  # a shape without samples
@@ -255,7 +269,9 @@ def _inside_module(name: str, module: nn.Module, error: Exception) -> Refused:
     """What to say of an error in a module of torch.nn."""
     got = f"module {name!r} ({type(module).__name__}) fails without the values of its tensors: {error}"
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
-        return Refused(f"{got}; it has momentum=None, which counts minibatches", "momentum=0.1 or another number")
+        return Refused(
+            f"{got}; it has momentum=None, which counts minibatches", "momentum=0.1 or another number"
+        )
     return Refused(got, "a module that computes on any values alike")
 
 
@@ -263,12 +279,6 @@ def depends_on_samples(node: fx.Node) -> bool:
     """Whether the node is a number, or a shape, that grows with the samples."""
     first, *others = node.meta["values"]
     return not isinstance(first, torch.Tensor) and any(other != first for other in others)
-
-
-def storage(tensor: torch.Tensor) -> int:
-    """A number that tensors have in common if they share memory."""
-    number: int = tensor.untyped_storage()._cdata
-    return number
 
 
 def run_node(node: fx.Node, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -282,12 +292,6 @@ def run_node(node: fx.Node, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return getattr(args[0], target)(*args[1:], **kwargs)
     path, _, attribute = target.rpartition(".")
     return getattr(module.get_submodule(path), attribute)
-
-
-def where(node: fx.Node) -> str:
-    """The place in the user's code that computes a node."""
-    place: str = node.meta["where"]
-    return place
 
 
 def trace(
@@ -319,7 +323,7 @@ def trace(
         graph, found = _trace_once(module, call, values, fills=number == 0)
         graphs.append(graph)
         constants.append(found)
-    _refuse_changed(graphs[0], graphs[2])
+    refuse_changed(graphs[0], graphs[2])
     _merge(*graphs[:2])
     for name, tensor in constants[0].items():
         others = [found.get(name) for found in constants[1:]]
@@ -364,13 +368,14 @@ def _trace_once(
                 "it draws random numbers of Python or NumPy, which would be the same in each step",
                 "numbers of torch: torch.randn_like(x), torch.rand_like(x) or nn.Dropout",
             )
-        _refuse_state(kept, state_of(module, tracer.is_leaf_module), fills=fills)
-        _refuse_written_constants(graph, module)
+        refuse_state(kept, state_of(module, tracer.is_leaf_module), fills=fills)
+        refuse_written_constants(graph, module)
+        refuse_augmented(graph)
     except ConfigError:
         raise
     except Exception as error:
         place = (error.where if isinstance(error, Refused) else None) or _raised_at(error, module)
-        expected = error.expected if isinstance(error, Refused) else _BY_VALUE
+        expected = error.expected if isinstance(error, Refused) else BY_VALUE
         raise ConfigError(
             f"split: {place}: the module cannot be cut into stages: {error}; expected {expected}"
         ) from error
@@ -381,71 +386,6 @@ def _trace_once(
         if not node.users and node.op not in ("placeholder", "output") and not node.meta.get("writes"):
             graph.erase_node(node)
     return graph, constants
-
-
-def _refuse_state(before: dict[str, Kept], after: dict[str, Kept], *, fills: bool) -> None:
-    """Refuses a call that changes attributes; one that `fills` may make what it keeps, such as a mask."""
-    for name, kept in after.items():
-        old, key = before.get(name), name.rpartition(".")[2]
-        place = line_of(None, kept.owner)
-        if old is None or old.marks == kept.marks:
-            continue
-        if isinstance(old.value, torch.Tensor) and isinstance(kept.value, fx.Proxy):
-            raise Refused(
-                f"it assigns a computed tensor to its attribute {name}, which would stay as it is in the graph",
-                old.remedy(key),
-                place,
-            )
-        if not fills:
-            raise Refused(
-                f"it changes its attribute {name}, which would stay as it is in the graph",
-                old.remedy(key),
-                place,
-            )
-
-
-def _refuse_written_constants(graph: fx.Graph, module: nn.Module) -> None:
-    """Refuses operations that write into a tensor of the module's own that is neither parameter nor buffer."""
-    registered = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    registered |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    own = {
-        storage(node.meta["values"][0]): str(node.target)
-        for node in graph.nodes
-        if node.op == "get_attr" and node.target not in registered
-    }
-    for node in graph.nodes:
-        for written in node.meta.get("writes", ()):
-            if written in own:
-                made = own[written].startswith("_tensor_con")
-                raise Refused(
-                    f"it writes into {'a tensor' if made else f'its attribute {own[written]}'}, which is neither a "
-                    "buffer nor computed from the minibatch",
-                    "x.new_zeros(...) where it begins anew in each step, register_buffer where it stays",
-                    where(node),
-                )
-
-
-def _refuse_changed(graph: fx.Graph, again: fx.Graph) -> None:
-    """Raises ConfigError if a second call computes something else than the first."""
-    for node, other in zip_longest(graph.nodes, again.nodes):
-        same = node is not None and other is not None
-        if not same or _described(node) != _described(other):
-            raise ConfigError(
-                f"split: {where(node or other) if 'where' in (node or other).meta else 'the module'}: computes "
-                "something else in a second call than in the first, which a graph cannot follow; expected the same "
-                "in each call: keep what changes in a buffer (register_buffer) that is changed in place"
-            )
-
-
-def _described(node: fx.Node) -> tuple[object, ...]:
-    """What an operation does. Of arguments that are no numbers, words or results it has only the class."""
-    leaves, structure = tree_flatten((node.args, node.kwargs))
-    known = (bool, int, float, complex, str)
-    words = [
-        repr(leaf) if isinstance(leaf, known) else str(leaf) if isinstance(leaf, fx.Node) else type(leaf)
-        for leaf in leaves
-    ]
-    return (node.op, node.name, node.target, words, structure)
 
 
 def _merge(graph: fx.Graph, evaluate: fx.Graph) -> None:
