@@ -70,9 +70,9 @@ class JoinedLoss:
             kind = "sum" if self._reduction == "sum" else "mean over samples"
             raise GradientError(
                 f"the loss of two micro-batches together is {whole:.9g}, but the {kind} of one and the other is "
-                f"{pieces:.9g}, the gradient would be as far from the minibatch's. So the loss is no {kind}: as with "
-                "ignore_index (a mean over the tokens that count), with weights of classes, or where samples are "
-                'seen together. Take micro_batches=1, or a loss that is one; reduction="sum" declares a sum'
+                f"{pieces:.9g}, so the gradient of the pieces is not the minibatch's. The loss is no {kind}: as with "
+                "ignore_index (a mean over the tokens that count), with weights of classes, or where samples are seen "
+                'together. Take micro_batches=1, or a loss that is one; reduction="sum" declares a sum'
             )
 
     def _joined(self, weights: list[float]) -> Any:
