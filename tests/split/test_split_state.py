@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import deque
 from collections.abc import Callable
@@ -183,6 +184,11 @@ def in_global(net: Net, x: torch.Tensor) -> Any:
     return x * CALLS[0]
 
 
+def initialises(net: Net, x: torch.Tensor) -> Any:
+    begun, net.kept = net.kept, True
+    return x.relu() if begun else x.tanh()
+
+
 def in_plain_tensor(net: Net, x: torch.Tensor) -> Any:
     net.kept.mul_(0.9).add_(x.detach().mean(0))
     return x - net.kept
@@ -237,6 +243,7 @@ def changes_by_a_view(net: Net, x: torch.Tensor) -> Any:
     ("between", "kept", "line", "match"),
     [
         (in_global, None, 2, "something else in a second call.*register_buffer"),
+        (initialises, None, 2, "something else in a second call.*register_buffer"),
         (in_plain_tensor, torch.zeros(6), 1, "writes into its attribute kept.*register_buffer"),
         (in_new_tensor, None, 2, "writes into a tensor.*x.new_zeros"),
         (
@@ -255,7 +262,7 @@ def changes_by_a_view(net: Net, x: torch.Tensor) -> Any:
 )
 def test_refused_with_line_and_remedy(between: Between, kept: Any, line: int | None, match: str) -> None:
     first = (Net.forward if line is None else between).__code__.co_firstlineno
-    build = lambda: Net(between, kept if kept is None else kept.clone())  # noqa: E731
+    build = lambda: Net(between, copy.deepcopy(kept))  # noqa: E731
     if between is draws_in_numpy:
         np.random.rand(2)  # noqa: NPY002  the next draw only moves the position
     refused(build, rf"test_split_state.py:{first + (line or 0)}: .*{match}")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten
 
-from gradstream.errors import ConfigError
 from gradstream.split.module_state import Kept, line_of
 
 BY_VALUE = (
@@ -111,25 +109,21 @@ def _overlap(tensor: torch.Tensor, other: Any) -> bool:
     return not bool(rest.all())
 
 
-def refuse_changed(graph: fx.Graph, again: fx.Graph) -> None:
-    """Raises ConfigError if a second call computes something else than the first."""
-    for node, other in zip_longest(graph.nodes, again.nodes):
-        if node is not None and other is not None and _described(node) == _described(other):
-            continue
-        kept = node is not None and node.op == "get_attr" and str(node.target).startswith("_tensor_con")
-        raise ConfigError(
-            f"split: {where(node or other) if 'where' in (node or other).meta else 'the module'}: computes something "
-            "else in a second call than in the first, which a graph cannot follow; expected the same in each call: "
-            + (
-                "make a tensor that stays in __init__"
-                if kept
-                else "keep what changes in a buffer (register_buffer) that is changed in place"
-            )
-        )
+def refuse_changed(first: tuple[object, ...], again: tuple[object, ...]) -> None:
+    """Refuses an operation of a second call that is another one than in the first."""
+    if first == again:
+        return
+    kept = first[0] == "get_attr" and str(first[2]).startswith("_tensor_con")
+    raise Refused(
+        "it computes something else in a second call than in the first, which a graph cannot follow",
+        "a tensor that stays to be made in __init__"
+        if kept
+        else "state in a buffer (register_buffer) that is changed in place",
+    )
 
 
-def _described(node: fx.Node) -> tuple[object, ...]:
-    """What an operation does. Of arguments that are no numbers, words or results it has only the class."""
+def described(node: fx.Node) -> tuple[object, ...]:
+    """Kind, name, target and arguments of an operation. Of these, all but numbers, words and results are classes."""
     leaves, structure = tree_flatten((node.args, node.kwargs))
     known = (bool, int, float, complex, str)
     words = [

@@ -24,12 +24,13 @@ from torch.fx.proxy import Attribute
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from gradstream.errors import ConfigError
-from gradstream.split import module_state, partial_build
+from gradstream.split import module_state, partial_build, refusals
 from gradstream.split.module_state import drawn_state, line_of, state_of
 from gradstream.split.partial_build import ShapeMode, to_meta
 from gradstream.split.refusals import (
     BY_VALUE,
     Refused,
+    described,
     refuse_augmented,
     refuse_changed,
     refuse_state,
@@ -42,7 +43,7 @@ SAMPLES = (7, 11, 16)
 """Numbers of samples for which shapes are computed."""
 
 _TORCH = str(Path(torch.__file__).parent)
-_OWN = (__file__, partial_build.__file__, module_state.__file__)
+_OWN = (__file__, partial_build.__file__, module_state.__file__, refusals.__file__)
 _REFUSED = ("data", "grad", "grad_fn", "is_leaf", "requires_grad", "is_meta")
 """Attributes of tensors that a part of a module cannot know, or that would act outside of the graph."""
 
@@ -50,6 +51,9 @@ _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "ran
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _CONTAINERS = (nn.TransformerEncoder, nn.TransformerDecoder)
 """Modules of torch.nn that consist of modules and are traced through, as Sequential is."""
+
+
+Made = list[tuple[tuple[object, ...], dict[str, Any]]]
 
 
 class ByMode:
@@ -118,14 +122,23 @@ class _Tracer(fx.Tracer):
     Args:
         call: calls the module on stand-ins for the minibatch's values.
         values: names of these, each with its tensors on the meta device, one per number of samples.
+        first: what another tracer has `made` of the module, if it is to do the same again; the results are known then.
+
+    Attributes:
+        made: each operation with its node's `meta`, in order.
     """
 
     proxy_buffer_attributes = True
 
     def __init__(
-        self, call: Callable[[nn.Module, dict[str, Any]], Any], values: Mapping[str, tuple[Any, ...]]
+        self,
+        call: Callable[[nn.Module, dict[str, Any]], Any],
+        values: Mapping[str, tuple[Any, ...]],
+        first: Made | None = None,
     ) -> None:
         super().__init__()
+        self.made: Made = []
+        self._first = first
         self._call = call
         self._inputs = values
         self._evaluating = False
@@ -166,10 +179,20 @@ class _Tracer(fx.Tracer):
     def create_node(self, kind: str, target: Any, *rest: Any, **more: Any) -> fx.Node:
         """Records an operation, a parameter or a constant."""
         node = super().create_node(kind, target, *rest, **more)
+        doing, known = described(node), None
+        if self._first is not None:
+            before, known = self._first[len(self.made)]
+            refuse_changed(before, doing)
+        self.made.append((doing, node.meta))
         if kind != "output":
             node.meta["where"] = _user_line(self.root, node)
             node.meta["grad"] = torch.is_grad_enabled()
-            node.meta["values"] = self._inputs[target] if kind == "placeholder" else self._values_of(node)
+            if known is not None:
+                node.meta |= {key: known[key] for key in ("values", "random", "writes") if key in known}
+            elif kind == "placeholder":
+                node.meta["values"] = self._inputs[target]
+            else:
+                node.meta["values"] = self._values_of(node)
         return node
 
     def _values_of(self, node: fx.Node) -> tuple[Any, ...]:
@@ -317,13 +340,15 @@ def trace(
         ConfigError: the module cannot be recorded; the message has file and line.
     """
     graphs, constants = [], []
+    made: Made | None = None
     # The third finds what differs from call to call. Before the second, a module may fill its caches.
     for number, mode in enumerate((True, False, True)):
         set_mode(mode)
-        graph, found = _trace_once(module, call, values, fills=number == 0)
+        tracer = _Tracer(call, values, made if number == 2 else None)
+        graph, found = _trace_once(module, tracer, fills=number == 0)
+        made = made or tracer.made
         graphs.append(graph)
         constants.append(found)
-    refuse_changed(graphs[0], graphs[2])
     _merge(*graphs[:2])
     for name, tensor in constants[0].items():
         others = [found.get(name) for found in constants[1:]]
@@ -337,9 +362,8 @@ def trace(
 
 
 def _trace_once(
-    module: nn.Module, call: Any, values: Any, *, fills: bool
+    module: nn.Module, tracer: _Tracer, *, fills: bool
 ) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
-    tracer = _Tracer(call, values)
     apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
