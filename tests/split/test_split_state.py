@@ -271,3 +271,15 @@ def test_refused_with_line_and_remedy(between: Between, kept: Any, line: int | N
 def test_batch_norm_that_counts_minibatches_is_refused_by_name() -> None:
     build = lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, momentum=None))  # noqa: E731
     refused(build, r"module '1' \(BatchNorm1d\).*momentum=None.*expected momentum=0.1")
+
+
+@pytest.mark.parametrize(
+    ("between", "match"),
+    [
+        (lambda net, x: x * x.max().item(), "meta tensors; expected .* do not depend on their values"),
+        (lambda net, x: x * float(x.max()), "_Proxy'; expected .* do not depend on their values"),
+        (lambda net, x: x @ torch.ones(5, 5), "shapes: change this line$"),
+    ],
+)
+def test_values_are_blamed_only_where_they_are_the_cause(between: Between, match: str) -> None:
+    refused(lambda: Net(between), match)

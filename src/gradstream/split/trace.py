@@ -399,7 +399,7 @@ def _trace_once(
         raise
     except Exception as error:
         place = (error.where if isinstance(error, Refused) else None) or _raised_at(error, module)
-        expected = error.expected if isinstance(error, Refused) else BY_VALUE
+        expected = error.expected if isinstance(error, Refused) else _expected(error)
         raise ConfigError(
             f"split: {place}: the module cannot be cut into stages: {error}; expected {expected}"
         ) from error
@@ -410,6 +410,14 @@ def _trace_once(
         if not node.users and node.op not in ("placeholder", "output") and not node.meta.get("writes"):
             graph.erase_node(node)
     return graph, constants
+
+
+def _expected(error: Exception) -> str:
+    """The remedy for an error that is not ours."""
+    by_value = isinstance(error, fx.proxy.TraceError) or any(
+        word in str(error) for word in ("meta", "_Proxy")
+    )
+    return BY_VALUE if by_value else "a module that computes on stand-ins of these shapes: change this line"
 
 
 def _merge(graph: fx.Graph, evaluate: fx.Graph) -> None:
