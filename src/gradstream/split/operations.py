@@ -22,8 +22,9 @@ from gradstream.model.wide_linear import WIDE_ELEMS
 from gradstream.split.cut import TorchPlan, parameter_of, value_name
 from gradstream.split.graph import Piece, size_of
 from gradstream.split.halves import Use
+from gradstream.split.modes import ByMode
 from gradstream.split.partial_build import tensor_at
-from gradstream.split.trace import ByMode, run_node
+from gradstream.split.trace import run_node
 
 NOTHING = nullcontext()
 

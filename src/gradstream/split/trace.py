@@ -11,7 +11,6 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from itertools import zip_longest
 from pathlib import Path
 from traceback import extract_tb
 from types import MethodType
@@ -21,10 +20,11 @@ from unittest.mock import patch
 import torch
 from torch import fx, nn
 from torch.fx.proxy import Attribute
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gradstream.errors import ConfigError
 from gradstream.split import module_state, partial_build, refusals
+from gradstream.split.modes import merge
 from gradstream.split.module_state import drawn_state, line_of, state_of
 from gradstream.split.partial_build import ShapeMode, to_meta
 from gradstream.split.refusals import (
@@ -36,7 +36,6 @@ from gradstream.split.refusals import (
     refuse_state,
     refuse_written_constants,
     storage,
-    where,
 )
 
 SAMPLES = (7, 11, 16)
@@ -54,20 +53,6 @@ _CONTAINERS = (nn.TransformerEncoder, nn.TransformerDecoder)
 
 
 Made = list[tuple[tuple[object, ...], dict[str, Any]]]
-
-
-class ByMode:
-    """A constant of the graph that differs between train() and eval()."""
-
-    def __init__(self, train: Any, evaluate: Any) -> None:
-        self.train, self.evaluate = train, evaluate
-
-    def of(self, training: bool) -> Any:
-        """The constant of one mode."""
-        return self.train if training else self.evaluate
-
-    def __repr__(self) -> str:
-        return f"{self.train!r} or in eval() {self.evaluate!r}"
 
 
 class _Proxy(fx.Proxy):
@@ -349,7 +334,7 @@ def trace(
         made = made or tracer.made
         graphs.append(graph)
         constants.append(found)
-    _merge(*graphs[:2])
+    merge(*graphs[:2])
     for name, tensor in constants[0].items():
         others = [found.get(name) for found in constants[1:]]
         if tensor.device.type == "meta" or any(one is None or not torch.equal(tensor, one) for one in others):
@@ -418,37 +403,6 @@ def _expected(error: Exception) -> str:
         word in str(error) for word in ("meta", "_Proxy")
     )
     return BY_VALUE if by_value else "a module that computes on stand-ins of these shapes: change this line"
-
-
-def _merge(graph: fx.Graph, evaluate: fx.Graph) -> None:
-    """Puts constants that differ in eval() into the graph. Raises ConfigError if operations differ."""
-    for node, other in zip_longest(graph.nodes, evaluate.nodes):
-        if (
-            node is None
-            or other is None
-            or (node.op, node.name, node.target) != (other.op, other.name, other.target)
-        ):
-            raise _differs(node or other)
-        leaves, structure = tree_flatten((node.args, node.kwargs))
-        others, other_structure = tree_flatten((other.args, other.kwargs))
-        if structure != other_structure:
-            raise _differs(node)
-        for index, (leaf, other_leaf) in enumerate(zip(leaves, others, strict=True)):
-            names = fx.map_arg((leaf, other_leaf), lambda used: used.name)
-            if names[0] == names[1]:
-                continue
-            if isinstance(leaf, fx.Node) or isinstance(other_leaf, fx.Node):
-                raise _differs(node)
-            leaves[index] = ByMode(leaf, other_leaf)
-        if any(isinstance(leaf, ByMode) for leaf in leaves):
-            node.args, node.kwargs = tree_unflatten(leaves, structure)
-
-
-def _differs(node: fx.Node) -> ConfigError:
-    return ConfigError(
-        f"split: {where(node) if 'where' in node.meta else 'the module'}: computes something else in train() than in "
-        "eval(); expected the same operations in both: take modules such as nn.Dropout, or keep the model whole"
-    )
 
 
 def _raised_at(error: BaseException, module: nn.Module) -> str:
