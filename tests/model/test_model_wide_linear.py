@@ -127,3 +127,13 @@ def test_no_second_gradient_is_allocated() -> None:
         backprop.run(F.linear(torch.randn(2, 2048), weight).sum())
     sizes: list[Any] = [event.cpu_memory_usage for event in profile.events()]
     assert max(sizes) < weight.numel() * 4
+
+
+def test_a_hook_of_the_weight_changes_its_gradient() -> None:
+    def forward(p: list[nn.Parameter], x: torch.Tensor) -> torch.Tensor:
+        if not p[0]._backward_hooks:
+            p[0].register_hook(lambda gradient: 0.5 * gradient)
+        return F.linear(x, p[0])
+
+    hooked, expected, _ = both(forward, [(5, 7)], torch.randn(4, 7))
+    torch.testing.assert_close(hooked, expected)

@@ -54,10 +54,15 @@ class WideLinear(TorchFunctionMode):
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         sink = self._sinks.get(id(weight))
-        if sink is None or input.dim() < 2 or not _plain(input, weight, bias):
+        if sink is None or input.dim() < 2 or _is_hooked(weight) or not _plain(input, weight, bias):
             return torch.nn.functional.linear(input, weight, bias)
         output: torch.Tensor = _Linear.apply(input, weight, bias, sink)  # type: ignore[no-untyped-call]
         return output
+
+
+def _is_hooked(weight: torch.Tensor) -> bool:
+    """Whether the user's hooks are to see, or to change, the gradient of the weight: torch has to make it then."""
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 def _plain(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
