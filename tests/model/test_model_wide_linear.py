@@ -132,7 +132,7 @@ def test_no_second_gradient_is_allocated() -> None:
 def test_a_hook_of_the_weight_changes_its_gradient() -> None:
     def forward(p: list[nn.Parameter], x: torch.Tensor) -> torch.Tensor:
         if not p[0]._backward_hooks:
-            p[0].register_hook(lambda gradient: 0.5 * gradient)
+            p[0].register_hook(lambda gradient: 0.5 * gradient)  # type: ignore[no-untyped-call]
         return F.linear(x, p[0])
 
     hooked, expected, _ = both(forward, [(5, 7)], torch.randn(4, 7))
