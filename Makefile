@@ -23,7 +23,7 @@ PYTEST := $(BIN)/pytest -q -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-r
 test: $(READY)  ## all tests but the long ones
 	$(PYTEST) -m "not long"
 
-test-long: $(READY)  ## those of which a case takes three seconds or more: one in twenty-five, and half of the time
+test-long: $(READY)  ## those of which a case takes 2.5 seconds or more: one in twenty, and half of the time
 	$(PYTEST) -m long
 
 test-fast: $(READY)  ## unit tests and quick simulations, in a minute; tests/slow.txt names what is left out

@@ -35,7 +35,7 @@ LIMIT_S = 120.0
 REPOSITORY = Path(__file__).resolve().parents[1]
 SLOW = REPOSITORY / "tests/slow.txt"
 """Seconds, cases and names of the slow tests: written by tools/slow_tests.py."""
-LONG_S = 3.0
+LONG_S = 2.5
 """Tests whose cases take as long, or longer, are `long`."""
 
 

@@ -17,7 +17,7 @@ BY_VALUE = (
 )
 
 
-class Refused(Exception):
+class Untraceable(Exception):
     """What a module does that cannot be recorded, and what it is expected to do instead."""
 
     def __init__(self, got: str, expected: str, where: str | None = None) -> None:
@@ -45,13 +45,13 @@ def refuse_state(before: Mapping[str, Kept], after: Mapping[str, Kept], *, fills
         if old is None or old.marks == kept.marks:
             continue
         if isinstance(old.value, torch.Tensor) and isinstance(kept.value, fx.Proxy):
-            raise Refused(
+            raise Untraceable(
                 f"it assigns a computed tensor to its attribute {name}, which would stay as it is in the graph",
                 old.remedy(key),
                 place,
             )
         if not fills:
-            raise Refused(
+            raise Untraceable(
                 f"it changes its attribute {name}, which would stay as it is in the graph",
                 old.remedy(key),
                 place,
@@ -71,7 +71,7 @@ def refuse_written_constants(graph: fx.Graph, module: nn.Module) -> None:
         for written in node.meta.get("writes", ()):
             if written in own:
                 made = own[written].startswith("_tensor_con")
-                raise Refused(
+                raise Untraceable(
                     f"it writes into {'a tensor' if made else f'its attribute {own[written]}'}, which is neither a "
                     "buffer nor computed from the minibatch",
                     "x.new_zeros(...) where it begins anew in each step, register_buffer where it stays",
@@ -88,7 +88,7 @@ def refuse_augmented(graph: fx.Graph) -> None:
         later = {used for user in graph.nodes if order[user] > order[node] for used in user.all_input_nodes}
         for used in later:
             if order[used] < order[node] and _overlap(changed, used.meta["values"][0]):
-                raise Refused(
+                raise Untraceable(
                     "an augmented assignment (such as h += 1) changes a tensor that is used later by another name, "
                     "or by a view",
                     "h = h + 1 for a new tensor, h.add_(1) to change this one",
@@ -114,7 +114,7 @@ def refuse_changed(first: tuple[object, ...], again: tuple[object, ...]) -> None
     if first == again:
         return
     kept = first[0] == "get_attr" and str(first[2]).startswith("_tensor_con")
-    raise Refused(
+    raise Untraceable(
         "it computes something else in a second call than in the first, which a graph cannot follow",
         "a tensor that stays to be made in __init__"
         if kept

@@ -29,7 +29,7 @@ from gradstream.split.module_state import drawn_state, line_of, state_of
 from gradstream.split.partial_build import ShapeMode, to_meta
 from gradstream.split.refusals import (
     BY_VALUE,
-    Refused,
+    Untraceable,
     described,
     refuse_augmented,
     refuse_changed,
@@ -62,9 +62,9 @@ class _Proxy(fx.Proxy):
 
     def __getattr__(self, k: str) -> Any:
         if k in _REFUSED:
-            raise Refused(f"it reads .{k} of a tensor, which a part of a module does not know", BY_VALUE)
+            raise Untraceable(f"it reads .{k} of a tensor, which a part of a module does not know", BY_VALUE)
         if k in _HOOKS:
-            raise Refused(
+            raise Untraceable(
                 f"it calls .{k}(...) on a tensor, which a graph does not record",
                 "a torch.autograd.Function with this backward, or a hook of a module (register_full_backward_hook)",
             )
@@ -75,7 +75,7 @@ class _Proxy(fx.Proxy):
     def __len__(self) -> int:
         lengths = {len(value) for value in self.node.meta["values"]}
         if len(lengths) > 1:
-            raise Refused("it takes len() of a tensor whose axis grows with the samples", "x.shape[0]")
+            raise Untraceable("it takes len() of a tensor whose axis grows with the samples", "x.shape[0]")
         return lengths.pop()
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -216,7 +216,7 @@ class _Tracer(fx.Tracer):
         if isinstance(first, tuple | list | dict):
             keys = list(first) if isinstance(first, dict) else range(len(first))
             if any(len(value) != len(first) for value in values):
-                raise Refused(
+                raise Untraceable(
                     "the number of tensors that it returns depends on the number of samples", BY_VALUE
                 )
             if proxy.node.target is getattr and first in values[1:] and len(set(values)) == 1:
@@ -244,7 +244,7 @@ class _Tracer(fx.Tracer):
 
     def _refuse_autocast(self) -> None:
         if torch.is_autocast_enabled("cpu") and not self._evaluating:
-            raise Refused(
+            raise Untraceable(
                 "it enters torch.autocast, which is not recorded in a part of a module",
                 "casts of the tensors themselves, such as x.bfloat16()",
             )
@@ -266,21 +266,21 @@ class _TraceMode(ShapeMode):  # type: ignore[no-untyped-call]
             self._tracer._drew |= drew
             return super().__torch_dispatch__(func, types, args, kwargs)
         if drew:
-            raise Refused(
+            raise Untraceable(
                 "random numbers without a tensor of the minibatch would be the same in each step",
                 "torch.randn_like(x) or x.new_empty(...).normal_()",
             )
         return func(*args, **(kwargs or {}))
 
 
-def _inside_module(name: str, module: nn.Module, error: Exception) -> Refused:
+def _inside_module(name: str, module: nn.Module, error: Exception) -> Untraceable:
     """What to say of an error in a module of torch.nn."""
     got = f"module {name!r} ({type(module).__name__}) fails without the values of its tensors: {error}"
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:
-        return Refused(
+        return Untraceable(
             f"{got}; it has momentum=None, which counts minibatches", "momentum=0.1 or another number"
         )
-    return Refused(got, "a module that computes on any values alike")
+    return Untraceable(got, "a module that computes on any values alike")
 
 
 def depends_on_samples(node: fx.Node) -> bool:
@@ -373,7 +373,7 @@ def _trace_once(
             with _TraceMode(tracer):
                 graph = tracer.trace(module)
         if drawn != drawn_state():
-            raise Refused(
+            raise Untraceable(
                 "it draws random numbers of Python or NumPy, which would be the same in each step",
                 "numbers of torch: torch.randn_like(x), torch.rand_like(x) or nn.Dropout",
             )
@@ -383,8 +383,8 @@ def _trace_once(
     except ConfigError:
         raise
     except Exception as error:
-        place = (error.where if isinstance(error, Refused) else None) or _raised_at(error, module)
-        expected = error.expected if isinstance(error, Refused) else _expected(error)
+        place = (error.where if isinstance(error, Untraceable) else None) or _raised_at(error, module)
+        expected = error.expected if isinstance(error, Untraceable) else _expected(error)
         raise ConfigError(
             f"split: {place}: the module cannot be cut into stages: {error}; expected {expected}"
         ) from error
