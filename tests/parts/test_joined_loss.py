@@ -88,6 +88,21 @@ def test_a_declared_sum_passes() -> None:
         )
 
 
+def test_a_loss_that_draws_is_not_compared_and_a_mean_near_0_is_compared_with_its_pieces() -> None:
+    def noisy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs.mean() + torch.rand(())
+
+    def mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs.mean()
+
+    outputs = 100 + torch.randn(7, generator=torch.Generator().manual_seed(0))
+    pieces = (outputs, 1e-6 - outputs)  # of 1e-6 a float32 sum of hundreds knows nothing
+    for loss in (noisy, mean):
+        joined = JoinedLoss(loss, "mean")
+        for piece in pieces:
+            joined.add(piece, piece, 7, float(loss(piece, piece)))
+
+
 def test_few_minibatches_are_looked_at_and_the_first_ones_are() -> None:
     assert [step for step in range(40) if joined_loss.is_due(step)] == [0, 1, 2, 4, 8, 16, 32]
 

@@ -28,7 +28,7 @@ def check_split(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
     if job.split == 1:
         if not isinstance(job.pipeline, str):
             raise ConfigError(f"pipeline={job.pipeline} without split: expected split=2 or more, the parts")
-        if job.pipeline != schedules[0]:  # the default, which may also have been asked for
+        if job.pipeline != Job.pipeline:  # the default, which may have been asked for too: nobody can tell
             raise ConfigError(f"pipeline={job.pipeline!r} without split: expected split=2 or more, the parts")
         if job.micro_batches > 1:
             raise ConfigError(

@@ -7,11 +7,13 @@ loss is a mean, and 1 where it is a sum. That is the gradient of
 
 but not for a mean over tokens that count, over weights of classes, or of anything that sees samples together. The last
 stage has the outputs of all pieces, so it can see that. It looks at the first two, and keeps the memory of no more.
+The user's function is called twice more for it, without gradients; one that draws random numbers cannot be compared.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +24,7 @@ from gradstream.errors import GradientError
 from gradstream.model.base import Reduction
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Relative difference that rounding may make; 0.02 for shorter numbers."""
+"""Difference that rounding may make, in relation to the largest of the losses; 0.02 for shorter numbers."""
 
 
 def is_due(step: int) -> bool:
@@ -42,6 +44,7 @@ class JoinedLoss:
         self._loss = loss
         self._reduction = reduction
         self._seen: list[tuple[int, Any, float]] = []
+        self._compared = False
 
     def add(self, outputs: Any, targets: Any, samples: int, loss: float) -> None:
         """Adds a piece. With the second one, compares.
@@ -49,24 +52,30 @@ class JoinedLoss:
         Raises:
             GradientError: the loss of both is another than that of one and the other.
         """
-        if len(self._seen) < 2:
-            self._seen.append((samples, pytree.tree_map(_detached, (outputs, targets)), loss))
-            if len(self._seen) == 2:
-                self._compare()
-                self._seen = [(0, None, 0.0)] * 2  # their memory is free
+        if self._compared:
+            return
+        self._seen.append((samples, pytree.tree_map(_detached, (outputs, targets)), loss))
+        if len(self._seen) == 2:
+            self._compare()
+            self._compared = True
+            self._seen.clear()
 
     def _compare(self) -> None:
         joint = sum(size for size, _, _ in self._seen)
         weights = [1.0 if self._reduction == "sum" else size / joint for size, _, _ in self._seen]
-        pieces = math.fsum(weight * loss for weight, (_, _, loss) in zip(weights, self._seen, strict=True))
+        losses = [loss for _, _, loss in self._seen]
+        pieces = math.fsum(map(operator.mul, weights, losses))
         joined = self._joined(weights)
         if joined is None:
             return
         dtype = next((one.dtype for one in pytree.tree_leaves(joined) if _is_number(one)), torch.float32)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            whole = float(self._loss(*joined))
-        allowed = TOLERANCE.get(dtype, 0.02) * max(abs(whole), abs(pieces), 1e-6)
-        if math.isfinite(whole) and math.isfinite(pieces) and abs(whole - pieces) > allowed:
+            whole, again = (float(self._loss(*joined)) for _ in range(2))
+        if whole != again or not math.isfinite(whole) or not math.isfinite(pieces):
+            return  # it draws random numbers, or the gradient will be refused anyway
+        # The mean of pieces may be near 0 where they are not.
+        allowed = TOLERANCE.get(dtype, 0.02) * max(1e-6, *map(abs, (whole, *losses)))
+        if abs(whole - pieces) > allowed:
             kind = "sum" if self._reduction == "sum" else "mean over samples"
             raise GradientError(
                 f"the loss of two micro-batches together is {whole:.9g}, but the {kind} of one and the other is "

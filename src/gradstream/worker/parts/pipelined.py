@@ -128,10 +128,8 @@ class Passes(Computed):
         self._saved: dict[tuple[int, int], object] = {}
         self._written: set[int] = set()  # stages whose gradient has begun
         self._backwards = Counter[int]()  # by stage, how many it has done
-        self._joined: tuple[int, JoinedLoss | None] = (
-            -1,
-            None,
-        )  # step of a minibatch, and who looks at its loss
+        self._joined: JoinedLoss | None = None
+        self._joined_step = -1  # of the minibatch whose loss `_joined` looks at
 
     async def carry_out(self, executor: PipelineExecutor, schedule: Schedule) -> None:
         """Carries out the next passes. Raises as `PipelineExecutor.run`."""
@@ -220,9 +218,9 @@ class Passes(Computed):
         model, step = self._source.model, self.step_of(micro_batch)
         if stage + 1 < len(model.plan.stages) or not is_due(step):
             return None
-        if self._joined[0] != step:
-            self._joined = step, model.stages[stage].joined_loss()
-        return self._joined[1]
+        if self._joined_step != step:
+            self._joined, self._joined_step = model.stages[stage].joined_loss(), step
+        return self._joined
 
     async def backward(
         self, stage: int, micro_batch: int, gradients: Mapping[str, torch.Tensor]
