@@ -97,3 +97,13 @@ def test_on_quick_links_nothing_is_to_be_changed() -> None:
 
 def test_other_runs_have_no_advice() -> None:
     assert run_of(100, "synchronous").summary["links"] is None
+    events = [dict(event) for event in run_of(100, "allreduce").events]
+    assert links_of(events) is not None
+
+    def changed(name: str, **fields: Any) -> list[dict[str, Any]]:
+        return [{**event, **fields} if event["event"] == name else event for event in events]
+
+    assert links_of(changed("started", num_samples=0)) is None  # a user's own loop
+    assert links_of([*events, {"event": "part"}]) is None
+    float64 = next(event for event in events if event["event"] == "exchange")["whole_pushed_bytes"] * 2
+    assert links_of(changed("exchange", whole_pushed_bytes=float64)) is None

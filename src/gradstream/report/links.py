@@ -88,10 +88,15 @@ class Links:
 
 
 def links_of(events: Iterable[Mapping[str, Any]]) -> Links | None:
-    """What a run by allreduce has measured; None for other runs, in one machine's memory, and where nothing was."""
+    """What a run by allreduce has measured; None for other runs, in one machine's memory, and where nothing was.
+
+    None too where local SGD, or its codecs, would be refused: for a user's own loop, split models, and other numbers
+    than float32.
+    """
     started: Mapping[str, Any] = {}
     formed: Mapping[str, Any] = {}
     steps = defaultdict[str, list[Mapping[str, Any]]](list)
+    whole_bytes, split = 0, False
     for event in events:
         match event["event"]:
             case "started":
@@ -100,10 +105,16 @@ def links_of(events: Iterable[Mapping[str, Any]]) -> Links | None:
                 formed = event
             case "step":
                 steps[event["node"]].append(event)
+            case "exchange":
+                whole_bytes += event["whole_pushed_bytes"]
+            case "part":
+                split = True
     workers, elems = started.get("workers", 0), started.get("num_parameters", 0)
     if started.get("strategy") != "allreduce" or workers < 2 or not elems:
         return None
-    if not formed.get("beta_s_byte") or not steps:
+    if not formed.get("beta_s_byte") or not steps or split or not started.get("num_samples"):
+        return None
+    if whole_bytes > 6 * elems * sum(map(len, steps.values())):  # float64
         return None
     compute_s, wait_s = max(
         tuple(statistics.median(step[key] for step in mine) for key in ("compute_s", "wait_s"))
