@@ -106,7 +106,7 @@ def links_of(events: Iterable[Mapping[str, Any]]) -> Links | None:
             case "step":
                 steps[event["node"]].append(event)
             case "exchange":
-                whole_bytes += event["whole_pushed_bytes"]
+                whole_bytes += event.get("whole_pushed_bytes", 0)  # earlier versions did not record it
             case "part":
                 split = True
     workers, elems = started.get("workers", 0), started.get("num_parameters", 0)
