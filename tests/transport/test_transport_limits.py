@@ -546,6 +546,25 @@ def test_what_a_node_meets_that_goes_by_the_protocol_is_not_held_against_it(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("make", [grpc_made, tcp_made], ids=["grpc", "tcp"])
+def test_who_comes_before_a_node_serves_its_method_is_heard_later(
+    make: Callable[[str], EndpointCore],
+) -> None:
+    """Hundreds of ranks that are ready call one that is not: no refusal of these counts, whoever it blames."""
+
+    async def main() -> None:
+        async with three(make) as (_, early, late):
+            early.know("worker-1", late.address)
+            for _ in range(LIMITS.refusals + 10):
+                with pytest.raises(RefusedError, match="serves no method 'exchange'"):
+                    await early.call("worker-1", "exchange", v1.Tensor(), v1.Tensor)
+            late.serve("exchange", reply_once)
+            answer = await early.call("worker-1", "exchange", v1.Tensor(tag=7), v1.Tensor, silence_s=20)
+            assert answer.tag == 7
+
+    asyncio.run(main())
+
+
 def test_strangers_by_name_share_their_refusals() -> None:
     """Once the members are known, names that are none add up; members are not counted with them."""
     run, make_pair = memory_pairs()

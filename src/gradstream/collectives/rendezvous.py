@@ -19,7 +19,10 @@ from gradstream.transport.silence import Broadcast
 from gradstream.wire import v1
 
 WINDOW = 16  # most chunks that a rank holds for each other one
-RETRY_S = 0.02  # between two calls of a rank that has not come yet
+RETRY_S, LONGEST_RETRY_S = (
+    0.02,
+    0.25,
+)  # between two calls of a rank that has not come yet; each wait is half as long again
 NOT_YET = {"UNKNOWN_METHOD", "NOT_MEMBER", "STALE_EPOCH"}
 """Codes with which a rank refuses a stream while it is not in the group yet."""
 
@@ -82,6 +85,7 @@ class Rendezvous:
         """Opens the stream to a higher rank; tries again until that rank has come."""
         name = self._names[rank]
         request = v1.Exchange(epoch=self._members.epoch, rank=self._rank, names=self._names)
+        retry_s = RETRY_S
         while True:
             left_s = self._runtime.left_s(begun_ns, self._members.silence_s)
             if left_s <= 0:
@@ -93,7 +97,8 @@ class Rendezvous:
             except RefusedError as error:
                 if error.code not in NOT_YET:
                     raise
-                await self._runtime.sleep(RETRY_S)
+                await self._runtime.sleep(retry_s)
+                retry_s = min(1.5 * retry_s, LONGEST_RETRY_S)
                 continue
             except BaseException:
                 stream.cancel("the group was given up")

@@ -10,7 +10,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Caller, Handler, Identity
 from gradstream.transport.intake import Intakes
 from gradstream.transport.limits import LIMITS
-from gradstream.transport.methods import COORDINATOR, Method, role_of
+from gradstream.transport.methods import COORDINATOR, METHODS, UNLISTED, Method, role_of
 from gradstream.transport.silence import Broadcast
 from gradstream.transport.stream import StreamCore
 from gradstream.wire import v1
@@ -104,6 +104,14 @@ class AccessControl:
             text = f"{who} is no member of this run, or no longer"
             return refuse(code=v1.NOT_MEMBER, message=text)
         return None
+
+    def serves_at_other_times(self, method: str) -> bool:
+        """Whether a node of this role serves a method, and this one does not now: callers may be early, or late.
+
+        In a group of hundreds, all ranks that are ready call one that is not, so such refusals are no misbehaviour.
+        """
+        known = METHODS.get(method, UNLISTED)
+        return method not in self.services and role_of(self._identity.name) in known.served_by
 
     def is_member(self, opened: v1.Open) -> bool:
         """Whether the caller is a member, as far as this node knows; before it has joined, all callers are."""

@@ -345,7 +345,8 @@ class EndpointCore(ABC):
             called=True,
             channel=partial(self._channel_from, opened.sender, opened.incarnation),
         )
-        stream.on_refuse = partial(self._count_refusal, blamed)
+        if not self.access.serves_at_other_times(opened.method):
+            stream.on_refuse = partial(self._count_refusal, blamed)
         refuse = objection or self._objection_to(opened, caller)
         if refuse is not None:
             stream.turn_away(refuse)
