@@ -565,6 +565,46 @@ def test_who_comes_before_a_node_serves_its_method_is_heard_later(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("make", [grpc_made, tcp_made], ids=["grpc", "tcp"])
+@pytest.mark.parametrize("heard_late", [True, False])
+def test_who_is_heard_of_as_a_member_after_it_has_called_has_a_members_room(
+    make: Callable[[str], EndpointCore], heard_late: bool
+) -> None:
+    """A chunk may be longer than all that callers have together that are no members."""
+    elems = LIMITS.others_unread_bytes // 4 + 1
+
+    async def main() -> None:
+        async with three(make) as (shard, worker, _):
+            released = asyncio.Event()
+
+            async def hold(stream: Stream) -> None:
+                await released.wait()
+                await stream.recv(20)
+
+            shard.serve("push", hold)
+            shard.identity.members, worker.identity.epoch = {}, 1
+            others = shard.access.intakes.of(Caller("worker-0", 1))
+            stream = await worker.open("shard-0", "push", v1.Push())
+            if heard_late:
+                await turned(lambda: others.num_streams == 1)
+                await asyncio.sleep(0)  # its handler waits now
+            shard.members_changed({"worker-0": 1})
+            await stream.send(chunk_frame(0, elems), numbered(0, elems))
+            mine = shard.access.intakes.of(Caller("worker-0", 1))
+            await turned(lambda: mine.unread_bytes == 4 * elems)
+            assert not others.unread_bytes
+            released.set()
+            await turned(lambda: mine.unread_bytes == 0)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+async def turned(fact: Callable[[], bool]) -> None:
+    """Waits until a fact holds in the process that both ends are in."""
+    while not fact():  # noqa: ASYNC110 - nothing rings when an intake changes
+        await asyncio.sleep(0.001)
+
+
 def test_strangers_by_name_share_their_refusals() -> None:
     """Once the members are known, names that are none add up; members are not counted with them."""
     run, make_pair = memory_pairs()

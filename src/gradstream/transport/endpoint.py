@@ -366,8 +366,11 @@ class EndpointCore(ABC):
     async def _handle(self, service: Service, stream: StreamCore) -> None:
         """Runs a handler. An exception of the handler refuses its stream, and does not reach the endpoint."""
         try:
-            if service.method.members and not self.access.is_member(stream.opened):
-                await self.access.await_member(stream)
+            if service.method.members:
+                if not self.access.is_member(stream.opened):
+                    await self.access.await_member(stream)
+                # It may have become a member since it called: with room for its chunks, which others do not have.
+                stream.belongs_to(self.access.intakes.of(Caller.of(stream.opened)))
             # An answer that is ready at once leaves before the Accept: that saves half a round trip.
             asyncio.get_running_loop().call_soon(stream.accept)
             await service.handler(stream)

@@ -39,6 +39,16 @@ class ReceiveQueue:
     def __len__(self) -> int:
         return len(self._frames)
 
+    def belongs_to(self, intake: Intake) -> None:
+        """Counts what waits now, and all that comes, as another peer's."""
+        if intake is self._intake:
+            return
+        waiting = sum(_size_bytes(one) for one in self._frames)
+        if self._intake is not None:
+            self._intake.unread_bytes -= waiting
+        intake.unread_bytes += waiting
+        self._intake = intake
+
     def may_bring(self, num_chunks: int) -> bool:
         """Whether the peer has credit for this many more chunks."""
         return num_chunks <= self._credit and self._takes_chunks

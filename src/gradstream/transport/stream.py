@@ -25,6 +25,7 @@ from gradstream.memory import Span
 from gradstream.runtime.base import Runtime
 from gradstream.transport.base import Landing, Lent, Received
 from gradstream.transport.carrier import COPIED, Carrier, SendHandle
+from gradstream.transport.intake import Intake
 from gradstream.transport.receive_queue import ReceiveQueue, costs_credit
 from gradstream.transport.refusals import MISBEHAVIOUR, refused_by
 from gradstream.transport.shm.channel import Channel
@@ -182,6 +183,10 @@ class StreamCore:
         self._credit -= 1
         self._carrier.transmit(_referring(frame, lent[0]), None)
         return lent[1]
+
+    def belongs_to(self, intake: Intake) -> None:
+        """Called side: has what this stream brings counted by another intake than since it was opened."""
+        self._inbox.belongs_to(intake)
 
     def send_early(self) -> None:
         """Calling side, once: the first chunk does not wait for the Accept, which saves a round trip.
