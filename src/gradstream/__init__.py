@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         ParameterAveraging,
         Softsync,
         Strategy,
+        StreamingDiLoCo,
         Synchronous,
     )
 
@@ -82,6 +83,7 @@ __all__ = [
     "Session",
     "Softsync",
     "Strategy",
+    "StreamingDiLoCo",
     "Synchronous",
     "from_arrays",
     "from_dataset",

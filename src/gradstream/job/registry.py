@@ -46,6 +46,7 @@ STRATEGIES = {
     "softsync": "gradstream.strategies.softsync:Softsync",
     "ssp": "gradstream.strategies.ssp:SSP",
     "staleness-aware": "gradstream.strategies.staleness_aware:StalenessAware",
+    "streaming-diloco": "gradstream.strategies.streaming_diloco:StreamingDiLoCo",
     "synchronous": "gradstream.strategies.synchronous:Synchronous",
 }
 

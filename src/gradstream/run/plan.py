@@ -41,7 +41,7 @@ from gradstream.split.part_model import PartModel
 from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
 from gradstream.transport.base import Identity
 from gradstream.transport.offers import shares_memory
-from gradstream.wire.chunks import CHUNK_ELEMS, shared_chunk_elems
+from gradstream.wire.chunks import CHUNK_ELEMS, MAX_CHUNK_ELEMS, parted_chunk_elems, shared_chunk_elems
 from gradstream.wire.parts import member_name
 from gradstream.worker.evaluation import EvaluationPlan, Metric
 from gradstream.worker.loop import OwnData
@@ -325,11 +325,16 @@ class RunPlan:
 
         The size is fixed for a strategy that exchanges blocks of elements which depend on where chunks begin.
         """
+        most = MAX_CHUNK_ELEMS
+        if self.served is not None and self.served.fewest_chunks > 1:
+            most = parted_chunk_elems(layout.elems, self.served.fewest_chunks)
         if self.chunk_elems is not None:
-            return self.chunk_elems
+            return min(most, self.chunk_elems)
         if self.served is not None and self.served.rows(bool(layout.tables)) is not None:
             return CHUNK_ELEMS
-        return shared_chunk_elems(layout.elems, layout.dtype.itemsize, max(1, self.servers_of_part))
+        return min(
+            most, shared_chunk_elems(layout.elems, layout.dtype.itemsize, max(1, self.servers_of_part))
+        )
 
 
 def _divided(model: Model) -> str:

@@ -51,6 +51,7 @@ class Update:
         behalf: the lost worker in whose name this one pushes; None for an own push.
         stands_for: rank of a lost worker, whose part of a round the update is; None for the worker's own.
         clock: clock of this worker once the update is applied; 0 where workers have none. `push_soon` sets it.
+        chunks: the chunks that are pushed; None for all. The server applies nothing to the others.
         pieces: makes the parts to push, by chunk; a chunk left out is not pushed. None pushes all of `vector`.
         sound: number of elements from the front that are pushed, where the gradient turned out not to be finite while
             it left; chunks behind them are pushed as absent. None: all of them.
@@ -77,6 +78,7 @@ class Update:
     behalf: v1.Behalf | None = None
     stands_for: int | None = None
     clock: int = 0
+    chunks: Sequence[int] | None = None
     pieces: Callable[[], Awaitable[Mapping[int, UpdatePiece]]] | None = None
     sound: int | None = None
     portion: int = 0

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from gradstream.strategies.ssp import SSP
     from gradstream.strategies.staged import StagedStrategy
     from gradstream.strategies.staleness_aware import StalenessAware
+    from gradstream.strategies.streaming_diloco import StreamingDiLoCo
     from gradstream.strategies.synchronous import Synchronous
 
 __all__ = [
@@ -58,6 +59,7 @@ __all__ = [
     "StagedStrategy",
     "StalenessAware",
     "Strategy",
+    "StreamingDiLoCo",
     "Synchronous",
     "Worker",
 ]
@@ -89,6 +91,7 @@ _MODULE_OF = {
     "StagedStrategy": "staged",
     "StalenessAware": "staleness_aware",
     "Strategy": "base",
+    "StreamingDiLoCo": "streaming_diloco",
     "Synchronous": "synchronous",
     "Worker": "api",
 }

@@ -70,13 +70,21 @@ class Server(Protocol):
         """Number of updates that this worker has pushed with `advance_clock`."""
         ...
 
-    def fetch_soon(self, *, min_version: int = 0, own: bool = True, min_clock: int = 0) -> Arrival:
+    def fetch_soon(
+        self,
+        *,
+        min_version: int = 0,
+        own: bool = True,
+        min_clock: int = 0,
+        chunks: Sequence[int] | None = None,
+    ) -> Arrival:
         """Starts a fetch into the back buffer.
 
         Args:
             min_version: version that every chunk must have reached.
             own: whether to wait for this worker's own pushes.
             min_clock: number of updates, by the clock of every participating worker, to wait for.
+            chunks: numbers of the chunks to fetch; None for all. See `ServerWorker.mix_with`.
         """
         ...
 
@@ -247,7 +255,12 @@ class ServerWorker(Worker, Protocol):
 
     @property
     def unpushed(self) -> int:
-        """Number of minibatches in no update yet: accumulated, or used by `optimize`."""
+        """Number of minibatches that are not in updates of every chunk: accumulated, or used by `optimize`."""
+        ...
+
+    @property
+    def versions(self) -> Sequence[int]:
+        """By chunk of the flat vector, the version that this worker has fetched last."""
         ...
 
     @property
@@ -361,12 +374,23 @@ class ServerWorker(Worker, Protocol):
         """
         ...
 
-    async def take_outer_gradient(self, *, goes_on: bool = False) -> Update:
+    async def mix_with(self, arrival: Arrival, share: float) -> None:
+        """Waits for a fetch y, of all chunks or some, and mixes it in there: w ← share·w + (1 - share)·y.
+
+        y is w_start of these chunks from then on. A share of 0 takes y, bit for bit.
+        """
+        ...
+
+    async def take_outer_gradient(
+        self, chunks: Sequence[int] | None = None, *, goes_on: bool = False
+    ) -> Update:
         """w_start - w, to be pushed for all minibatches since the last push; see `start_from`.
 
-        It overwrites w_start. Call `start_from` before the next step.
+        It overwrites w_start. Call `start_from` before the next step; of some chunks, `mix_with` before the next push.
 
         Args:
+            chunks: numbers of the chunks to push; None for all. The push counts for the minibatches that every chunk
+                has with it.
             goes_on: the worker makes steps before it has fetched, and calls `rebase_on` then. That takes the memory of
                 one more vector, for a copy of w.
         """

@@ -139,6 +139,11 @@ class ServerStrategy(Strategy):
     """
 
     @property
+    def fewest_chunks(self) -> int:
+        """Number of chunks that the flat vector is to have at least, where it is long enough; chunks get smaller."""
+        return 1
+
+    @property
     def copies(self) -> bool:
         """Whether in passes an idle worker computes a portion of another one, if it is expected to be done sooner."""
         return True

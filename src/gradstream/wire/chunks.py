@@ -40,6 +40,14 @@ def shared_chunk_elems(elems: int, itemsize_bytes: int, num_shards: int) -> int:
     return max(CHUNK_ELEMS, 1 << most.bit_length() >> 1)
 
 
+def parted_chunk_elems(elems: int, parts: int) -> int:
+    """The largest length of a chunk with which a vector of so many elements has a chunk for each of some parts.
+
+    Vectors of fewer than 64 elements a part may have fewer chunks.
+    """
+    return max(1, -(-elems // (ALIGNMENT_ELEMS * parts))) * ALIGNMENT_ELEMS
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkMap:
     """Chunk c is elements [c·n, min((c+1)·n, elems)) of the vector, and lives on shard c mod S.

@@ -1,4 +1,4 @@
-"""The result of a fetch: all parameters, or the rows that have changed."""
+"""The result of a fetch: all parameters, some of their chunks, or the rows that have changed."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Arrival:
     Args:
         vector: the chunks land in it. It is lent for writing until the fetch is done.
         num_chunks: number of chunks of the vector.
+        chunks: the chunks that are fetched; None for all.
 
     Attributes:
         versions: version of each chunk; -1 for a chunk that has not landed.
@@ -30,8 +31,9 @@ class Arrival:
         task: the task of the fetch.
     """
 
-    def __init__(self, vector: Vector, num_chunks: int) -> None:
+    def __init__(self, vector: Vector, num_chunks: int, chunks: Sequence[int] | None = None) -> None:
         self.vector = vector
+        self.chunks = range(num_chunks) if chunks is None else chunks
         self.versions = [-1] * num_chunks
         self.clocks = [0] * num_chunks
         self.num_landed = ComputeProgress()
@@ -94,7 +96,7 @@ class Arrival:
     @property
     def clock(self) -> int:
         """The parameters include at least this number of updates of every worker that takes part."""
-        return min(self.clocks, default=0)
+        return min((self.clocks[chunk] for chunk in self.chunks), default=0)
 
     def land(self, chunk: int, version: int, clock: int = 0) -> None:
         """Notes that a chunk has landed."""

@@ -68,6 +68,7 @@ class ServerClient:
         self._last_push = 0  # number of the last push
         self._pushing: asyncio.Task[None] | None = None
         self._pushed: Vector | None = None  # vector of the last push
+        self._pushed_chunks: Sequence[int] | None = None  # its chunks; None for all
         self._last_fetch: Arrival | None = None
         self._num_fetches = 0
         self.settled: SettledPushes | None = None
@@ -100,7 +101,7 @@ class ServerClient:
         before = None if update.assign else self._last_fetch
         if self.settled is not None:
             self.settled.begin(update)
-        self._pushed = update.vector
+        self._pushed, self._pushed_chunks = update.vector, update.chunks
         name = f"{self._links.runtime.node}-push-{self._sequence}"
         codec = self._codec
         if codec is not None and (update.assign or update.target or update.stands_for is not None):
@@ -144,8 +145,9 @@ class ServerClient:
         flush: bool = False,
         min_clock: int = 0,
         vector: str = "",
+        chunks: Sequence[int] | None = None,
     ) -> Arrival:
-        """Starts a fetch of all parameters into the back buffer. The caller swaps the result with its parameters.
+        """Starts a fetch of all parameters, or of some of their chunks, into the back buffer. The caller swaps the result with its parameters.
 
         Each chunk is of one version, at least `min_version`. If the back buffer is the vector of the last push, the
         fetch waits for that push first.
@@ -157,6 +159,7 @@ class ServerClient:
             flush: whether the server applies its sums first, though no update is due.
             min_clock: the parameters must include this number of updates of every worker.
             vector: name of a state vector of the update rule to fetch; "" for the parameters.
+            chunks: numbers of the chunks to fetch; None for all. The others stay as they are in the back buffer.
 
         Raises:
             InternalError: the previous fetch was not swapped in yet, so there is no back buffer.
@@ -166,26 +169,28 @@ class ServerClient:
             self._pushing.result()
         if self.back_buffer is None:
             raise InternalError("a second fetch before the first was swapped in: there is one back buffer")
-        arrival, self.back_buffer = self._arrival(self.back_buffer), None
+        arrival, self.back_buffer = self._arrival(self.back_buffer, chunks), None
+        # A chunk that the last push left out never has that push: such a fetch begins when the push is done.
+        covers = self._pushed_chunks is None or set(arrival.chunks) <= set(self._pushed_chunks)
         self._num_fetches += 1
         terms = v1.Fetch(
             min_version=min_version,
-            after_sequence=self._last_push if own else 0,
+            after_sequence=self._last_push if own and covers else 0,
             number=self._num_fetches,
             flush=flush,
             min_clock=min_clock,
             vector=vector,
         )
         name = f"{self._links.runtime.node}-fetch-after-{self._sequence}"
-        free = self.flush() if self._pushed is arrival.vector else None
+        free = self.flush() if self._pushed is arrival.vector or (own and not covers) else None
         fetch = PendingFetchRequest(self._links, arrival, terms)
         arrival.task = awaited_later(self._links.runtime.spawn(fetch.run(free), name=name))
         self._last_fetch = arrival
         return arrival
 
-    def _arrival(self, vector: Vector) -> Arrival:
-        if self.rows is None:
-            return Arrival(vector, self.chunks.num_chunks)
+    def _arrival(self, vector: Vector, chunks: Sequence[int] | None) -> Arrival:
+        if self.rows is None or chunks is not None:
+            return Arrival(vector, self.chunks.num_chunks, chunks)
         return SparseDelta(self.rows, self.known, vector.tensor.dtype, vector)
 
     async def fetch_into(self, vector: Vector) -> Sequence[int]:

@@ -42,11 +42,11 @@ class PendingFetchRequest:
             if free is not None:
                 await free
             with arrival.borrowed(f"{links.runtime.node}: fetch"):
-                await links.with_chunks(lambda name, left: _FromShard(self, name, left).run())
+                await links.with_chunks(lambda name, left: _FromShard(self, name, left).run(), arrival.chunks)
             links.traffic.fetches += 1
             links.report("fetch", begun_ns, arrival.size_bytes)
         finally:
-            for chunk in range(links.chunks.num_chunks):
+            for chunk in arrival.chunks:
                 arrival.release(chunk)
 
 

@@ -88,16 +88,19 @@ class ShardLinks:
             if results is not None:
                 return results
 
-    async def with_chunks(self, exchange: Callable[[str, dict[int, None]], Awaitable[None]]) -> None:
-        """Exchanges every chunk with the shard that holds it, with all shards at once.
+    async def with_chunks(
+        self, exchange: Callable[[str, dict[int, None]], Awaitable[None]], chunks: Iterable[int]
+    ) -> None:
+        """Exchanges each of these chunks with the shard that holds it, with all shards at once.
 
         Args:
             exchange: exchanges chunks with one shard: gets its name and its chunks, and removes each that is done.
+            chunks: numbers of the chunks.
 
         Raises:
             The first error of any; the other exchanges are cancelled then.
         """
-        left: Iterable[int] = range(self.chunks.num_chunks)
+        left = chunks
         while parts := self._placement.divided(left):
             await self._until_moved([exchange(name, part) for name, part in parts.items()])
             left = [chunk for part in parts.values() for chunk in part]

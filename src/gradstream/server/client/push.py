@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 
 from gradstream.errors import PeerLostError
-from gradstream.memory import Span, Vector
+from gradstream.memory import Span
 from gradstream.runtime.base import ComputeProgress
 from gradstream.server.client.arrival import Arrival
 from gradstream.server.client.coded_push import PushCodec
@@ -45,6 +45,7 @@ class PendingPushRequest:
         self.before = before
         self.pieces = pieces
         self.codec = codec
+        self.chunks = range(links.chunks.num_chunks) if update.chunks is None else update.chunks
         self.lent: list[Lent] = []
 
     async def run(self) -> None:
@@ -61,11 +62,11 @@ class PendingPushRequest:
         whole = update.ready is None and vector is not None
         to = f"{links.runtime.node}: push {self.sequence}"
         with vector.all.borrowed(write=False, to=to) if whole and vector else nullcontext():
-            await links.with_chunks(lambda name, left: _ToShard(self, name, left).run())
+            await links.with_chunks(lambda name, left: _ToShard(self, name, left).run(), self.chunks)
             for one in self.lent:  # shards have read these chunks, but what returns them may be on its way
                 await one.back(links.silence_s)
         links.traffic.pushes += 1
-        links.report("push", begun_ns, _size_bytes(vector, self.pieces))
+        links.report("push", begun_ns, self._size_bytes())
         if update.on_done is not None:
             update.on_done()
 
@@ -90,6 +91,16 @@ class PendingPushRequest:
             behalf=update.behalf,
             portion=update.portion,
         )
+
+    def _size_bytes(self) -> int:
+        vector, bounds = self.update.vector, self.links.chunks.bounds
+        if vector is None:
+            return 0
+        if self.pieces is None:
+            elems = sum(stop - start for start, stop in map(bounds, self.chunks))
+        else:
+            elems = sum(len(piece.payload) for piece in self.pieces.values())
+        return elems * vector.tensor.element_size()
 
     async def ready(self, chunk: int) -> None:
         """Returns once all elements of a chunk are final."""
@@ -199,11 +210,3 @@ class _ToShard:
             self._links.heard(stream.peer, opened_ns)
             progressed()
 
-
-def _size_bytes(vector: Vector | None, pieces: Mapping[int, UpdatePiece] | None) -> int:
-    """Bytes of a push."""
-    if vector is None:
-        return 0
-    if pieces is None:
-        return vector.tensor.nbytes
-    return sum(len(piece.payload) for piece in pieces.values()) * vector.tensor.element_size()

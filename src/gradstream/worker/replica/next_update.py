@@ -22,7 +22,7 @@ class NextUpdate:
         update: the update, as far as it is known.
         lr: η.
         num_summed: number of gradients in the sum.
-        refs: minibatches of all gradients, those without samples included.
+        refs: minibatches, those without samples included, that are not in updates of every chunk.
     """
 
     def __init__(self, base: Sequence[int]) -> None:
@@ -30,6 +30,8 @@ class NextUpdate:
         self.lr = 0.0
         self.num_summed = 0
         self.refs: list[BatchRef] = []
+        self._counted = 0  # minibatches so far
+        self._taken = [0] * len(base)  # by chunk, the same at its last update
 
     def begins_with(self, gradient: ComputedGradient) -> bool:
         """Whether the sum begins with this gradient, whose rate is η then.
@@ -62,11 +64,22 @@ class NextUpdate:
         update.num_gradients += bool(new)
         update.lr = self.lr if self.num_summed else gradient.lr
         self.refs.append(gradient.batch.ref)
+        self._counted += 1
 
-    def take(self, base: Sequence[int]) -> Update:
-        """The update, complete but for `on_done`. Another one begins, on parameters of these versions."""
+    def take(self, base: Sequence[int], chunks: Sequence[int] | None = None) -> Update:
+        """The update, complete but for `on_done`. Another one begins, on parameters of these versions.
+
+        It has the minibatches that are in an update of every chunk with this one.
+
+        Args:
+            base: versions of the worker's parameters, by chunk.
+            chunks: the chunks that are updated; None for all.
+        """
         update, self.update = self.update, _empty(base)
-        update.refs, self.refs = tuple(self.refs), []
+        for chunk in range(len(self._taken)) if chunks is None else chunks:
+            self._taken[chunk] = self._counted
+        whole = len(self.refs) - (self._counted - min(self._taken, default=self._counted))
+        update.refs, self.refs, update.chunks = tuple(self.refs[:whole]), self.refs[whole:], chunks
         self.num_summed = 0
         return update
 

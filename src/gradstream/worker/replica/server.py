@@ -126,6 +126,11 @@ class ServerReplica(Replica):
         return self._attendance.resumed
 
     @property
+    def versions(self) -> Sequence[int]:
+        """See `strategies.api.ServerWorker`."""
+        return self._base
+
+    @property
     def phase(self) -> str:
         """See `strategies.api.ServerWorker`."""
         return self._context.batch_gate.phase
@@ -162,8 +167,9 @@ class ServerReplica(Replica):
         self._computes_on(arrival)
 
     def _computes_on(self, arrival: Arrival) -> None:
-        self._base, self.clock = arrival.versions, arrival.clock
-        self.version = min(arrival.versions, default=0)
+        new = dict.fromkeys(arrival.chunks)
+        self._base = [arrival.versions[c] if c in new else known for c, known in enumerate(self._base)]
+        self.version, self.clock = min(self._base, default=0), arrival.clock
 
     # ---- gradients ----------------------------------------------------------------------
 
@@ -347,25 +353,56 @@ class ServerReplica(Replica):
         self.server.back_buffer = self._origin = start
         self._computes_on(arrival)
 
-    async def take_outer_gradient(self, *, goes_on: bool = False) -> Update:
+    async def mix_with(self, arrival: Arrival, share: float) -> None:
+        """See `strategies.api.ServerWorker`."""
+        await arrival.done()
+        start, parameters, ranges = arrival.vector, self.parameters, self._ranges(arrival.chunks)
+
+        def mix() -> None:
+            for part in ranges:
+                parameters.tensor[part].lerp_(start.tensor[part], 1 - share)
+
+        await self._work(mix, [start], [parameters], _work_of(ranges))
+        self.server.back_buffer = self._origin = start
+        self._computes_on(arrival)
+
+    def _ranges(self, chunks: Sequence[int]) -> list[slice]:
+        """The elements of some chunks; neighbours make one range."""
+        found: list[slice] = []
+        for start, stop in map(self.server.chunks.bounds, sorted(chunks)):
+            if found and found[-1].stop == start:
+                start = found.pop().start
+            found.append(slice(start, stop))
+        return found
+
+    async def take_outer_gradient(
+        self, chunks: Sequence[int] | None = None, *, goes_on: bool = False
+    ) -> Update:
         """See `strategies.api.ServerWorker`."""
         start, parameters = self._origin, self.parameters
         if start is None or start is not self.server.back_buffer:
             raise InternalError("take_outer_gradient() without w_start: call start_from() after each fetch")
-        self._origin = None
+        if chunks is None:
+            self._origin = None
+        ranges = self._ranges(range(len(self._base)) if chunks is None else chunks)
+
+        def subtract() -> None:
+            for part in ranges:
+                start.tensor[part].sub_(parameters.tensor[part])
+
         if goes_on:
             pushed = self._pushed = self._pushed or self._allocate("parameters as pushed")
             await self._work(lambda: pushed.tensor.copy_(parameters.tensor), [parameters], [pushed])
-        await self._work(lambda: start.tensor.sub_(parameters.tensor), [parameters], [start])
-        return self._take_own(start)
+        await self._work(subtract, [parameters], [start], _work_of(ranges))
+        return self._take_own(start, chunks)
 
     def take_parameters(self) -> Update:
         """See `strategies.api.ServerWorker`."""
         return self._take_own(self.parameters)
 
-    def _take_own(self, vector: Vector) -> Update:
+    def _take_own(self, vector: Vector, chunks: Sequence[int] | None = None) -> Update:
         self._next.update.vector, self._next.update.base_version = vector, self._base
-        return self.take_accumulated()
+        return self._taken(chunks)
 
     def take_state(self, beside: Update) -> Sequence[Update]:
         """See `strategies.api.ServerWorker`."""
@@ -391,7 +428,10 @@ class ServerReplica(Replica):
 
     def take_accumulated(self) -> Update:
         """See `strategies.api.ServerWorker`."""
-        update = self._next.take(self._base)
+        return self._taken()
+
+    def _taken(self, chunks: Sequence[int] | None = None) -> Update:
+        update = self._next.take(self._base, chunks)
         update.on_done = self._handed_out(update.refs)
         self._context.watch.handed_over(self.rank, update)
         return update
@@ -441,6 +481,10 @@ class ServerReplica(Replica):
     def _acknowledged(self, update: Update, receipt: Callable[[], None]) -> None:
         self._meter.late = update.late
         receipt()
+
+
+def _work_of(ranges: Sequence[slice]) -> Work:
+    return Work("copy", elems=sum(part.stop - part.start for part in ranges))
 
 
 def _fill_in(update: Update, gradient: ComputedGradient) -> None:
