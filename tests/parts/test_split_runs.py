@@ -66,6 +66,7 @@ def test_rounds_of_split_replicas_equal_those_of_whole_ones(
         gs.strategies.ElasticAveraging(),
         gs.strategies.ParameterAveraging(every=2),
         gs.DiLoCo(every=2),
+        gs.StreamingDiLoCo(every=2, fragments=1),
     ],
     ids=lambda strategy: type(strategy).__name__,
 )

@@ -23,6 +23,7 @@ def of_tau(staleness: int) -> float:
     [
         (gs.strategies.AsySG, "gradients", 1),
         (gs.DiLoCo, "every", 1),
+        (gs.StreamingDiLoCo, "fragments", 1),
         (gs.Downpour, "push_every", 1),
         (gs.Downpour, "fetch_every", 1),
         (gs.Downpour, "waves", 1),

@@ -132,7 +132,7 @@ class Job:
             killed shard was, and no acknowledged push is lost.
         chunk_elems: elements per chunk, the unit of exchange: a multiple of 64 up to 4194304. None is 262144;
             where all nodes exchange through shared memory, more for large models
-            (`wire.chunks.shared_chunk_elems`). It changes no result.
+            (`wire.chunks.shared_chunk_elems`). It changes no result, but where fragments of `streaming-diloco` end.
         checkpoint_every: steps between two checkpoints, "epoch", or a time such as "10min"; None makes one
             only when the run is stopped. At the end of a run there is its result and no checkpoint.
         keep_last: number of newest checkpoints that are kept.

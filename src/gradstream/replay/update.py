@@ -16,16 +16,16 @@ Tree = Callable[[torch.Tensor], Mapping[str, np.ndarray[Any, Any]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedUpdate:
-    """One push of a worker, applied to every chunk.
+    """One push of a worker, applied to every chunk that it has: to all, but under `streaming-diloco`.
 
     Each chunk is updated by itself, so other updates may lie in between: `before` and `after` have each chunk as it
-    was directly before and directly after this update.
+    was directly before and directly after this update, and NaN for chunks that it has not.
 
     Args:
         number: number of the update, from 1, in the order in which updates reached their last chunk.
         worker: rank of the worker.
         sequence: number of the push among those of the worker, from 1.
-        steps: steps of the worker whose gradients are in the push.
+        steps: steps of the worker whose gradients are in the push, and with it in updates of every chunk.
         batches: minibatches of these steps.
         samples: sample ids of the minibatches, in order; None if samples have no ids.
         num_samples: number of samples.

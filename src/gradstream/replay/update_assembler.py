@@ -32,7 +32,7 @@ class _OpenUpdate:
 
 
 class UpdateAssembler(Observer):
-    """Observes the workers and shards of a replay, and puts each update into `complete` once all chunks had it.
+    """Observes the workers and shards of a replay, and puts each update into `complete` once all its chunks had it.
 
     Args:
         chunks: chunks of the model.
@@ -71,7 +71,7 @@ class UpdateAssembler(Observer):
 
     def handed_over(self, rank: int, update: Push) -> None:
         """See `Observer`."""
-        if update.refs:
+        if update.refs or update.chunks is not None:
             self._pushes[rank].append(update)
 
     # ---- shards -------------------------------------------------------------------------
@@ -101,10 +101,10 @@ class UpdateAssembler(Observer):
                 start, stop = self._chunks.bounds(due.chunk)
                 if found.before is None or found.after is None:
                     found.before, found.after = (
-                        torch.empty(self._chunks.elems, dtype=self._dtype) for _ in range(2)
+                        torch.full((self._chunks.elems,), math.nan, dtype=self._dtype) for _ in range(2)
                     )
                 found.before[start:stop], found.after[start:stop] = before, update.parameters
-            if len(found.at) == self._chunks.num_chunks:
+            if len(found.at) == self._num_chunks(*key):
                 self._close(self._open.pop(key), *key, push.lr, push.samples)
 
     def _close(self, found: _OpenUpdate, rank: int, sequence: int, lr: float, num_samples: int) -> None:
@@ -135,13 +135,19 @@ class UpdateAssembler(Observer):
             )
         )
 
+    def _push(self, rank: int, sequence: int) -> Push | None:
+        return next((push for push in self._pushes[rank] if push.sequence == sequence), None)
+
+    def _num_chunks(self, rank: int, sequence: int) -> int:
+        push = self._push(rank, sequence)
+        return self._chunks.num_chunks if push is None or push.chunks is None else len(push.chunks)
+
     def _refs(self, rank: int, sequence: int) -> tuple[BatchRef, ...]:
-        pushes = self._pushes[rank]
-        for push in pushes:
-            if push.sequence == sequence:
-                pushes.remove(push)
-                return tuple(push.refs)
-        return ()
+        push = self._push(rank, sequence)
+        if push is None:
+            return ()
+        self._pushes[rank].remove(push)
+        return tuple(push.refs)
 
 
 def _squares(elements: torch.Tensor) -> float:

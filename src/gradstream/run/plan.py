@@ -325,9 +325,9 @@ class RunPlan:
 
         The size is fixed for a strategy that exchanges blocks of elements which depend on where chunks begin.
         """
-        most = MAX_CHUNK_ELEMS
-        if self.served is not None and self.served.fewest_chunks > 1:
-            most = parted_chunk_elems(layout.elems, self.served.fewest_chunks)
+        served = [plan.served for plan in self.every or [self]]  # shards stay over phases, with their chunks
+        fewest = max((one.fewest_chunks for one in served if one is not None), default=1)
+        most = parted_chunk_elems(layout.elems, fewest) if fewest > 1 else MAX_CHUNK_ELEMS
         if self.chunk_elems is not None:
             return min(most, self.chunk_elems)
         if self.served is not None and self.served.rows(bool(layout.tables)) is not None:

@@ -71,7 +71,7 @@ class StreamingDiLoCo(ServerStrategy):
 
     Args:
         every: H, inner steps between two outer steps of a fragment, at least `fragments`.
-        fragments: P, number of fragments, at least 1; a model of fewer than 64·P elements may have fewer.
+        fragments: P, number of fragments, at least 1; a model of fewer than 64·P² elements may have fewer.
         pattern: which chunks make a fragment: "sequential" or "strided".
         delay: τ, minibatches that a worker makes while an exchange is under way, 0 to H // P.
         mixing: α, share of its own parameters that a worker keeps when a fragment arrives, in [0, 1].

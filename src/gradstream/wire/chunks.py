@@ -43,7 +43,7 @@ def shared_chunk_elems(elems: int, itemsize_bytes: int, num_shards: int) -> int:
 def parted_chunk_elems(elems: int, parts: int) -> int:
     """The largest length of a chunk with which a vector of so many elements has a chunk for each of some parts.
 
-    Vectors of fewer than 64 elements a part may have fewer chunks.
+    Vectors of fewer than 64·parts² elements may have fewer chunks, since chunks end at multiples of 64.
     """
     return max(1, -(-elems // (ALIGNMENT_ELEMS * parts))) * ALIGNMENT_ELEMS
 
