@@ -37,7 +37,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "ssp": {"strategy": "ssp", "workers": 1, "optimizer": gs.optim.SGD(0.01)},
     "elastic-averaging": {"strategy": gs.ElasticAveraging(every=2), "workers": 1, "optimizer": gs.optim.SGD(0.01)},
     "diloco": {"strategy": gs.DiLoCo(every=3), "workers": 2, "optimizer": gs.optim.SGD(0.1)},
-    "streaming-diloco": {"strategy": gs.StreamingDiLoCo(every=4, fragments=2), "workers": 2, "optimizer": gs.optim.SGD(0.1)},
+    "streaming-diloco": {
+        "strategy": gs.StreamingDiLoCo(every=4, fragments=2), "workers": 2, "optimizer": gs.optim.SGD(0.1),
+    },
 }  # fmt: skip
 
 

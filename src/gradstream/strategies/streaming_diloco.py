@@ -16,13 +16,14 @@ chunk. Which fragment is next follows from the versions of its chunks: the one w
 several. Every worker knows these versions, since no update goes on without its push. So all agree, whenever they
 have joined.
 
-P = 1, τ = 0, α = 0 is `diloco`, bit for bit. α = 0 forgets what a fragment has moved in the τ minibatches of its exchange.
+P = 1, τ = 0, α = 0 is `diloco`, bit for bit. α = 0 forgets what a fragment has moved in the τ minibatches of its
+exchange.
 With α = 1 a worker takes nothing of the others: the server averages runs that know nothing of each other. With one
 worker, ν = 1, μ = 0, and τ = 0 it is the inner optimizer alone, to the rounding of w - (w - w_i).
 
 Bytes a step and worker: 4N/H up, 4N/H down (float32), in exchanges of N/P; codec "float4" makes the first 1/7. An outer
 step of a fragment waits for all workers. A lost one is left out from then on. For a checkpoint, and at the end,
-workers take in what is on its way, and all fragments have one more outer step: then everything is in the model.
+workers take in what is on its way, and all fragments have one more outer step: then every minibatch is in the model.
 
 Reference: Douillard and others, "Streaming DiLoCo with overlapping communication: towards a distributed free lunch",
 2025 (arXiv 2501.18512), Algorithm 2 (α = 0.5, 4-bit outer gradients). Different here: fragments are of chunks, not of
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar, Literal, get_args
 
 from gradstream.data.base import Partitioning
@@ -145,7 +147,7 @@ class StreamingDiLoCo(ServerStrategy):
         if self.pattern == "strided":
             return [range(first, num_chunks, count) for first in range(count)]
         ends = [part * num_chunks // count for part in range(count + 1)]
-        return [range(*bounds) for bounds in zip(ends, ends[1:], strict=False)]
+        return [range(*bounds) for bounds in pairwise(ends)]
 
     async def train(self, worker: ServerWorker) -> None:
         """The client, Algorithm 2."""

@@ -147,9 +147,9 @@ class ServerClient:
         vector: str = "",
         chunks: Sequence[int] | None = None,
     ) -> Arrival:
-        """Starts a fetch of all parameters, or of some of their chunks, into the back buffer. The caller swaps the result with its parameters.
+        """Starts a fetch of all parameters, or of some of their chunks, into the back buffer.
 
-        Each chunk is of one version, at least `min_version`. If the back buffer is the vector of the last push, the
+        The caller swaps a result of all with its parameters. Each chunk is of one version, at least `min_version`. If the back buffer is the vector of the last push, the
         fetch waits for that push first.
 
         Args:

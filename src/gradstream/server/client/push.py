@@ -209,4 +209,3 @@ class _ToShard:
                 self._links.claim(result, opened_ns)
             self._links.heard(stream.peer, opened_ns)
             progressed()
-
