@@ -149,8 +149,8 @@ class ServerClient:
     ) -> Arrival:
         """Starts a fetch of all parameters, or of some of their chunks, into the back buffer.
 
-        The caller swaps a result of all with its parameters. Each chunk is of one version, at least `min_version`. If the back buffer is the vector of the last push, the
-        fetch waits for that push first.
+        The caller swaps a result of all with its parameters. Each chunk is of one version, at least `min_version`. If
+        the back buffer is the vector of the last push, the fetch waits for that push first.
 
         Args:
             min_version: smallest version that the shards may send.
