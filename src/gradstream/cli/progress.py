@@ -200,6 +200,11 @@ class ProgressLine:
                     return f"{what} has joined with {', '.join(event['nodes'])}"
                 how = "was refused" if event["state"] == "refused" else "has left"
                 return f"{what} {how}: {event['reason']}"
+            case "relay" if not event["size_bytes"]:
+                pair = f"{event['caller']} cannot dial {event['called']}"
+                if event["how"] == "relayed":
+                    return f"{pair}, nor the other way round: their traffic goes through the coordinator's machine"
+                return f"{pair}, which has dialled back"
             case "waiting":
                 return str(event["state"])
             case "insecure":

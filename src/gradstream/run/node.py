@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 
@@ -27,6 +27,7 @@ from gradstream.coordinator import Coordinator, DrainedError, RunAbortedError, R
 from gradstream.coordinator.durable.keeper import TAIL_BYTES, Keeper, StateKeeper, Unkept
 from gradstream.coordinator.durable.store import STORE, StateStore
 from gradstream.coordinator.nodes import COORDINATOR
+from gradstream.coordinator.relay import Relay
 from gradstream.coordinator.run_clock import RunClock
 from gradstream.data.lock import machine_lock
 from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
@@ -45,6 +46,9 @@ from gradstream.runtime.real import RealRuntime
 from gradstream.telemetry.events import FailedEvent, FinishedEvent, StartedEvent, StoppedEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
+
+if TYPE_CHECKING:
+    from gradstream.transport.carriers import RoutedEndpoint
 
 OK, FAILED, ABORTED = 0, 1, 3
 
@@ -215,7 +219,7 @@ async def _run(
         if name == COORDINATOR:
             with machine_lock(Path(spec.run_dir) / LOCK, doing="running it", wait_s=LOCK_S):
                 kept = _Kept(root, plan.id, given.again) if durable and core is None else None
-                spread = not given.listen.startswith("127.0.0.1:")
+                spread = not _is_local(given.listen)
                 return await _coordinate(
                     plan, runtime, endpoint, say, when_asked or _on_sigterm, kept, spread
                 )
@@ -224,6 +228,8 @@ async def _run(
         role, _, rank = name.partition("-")
         model = build_model(job, int(rank))
         await endpoint.start()
+        if not _is_local(given.listen):
+            await endpoint.take_detours(job.deadlines.connection_s)
         endpoint.know(COORDINATOR, given.coordinator)
         if spec.elsewhere:
             patience_s = job.deadlines.patience_s
@@ -246,6 +252,11 @@ async def _run(
         lateness.cancel()
         await endpoint.close()
         runtime.close()
+
+
+def _is_local(listen: str) -> bool:
+    """Whether all nodes of the run are on this machine."""
+    return listen.startswith("127.0.0.1:")
 
 
 def _on_sigterm(stop: Callable[[], None]) -> None:
@@ -295,7 +306,7 @@ class _Kept:
 async def _coordinate(
     plan: RunPlan,
     runtime: RealRuntime,
-    endpoint: Endpoint,
+    endpoint: RoutedEndpoint,
     say: Say,
     when_asked: WhenAsked,
     kept: _Kept | None,
@@ -320,12 +331,20 @@ async def _coordinate(
     when_asked(leader.stop)
     await _listen(endpoint, runtime, 0.0 if kept is None or not kept.again else plan.job.deadlines.lease_s)
     say(address=endpoint.address)
+    relay: Relay | None = None
+    if spread:
+        silence_s = plan.job.deadlines.connection_s
+        await endpoint.take_detours(silence_s)
+        endpoint.know(COORDINATOR, endpoint.address)  # its own detours begin here, as all others
+        relay = Relay(runtime, endpoint, lambda event: leader.coordinator.emit(event), silence_s=silence_s)
     if kept is None or not kept.again:
         take_request(runtime.storage)  # of an earlier part of the run
     requests = runtime.spawn(follow_requests(runtime, leader.reshard), name="reshards")
     outcome = await leader.run()
     coordinator = leader.coordinator
     requests.cancel()
+    if relay is not None:
+        relay.report()
     for event in runtime.process_metrics(COORDINATOR):
         coordinator.emit(event)
     await coordinator.close()

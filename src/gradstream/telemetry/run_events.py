@@ -142,6 +142,17 @@ class MachineEvent(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RelayEvent(Event):
+    """A node could not dial another one (coordinator). That one has dialled back, or their bytes are relayed."""
+
+    name: ClassVar[str] = "relay"
+    caller: str
+    called: str
+    how: Literal["dialled back", "relayed"]
+    size_bytes: int  # bytes that have gone through the coordinator so far: 0 in the first event of a pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingEvent(Event):
     """The run waits for machines or nodes before it begins; `state` names them (launcher)."""
 

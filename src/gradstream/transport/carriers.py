@@ -13,6 +13,7 @@ from gradstream.memory.segments import SharedMemory
 from gradstream.runtime.base import Runtime
 from gradstream.transport.addresses import host_and_port, is_loopback
 from gradstream.transport.base import Handler, Identity, PeerSocket, Priority
+from gradstream.transport.detours import Detours
 from gradstream.transport.endpoint import CONNECTION_S, WINDOW, EndpointCore
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.offers import CHOICES, CarrierOffer, Choice, choose, shares_memory
@@ -120,6 +121,8 @@ class RoutedEndpoint:
         self._offer = CarrierOffer()
         self.address = ""
         self._routes: dict[str, str] = {}
+        self._offers: dict[str, CarrierOffer] = {}
+        self._detours: Detours | None = None
         self.identity = self._main.identity
         self.protected = self._main.protected
         self.runtime = self._main.runtime
@@ -171,12 +174,36 @@ class RoutedEndpoint:
             ConfigError: this node and the peer have no carrier in common.
         """
         theirs = CarrierOffer.parse(address)
-        chosen = choose(self._offer, theirs)
-        before = self._routes.get(peer)
+        chosen, before = choose(self._offer, theirs), self._routes.get(peer)
+        self._offers[peer] = theirs
+        if self._detours is not None and chosen != "shm":
+            self._detours.know(peer, theirs.addresses["grpc"])
+            if self._detours.mouth(peer) is not None:
+                return
+        self._take(peer, chosen, theirs.addresses[chosen], before)
+
+    def _take(self, peer: str, chosen: str, address: str, before: str | None) -> None:
         if before is not None and before != chosen:
             self._carriers[before].forget(peer)
         self._routes[peer] = chosen
-        self._carriers[chosen].know(peer, theirs.addresses[chosen])
+        self._carriers[chosen].know(peer, address)
+
+    async def take_detours(self, silence_s: float) -> None:
+        """From now on reaches peers that cannot be dialled by way of the coordinator: see `Detours`."""
+        assert isinstance(self._main, GrpcEndpoint)
+        self._detours = Detours(self.runtime, self._main, silence_s=silence_s)
+        await self._detours.start()
+
+    async def _by_any_way(self, peer: str) -> EndpointCore:
+        """The carrier to a peer, once it is known whether the peer can be dialled."""
+        route = self._routes.get(peer)
+        if self._detours is not None and route is not None and route != "shm":
+            addresses = self._offers[peer].addresses
+            others = [addresses[route]] if route != "grpc" else []
+            mouth = await self._detours.find(peer, addresses["grpc"], others)
+            if mouth is not None:
+                self._take(peer, "grpc", mouth, self._routes.get(peer))
+        return self._to(peer)
 
     def redial(self, peer: str, silent_s: float) -> None:
         """See `Endpoint.redial`."""
@@ -193,7 +220,7 @@ class RoutedEndpoint:
         new_connection: bool = False,
     ) -> StreamCore:
         """See `Endpoint.open`."""
-        return await self._to(peer).open(
+        return await (await self._by_any_way(peer)).open(
             peer, method, request, priority=priority, window=window, new_connection=new_connection
         )
 
@@ -201,7 +228,9 @@ class RoutedEndpoint:
         self, peer: str, name: str, *, dial: bool, copies: bool = False
     ) -> PeerSocket | None:
         """See `Endpoint.data_socket`."""
-        return await self._to(peer).data_socket(peer, name, dial=dial, copies=copies)
+        if self._routes.get(peer) == "grpc":
+            return None  # also by a detour: nobody has to look for one
+        return await (await self._by_any_way(peer)).data_socket(peer, name, dial=dial, copies=copies)
 
     async def call(
         self,
@@ -215,7 +244,7 @@ class RoutedEndpoint:
         new_connection: bool = False,
     ) -> M:
         """See `Endpoint.call`."""
-        return await self._to(peer).call(
+        return await (await self._by_any_way(peer)).call(
             peer,
             method,
             request,
@@ -227,7 +256,7 @@ class RoutedEndpoint:
 
     async def send(self, peer: str, tag: int, tensor: Span, *, silence_s: float = 30.0) -> None:
         """See `Endpoint.send`."""
-        await self._to(peer).send(peer, tag, tensor, silence_s=silence_s)
+        await (await self._by_any_way(peer)).send(peer, tag, tensor, silence_s=silence_s)
 
     async def recv(self, peer: str, tag: int, into: Span, *, silence_s: float = 30.0) -> None:
         """See `Endpoint.recv`. The tensor may come over any carrier."""
@@ -236,6 +265,8 @@ class RoutedEndpoint:
     async def close(self) -> None:
         """See `Endpoint.close`."""
         try:
+            if self._detours is not None:
+                await self._detours.close()
             for carrier in list(self._carriers.values())[1:]:
                 await carrier.close()
         finally:

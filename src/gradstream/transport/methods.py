@@ -79,6 +79,10 @@ METHODS: Mapping[str, Method] = {
     "state": Method(served_by=_COMPUTES, callers=_COMPUTES | _COORDINATOR),
     "predictors": Method(served_by=_COMPUTES, callers=_COORDINATOR),
     "remainders": Method(served_by=_COMPUTES, callers=_COORDINATOR),
+    # Tunnels between nodes that cannot dial each other. The coordinator calls nodes through its own.
+    "post": Method(served_by=_COORDINATOR, callers=_MEMBER),
+    "tunnel": Method(served_by=_COORDINATOR, callers=_MEMBER | _COORDINATOR, chunks=True),
+    "answer": Method(served_by=_COORDINATOR, callers=_MEMBER, chunks=True),
     # Machines that join.
     "hello": Method(served_by=_LAUNCHER, callers=_MACHINE, members=False),
     "measure": Method(served_by=_LAUNCHER, callers=_MACHINE, members=False, chunks=True),

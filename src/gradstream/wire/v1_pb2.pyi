@@ -310,6 +310,18 @@ class Exchange(_message.Message):
     names: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class Tunnel(_message.Message):
+    __slots__ = ("peer", "ticket", "port", "back")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    BACK_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    ticket: bytes
+    port: int
+    back: bool
+    def __init__(self, peer: _Optional[str] = ..., ticket: _Optional[bytes] = ..., port: _Optional[int] = ..., back: bool = ...) -> None: ...
+
 class Broken(_message.Message):
     __slots__ = ("epoch", "culprit", "silent", "message")
     EPOCH_FIELD_NUMBER: _ClassVar[int]

@@ -24,7 +24,7 @@ from urllib.parse import unquote
 import grpc
 import grpc.aio
 
-from gradstream.errors import ConfigError, GradstreamError
+from gradstream.errors import ConfigError, GradstreamError, PeerLostError, RefusedError
 from gradstream.runtime.base import Runtime
 from gradstream.runtime.tasks import finish_despite_cancel
 from gradstream.transport import proof
@@ -150,6 +150,8 @@ class GrpcEndpoint(EndpointCore):
         self._routes = _Peers(self)
         self._server: grpc.aio.Server | None = None
         self._connections: dict[tuple[str, Priority], GrpcConnection] = {}
+        self.detoured: set[str] = set()
+        """Peers that are reached by a detour, which begins on loopback and leaves this machine: see `Detours`."""
         self._background: dict[asyncio.Task[None], None] = {}
 
     async def start(self) -> None:
@@ -324,9 +326,21 @@ class GrpcEndpoint(EndpointCore):
         )
 
     def _connection(self, peer: str, address: str, connect: Sequence[tuple[str, int]]) -> GrpcConnection:
-        checked = self._needs_checksums(host_and_port(address)[0])
+        afar = peer in self.detoured and self._security is None
+        checked = afar or self._needs_checksums(host_and_port(address)[0])
         channel = self._channel(peer, address, connect)
         return GrpcConnection(self.identity, self.runtime, peer, channel, checked=checked)
+
+    async def reaches(self, peer: str, address: str) -> bool:
+        """Whether the peer itself answers at an address; not another program, or a node of another network."""
+        connection = self._connection(peer, address, NEW_CONNECTION_OPTIONS)
+        try:
+            await connection.opened()
+        except (PeerLostError, RefusedError):
+            return False
+        finally:
+            await connection.close()
+        return True
 
     def _needs_checksums(self, host: str) -> bool:
         """Whether a connection with a host leaves this machine, unencrypted."""

@@ -1,0 +1,141 @@
+"""`Relay`: the coordinator's part of `transport.detours`. It joins nodes that cannot dial each other, and counts.
+
+It passes Chunks on as they come, and does not read them. Of each tunnel it holds at most a window of them in each
+direction: whoever sends faster than the other side takes gets no credit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gradstream.errors import GradstreamError, RefusedError
+from gradstream.runtime.base import Runtime
+from gradstream.telemetry.events import RelayEvent
+from gradstream.transport.base import Endpoint, Stream
+from gradstream.transport.silence import Broadcast
+from gradstream.transport.tunnels import ANSWER_S, TICKET_BYTES
+from gradstream.wire import v1
+
+How = Literal["dialled back", "relayed"]
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call that waits for the answer of the called node: the stream of a tunnel, or None if it has dialled back."""
+
+    caller: str
+    called: str
+    answered: asyncio.Future[Stream | None] = field(default_factory=asyncio.Future)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Relay:
+    """Serves "post", "tunnel" and "answer".
+
+    Args:
+        runtime: runtime of the coordinator.
+        endpoint: endpoint of the coordinator. It admits members of the run alone, each under its own name.
+        emit: takes events.
+        silence_s: the longest silence of a node that does not take what was sent to it.
+
+    Attributes:
+        num_bytes: bytes that were passed on, both ways, by pair of nodes.
+    """
+
+    def __init__(
+        self, runtime: Runtime, endpoint: Endpoint, emit: Callable[[RelayEvent], None], *, silence_s: float
+    ) -> None:
+        self.num_bytes: Counter[tuple[str, str]] = Counter()
+        self._runtime = runtime
+        self._me = endpoint.identity.name
+        self._emit = emit
+        self._silence_s = silence_s
+        self._posts: dict[str, Stream] = {}  # by node
+        self._new_post = Broadcast()
+        self._calls: dict[bytes, _Call] = {}  # by ticket
+        self._told: set[tuple[tuple[str, str], How]] = set()
+        endpoint.serve("post", self._post, model=False)
+        endpoint.serve("tunnel", self._tunnel, model=False)
+        endpoint.serve("answer", self._answer, model=False)
+
+    def report(self) -> None:
+        """Emits how many bytes have gone through the coordinator, for each pair of nodes."""
+        for (caller, called), size_bytes in sorted(self.num_bytes.items()):
+            self._emit(RelayEvent(caller=caller, called=called, how="relayed", size_bytes=size_bytes))
+
+    async def _post(self, stream: Stream) -> None:
+        """Keeps the stream by which a node hears of callers, until the node leaves."""
+        who = stream.opened.sender
+        self._posts[who] = stream
+        self._new_post.ring()
+        try:
+            await stream.recv()
+        finally:
+            if self._posts.get(who) is stream:
+                del self._posts[who]
+
+    async def _tunnel(self, stream: Stream) -> None:
+        """Tells a node that another one wants to talk to it, and passes their bytes on unless it has dialled back."""
+        request, caller = v1.Tunnel.FromString(stream.opened.body), stream.opened.sender
+        if len(request.ticket) != TICKET_BYTES or request.ticket in self._calls:
+            raise RefusedError(self._me, "BAD_REQUEST", f"a tunnel of {caller} without a ticket of its own")
+        call = self._calls[request.ticket] = _Call(caller, request.peer)
+        stream.on_release(call.over.set)
+        try:
+            answer = await self._runtime.within(ANSWER_S, self._answered(call, request))
+        except TimeoutError:
+            text = f"{request.peer} has not answered a call of {caller} within {ANSWER_S:g} s"
+            raise RefusedError(self._me, "NOT_MEMBER", text) from None
+        finally:
+            del self._calls[request.ticket]
+        how: How = "dialled back" if answer is None else "relayed"
+        pair = min(caller, request.peer), max(caller, request.peer)
+        known = pair if how == "relayed" else (caller, request.peer)
+        if (known, how) not in self._told:
+            self._told.add((known, how))
+            self._emit(RelayEvent(caller=caller, called=request.peer, how=how, size_bytes=0))
+        reply = v1.Tunnel(peer=request.peer, ticket=request.ticket, back=answer is None)
+        await stream.send(v1.Frame(body=v1.Body(data=reply.SerializeToString())))
+        if answer is None:
+            return
+        try:
+            await self._runtime.gather(
+                self._pass_on(stream, answer, pair), self._pass_on(answer, stream, pair)
+            )
+        finally:
+            call.over.set()
+
+    async def _answered(self, call: _Call, request: v1.Tunnel) -> Stream | None:
+        told = v1.Tunnel(peer=call.caller, ticket=request.ticket, port=request.port)
+        while True:
+            while (post := self._posts.get(call.called)) is None:
+                await self._new_post.wait()
+            try:
+                await post.send(v1.Frame(body=v1.Body(data=told.SerializeToString())))
+            except GradstreamError:
+                if self._posts.get(call.called) is post:
+                    del self._posts[call.called]
+                continue
+            return await call.answered
+
+    async def _answer(self, stream: Stream) -> None:
+        """Gives the answer of a called node to its caller; lasts as long as their tunnel."""
+        request, who = v1.Tunnel.FromString(stream.opened.body), stream.opened.sender
+        call = self._calls.get(request.ticket)
+        if call is None or (call.called, call.caller) != (who, request.peer) or call.answered.done():
+            raise RefusedError(self._me, "NOT_MEMBER", f"{request.peer[:80]!r} does not call {who} any more")
+        call.answered.set_result(None if request.back else stream)
+        if not request.back:
+            await call.over.wait()
+
+    async def _pass_on(self, source: Stream, target: Stream, pair: tuple[str, str]) -> None:
+        while (received := await source.recv()) is not None:
+            if received.payload is not None:
+                frame = v1.Frame(chunk=received.frame.chunk)
+                await target.send(frame, received.payload, self._silence_s)
+                self.num_bytes[pair] += received.payload.numel() * received.payload.element_size()
+        await target.end()
