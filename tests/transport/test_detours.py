@@ -210,7 +210,9 @@ def test_a_node_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     async def main() -> None:
         async with cluster(*NAMES) as made:
             request = v1.Tunnel(peer="worker-9", ticket=bytes(TICKET_BYTES))
-            with pytest.raises(RefusedError, match=r"worker-9 has not answered a call of worker-0 within 0\.2 s"):
+            with pytest.raises(
+                RefusedError, match=r"worker-9 has not answered a call of worker-0 within 0\.2 s"
+            ):
                 await made.endpoints["worker-0"].call(
                     "coordinator", "tunnel", request, v1.Tunnel, silence_s=SILENCE_S
                 )
@@ -234,11 +236,17 @@ def test_the_relay_holds_little_for_a_node_that_does_not_read() -> None:
             words = torch.zeros(PIECE_BYTES // 4)
             frame = v1.Frame(chunk=v1.Chunk(elems=len(words), dtype=v1.FLOAT32, sequence=PIECE_BYTES))
             num_sent = 0
-            with pytest.raises(DeadlineError, match="coordinator"):
+
+            async def send_all() -> None:
+                nonlocal num_sent
                 while True:
                     await sending.send(frame, words, silence_s=1.0)
                     num_sent += 1
-            assert WINDOW <= num_sent <= 2 * WINDOW + 1  # one window waits here, one there, one Chunk in between
+
+            with pytest.raises(DeadlineError, match="coordinator"):
+                await send_all()
+            # One window waits here, one there, and one Chunk in between.
+            assert WINDOW <= num_sent <= 2 * WINDOW + 1
             taking.cancel()
 
     asyncio.run(main())

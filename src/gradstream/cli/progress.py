@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gradstream.report.pauses import participation_text, phase_text
+from gradstream.report.pauses import participation_text, phase_text, relay_text
 from gradstream.untrusted import escaped
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ LOGGED_SHOWN = 4
 
 LOSS_MEMORY = 0.95
 """The loss shown is an exponential moving average over minibatches, with this decay."""
+
+_TEXTS = {"participation": participation_text, "phase": phase_text, "relay": relay_text}
+"""Events of which others tell, too, in the same words."""
 
 
 @dataclass(slots=True)
@@ -178,10 +181,8 @@ class ProgressLine:
 
     def _notice(self, event: EventDict) -> str:
         match event["event"]:
-            case "participation":
-                return participation_text(event)
-            case "phase":
-                return phase_text(event)
+            case "participation" | "phase" | "relay" as kind:
+                return _TEXTS[kind](event)
             case "left" if event["lost"]:
                 machine = self._members.machines.get(event["who"])
                 return f"lost {event['who']}{f' on {machine}' if machine else ''}: {event['reason']}"
@@ -200,11 +201,6 @@ class ProgressLine:
                     return f"{what} has joined with {', '.join(event['nodes'])}"
                 how = "was refused" if event["state"] == "refused" else "has left"
                 return f"{what} {how}: {event['reason']}"
-            case "relay" if not event["size_bytes"]:
-                pair = f"{event['caller']} cannot dial {event['called']}"
-                if event["how"] == "relayed":
-                    return f"{pair}, nor the other way round: their traffic goes through the coordinator's machine"
-                return f"{pair}, which has dialled back"
             case "waiting":
                 return str(event["state"])
             case "insecure":

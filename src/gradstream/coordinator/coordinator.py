@@ -1,7 +1,8 @@
 """`Coordinator`: carries the membership state machine out over streams.
 
 It is not on the data path: it knows which nodes are in and which minibatches are in the model, and sees
-neither gradients nor parameters.
+neither gradients nor parameters. Where two nodes cannot dial each other, its process passes their bytes on, without
+reading them: see `relay`.
 """
 
 from __future__ import annotations

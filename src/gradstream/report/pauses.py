@@ -1,4 +1,4 @@
-"""When a strategy paused which workers, which are then neither slow nor lost nor idle; phases of a job in words."""
+"""When a strategy paused which workers, which are then neither slow nor lost nor idle; changes of a run in words."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ def participation_text(event: EventDict) -> str:
         parts.append(f"{other} {'is' if len(paused) == 1 else 'are'} paused")
     phase = f"{event['phase']}: " if event["phase"] else ""
     return phase + ", ".join(parts)
+
+
+def relay_text(event: EventDict) -> str:
+    """A "relay" event in words; "" for one that only counts bytes."""
+    if event["size_bytes"]:
+        return ""
+    pair = f"{event['caller']} cannot dial {event['called']}"
+    if event["how"] == "relayed":
+        return f"{pair}, nor the other way round: their traffic goes through the coordinator's machine"
+    return f"{pair}, which has dialled back"
 
 
 def phase_text(event: EventDict) -> str:

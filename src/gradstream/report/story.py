@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradstream.report.pauses import participation_text, phase_text
+from gradstream.report.pauses import participation_text, phase_text, relay_text
 from gradstream.telemetry.events import EventDict
 
 Status = Literal["finished", "failed", "stopped", "unfinished"]
@@ -76,6 +76,9 @@ def _notable(by_kind: Mapping[str, Sequence[EventDict]]) -> list[Moment]:
         moments.append(Moment(event["time_s"], "machine", text))
     for event in by_kind["participation"]:
         moments.append(Moment(event["time_s"], "participation", participation_text(event)))
+    for event in by_kind["relay"]:
+        if text := relay_text(event):
+            moments.append(Moment(event["time_s"], "relay", text))
     for event in by_kind["phase"]:
         moments.append(Moment(event["time_s"], "phase", phase_text(event)))
     for event in by_kind["insecure"][:1]:

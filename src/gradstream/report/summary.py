@@ -137,6 +137,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
             one is the histogram. None and empty without servers, which count it: with allreduce no gradient is
             stale, with hogwild it is unknown.
         carriers: by carrier, number of links between workers and shards; empty on the virtual network.
+        relayed: by pair of nodes that could not dial each other, bytes that went through the coordinator, both ways.
         group: how workers without servers sum: kind, algorithm, and by size if it was measured; or None.
         links: of a run by allreduce over links that were measured, how long minibatches wait for their exchange and, if
             that is long, how to exchange instead: see `report.links`.
@@ -159,6 +160,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         **_totals(events, "exchange", _EXCHANGED),
         **_staleness(events),
         "carriers": dict(sorted(Counter(carriers_of(events).values()).items())),
+        "relayed": _relayed(events),
         "group": _group(events),
         "links": None if (links := links_of(events)) is None else links.sentence(),
         **_totals(events, "applied", ("updates", "duplicates", "dropped", "refused")),
@@ -174,6 +176,15 @@ def _phases(events: Sequence[EventDict]) -> list[dict[str, Any]]:
     for event in _of(events, "phase"):
         rows.setdefault(event["number"], {key: event[key] for key in _PHASE})
     return [rows[number] for number in sorted(rows)]
+
+
+def _relayed(events: Sequence[EventDict]) -> dict[str, int]:
+    """By pair of nodes, bytes through the coordinator, of all parts of the run: "worker-1 worker-2" -> bytes."""
+    found: Counter[str] = Counter()
+    for event in _of(events, "relay"):
+        if event["how"] == "relayed":
+            found[f"{event['caller']} {event['called']}"] += event["size_bytes"]
+    return dict(sorted(found.items()))
 
 
 def _group(events: Sequence[EventDict]) -> str | None:

@@ -34,6 +34,9 @@ LATENCY = "50ms"  # of a card's queue
 
 # Classic BPF as `tc` writes it: the number of instructions, then "code jt jf k" of each; 2 drops a packet.
 DROP_IP = "4,40 0 0 12,21 0 1 2048,6 0 0 2,6 0 0 0"
+DROP_DIAL = (  # IPv4 (2048), TCP (6), and of SYN (2) and ACK (16) the first alone: somebody dials
+    "10,40 0 0 12,21 0 7 2048,48 0 0 23,21 0 5 6,177 0 0 14,80 0 0 27,84 0 0 18,21 0 1 2,6 0 0 2,6 0 0 0"
+)
 
 CGROUPS = (
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),  # version 1
@@ -142,16 +145,20 @@ class NetworkCut:
         switch: namespace of the bridge.
         port: port of the bridge to which the machine is connected.
         hook: "ingress" for packets from the machine, "egress" for packets to it.
+        bytecode: decides which packets are dropped.
 
     Attributes:
         num_dropped: number of dropped packets, once the context has ended.
     """
 
-    def __init__(self, switch: str, port: str, hook: Literal["ingress", "egress"]) -> None:
+    def __init__(
+        self, switch: str, port: str, hook: Literal["ingress", "egress"], bytecode: str = DROP_IP
+    ) -> None:
         self.num_dropped = 0
         self._switch = switch
         self._port = port
         self._hook = hook
+        self._filter = ("bpf", "da", "bytecode", bytecode)
 
     def __enter__(self) -> Self:
         if "clsact" not in self._count():
@@ -167,8 +174,6 @@ class NetworkCut:
             raise AssertionError(
                 f"no packet was dropped at {self._port} {self._hook}, so the test has not cut the connection"
             )
-
-    _filter = ("bpf", "da", "bytecode", DROP_IP)
 
     def _count(self) -> str:
         return _run("tc", "-n", self._switch, "-s", "qdisc", "show", "dev", self._port)
@@ -246,6 +251,10 @@ class Machines:
         return NetworkCut(
             f"{self._prefix}switch", f"port{index}", "ingress" if direction == "from" else "egress"
         )
+
+    def wall(self, index: int) -> NetworkCut:
+        """Lets nobody dial a machine inside the context, as a router (NAT) does. The machine itself can dial others."""
+        return NetworkCut(f"{self._prefix}switch", f"port{index}", "egress", DROP_DIAL)
 
     def _namespace(self, name: str) -> str:
         full = self._prefix + name

@@ -53,7 +53,9 @@ class Detours:
         self._silence_s = silence_s
         self._me = grpc.identity.name
         self._hosts: dict[str, str] = {}  # of peers, as they give them
-        self._ways: dict[str, tuple[str, asyncio.Task[str | None]]] = {}  # by peer: its address, and its mouth
+        self._ways: dict[
+            str, tuple[str, asyncio.Task[str | None]]
+        ] = {}  # by peer: its address, and its mouth
         self._servers: dict[str, asyncio.Server] = {}  # mouths, by peer; and "", where nodes dial back
         self._back_port = 0
         self._awaited: dict[bytes, Line | None] = {}  # by ticket: a node that has dialled back
@@ -96,7 +98,8 @@ class Detours:
             return None
         if peer not in self._ways:
             self._ways[peer] = address, self._spawn(self._find(peer, address, others), f"way to {peer}")
-        await asyncio.wait([self._ways[peer][1]])  # it is cancelled if the address changes meanwhile
+        # It is cancelled if the address changes meanwhile, and this caller is not.
+        await asyncio.gather(asyncio.shield(self._ways[peer][1]), return_exceptions=True)
         return self.mouth(peer)
 
     async def close(self) -> None:
@@ -115,7 +118,9 @@ class Detours:
         try:
             way = await self._call(peer)
         except (GradstreamError, OSError) as error:
-            _log.warning("%s: no way to %s, which cannot be dialled at %s: %s", self._me, peer, address, error)
+            _log.warning(
+                "%s: no way to %s, which cannot be dialled at %s: %s", self._me, peer, address, error
+            )
             self._ways.pop(peer, None)  # the attempt to dial it says what is wrong; later there may be a way
             return None
         if isinstance(way, Line):
@@ -192,9 +197,7 @@ class Detours:
         """Hears of callers, as long as this node lives."""
         while True:
             try:
-                stream = await self._grpc.open(
-                    COORDINATOR, "post", v1.Tunnel(), priority=Priority.CONTROL
-                )
+                stream = await self._grpc.open(COORDINATOR, "post", v1.Tunnel(), priority=Priority.CONTROL)
                 while (received := await stream.recv()) is not None:
                     call = v1.Tunnel.FromString(received.frame.body.data)
                     self._spawn(self._answer(call), f"tunnel for {call.peer}")
@@ -256,9 +259,7 @@ class Detours:
         if (server := self._servers.pop(peer, None)) is not None:
             server.close()
 
-    async def _listen(
-        self, host: str, take: Callable[[Line], Coroutine[Any, Any, None]]
-    ) -> asyncio.Server:
+    async def _listen(self, host: str, take: Callable[[Line], Coroutine[Any, Any, None]]) -> asyncio.Server:
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             self._spawn(take(Line(reader, writer)), "a connection of a detour")
 
