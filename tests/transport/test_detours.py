@@ -21,9 +21,11 @@ from gradstream.runtime import RealRuntime
 from gradstream.telemetry.events import RelayEvent
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import reply_once
-from gradstream.transport.base import Identity
+from gradstream.transport.base import Identity, Priority
 from gradstream.transport.carriers import RoutedEndpoint, make_endpoint
+from gradstream.transport.detours import Detours
 from gradstream.transport.endpoint import WINDOW
+from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.tunnels import PIECE_BYTES, TICKET_BYTES
 from gradstream.wire import v1
 
@@ -121,6 +123,10 @@ def test_a_relayed_group_has_the_bits_of_a_direct_one(tls: bool) -> None:
         async with cluster(*NAMES, tls=tls) as made:
             relayed = await summed(made)
             made.relay.report()
+            caller = made.endpoints["worker-0"]._main
+            assert isinstance(caller, GrpcEndpoint)
+            # The mouth is on loopback, where nothing has checksums; what goes into it leaves the machine.
+            assert caller._connections["worker-1", Priority.BULK].checked is not tls
             pairs = [(0, 1), (0, 2), (1, 2)]  # the lower rank opens the stream
             assert {(e.caller, e.called, e.how) for e in made.events} == {
                 (NAMES[low], NAMES[high], "relayed") for low, high in pairs
@@ -220,7 +226,12 @@ def test_a_node_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(main())
 
 
-def test_the_relay_holds_little_for_a_node_that_does_not_read() -> None:
+def test_the_relay_holds_little_for_a_node_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def deaf(detours: Detours) -> None:
+        """The test hears the calls itself."""
+
+    monkeypatch.setattr(Detours, "_attend", deaf)
+
     async def main() -> None:
         async with cluster() as made:
             near, far = made.endpoints["worker-0"], made.endpoints["worker-1"]
