@@ -29,8 +29,15 @@ from gradstream.wire.frames import FrameError
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize(
     "carrier",
-    [memory_pairs, grpc_pairs, tcp_pairs, partial(tcp_pairs, 3), shm_pairs],
-    ids=["memory", "grpc", "tcp", "tcp, 3 connections", "shm"],
+    [
+        memory_pairs,
+        grpc_pairs,
+        partial(grpc_pairs, connections=3),
+        tcp_pairs,
+        partial(tcp_pairs, 3),
+        shm_pairs,
+    ],
+    ids=["memory", "grpc", "grpc, 3 connections", "tcp", "tcp, 3 connections", "shm"],
 )
 def test_carrier(carrier: Callable[[], tuple[Run, MakePair]], check: Check) -> None:
     run, make_pair = carrier()

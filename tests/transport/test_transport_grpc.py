@@ -20,7 +20,8 @@ from gradstream.errors import ConfigError, PeerLostError, RefusedError
 from gradstream.runtime import RealRuntime
 from gradstream.testing.bare import Bare, BareSession, open_session
 from gradstream.testing.pairs import SECRET, grpc_pairs
-from gradstream.transport.base import Identity, Stream
+from gradstream.testing.pieces import reply_once
+from gradstream.transport.base import Identity, Priority, Stream
 from gradstream.transport.grpc.connection import METHOD
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
 from gradstream.transport.grpc.options import MAX_MESSAGE_BYTES
@@ -331,5 +332,23 @@ def test_two_connections_per_peer() -> None:
             with pytest.raises(RefusedError):
                 await pair.near.call("far", "nonsense", v1.Tensor(), v1.Tensor)
         assert len(peers) == 2
+
+    run(main())
+
+
+def test_bulk_streams_take_their_connections_in_turn() -> None:
+    run, make_pair = grpc_pairs(connections=3)
+
+    async def main() -> None:
+        async with make_pair() as pair:
+            near = pair.near
+            assert isinstance(near, GrpcEndpoint)
+            pair.far.serve("reply", reply_once, model=False)
+            for priority, most in ((Priority.CONTROL, 1), (Priority.BULK, 3)):
+                for _ in range(4):
+                    await near.call("far", "reply", v1.Body(), v1.Body, priority=priority)
+                assert sum(key[1] is priority for key in near._connections) == most
+            near.redial("far", 0.0)
+            assert not near._connections
 
     run(main())

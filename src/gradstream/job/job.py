@@ -142,8 +142,8 @@ class Job:
             parameters are exchanged through main memory.
         carrier: how chunks travel between two nodes: "grpc", "tcp" or "shm", or "auto", which takes the
             best that both have. Membership always uses gRPC.
-        connections: number of sockets per pair of nodes that "tcp" uses for bulk data; several can fill a
-            fast link with a long delay that one cannot.
+        connections: number of connections per pair of nodes for bulk data, over "tcp" and, up to 8, over "grpc";
+            several can fill a fast link with a long delay that one cannot.
         deadlines: see `Deadlines`.
         spec: place where nodes find model and data: "file.py", "file.py:function", "module:function".
             Filled in by `load_job` and `train`.

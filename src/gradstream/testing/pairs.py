@@ -80,16 +80,17 @@ def memory_pairs(seed: int = 0, config: SimulationConfig = QUIET) -> tuple[Run, 
     return cluster.run, make_pair
 
 
-def grpc_pairs(security: Callable[[str], Tls] | None = None) -> tuple[Run, MakePair]:
+def grpc_pairs(security: Callable[[str], Tls] | None = None, *, connections: int = 1) -> tuple[Run, MakePair]:
     """Makes pairs over gRPC on loopback, and a function that runs checks on them in real time.
 
     Args:
         security: returns the TLS settings of an endpoint by its name; None is plain text.
+        connections: see `GrpcEndpoint`.
     """
 
     def make(identity: Identity, runtime: RealRuntime) -> GrpcEndpoint:
         tls = security(identity.name) if security else None
-        endpoint = GrpcEndpoint(identity, runtime, security=tls)
+        endpoint = GrpcEndpoint(identity, runtime, security=tls, connections=connections)
         endpoint.methods = {**METHODS, **_METHODS}
         return endpoint
 

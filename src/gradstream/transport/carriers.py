@@ -73,6 +73,7 @@ def make_endpoint(
             listen=listen,
             security=security,
             insecure=insecure,
+            connections=connections,
             connection_s=connection_s,
         )
     }

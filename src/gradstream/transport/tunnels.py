@@ -12,7 +12,7 @@ from gradstream.transport.base import Stream
 from gradstream.wire import v1
 
 PIECE_BYTES = 128 << 10
-"""The most bytes of a Chunk of a tunnel. With `endpoint.WINDOW` of them, 2 MB are on the way in each direction."""
+"""The most bytes of a Chunk of a tunnel. With `endpoint.WINDOW` of them, a receiver holds 2 MB of each direction."""
 
 ANSWER_S = 15.0
 """Seconds within which a node that is called by way of a relay answers."""

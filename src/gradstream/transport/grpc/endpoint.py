@@ -16,6 +16,7 @@ before.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -57,6 +58,9 @@ from gradstream.wire import v1
 from gradstream.wire.frames import DamagedError, FrameError, encode
 
 FLUSH_S = 1.0  # time that `close` gives messages to leave
+
+MOST_CONNECTIONS = 8
+"""Bulk connections to one peer: a node accepts `Limits.sessions` in all, with those of control and of retries."""
 
 _NO_OPEN = "no Open came"
 _RpcHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
@@ -115,6 +119,7 @@ class GrpcEndpoint(EndpointCore):
         insecure: allows to listen on other interfaces than loopback without encryption or authentication.
         window: chunks held for each incoming stream.
         connection_s: silence in seconds after which gRPC ends a connection.
+        connections: number of connections, up to `MOST_CONNECTIONS`, which the bulk streams to a peer take in turn.
         max_message_bytes: the longest message that a caller may send; less than a chunk may have, where
             callers are strangers.
 
@@ -134,6 +139,7 @@ class GrpcEndpoint(EndpointCore):
         window: int = WINDOW,
         connection_s: float = CONNECTION_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        connections: int = 1,
     ) -> None:
         super().__init__(identity, runtime, window=window)
         proof.check_secret(identity.secret, identity.name)
@@ -149,7 +155,9 @@ class GrpcEndpoint(EndpointCore):
         self._gate = BulkGate(runtime)
         self._routes = _Peers(self)
         self._server: grpc.aio.Server | None = None
-        self._connections: dict[tuple[str, Priority], GrpcConnection] = {}
+        self._num_bulk = min(connections, MOST_CONNECTIONS)
+        self._turns = itertools.count()
+        self._connections: dict[tuple[str, Priority, int], GrpcConnection] = {}
         self.detoured: set[str] = set()
         """Peers that are reached by a detour, which begins on loopback and leaves this machine: see `Detours`."""
         self._background: dict[asyncio.Task[None], None] = {}
@@ -311,10 +319,11 @@ class GrpcEndpoint(EndpointCore):
         return frame.open
 
     def _dial(self, peer: str, address: str, priority: Priority) -> OutgoingCall:
-        connection = self._connections.get((peer, priority))
+        key = peer, priority, next(self._turns) % self._num_bulk if priority is Priority.BULK else 0
+        connection = self._connections.get(key)
         if connection is None:
             connection = self._connection(peer, address, SHARED_CONNECTION_OPTIONS)
-            self._connections[peer, priority] = connection
+            self._connections[key] = connection
         damaged, bulk = partial(self.damaged, peer), priority is Priority.BULK
         return OutgoingCall(self._gate, self._spawn, connection, bulk=bulk, on_damage=damaged)
 
@@ -359,17 +368,19 @@ class GrpcEndpoint(EndpointCore):
         return grpc.aio.secure_channel(address, self._security.channel_credentials(), options=options)
 
     def _disconnect(self, peer: str) -> None:
-        for priority in Priority:
-            connection = self._connections.pop((peer, priority), None)
-            if connection is not None:
-                self._spawn(connection.close(), f"{self.identity.name}: disconnect from {peer}")
+        for key in self._keys_of(peer):
+            connection = self._connections.pop(key)
+            self._spawn(connection.close(), f"{self.identity.name}: disconnect from {peer}")
+
+    def _keys_of(self, peer: str) -> list[tuple[str, Priority, int]]:
+        return [key for key in self._connections if key[0] == peer]
 
     def redial(self, peer: str, silent_s: float) -> None:
         """See `Endpoint.redial`."""
-        for priority in Priority:
-            connection = self._connections.get((peer, priority))
-            if connection is not None and self.runtime.left_s(connection.made_ns, silent_s) <= 0:
-                del self._connections[peer, priority]
+        for key in self._keys_of(peer):
+            connection = self._connections[key]
+            if self.runtime.left_s(connection.made_ns, silent_s) <= 0:
+                del self._connections[key]
                 self._spawn(connection.close(), f"{self.identity.name}: redial {peer}")
 
     async def _shut(self, *, abruptly: bool) -> None:
