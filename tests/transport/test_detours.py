@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,12 +22,14 @@ from gradstream.runtime import RealRuntime
 from gradstream.telemetry.events import RelayEvent
 from gradstream.testing.pairs import SECRET
 from gradstream.testing.pieces import reply_once
+from gradstream.transport import detours as detours_module
 from gradstream.transport.base import Identity, Priority
 from gradstream.transport.carriers import RoutedEndpoint, make_endpoint
 from gradstream.transport.detours import Detours
 from gradstream.transport.endpoint import WINDOW
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
-from gradstream.transport.tunnels import PIECE_BYTES, TICKET_BYTES
+from gradstream.transport.limits import LIMITS
+from gradstream.transport.tunnels import PIECE_BYTES, TICKET_BYTES, dial
 from gradstream.wire import v1
 
 NAMES = ("worker-0", "worker-1", "worker-2")
@@ -153,6 +156,24 @@ def test_a_node_that_can_dial_the_caller_dials_back() -> None:
                 ("worker-1", "worker-2", "relayed"),
             }
             assert list(made.relay.num_bytes) == [("worker-1", "worker-2")]
+
+    asyncio.run(main())
+
+
+def test_who_shows_no_ticket_fills_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port for nodes that dial back hangs up on whoever comes while so many others have shown nothing."""
+    monkeypatch.setattr(detours_module, "LIMITS", replace(LIMITS, strangers=2))
+
+    async def main() -> None:
+        async with cluster("worker-1") as made:
+            detours = made.endpoints["worker-0"]._detours
+            assert detours is not None
+            silent = [await dial("127.0.0.1", detours._back_port) for _ in range(2)]
+            await asyncio.sleep(0)
+            one_more = await dial("127.0.0.1", detours._back_port)
+            assert await asyncio.wait_for(one_more.reader.read(1), 4) == b""
+            for line in (*silent, one_more):
+                line.writer.close()
 
     asyncio.run(main())
 

@@ -25,6 +25,7 @@ from gradstream.runtime.base import Runtime
 from gradstream.transport.addresses import host_and_port
 from gradstream.transport.base import Priority, Stream
 from gradstream.transport.grpc.endpoint import GrpcEndpoint
+from gradstream.transport.limits import LIMITS
 from gradstream.transport.methods import COORDINATOR
 from gradstream.transport.tunnels import ANSWER_S, PIECE_BYTES, TICKET_BYTES, Line, dial, join, tunnel
 from gradstream.wire import v1
@@ -58,6 +59,7 @@ class Detours:
         ] = {}  # by peer: its address, and its mouth
         self._servers: dict[str, asyncio.Server] = {}  # mouths, by peer; and "", where nodes dial back
         self._back_port = 0
+        self._num_strangers = 0  # connections to it that have shown no ticket yet
         self._awaited: dict[bytes, Line | None] = {}  # by ticket: a node that has dialled back
         self._closed_to: set[str] = set()  # peers that cannot be dialled back
         self._tasks: dict[asyncio.Task[Any], None] = {}
@@ -181,6 +183,10 @@ class Detours:
 
     async def _welcome(self, line: Line) -> None:
         """Takes a connection of a node that dials back, if it shows a ticket of this node."""
+        if self._num_strangers >= LIMITS.strangers:
+            line.writer.close()
+            return
+        self._num_strangers += 1
         try:
             ticket = await self._runtime.within(DIAL_S, line.reader.readexactly(TICKET_BYTES))
             if self._awaited.get(ticket, line) is None:
@@ -189,6 +195,8 @@ class Detours:
                 return
         except (OSError, EOFError, TimeoutError):
             pass
+        finally:
+            self._num_strangers -= 1
         line.writer.close()
 
     # ---- the called node ------------------------------------------------------------------------
