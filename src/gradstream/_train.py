@@ -105,11 +105,6 @@ def train(
     if detach:
         check_detached(processes, on_event, listen)
     listening = _listening(listen, wait)
-    if listening is not None and job.phases:
-        raise ConfigError(
-            "phases with listen: nodes of other machines do not go from one phase to the next yet; leave listen out, "
-            "or leave phases out"
-        )
     if listening is not None:
         if processes is False:
             raise ConfigError(

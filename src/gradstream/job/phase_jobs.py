@@ -112,6 +112,11 @@ def _check_variance_test(phase: Phase, where: str, accumulate: int) -> None:
         raise ConfigError(f"{where}: largest={phase.largest!r}; expected at least accumulate={accumulate}")
 
 
+def jobs_of(job: Job) -> list[Job]:
+    """The job of each phase, as if each began the run; the job alone, where it has no phases. Raises ConfigError."""
+    return [job_of_phase(job, JobPhase(number)) for number in range(len(job.phases))] or [job]
+
+
 def rate_of_phase(job: Job, begin: JobPhase, optimizer: Optimizer) -> Optimizer:
     """The update rule of a phase, with its learning rate.
 

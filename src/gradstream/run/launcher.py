@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradstream.coordinator.nodes import COORDINATOR
-from gradstream.coordinator.phases import LossTolerance
 from gradstream.errors import (
     ConfigError,
     DeadlineError,
@@ -31,7 +30,7 @@ from gradstream.run.failures import EndedNodes, failed_event
 from gradstream.run.followed_events import FollowedEvents
 from gradstream.run.local import NODE, SCRIPT, Cluster
 from gradstream.run.local.signals import StopSignals
-from gradstream.run.losses import losses_of
+from gradstream.run.losses import losses_of_all
 from gradstream.run.plan import RunPlan, worker_name
 from gradstream.run.preparation import LaunchOptions, Preparation
 from gradstream.run.records import add_to_run_json
@@ -50,12 +49,6 @@ POLL_S = 0.2
 """Seconds between two reads of the events file. Messages of nodes are handled at once."""
 BOOT_S = 60.0
 """Seconds for a process to load torch and the job file, before its deadline to join begins."""
-
-
-def _losses_of_all(plan: RunPlan) -> LossTolerance:
-    """The losses that some phase of the run survives: where the present one does not, the coordinator ends the run."""
-    losses = [losses_of(one) for one in plan.every or (plan,)]
-    return next((one for one in losses if one.replaces), losses[0])
 
 
 class Launcher:
@@ -84,7 +77,7 @@ class Launcher:
         self._machines: MachineRendezvous | None = None  # the other machines, where there are any
         self._credentials_file: Path | None = None  # for workers that another program starts
         kept = not (options.as_threads or options.is_trial)
-        self._comebacks = Comebacks(_losses_of_all(plan), plan.job.max_restarts, Succession(kept))
+        self._comebacks = Comebacks(losses_of_all(plan), plan.job.max_restarts, Succession(kept))
         self._begins_again = False  # a resumed script would begin from its start
         elsewhere = [worker_name(rank) for rank in range(plan.most_workers)] if options.on_address else []
         self._others = [name for name in plan.node_names if name not in (COORDINATOR, *elsewhere)]

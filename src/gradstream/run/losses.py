@@ -50,6 +50,12 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
     )
 
 
+def losses_of_all(plan: RunPlan) -> LossTolerance:
+    """The losses that some phase of the run survives: where the present one does not, the coordinator ends the run."""
+    losses = [losses_of(one) for one in plan.every or (plan,)]
+    return next((one for one in losses if one.replaces), losses[0])
+
+
 def _obstacles(plan: RunPlan, *, rounds: bool) -> Iterator[str]:
     """Why no new process can take the place of a lost worker."""
     served, strategy, job = plan.served, plan.strategy, plan.job

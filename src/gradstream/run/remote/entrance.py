@@ -18,6 +18,7 @@ from gradstream.run.remote.address import Address, local_address, new_token
 from gradstream.run.remote.certificate_authority import LAUNCHER, Key
 from gradstream.run.remote.facts import facts_of, file_hash
 from gradstream.run.remote.join_service import JOB
+from gradstream.run.remote.places import moved
 from gradstream.runtime.real import RealRuntime
 from gradstream.runtime.resources import free_memory_bytes
 from gradstream.transport.base import Identity, Priority, Stream
@@ -150,21 +151,20 @@ class Entrance:
             spec["meeting"] = str(self._address.at(port))
         spec["plain"]["run_dir"] = None
         spec["plain"]["argv"] = [str(self._job.spec), *(spec["plain"].get("argv") or ())[1:]]
-        for described in (spec["strategy"], spec["optimizer"]):
-            file, _, name = str(described.get("class", "")).rpartition(":")
-            if file.endswith(".py"):
-                described["class"] = f"{self._own_file(Path(file).name, grant)}:{name}"
-        return spec
+        return moved(spec, lambda file: self._own_file(file.name, grant))
 
     def _own_file(self, name: str, grant: v1.Grant) -> Path:
         """This machine's copy, beside the job file, of a user's file that the run needs."""
-        path = Path(str(self._job.spec).partition(".py")[0] + ".py").with_name(name)
+        job_file = Path(str(self._job.spec).partition(".py")[0] + ".py")
+        path, expected = job_file.with_name(name), grant.files.get(name, "not known")
         here = file_hash(path) if path.is_file() else "no such file"
-        if here != grant.files.get(name, "not known"):
+        if here != expected and job_file.is_file() and file_hash(job_file) == expected:
+            return job_file  # which has another name here
+        if here != expected:
             raise JoinRefusedError(
                 LAUNCHER,
                 "BAD_JOB_FILE",
-                f"the run needs {name} with SHA-256 {grant.files.get(name)}; {path}: {here}. "
+                f"the run needs {name} with SHA-256 {expected}; {path}: {here}. "
                 "Copy it from the launcher's machine to beside the job file",
             )
         return path

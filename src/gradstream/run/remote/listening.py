@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, get_args
 
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job
+from gradstream.job.phase_jobs import jobs_of
 from gradstream.job.registry import find_strategy
 from gradstream.run.remote.address import Address
 from gradstream.strategies.base import ServerStrategy, SharedMemoryStrategy
@@ -65,7 +66,15 @@ class Listening:
                 f"{self.machines} machines with workers_per_machine={self.workers_per_machine} are {total}; change one "
                 "of the four, so that both numbers are equal"
             )
-        if job.split == 1 and job.workers != total:
+        phases = jobs_of(job)
+        most = max(one.workers for one in phases)
+        if job.phases and most != total:
+            raise ConfigError(
+                f"the phase with most workers has workers={most}, but {self.machines} machines with "
+                f"{self.workers_per_machine} workers each have {total}; expected a phase with workers={total} (all "
+                "machines together), or without workers, and none with more"
+            )
+        if job.split == 1 and most != total:
             raise ConfigError(
                 f"workers={job.workers}, but {self.machines} machines with {self.workers_per_machine} workers each "
                 f"have {total} workers; expected workers={total} (all machines together), or leave workers out"
@@ -79,10 +88,11 @@ class Listening:
             raise ConfigError(
                 "carrier='shm' needs one machine; use carrier='auto', which takes it inside each"
             )
-        strategy = find_strategy(job.strategy, job.strategy_options)
-        if isinstance(strategy, SharedMemoryStrategy) and self.machines > 1:
+        strategies = [find_strategy(one.strategy, one.strategy_options) for one in phases]
+        shared = [one for one in strategies if isinstance(one, SharedMemoryStrategy)]
+        if shared and self.machines > 1:
             raise ConfigError(
-                f"the workers of {type(strategy).__name__} share one vector in memory, and wait={self.machines} "
+                f"the workers of {type(shared[0]).__name__} share one vector in memory, and wait={self.machines} "
                 "machines share none: take another strategy, such as 'downpour', or leave listen out"
             )
         if earlier:
@@ -99,8 +109,12 @@ class Listening:
         Raises:
             UnknownNameError: there is no such strategy.
         """
-        strategy = find_strategy(job.strategy, job.strategy_options)
-        if self.servers_on != "all" or job.servers is not None or not isinstance(strategy, ServerStrategy):
+        served = (
+            one.servers is None
+            and isinstance(find_strategy(one.strategy, one.strategy_options), ServerStrategy)
+            for one in jobs_of(job)
+        )
+        if self.servers_on != "all" or job.servers is not None or not any(served):
             return job
         servers = max(1, self.machines // job.split)  # of each part
         return replace(job, servers=servers, origins={**job.origins, "servers": "listen"})

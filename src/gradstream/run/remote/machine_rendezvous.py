@@ -8,14 +8,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.errors import DeadlineError, exit_code
 from gradstream.run.followed_events import FollowedEvents
-from gradstream.run.losses import losses_of
+from gradstream.run.losses import losses_of_all
 from gradstream.run.plan import RunPlan
 from gradstream.run.remote.address import new_token
 from gradstream.run.remote.certificate_authority import LAUNCHER, CertificateAuthority
@@ -24,6 +23,7 @@ from gradstream.run.remote.invitation import Invitation
 from gradstream.run.remote.join_service import JoinService
 from gradstream.run.remote.listening import Listening
 from gradstream.run.remote.members import MachineMembers, RankMembers, name_of_rank
+from gradstream.run.remote.places import files_of
 from gradstream.telemetry.events import Event, InsecureEvent, MachineEvent, WaitingEvent
 from gradstream.transport.credentials import Credentials
 from gradstream.untrusted import escaped
@@ -69,12 +69,11 @@ class MachineRendezvous:
             workers_per_machine=listening.workers_per_machine,
             parts=plan.parts,
             facts=facts_of(job),
-            shards=plan.servers,
+            shards=plan.most_servers,
             servers_on=listening.servers_on,
-            losses=losses_of(plan),
+            losses=losses_of_all(plan),
         )
-        files = [*_files_of(spec["strategy"]), *_files_of(spec["optimizer"])]
-        hashes = {path.name: file_hash(path) for path in files}
+        hashes = {path.name: file_hash(path) for path in files_of(spec)}
         invitation = Invitation(
             json.dumps(spec), hashes, job.deadlines, listening.port_of, lambda: events.zero_ns
         )
@@ -195,9 +194,3 @@ class MachineRendezvous:
         """The job as a user names it in the folder of its file."""
         spec = str(self._job.spec)
         return spec[spec.rfind("/") + 1 :]
-
-
-def _files_of(described: Mapping[str, Any]) -> list[Path]:
-    """The user's file that defines a strategy or an update rule, where one does."""
-    file = str(described["class"]).rpartition(":")[0]
-    return [Path(file)] if file.endswith(".py") else []
