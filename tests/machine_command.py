@@ -53,7 +53,7 @@ class Command:
     """A command line of gradstream on one of the machines."""
 
     def __init__(self, machine: Machine | Here, folder: Path, *arguments: str, job: str = JOB) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         (folder / "job.py").write_text(job)
         self.process = machine.start(
             [sys.executable, "-m", "gradstream", *arguments],

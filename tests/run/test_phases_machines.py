@@ -20,7 +20,7 @@ from pathlib import Path
 import gradstream as gs
 from gradstream.testing.tokens import Tokens, numbered
 
-WAITS = {waits!r}  # the number of the minibatch of a process before which it waits for the file "hurry"
+WAITS = Path(__file__).with_name("waits")  # its size: the minibatch of a process before which it waits for "hurry"
 CALLS = 0
 
 class Sums(Tokens):
@@ -29,7 +29,7 @@ class Sums(Tokens):
     def gradient(self, *given, **options):
         global CALLS
         CALLS += 1
-        while CALLS == WAITS and not Path(__file__).with_name("hurry").exists():
+        while WAITS.exists() and CALLS == WAITS.stat().st_size and not WAITS.with_name("hurry").exists():
             time.sleep(0.02)
         return super().gradient(*given, **options)
 
@@ -62,7 +62,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     made: list[Command] = []
 
     def one(name: str, *arguments: str, waits: int = 0) -> Command:
-        made.append(Command(Here(), tmp_path / name, *arguments, job=JOB.format(waits=waits)))
+        if waits:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "waits").write_bytes(bytes(waits))
+        made.append(Command(Here(), tmp_path / name, *arguments, job=JOB))
         return made[-1]
 
     yield one
@@ -92,3 +95,44 @@ def test_nodes_of_two_machines_go_through_all_phases(start: Start, tmp_path: Pat
     assert [row["strategy"] for row in rows] == ["allreduce", "rounds", "allreduce", "synchronous"]
     assert [(row["workers"], row["servers"]) for row in rows] == [(2, 0), (2, 2), (1, 0), (2, 2)]
     assert not (tmp_path / "b" / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_machine_goes_in_a_phase_that_does_not_need_it_and_another_one_comes(
+    start: Start, tmp_path: Path, how: signal.Signals
+) -> None:
+    launcher, words = launched(start, "--servers-on", "launcher", waits=30)
+    joined = start("b", *words)
+    launcher.line("phase 3 of 4")
+    joined.process.send_signal(how)
+    launcher.line(r"machine b \(127.0.0.1\) has left")
+    assert joined.end()[0] == (75 if how is signal.SIGTERM else -how)
+    again = start("again", *words)
+    launcher.line(r"machine b \(127.0.0.1\) has joined with worker-1")
+    (tmp_path / "a" / "hurry").touch()
+    for command in (launcher, again):
+        status, said = command.end()
+        assert status == 0, said
+    run = gs.Run.load(tmp_path / "a" / "run")
+    check_exactly_once(run, 24, EPOCHS)
+    last = max(number for number, event in enumerate(run.events) if event["event"] == "phase")
+    assert any(event["event"] == "step" and event["node"] == "worker-1" for event in run.events[last:])
+
+
+def test_a_run_that_is_stopped_in_a_later_phase_goes_on_there(start: Start, tmp_path: Path) -> None:
+    launcher, words = launched(start, waits=18)
+    joined = start("b", *words, waits=18)
+    launcher.line("phase 2 of 4")
+    launcher.process.send_signal(signal.SIGINT)
+    launcher.line("stopping: a checkpoint is made first")
+    for name in ("a", "b"):
+        (tmp_path / name / "hurry").touch()
+    assert [command.end()[0] for command in (launcher, joined)] == [75, 75]
+    again = start("a", "resume", "run", "--listen", "127.0.0.1", "--wait", "2")
+    words = shlex.split(again.line(r"gradstream (join .*)")[1])
+    for command in (start("c", *words), again):
+        status, said = command.end()
+        assert status == 0, said
+    run = gs.Run.load(tmp_path / "a" / "run")
+    check_exactly_once(run, 24, EPOCHS)
+    assert [event["number"] for event in run.events if event["event"] == "phase"] == [1, 2, 2, 3, 4]

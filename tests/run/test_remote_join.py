@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -29,12 +30,13 @@ from gradstream.job.files import load_job
 from gradstream.run.remote.address import Address, new_token
 from gradstream.run.remote.certificate_authority import CertificateAuthority
 from gradstream.run.remote.entrance import Entrance
-from gradstream.run.remote.facts import difference, facts_of
+from gradstream.run.remote.facts import difference, facts_of, file_hash
 from gradstream.run.remote.invitation import Invitation
 from gradstream.run.remote.join import Joining, join
 from gradstream.run.remote.join_service import JoinService
 from gradstream.run.remote.listening import Listening, workers_each
 from gradstream.run.remote.members import REPLACED, MachineMembers, Seat
+from gradstream.run.remote.places import files_of
 from gradstream.run.remote.reach import reach
 from gradstream.wire import v1
 
@@ -125,11 +127,14 @@ def test_shard_i_is_on_machine_i_mod_n(shards: int, servers_on: Any, nodes: list
         ({}, "launcher", None),
         ({"servers": 2}, "all", 2),
         ({"strategy": "allreduce"}, "all", None),
+        ({"phases": [gs.Phase(epochs=1, strategy="allreduce"), gs.Phase(epochs=1)]}, "all", 3),
+        ({"phases": [gs.Phase(epochs=1, strategy="allreduce"), gs.Phase(epochs=1, servers=1)]}, "all", None),
     ],
 )
 def test_a_shard_on_each_machine_is_the_default(
     linear: Path, options: dict[str, Any], servers_on: Any, servers: int | None
 ) -> None:
+    options = {**options, "epochs": None} if "phases" in options else options
     job = replace(load_job(str(linear)), **options)
     listening = Listening(address=LOOPBACK, machines=3, servers_on=servers_on)
     assert listening.spread_servers(job).servers == servers
@@ -320,6 +325,60 @@ def test_workers_that_share_one_vector_are_refused_before_other_machines_are_wai
         gs.errors.ConfigError, match="Hogwild share one vector in memory, and wait=2 machines"
     ):
         gs.train(load_job(str(linear)), listen=listening, workers=2, strategy="hogwild")
+
+
+@pytest.mark.parametrize(
+    ("phase", "says"),
+    [
+        (gs.Phase(epochs=1, strategy="hogwild"), "Hogwild share one vector in memory"),
+        (gs.Phase(epochs=1, workers=3), "workers=3, but 2 machines with 1 workers each have 2"),
+    ],
+)
+def test_a_phase_that_the_machines_cannot_have_is_refused(linear: Path, phase: gs.Phase, says: str) -> None:
+    job = replace(load_job(str(linear)), epochs=None, phases=[gs.Phase(epochs=1), phase])
+    with pytest.raises(gs.errors.ConfigError, match=says):
+        gs.train(job, listen=Listening(address=LOOPBACK, machines=2))
+    alone = replace(
+        job, workers=2, phases=[gs.Phase(epochs=1, workers=1)]
+    )  # one machine would have nothing to do
+    with pytest.raises(gs.errors.ConfigError, match="workers=1, but 2 machines"):
+        Listening(address=LOOPBACK, machines=2).check(alone, earlier=False)
+
+
+def test_files_of_the_user_are_found_beside_each_machines_job_file(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, job_file in ((here, "job.py"), (there, "renamed.py")):
+        folder.mkdir()
+        (folder / job_file).write_text(LINEAR)
+        (folder / "rules.py").write_text("# the user's")
+    rules, job_file = f"{here}/rules.py", f"{here}/job.py"
+    schedule: dict[str, Any] = {
+        "class": "gradstream.optim.sgd:SGD",
+        "fields": {"lr": {"function": f"{rules}:falls"}},
+    }
+    phase = {"strategy": {"class": f"{job_file}:Mine", "fields": {}}, "optimizer": schedule}
+    spec: dict[str, Any] = {"strategy": {"class": ""}, "optimizer": {}}
+    spec["plain"] = {
+        "argv": ["job.py"],
+        "metrics": {"class": f"{rules}:class_of", "m": ""},
+        "phases": [phase],
+    }
+    files = {path.name: file_hash(path) for path in files_of(spec)}
+    assert files.keys() == {"rules.py", "job.py"}
+    job = replace(load_job(f"{there}/renamed.py"), spec=f"{there}/renamed.py")
+    entrance = Entrance(LOOPBACK, job, "b", TOKEN, None)
+    try:
+        made = entrance.spec(v1.Grant(spec=json.dumps(spec), files=files), there)
+        (there / "rules.py").write_text("# changed")
+        with pytest.raises(gs.errors.JoinRefusedError, match=r"needs rules\.py with SHA-256"):
+            entrance.spec(v1.Grant(spec=json.dumps(spec), files=files), there)
+    finally:
+        entrance.runtime.close()
+    (moved,) = made["plain"]["phases"]
+    assert moved["strategy"]["class"] == f"{there}/renamed.py:Mine"
+    assert moved["optimizer"]["fields"]["lr"] == {"function": f"{there}/rules.py:falls"}
+    assert moved["optimizer"]["class"] == schedule["class"]
+    assert made["plain"]["metrics"] == {"class": f"{there}/rules.py:class_of", "m": ""}
 
 
 def test_a_place_that_cannot_be_listened_on_leaves_no_run_directory(

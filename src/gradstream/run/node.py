@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -24,6 +25,7 @@ import torch
 
 from gradstream.checkpoint.elsewhere import ElsewhereStorage
 from gradstream.coordinator import Coordinator, DrainedError, RunAbortedError, RunStoppedError
+from gradstream.coordinator.client.member import PhaseOverError
 from gradstream.coordinator.durable.keeper import TAIL_BYTES, Keeper, StateKeeper, Unkept
 from gradstream.coordinator.durable.store import STORE, StateStore
 from gradstream.coordinator.nodes import COORDINATOR
@@ -243,7 +245,7 @@ async def _run(
                 return build_shard(plan, runtime, endpoint, int(rank), model, clock=clock).run
             worker = build_replica(plan, runtime, endpoint, model, clock=clock)
             if losses_of(plan).replaces and core is None:
-                _on_sigterm(worker.drain)
+                return partial(_until_sigterm, worker.run, worker.drain)
             return worker.run
 
         await run_phases(plan, runtime, endpoint, build, zero_ns=given.clock)
@@ -261,6 +263,16 @@ def _is_local(listen: str) -> bool:
 
 def _on_sigterm(stop: Callable[[], None]) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+
+
+async def _until_sigterm(run: Callable[[], Awaitable[None]], drain: Callable[[], None]) -> None:
+    """Runs a worker through a phase; it drains at SIGTERM. Between two phases it has nothing to hand in, and dies."""
+    _on_sigterm(drain)
+    try:
+        await run()
+    except PhaseOverError:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+        raise
 
 
 class _Kept:

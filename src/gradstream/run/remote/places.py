@@ -10,29 +10,31 @@ from pathlib import Path
 from typing import Any
 
 
-def moved(spec: Any, place: Callable[[Path], Path]) -> Any:
-    """The description of a run, or a part of it as JSON holds it, with other paths of the user's files.
+def moved(spec: Mapping[str, Any], place: Callable[[Path], Path]) -> dict[str, Any]:
+    """The description of a run, or a part of it, with other paths of the user's files.
 
     Args:
-        spec: as `NodeSpec` describes it.
+        spec: as JSON holds a `NodeSpec`.
         place: the new path of a file.
     """
-    if isinstance(spec, Mapping):
-        return {key: _moved(key, value, place) for key, value in spec.items()}
-    return [moved(one, place) for one in spec] if isinstance(spec, list | tuple) else spec
+    return {key: _moved(key, value, place) for key, value in spec.items()}
 
 
 def _moved(key: str, value: Any, place: Callable[[Path], Path]) -> Any:
-    if key == "metrics" and isinstance(value, Mapping):
-        return {name: _moved("function", metric, place) for name, metric in value.items()}
-    if key not in ("class", "function") or not isinstance(value, str):
+    if isinstance(value, Mapping):
+        if key == "metrics":
+            return {name: _moved("function", metric, place) for name, metric in value.items()}
         return moved(value, place)
+    if isinstance(value, list | tuple):
+        return [_moved("", one, place) for one in value]
+    if key not in ("class", "function") or not isinstance(value, str):
+        return value
     file, _, name = value.rpartition(":")
     return f"{place(Path(file))}:{name}" if file.endswith(".py") else value
 
 
-def files_of(spec: Any) -> list[Path]:
-    """The user's files that the description of a run names, without those of the job itself."""
+def files_of(spec: Mapping[str, Any]) -> list[Path]:
+    """The user's files that the description of a run names, without `job` and `script`."""
     found: dict[Path, None] = {}
 
     def note(file: Path) -> Path:
