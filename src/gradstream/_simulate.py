@@ -23,6 +23,7 @@ from gradstream.errors import (
 )
 from gradstream.job.callbacks import Callbacks
 from gradstream.job.files import Asked, intercept, job_of
+from gradstream.job.phase_jobs import measured_first
 from gradstream.job.job import Data, JobOptions, build_model, is_script, make_job, spread_out
 from gradstream.recording import FOLDER
 from gradstream.run.failures import typed_error
@@ -101,6 +102,7 @@ def simulate(
             notify(event)
 
     found = to_resume(storage, lambda _: None) if storage is not None and resume else None
+    job = measured_first(job)
     if job.phases and storage is None:  # each phase goes on from a checkpoint, and there are no others
         job = dataclasses.replace(job, checkpoint_every=None)
     plan = plan_run(

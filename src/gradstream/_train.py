@@ -18,6 +18,7 @@ from gradstream.errors import (
 )
 from gradstream.job.files import Asked, intercept, job_of, script_of_caller
 from gradstream.job.job import Data, Job, JobOptions, is_script, make_job, spread_out
+from gradstream.job.phase_jobs import measured_first
 from gradstream.job.registry import check_places
 from gradstream.job.validation import check_script
 from gradstream.run.followed_events import OnEvent
@@ -88,7 +89,7 @@ def train(
         >>> run = train(model, data, strategy="downpour", workers=2, epochs=3)  # doctest: +SKIP
         >>> run.evaluate().accuracy  # doctest: +SKIP
     """
-    job = make_job(job_of(model, data), data, **options)
+    job = measured_first(make_job(job_of(model, data), data, **options))
     kept = intercept(job)
     if kept is not None:
         return load_run(kept, job)

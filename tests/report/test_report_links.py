@@ -13,7 +13,8 @@ from torch.nn import functional as F  # noqa: N812  its usual name
 import gradstream as gs
 from gradstream.cli.report import figures
 from gradstream.codec import named
-from gradstream.report.links import Links, links_of
+from gradstream.coordinator.links import Links
+from gradstream.report.links import links_of
 
 MB = Links(
     workers=4, elems=10_000_000, alpha_s=1e-3, beta_s_byte=8e-8, compute_s=0.1, wait_s=2.3

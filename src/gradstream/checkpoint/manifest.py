@@ -70,6 +70,7 @@ class JobPhase:
         accumulate: number of minibatches of a step, where the gradients' variance has set it; 0 where the job does.
         grown: with `over`: the phase itself goes on, with this number of minibatches of a step; 0: the next one does.
         stretch: number of the run's boundaries before, at which nodes went on with another plan.
+        chosen: with `over`, and in a phase of strategy "auto": how it exchanges (`link_choice.Chosen.as_json`).
     """
 
     number: int = 0
@@ -80,6 +81,7 @@ class JobPhase:
     accumulate: int = 0
     grown: int = 0
     stretch: int = 0
+    chosen: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -271,7 +271,8 @@ class CheckpointWriter:
 
     def _phase(self, *, over: bool) -> JobPhase:
         phase = self._options.template.phase
-        return replace(phase, over=True, grown=self._membership.phases.grown) if over else phase
+        phases = self._membership.phases
+        return replace(phase, over=True, grown=phases.grown, chosen=phases.chosen) if over else phase
 
     async def _discard(self, snapshot: Snapshot) -> None:
         """Removes the files of a snapshot."""

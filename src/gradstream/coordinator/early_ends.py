@@ -1,4 +1,4 @@
-"""`EarlyEnds`: what ends a run, or a phase of its job, before its epochs do, or lets its batches grow.
+"""`EarlyEnds`: what ends a run, or a phase of its job, before its epochs do, or says how it goes on.
 
 events of all nodes, samples in the model, time ──▶ EarlyEnds ──▶ `Membership.finish`, `cross`, `grow`
 """
@@ -10,11 +10,13 @@ from functools import partial
 from typing import Any
 
 from gradstream.coordinator.instructions import Instruction
+from gradstream.coordinator.link_choice import LinkChoice
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.run_clock import RunClock
 from gradstream.coordinator.stopping import StoppingCriterion
 from gradstream.coordinator.variance_test import VarianceTest
 from gradstream.runtime.base import Runtime
+from gradstream.wire.dtypes import itemsize_bytes
 
 
 class EarlyEnds:
@@ -25,6 +27,7 @@ class EarlyEnds:
         run: ends the run early; None lets it run to its last data epoch.
         phase: ends this phase of the job early; None lets it run to its last epoch or step.
         variance_test: makes the batches of this phase grow; None if nothing does.
+        links: chooses how the next phase exchanges; None if the job says that.
     """
 
     def __init__(
@@ -33,16 +36,23 @@ class EarlyEnds:
         run: StoppingCriterion | None = None,
         phase: StoppingCriterion | None = None,
         variance_test: VarianceTest | None = None,
+        links: LinkChoice | None = None,
     ) -> None:
         self._membership = membership
         self._run = run
         self._phase = phase
         self._variance_test = variance_test
+        self._links = links
 
     @property
     def parts(self) -> dict[str, object]:
         """What is kept for a new process of the coordinator, by name: see `durable.state`."""
-        parts = {"criterion": self._run, "phase_criterion": self._phase, "variance_test": self._variance_test}
+        parts = {
+            "criterion": self._run,
+            "phase_criterion": self._phase,
+            "variance_test": self._variance_test,
+            "links": self._links,
+        }
         return {name: part for name, part in parts.items() if part is not None}
 
     @property
@@ -70,6 +80,11 @@ class EarlyEnds:
         out: list[Instruction] = []
         if event["event"] == "converged":
             out += self._membership.cross(event["reason"], at_s)
+        if self._links is not None and (model := self._membership.admission.model) is not None:
+            self._links.event(event)
+            if event["event"] == "step" and event["rank"] == 0:
+                chosen = self._links.chosen(model.elems, itemsize_bytes(model.dtype))
+                self._membership.phases.chosen = chosen.as_json()
         if self._variance_test is not None and (grown := self._variance_test.event(event)):
             out += self._membership.grow(grown, at_s)
         for criterion, end in self._each:

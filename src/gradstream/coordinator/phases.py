@@ -122,11 +122,11 @@ class Phases:
         culprit: name of the node that caused it.
         criterion: the stopping criterion that was reached; "" while none is.
         crossing: this phase of the job is over: all is in the model, or its criterion was reached.
-        grown: with `crossing`: see `JobPhase`.
+        grown, chosen: with `crossing`: see `JobPhase`.
         asked: somebody has asked the run to stop.
     """
 
-    KEPT = ("phase", "reason", "culprit", "criterion", "crossing", "grown", "asked")
+    KEPT = ("phase", "reason", "culprit", "criterion", "crossing", "grown", "chosen", "asked")
     """See `durable.state`."""
 
     def __init__(
@@ -142,6 +142,7 @@ class Phases:
         self.crossing = False
         self.asked = False
         self.grown = 0
+        self.chosen = ""
         self.stretch = stretch
         self.phase: v1.Notice.Phase = v1.Notice.GATHERING
         self.reason = ""

@@ -8,13 +8,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradstream.checkpoint.manifest import JobPhase
+from gradstream.coordinator.link_choice import Chosen
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job
 from gradstream.job.phases import Phase
 from gradstream.job.registry import find_strategy
 from gradstream.optim.base import Optimizer
 from gradstream.optim.within import Within
+from gradstream.strategies.allreduce import AllReduce
 from gradstream.strategies.base import ServerStrategy
+from gradstream.strategies.local_sgd import LocalSGD
+
+AUTO = "auto"
+"""Name of the strategy that `link_choice` chooses, for a job or a phase."""
+MEASURED_STEPS = 20
+"""Minibatches of each worker in the phase that measures."""
+NO_STEPS = "a step of local SGD is a round of many minibatches, so nobody knows how much that is; give epochs"
 
 _OWN = (
     "epochs",
@@ -63,7 +72,9 @@ def job_of_phase(job: Job, begin: JobPhase) -> Job:
     }
     if begin.accumulate:
         changed["accumulate"] = begin.accumulate
-    if phase.strategy is not None:
+    if phase.strategy == AUTO:
+        changed |= _chosen(job, where, begin)
+    elif phase.strategy is not None:
         changed["strategy"], changed["strategy_options"] = phase.strategy, phase.strategy_options
     changed["epochs"] = None if phase.epochs is None else begin.epochs + phase.epochs
     changed["steps"] = None if phase.steps is None else begin.rounds + phase.steps
@@ -78,6 +89,57 @@ def job_of_phase(job: Job, begin: JobPhase) -> Job:
             )  # the method is one, and the job's is for other phases
         _check_whole_epochs(job.phases[: begin.number], where)
     return made
+
+
+def measured_first(job: Job) -> Job:
+    """A job of strategy "auto" in phases: one that measures, and one that exchanges as `link_choice` says.
+
+    Raises:
+        ConfigError: the job is too short for that, or says what "auto" chooses.
+    """
+    if job.strategy != AUTO:
+        return job
+    if job.phases:
+        raise ConfigError(
+            f"strategy={AUTO!r} with phases; leave it out here, and give it to each phase that is to exchange so"
+        )
+    if job.codec is not None:
+        raise ConfigError(f"codec={job.codec!r} with strategy={AUTO!r}, which chooses it; leave codec out")
+    if job.steps is not None:
+        raise ConfigError(f"steps={job.steps} with strategy={AUTO!r}: {NO_STEPS}")
+    sizes = [job.batch_size] * job.workers if isinstance(job.batch_size, int) else job.batch_size
+    measured, samples = MEASURED_STEPS * job.accumulate * sum(sizes), job.data.num_samples
+    if samples is not None and samples <= measured:
+        raise ConfigError(
+            f"strategy={AUTO!r} measures for {MEASURED_STEPS} steps, which is {measured:,} samples, and a data epoch "
+            f"has {samples:,}; take phases=[gs.Phase(steps=..., strategy='allreduce'), gs.Phase(epochs=..., "
+            f"strategy={AUTO!r})] with fewer steps, or name a strategy"
+        )
+    options = {"strategy": AUTO, "strategy_options": job.strategy_options}
+    phases = (
+        Phase(steps=MEASURED_STEPS, name="measures", strategy="allreduce"),
+        Phase(epochs=job.epochs, **options),
+    )
+    return dataclasses.replace(job, strategy="allreduce", strategy_options={}, epochs=None, phases=phases)
+
+
+def _chosen(job: Job, where: str, begin: JobPhase) -> dict[str, Any]:
+    """The fields of a job that a phase of strategy "auto" sets."""
+    phase = job.phases[begin.number]
+    codec = job.codec if phase.codec is None else phase.codec
+    given = "strategy_options" if phase.strategy_options else "codec" if codec is not None else ""
+    if begin.number == 0:
+        raise ConfigError(
+            f"{where}: strategy={AUTO!r} goes by what the phase before has measured; put gs.Phase(steps=20, "
+            'strategy="allreduce") before it'
+        )
+    if phase.steps is not None:
+        raise ConfigError(f"{where}: steps={phase.steps} with strategy={AUTO!r}: {NO_STEPS}")
+    if given:
+        raise ConfigError(f"{where}: {given} with strategy={AUTO!r}, which chooses it; leave {given} out")
+    chosen = Chosen.of_json(begin.chosen)
+    strategy = AllReduce() if chosen.every == 1 else LocalSGD(every=chosen.every)
+    return {"strategy": strategy, "strategy_options": {}, "codec": chosen.codec}
 
 
 def _check_whole_epochs(before: Sequence[Phase], where: str) -> None:
@@ -114,6 +176,7 @@ def _check_variance_test(phase: Phase, where: str, accumulate: int) -> None:
 
 def jobs_of(job: Job) -> list[Job]:
     """The job of each phase, as if each began the run; the job alone, where it has no phases. Raises ConfigError."""
+    job = measured_first(job)
     return [job_of_phase(job, JobPhase(number)) for number in range(len(job.phases))] or [job]
 
 

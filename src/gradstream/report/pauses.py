@@ -56,4 +56,5 @@ def phase_text(event: EventDict) -> str:
     joined = f", {event['accumulate']:,} for each step" if event["accumulate"] > 1 else ""
     workers = f"{event['workers']:,} worker{'s' * (event['workers'] > 1)}"
     name = f"phase {event['number']} of {event['phases']}, {event['label']}"
-    return f"{name}: {event['strategy']}, {workers}, minibatches of {size}{joined}"
+    why = f"; {event['why']}" if event.get("why") else ""
+    return f"{name}: {event['strategy']}, {workers}, minibatches of {size}{joined}{why}"

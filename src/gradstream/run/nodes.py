@@ -26,6 +26,7 @@ from gradstream.coordinator.client.member import Member
 from gradstream.coordinator.coordinator import Coordinator
 from gradstream.coordinator.durable.keeper import Keeper
 from gradstream.coordinator.early_ends import EarlyEnds
+from gradstream.coordinator.link_choice import Chosen
 from gradstream.coordinator.membership import Membership
 from gradstream.coordinator.participation import ParticipationSchedule
 from gradstream.coordinator.phases import JobStretch, PhasePlace
@@ -99,7 +100,7 @@ def build_coordinator(
         membership,
         keeper=keeper,
         checkpoints=None if plan.policy is None else _checkpoint_options(plan, started, plan.policy),
-        early_ends=EarlyEnds(membership, run, phase, plan.variance_test),
+        early_ends=EarlyEnds(membership, run, phase, plan.variance_test, plan.link_choice),
         drive=served.drive if served is not None and served.drives() else None,
         place=place,
     )
@@ -177,6 +178,7 @@ def _announced(plan: RunPlan, whole: Job, started: StartedEvent) -> PhaseEvent:
         accumulate=job.accumulate,
         total_steps=started.total_steps,
         in_rounds=started.in_rounds,
+        why=Chosen.of_json(plan.phase.chosen).why,
     )
 
 

@@ -13,6 +13,7 @@ from gradstream.checkpoint.manifest import JobPhase, Resume
 from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.codec.base import Codec
 from gradstream.codec.low_rank import PowerSGD
+from gradstream.coordinator.link_choice import Chosen, LinkChoice
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.stopping import Until
 from gradstream.coordinator.variance_test import VarianceTest
@@ -28,7 +29,7 @@ from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
 from gradstream.job.codec import check_codec
 from gradstream.job.job import Job, is_open_ended
-from gradstream.job.phase_jobs import job_of_phase, rate_of_phase
+from gradstream.job.phase_jobs import AUTO, job_of_phase, measured_first, rate_of_phase
 from gradstream.job.registry import find_codec, find_function, find_optimizer, find_strategy
 from gradstream.job.split import check_micro_batches, check_split
 from gradstream.job.validation import check, check_phases, check_resumed, check_strategy, whole
@@ -161,6 +162,15 @@ class RunPlan:
         if self.whole is None or (theta := (given := self.whole.phases[self.phase.number]).theta) is None:
             return None
         return VarianceTest(theta, self.workers, self.job.accumulate, given.largest)
+
+    @property
+    def link_choice(self) -> LinkChoice | None:
+        """Chooses in this phase how the next one exchanges; None where the job says that."""
+        number = self.phase.number + 1
+        if self.whole is None or not self.follows or self.whole.phases[number].strategy != AUTO:
+            return None
+        every = self.strategy.local_steps if isinstance(self.strategy, GroupStrategy) else 1
+        return LinkChoice(self.whole.phases[number].workers or self.whole.workers, every)
 
     @property
     def phase_until(self) -> Until | None:
@@ -357,6 +367,7 @@ def plan_run(job: Job, run_id: str, *, resume: Resume | None = None, keeps: bool
     Raises:
         ConfigError: any mistake that can be known before a node is started.
     """
+    job = measured_first(job)
     if job.phases:
         return _plan_phases(job, run_id, resume, keeps)
     return _plan_job(job, run_id, resume, keeps)
@@ -371,6 +382,9 @@ def _plan_phases(job: Job, run_id: str, resume: Resume | None, keeps: bool) -> R
             "simulate each phase by itself"
         )
     every = tuple(_plan_phase(job, run_id, JobPhase(number), None) for number in range(len(job.phases)))
+    for number, one in enumerate(job.phases):
+        if one.strategy == AUTO:  # what it may become has to be possible too
+            _plan_phase(job, run_id, JobPhase(number, chosen=Chosen(every=2, codec="int8").as_json()), None)
     begin = JobPhase() if resume is None else resume.phase
     if not 0 <= begin.number < len(job.phases):
         raise ConfigError(
@@ -392,7 +406,13 @@ def _after(job: Job, run_id: str, at: JobPhase, resume: Resume) -> JobPhase | No
         return None
     over = at.over or (phase.steps is not None and resume.rounds >= at.rounds + phase.steps)
     if over or _plan_phase(job, run_id, at, resume).ledger().finished:
-        return JobPhase(at.number + 1, epochs=resume.done.epochs, rounds=resume.rounds, stretch=stretch)
+        return JobPhase(
+            at.number + 1,
+            epochs=resume.done.epochs,
+            rounds=resume.rounds,
+            stretch=stretch,
+            chosen=at.chosen,
+        )
     return None
 
 

@@ -46,6 +46,7 @@ class PhaseEvent(Event):
     total_steps: int  # as of `StartedEvent`, of the run up to the end of this phase
     in_rounds: bool
     samples: int | None = 0  # number of samples in the model
+    why: str = ""  # the reason of strategy "auto" for how it exchanges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

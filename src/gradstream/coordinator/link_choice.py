@@ -1,0 +1,110 @@
+"""`LinkChoice`: measures the links and the computing in one phase of a run, and chooses how the next one exchanges.
+
+It is the advice of `Links`: allreduce after each minibatch where workers wait little, else local SGD every H
+minibatches, with or without a codec. In a phase of local SGD nobody sees how long they would wait for a sum after each
+minibatch; it is taken as what a sum takes beyond half of the computing, behind which backprop hides it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gradstream.coordinator.links import Links, in_words
+
+HIDDEN = 0.5
+"""The part of a minibatch's computing behind which backprop hides a sum."""
+KEPT_STEPS = 10
+"""Steps of each worker of which the median counts: the last ones, since the first are slow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """How a phase exchanges.
+
+    Args:
+        every: minibatches between two exchanges; 1 is allreduce after each, more is local SGD.
+        codec: name of its codec; None for none.
+        why: the reason, a sentence for the user.
+    """
+
+    every: int = 1
+    codec: str | None = None
+    why: str = ""
+
+    def as_json(self) -> str:
+        """For `of_json`."""
+        return json.dumps([self.every, self.codec, self.why])
+
+    @classmethod
+    def of_json(cls, text: str) -> Chosen:
+        """What `as_json` was called of; "" is the choice before anything was measured: allreduce."""
+        return cls(*json.loads(text)) if text else cls()
+
+
+class LinkChoice:
+    """Follows the events of a phase.
+
+    Args:
+        workers: W of the phase that it chooses for.
+        every: minibatches between two exchanges in the phase that it follows.
+    """
+
+    KEPT = ("_alpha_s", "_beta_s_byte", "_seconds")
+    """See `durable.state`."""
+
+    def __init__(self, workers: int, every: int = 1) -> None:
+        self._workers = workers
+        self._every = every
+        self._alpha_s = 0.0
+        self._beta_s_byte = 0.0
+        self._seconds: dict[str, list[list[float]]] = {}  # of computing and of waiting, of each worker's last steps
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Takes an event of any node."""
+        if event["event"] == "group" and event.get("beta_s_byte"):
+            self._alpha_s, self._beta_s_byte = event["alpha_s"], event["beta_s_byte"]
+        elif event["event"] == "step":
+            last = self._seconds.setdefault(event["node"], [])
+            last.append([event["compute_s"], event["wait_s"]])
+            del last[:-KEPT_STEPS]
+
+    def chosen(self, elems: int, itemsize: int) -> Chosen:
+        """The choice for a model of so many elements, from what was measured up to now."""
+        if self._workers < 2:
+            return Chosen(why="one worker exchanges with nobody")
+        if not self._seconds or not self._beta_s_byte:
+            return Chosen(why="no link was measured: the workers exchange in the memory of one machine")
+        links = self._links(elems, itemsize)
+        measured = links.measured
+        if self._every > 1:
+            measured = (
+                f"{in_words(links.compute_s)} of computing for each minibatch, and {in_words(links.sum_s)} for a sum"
+            )
+        if links.is_quick:
+            return Chosen(why=f"{measured}, at {links.speed}: allreduce after each is quick enough")
+        every, codec, seconds = links.advice()
+        how = f"every {every} minibatches{'' if codec is None else f' with {codec}'}"
+        why = f"{measured}, at {links.speed}: local SGD {how} waits {in_words(seconds / every)} for each"
+        return Chosen(every, codec, why)
+
+    def _links(self, elems: int, itemsize: int) -> Links:
+        compute_s, wait_s = max(
+            (statistics.median(step[0] for step in last), statistics.median(step[1] for step in last))
+            for last in self._seconds.values()
+        )
+        links = Links(
+            workers=self._workers,
+            elems=elems,
+            alpha_s=self._alpha_s,
+            beta_s_byte=self._beta_s_byte,
+            compute_s=compute_s / self._every,
+            wait_s=wait_s,
+            itemsize=itemsize,
+        )
+        if self._every == 1:
+            return links
+        return replace(links, wait_s=max(0.0, links.sum_s - HIDDEN * links.compute_s))

@@ -1,0 +1,140 @@
+"""Strategy "auto": a phase measures the links, and the next one exchanges so that workers hardly wait."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  its usual name
+
+import gradstream as gs
+from gradstream.coordinator.link_choice import Chosen, LinkChoice
+from gradstream.coordinator.links import Links
+from gradstream.errors import ConfigError, Interrupted
+from gradstream.run.simulated import SimulatedCluster
+from gradstream.runtime.storage import MemoryStorage
+from whole_runs import same
+
+SAMPLES = 2560
+COMPUTE_S = 0.016
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def run_of(mbit_s: float, **options: Any) -> gs.Run:
+    """A run of four workers that compute for 16 ms; a sum of 0.2 MB takes 30 ms at 100 Mbit/s."""
+    images = torch.rand(SAMPLES, 1, 28, 28, generator=torch.Generator().manual_seed(0)).numpy()
+    given: dict[str, Any] = {
+        "strategy": "auto",
+        "optimizer": gs.optim.SGD(lr=0.01),
+        "workers": 4,
+        "batch_size": 16,
+        "epochs": 2,
+        "config": gs.sim.SimulationConfig(
+            costs={"gradient": gs.sim.Cost(per_sample_s=COMPUTE_S / 16)},
+            network=gs.sim.Network(bandwidth_bytes_s=mbit_s / 8e-6, link=gs.sim.Link(latency_s=1e-3)),
+        ),
+        **options,
+    }
+    data = gs.from_arrays(images, (images.sum((1, 2, 3)) % 10).astype("int64"))
+    return gs.simulate(gs.from_torch(mlp, F.cross_entropy), data, **given)
+
+
+def chosen(run: gs.Run) -> list[tuple[str, str]]:
+    return [(event["strategy"], event["why"]) for event in run.events if event["event"] == "phase"]
+
+
+def waited(run: gs.Run) -> float:
+    """Seconds that a minibatch took beside its computing, in the middle of the last phase."""
+    begun = max((number for number, event in enumerate(run.events) if event["event"] == "phase"), default=0)
+    steps = [event for event in run.events[begun:] if event["event"] == "step" and event["rank"] == 0]
+    minibatches = sum(event["samples"] for event in steps[1:-1]) / 16
+    return float(steps[-2]["time_s"] - steps[0]["time_s"]) / minibatches - COMPUTE_S
+
+
+def test_slow_links_become_local_sgd_that_hardly_waits() -> None:
+    run = run_of(100)
+    (_, nothing), (strategy, why) = chosen(run)
+    assert (strategy, nothing) == ("localsgd", "")
+    assert "16 ms of computing" in why and "of waiting for each minibatch, at 100 Mbit/s: local SGD every" in why
+    assert run.summary["samples"] == 2 * SAMPLES
+    assert waited(run) < 0.15 * COMPUTE_S < waited(run_of(100, strategy="allreduce"))
+    assert run.summary["phases"][0]["label"] == "measures"
+
+
+def test_on_quick_links_allreduce_goes_on() -> None:
+    run = run_of(10_000)
+    assert [strategy for strategy, _ in chosen(run)] == ["allreduce", "allreduce"]
+    assert chosen(run)[1][1].endswith("at 10,000 Mbit/s: allreduce after each is quick enough")
+    assert same(run, run_of(10_000, strategy="allreduce"))
+
+
+def test_links_are_measured_again_at_each_boundary() -> None:
+    """In a phase of local SGD too, where a step is a round of many minibatches."""
+    phases = [gs.Phase(steps=12, strategy="allreduce"), *[gs.Phase(epochs=1, strategy="auto")] * 2]
+    first, again = chosen(run_of(100, strategy="allreduce", epochs=None, phases=phases))[1:]
+    assert first[0] == again[0] == "localsgd"
+    assert "16 ms of computing for each minibatch, and " in again[1] and again[1] != first[1]
+    assert first[1].partition(": ")[2] == again[1].partition(": ")[2]  # the same period, since nothing has changed
+
+
+def test_a_run_that_is_stopped_exchanges_as_it_was_chosen() -> None:
+    storage = MemoryStorage()
+    whole = run_of(100)
+
+    async def stop(cluster: SimulatedCluster) -> None:
+        while not (cluster.coordinator.membership.phases.stretch.number):
+            await cluster.virtual.runtime("director").sleep(1e-2)
+        cluster.coordinator.stop()
+
+    with pytest.raises(Interrupted):
+        run_of(100, storage=storage, script=stop)
+    resumed = run_of(100, storage=storage, resume=True)
+    assert chosen(resumed) == [chosen(whole)[1]]
+    assert same(resumed, whole)
+
+
+def test_a_new_process_of_the_coordinator_knows_what_was_measured() -> None:
+    choice, other = LinkChoice(4), LinkChoice(4)
+    choice.event({"event": "group", "alpha_s": 1e-3, "beta_s_byte": 8e-8})
+    for seconds in (9.0, 9.0, *[0.1] * 10):  # the first steps are slow
+        choice.event({"event": "step", "node": "worker-0", "compute_s": seconds, "wait_s": 2.3})
+    for name in LinkChoice.KEPT:
+        setattr(other, name, json.loads(json.dumps(getattr(choice, name))))
+    links = Links(workers=4, elems=10_000_000, alpha_s=1e-3, beta_s_byte=8e-8, compute_s=0.1, wait_s=2.3)
+    found = other.chosen(10_000_000, 4)
+    assert (found.every, found.codec) == links.advice()[:2] == (35, "one-bit")
+    assert Chosen.of_json(found.as_json()) == found
+    assert other.chosen(10_000_000, 8).codec is None  # codecs take float32
+
+
+def test_what_is_not_measured_is_not_changed() -> None:
+    assert LinkChoice(1).chosen(100, 4) == Chosen(why="one worker exchanges with nobody")
+    assert LinkChoice(2).chosen(100, 4).every == 1
+    assert "in the memory of one machine" in LinkChoice(2).chosen(100, 4).why
+    assert replace(Chosen(), why="x").every == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"epochs": None, "steps": 100}, "a step of local SGD is a round"),
+        ({"codec": "int8"}, "which chooses it; leave codec out"),
+        ({"batch_size": 64}, r"measures for 20 steps, which is 5,120 samples, and a data epoch has 2,560"),
+        ({"accumulate": 2, "batch_size": 4}, r"phases\[1\]: strategy=LocalSGD: accumulate=2"),
+        ({"phases": [gs.Phase(epochs=1)], "epochs": None}, "leave it out here"),
+        (
+            {"strategy": "allreduce", "epochs": None, "phases": [gs.Phase(epochs=1, strategy="auto")]},
+            r"phases\[0\]: strategy='auto' goes by what the phase before has measured",
+        ),
+    ],
+)
+def test_what_auto_cannot_have_is_refused_at_the_start(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run_of(100, **options)
