@@ -23,8 +23,8 @@ from gradstream.errors import (
 )
 from gradstream.job.callbacks import Callbacks
 from gradstream.job.files import Asked, intercept, job_of
-from gradstream.job.phase_jobs import measured_first
 from gradstream.job.job import Data, JobOptions, build_model, is_script, make_job, spread_out
+from gradstream.job.phase_jobs import measured_first
 from gradstream.recording import FOLDER
 from gradstream.run.failures import typed_error
 from gradstream.run.nodes import check_model

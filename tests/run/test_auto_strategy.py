@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from gradstream.coordinator.links import Links
 from gradstream.errors import ConfigError, Interrupted
 from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.storage import MemoryStorage
+from gradstream.testing.machines import Machines, unavailable
+from machine_command import Command
 from whole_runs import same
 
 SAMPLES = 2560
@@ -55,17 +59,20 @@ def waited(run: gs.Run) -> float:
     begun = max((number for number, event in enumerate(run.events) if event["event"] == "phase"), default=0)
     steps = [event for event in run.events[begun:] if event["event"] == "step" and event["rank"] == 0]
     minibatches = sum(event["samples"] for event in steps[1:-1]) / 16
-    return float(steps[-2]["time_s"] - steps[0]["time_s"]) / minibatches - COMPUTE_S
+    return float((steps[-2]["time_s"] - steps[0]["time_s"]) / minibatches - COMPUTE_S)
 
 
 def test_slow_links_become_local_sgd_that_hardly_waits() -> None:
     run = run_of(100)
     (_, nothing), (strategy, why) = chosen(run)
     assert (strategy, nothing) == ("localsgd", "")
-    assert "16 ms of computing" in why and "of waiting for each minibatch, at 100 Mbit/s: local SGD every" in why
+    assert (
+        "16 ms of computing" in why and "of waiting for each minibatch, at 100 Mbit/s: local SGD every" in why
+    )
     assert run.summary["samples"] == 2 * SAMPLES
     assert waited(run) < 0.15 * COMPUTE_S < waited(run_of(100, strategy="allreduce"))
     assert run.summary["phases"][0]["label"] == "measures"
+    assert run.summary["links"] is None  # the seconds of a round are not those of a minibatch
 
 
 def test_on_quick_links_allreduce_goes_on() -> None:
@@ -81,7 +88,9 @@ def test_links_are_measured_again_at_each_boundary() -> None:
     first, again = chosen(run_of(100, strategy="allreduce", epochs=None, phases=phases))[1:]
     assert first[0] == again[0] == "localsgd"
     assert "16 ms of computing for each minibatch, and " in again[1] and again[1] != first[1]
-    assert first[1].partition(": ")[2] == again[1].partition(": ")[2]  # the same period, since nothing has changed
+    assert (
+        first[1].partition(": ")[2] == again[1].partition(": ")[2]
+    )  # the same period, since nothing has changed
 
 
 def test_a_run_that_is_stopped_exchanges_as_it_was_chosen() -> None:
@@ -89,7 +98,8 @@ def test_a_run_that_is_stopped_exchanges_as_it_was_chosen() -> None:
     whole = run_of(100)
 
     async def stop(cluster: SimulatedCluster) -> None:
-        while not (cluster.coordinator.membership.phases.stretch.number):
+        assert cluster.coordinator is not None
+        while not cluster.coordinator.membership.phases.stretch.number:
             await cluster.virtual.runtime("director").sleep(1e-2)
         cluster.coordinator.stop()
 
@@ -117,7 +127,7 @@ def test_a_new_process_of_the_coordinator_knows_what_was_measured() -> None:
 def test_what_is_not_measured_is_not_changed() -> None:
     assert LinkChoice(1).chosen(100, 4) == Chosen(why="one worker exchanges with nobody")
     assert LinkChoice(2).chosen(100, 4).every == 1
-    assert "in the memory of one machine" in LinkChoice(2).chosen(100, 4).why
+    assert "no link between machines" in LinkChoice(2).chosen(100, 4).why
     assert replace(Chosen(), why="x").every == 1
 
 
@@ -133,8 +143,53 @@ def test_what_is_not_measured_is_not_changed() -> None:
             {"strategy": "allreduce", "epochs": None, "phases": [gs.Phase(epochs=1, strategy="auto")]},
             r"phases\[0\]: strategy='auto' goes by what the phase before has measured",
         ),
+        (
+            {
+                "strategy": "downpour",
+                "epochs": None,
+                "phases": [gs.Phase(epochs=1), gs.Phase(epochs=1, strategy="auto")],
+            },
+            r"phases\[1\]: strategy='auto' goes by what the phase before has measured",
+        ),
     ],
 )
 def test_what_auto_cannot_have_is_refused_at_the_start(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         run_of(100, **options)
+
+
+JOB = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+import gradstream as gs
+
+def mlp():
+    return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
+
+def job():
+    inputs = torch.rand(1280, 784, generator=torch.Generator().manual_seed(0)).numpy()
+    data = gs.from_arrays(inputs, (inputs.sum(1) % 10).astype("int64"))
+    model = gs.from_torch(mlp, F.cross_entropy)
+    return gs.Job(model, data, strategy="auto", optimizer=gs.optim.SGD(lr=0.01), batch_size=16, epochs=1)
+"""
+
+
+@pytest.mark.limit_s(240)
+def test_machines_behind_slow_links_change_to_local_sgd(tmp_path: Path) -> None:
+    """1.6 MB and 100 Mbit/s: a sum takes some 130 ms, and a minibatch a few."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    with Machines(2, rate="100mbit") as machines:
+        a, b = machines.machines
+        options = ("--listen", a.address, "--wait", "2", "--run-dir", "run")
+        launcher = Command(a, tmp_path / "a", "train", "job.py", *options, job=JOB)
+        words = shlex.split(launcher.line(r"gradstream (join .*)")[1])
+        joined = Command(b, tmp_path / "b", *words, job=JOB)
+        launcher.line(r"phase 2 of 2, localsgd: .* Mbit/s: local SGD every \d+ minibatches")
+        for command in (joined, launcher):
+            status, said = command.end()
+            assert status == 0, said
+    run = gs.Run.load(tmp_path / "a" / "run")
+    assert run.summary["samples"] == 1280
+    assert [strategy for strategy, _ in chosen(run)] == ["allreduce", "localsgd"]

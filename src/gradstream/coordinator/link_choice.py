@@ -61,7 +61,9 @@ class LinkChoice:
         self._every = every
         self._alpha_s = 0.0
         self._beta_s_byte = 0.0
-        self._seconds: dict[str, list[list[float]]] = {}  # of computing and of waiting, of each worker's last steps
+        self._seconds: dict[
+            str, list[list[float]]
+        ] = {}  # of computing and of waiting, of each worker's last steps
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Takes an event of any node."""
@@ -77,13 +79,12 @@ class LinkChoice:
         if self._workers < 2:
             return Chosen(why="one worker exchanges with nobody")
         if not self._seconds or not self._beta_s_byte:
-            return Chosen(why="no link was measured: the workers exchange in the memory of one machine")
+            return Chosen(why="no link between machines was measured")
         links = self._links(elems, itemsize)
         measured = links.measured
         if self._every > 1:
-            measured = (
-                f"{in_words(links.compute_s)} of computing for each minibatch, and {in_words(links.sum_s)} for a sum"
-            )
+            computing = f"{in_words(links.compute_s)} of computing for each minibatch"
+            measured = f"{computing}, and {in_words(links.sum_s)} for a sum"
         if links.is_quick:
             return Chosen(why=f"{measured}, at {links.speed}: allreduce after each is quick enough")
         every, codec, seconds = links.advice()

@@ -84,9 +84,7 @@ class Links:
     @property
     def measured(self) -> str:
         """What a minibatch takes, in words."""
-        return (
-            f"{in_words(self.compute_s)} of computing and {in_words(self.wait_s)} of waiting for each minibatch"
-        )
+        return f"{in_words(self.compute_s)} of computing and {in_words(self.wait_s)} of waiting for each minibatch"
 
     @property
     def speed(self) -> str:

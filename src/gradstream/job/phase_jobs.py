@@ -16,7 +16,7 @@ from gradstream.job.registry import find_strategy
 from gradstream.optim.base import Optimizer
 from gradstream.optim.within import Within
 from gradstream.strategies.allreduce import AllReduce
-from gradstream.strategies.base import ServerStrategy
+from gradstream.strategies.base import GroupStrategy, ServerStrategy
 from gradstream.strategies.local_sgd import LocalSGD
 
 AUTO = "auto"
@@ -115,10 +115,9 @@ def measured_first(job: Job) -> Job:
             f"has {samples:,}; take phases=[gs.Phase(steps=..., strategy='allreduce'), gs.Phase(epochs=..., "
             f"strategy={AUTO!r})] with fewer steps, or name a strategy"
         )
-    options = {"strategy": AUTO, "strategy_options": job.strategy_options}
     phases = (
         Phase(steps=MEASURED_STEPS, name="measures", strategy="allreduce"),
-        Phase(epochs=job.epochs, **options),
+        Phase(epochs=job.epochs, strategy=AUTO, strategy_options=job.strategy_options),
     )
     return dataclasses.replace(job, strategy="allreduce", strategy_options={}, epochs=None, phases=phases)
 
@@ -128,7 +127,12 @@ def _chosen(job: Job, where: str, begin: JobPhase) -> dict[str, Any]:
     phase = job.phases[begin.number]
     codec = job.codec if phase.codec is None else phase.codec
     given = "strategy_options" if phase.strategy_options else "codec" if codec is not None else ""
-    if begin.number == 0:
+    before = job.phases[begin.number - 1]
+    spec = job if before.strategy is None else before
+    in_group = before.strategy == AUTO or isinstance(
+        find_strategy(spec.strategy or "", spec.strategy_options), GroupStrategy
+    )
+    if begin.number == 0 or not in_group:
         raise ConfigError(
             f"{where}: strategy={AUTO!r} goes by what the phase before has measured; put gs.Phase(steps=20, "
             'strategy="allreduce") before it'

@@ -14,7 +14,7 @@ def links_of(events: Iterable[Mapping[str, Any]]) -> Links | None:
     """What a run by allreduce has measured; None for other runs, in one machine's memory, and where nothing was.
 
     None too where local SGD, or its codecs, would be refused: for a user's own loop, split models, and other numbers
-    than float32.
+    than float32; and where a phase of the run has another strategy.
     """
     started: Mapping[str, Any] = {}
     formed: Mapping[str, Any] = {}
@@ -32,6 +32,8 @@ def links_of(events: Iterable[Mapping[str, Any]]) -> Links | None:
                 whole_bytes += event.get("whole_pushed_bytes", 0)  # earlier versions did not record it
             case "part":
                 split = True
+            case "phase" if event["strategy"] != "allreduce":
+                return None
     workers, elems = started.get("workers", 0), started.get("num_parameters", 0)
     if started.get("strategy") != "allreduce" or workers < 2 or not elems:
         return None

@@ -169,8 +169,7 @@ class RunPlan:
         number = self.phase.number + 1
         if self.whole is None or not self.follows or self.whole.phases[number].strategy != AUTO:
             return None
-        every = self.strategy.local_steps if isinstance(self.strategy, GroupStrategy) else 1
-        return LinkChoice(self.whole.phases[number].workers or self.whole.workers, every)
+        return LinkChoice(self.whole.phases[number].workers or self.whole.workers, self._joined)
 
     @property
     def phase_until(self) -> Until | None:
