@@ -110,6 +110,7 @@ def _event_seeds() -> list[bytes]:
         "Mapping[str, float]": {"worker-1": 0.25},
         "Literal['push', 'fetch']": "push",
         "Literal['joined', 'left', 'refused']": "left",
+        "Literal['dialled back', 'relayed']": "relayed",
         "Literal['preparing', 'holding', 'switched', 'failed']": "switched",
         "Mapping[str, int]": {"1": 4},
         "Mapping[str, float | None]": {"top5": 0.5},
