@@ -67,6 +67,7 @@ def test_rounds_of_split_replicas_equal_those_of_whole_ones(
         gs.strategies.ParameterAveraging(every=2),
         gs.DiLoCo(every=2),
         gs.StreamingDiLoCo(every=2, fragments=1),
+        gs.strategies.AsyncDiLoCo(every=2),
     ],
     ids=lambda strategy: type(strategy).__name__,
 )
@@ -206,6 +207,7 @@ class _Undecided(nn.Module):
         (net, {"split": 2, "pipeline": "pipes"}, "unknown pipeline"),
         (net, {"split": 4, "pipeline": "interleaved"}, "expected at least one for each of 8 parts"),
         (net, {"split": 2, "strategy": "hogwild"}, "share one vector"),
+        (net, {"split": 2, "strategy": "streaming-diloco"}, "each part would cut its own"),
         (net, {"split": 2, "accumulate": 2}, "take micro_batches=2"),
     ],
 )

@@ -116,6 +116,11 @@ def _unsupported_strategies(job: Job, strategy: Strategy) -> Iterator[str]:
             yield f"a quorum of {name}: parts could leave out different workers; take all of them"
         if strategy.rows(False) is not None:
             yield f"{name}, which exchanges rows; take another strategy"
+        if strategy.fewest_chunks > 1:
+            yield (
+                f"{name} of {strategy.fewest_chunks} fragments: each part would cut its own, so the run would differ "
+                "from that of the whole model; take fragments=1, or strategy='async-diloco'"
+            )
 
 
 def _unsupported_in_streams(job: Job, strategy: Strategy) -> Iterator[str]:
