@@ -74,8 +74,15 @@ def _tuning(scale: Scale, model: str, batch: int) -> list[Key]:
 
 
 def rate(rows: Rows, scale: Scale, model: str, batch: int) -> float | None:
-    """The rate that needs the fewest updates, by the mean over tuning seeds."""
-    return best_rate(rows, _tuning(scale, model, batch), "updates", largest=False, rates=RATES)
+    """The rate that needs the fewest updates, by the mean over tuning seeds; of those with which every seed arrives."""
+
+    def fails(lr: float) -> bool:
+        counted = (rows.get(Key("count", model, "sgd", batch, lr, seed)) for seed in scale.seeds)
+        return any(row is not None and row["updates"] is None for row in counted)
+
+    rates = [lr for lr in RATES if not fails(lr)]
+    tuning = [key for key in _tuning(scale, model, batch) if key.lr in rates]
+    return best_rate(rows, tuning, "updates", largest=False, rates=rates)
 
 
 def row_of(key: Key, scale: Scale) -> Row:
