@@ -69,6 +69,9 @@ def cnn() -> nn.Module:
     )
 
 
+DEAD = 15.0
+"""Accuracy, in percent, of a model that has learned nothing; by chance it is 10."""
+
 MODELS = {"dense": dense, "cnn": cnn}
 
 
@@ -119,8 +122,19 @@ def _tuning(scale: Scale, part: str, model: str, case: str, batch: int) -> list[
 
 
 def rate(rows: Rows, scale: Scale, part: str, model: str, case: str, batch: int) -> float | None:
-    """The rate with the best mean accuracy on held-out images, under tuning seeds; None if it is not known yet."""
+    """The rate with the best mean accuracy on held-out images, under tuning seeds; None if it is not known yet.
+
+    Where batches grow, a rate with which one of the seeds learns nothing is not taken: two seeds may not meet that.
+    """
     keys = _tuning(scale, part, model, case, batch)
+    if part == "growth":
+        tried = {key.lr: [key._replace(seed=seed) for seed in scale.seeds] for key in keys}
+        dead = {
+            lr
+            for lr, ran in tried.items()
+            if any(rows[key]["accuracy"] <= DEAD for key in ran if key in rows)
+        }
+        keys = [key for key in keys if key.lr not in dead]
     return best_rate(rows, keys, "accuracy", largest=True, rates=sorted({key.lr for key in keys}))
 
 
