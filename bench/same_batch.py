@@ -5,13 +5,13 @@ the same joined batch in each row, so the same accuracy but for rounding; the ti
 
 * real: 1, 2 and 4 workers as processes on this machine, one thread each;
 * virtual: 1 to 1024 workers, one on each machine. A gradient takes base + samples x per_sample seconds, fitted to
-  gradients of 1 and of 256 samples on one core here. 10 Gbit/s, 50 us. Accuracy of 16 workers by
+  gradients of 1 and of 256 samples on one idle core here. 10 Gbit/s, 50 us. Accuracy of 16 workers by
   the same arithmetic, times without any;
 * scaling: 32 samples for each of 1 to 256 workers: samples a second, divided by those of one worker.
 
     python bench/same_batch.py --real        # minutes of a quiet machine
     python bench/same_batch.py --accuracy    # of 16 workers on virtual time
-    python bench/same_batch.py --virtual     # half an hour
+    python bench/same_batch.py --virtual     # quarter of an hour; two at once may have --only few, --only many
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -126,14 +126,15 @@ def cost_of(name: str) -> gs.sim.Cost:
     return gs.sim.Cost(base_s=max(0.0, one_s - per_sample_s), per_sample_s=per_sample_s)
 
 
-def virtual(found: dict[str, Any], keep: Callable[[dict[str, Any]], None]) -> None:
+def virtual(names: Sequence[str], found: dict[str, Any], keep: Callable[[dict[str, Any]], None]) -> None:
     """Times on virtual machines: of the same batch in more parts, and of more workers.
 
     Args:
+        names: of the networks.
         found: what an earlier run has found; it is completed.
         keep: takes it after each simulation.
     """
-    for name, (make, _) in NETWORKS.items():
+    for name, (make, _) in ((name, NETWORKS[name]) for name in names):
         sizes = [sum(p.numel() for p in layer.parameters()) for layer in make().children()][::-1]
         layers = [elems for elems in sizes if elems]
         if name not in found:
@@ -166,11 +167,12 @@ def main() -> None:
     parser = command_line(__doc__)
     for name in ("real", "virtual", "accuracy"):
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--only", choices=NETWORKS, help="simulate one network")
     given = parser.parse_args()
 
     def keep(part: str, found: dict[str, Any]) -> None:
         record = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        record[part] = {**origin(), "networks": found}
+        record[part] = {**origin(), "networks": record.get(part, {}).get("networks", {}) | found}
         RESULT.write_text(json.dumps(record, indent=1) + "\n")
 
     if given.real:
@@ -179,7 +181,9 @@ def main() -> None:
         keep("accuracy", accuracies())
     if given.virtual:
         record = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-        virtual(record.get("virtual", {}).get("networks", {}), partial(keep, "virtual"))
+        names = [given.only] if given.only else list(NETWORKS)
+        earlier = record.get("virtual", {}).get("networks", {})
+        virtual(names, {name: earlier[name] for name in names if name in earlier}, partial(keep, "virtual"))
 
 
 if __name__ == "__main__":

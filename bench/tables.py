@@ -498,7 +498,52 @@ def codecs() -> Places:
 def large_batches() -> Places:
     """Minima, starts, growing batches, saddles and updates, of what the study has so far."""
     record = recorded("large-batch-study")
-    return {f"study-{place}": text for place, text in large_batch.tables(record).items()}
+    studied = {f"study-{place}": text for place, text in large_batch.tables(record).items()}
+    return studied | _same_batch(recorded("same-batch"))
+
+
+def _same_batch(record: Record) -> Places:
+    """A batch of 1,024 in more parts, and more workers with 32 samples each."""
+    networks = record["virtual"]["networks"]
+    rows = [
+        (f"{name} weights, `{way}`", networks[name][way])
+        for name in networks
+        for way in ("synchronous", "allreduce")
+    ]
+    parts, counts = ("1", "16", "64", "256", "1024"), ("32", "40", "64", "120", "128", "256")
+
+    def step(seconds: float | None) -> str:
+        return "" if seconds is None else f"{1e3 * seconds:,.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
+
+    def times(each: Mapping[str, float], count: str) -> str:
+        return f"{int(count) * each['1'] / each[count]:.3g}" if count in each else ""
+
+    real = record["real"]["networks"]
+    return {
+        "same-batch": table(
+            ["a step, ms", *(f"{int(count):,} × {1024 // int(count):,}" for count in parts)],
+            [[name, *(step(row["parts_s"].get(count)) for count in parts)] for name, row in rows],
+        ),
+        "same-batch-real": table(
+            [
+                "ms a step",
+                *(f"{count} × {1024 // int(count):,}" for count in real["few"]),
+                "test accuracy in %",
+            ],
+            [
+                [
+                    f"{name} weights",
+                    *(f"{1e3 * row['step_s']:.1f}" for row in by_count.values()),
+                    ", ".join(f"{100 * row['accuracy']:.1f}" for row in by_count.values()),
+                ]
+                for name, by_count in real.items()
+            ],
+        ),
+        "same-batch-more": table(
+            ["workers", *counts],
+            [[name, *(times(row["each_s"], count) for count in counts)] for name, row in rows],
+        ),
+    }
 
 
 PAGES: dict[str, Callable[[], Places]] = {
