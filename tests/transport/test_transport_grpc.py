@@ -347,8 +347,11 @@ def test_bulk_streams_take_their_connections_in_turn() -> None:
             for priority, most in ((Priority.CONTROL, 1), (Priority.BULK, 3)):
                 for _ in range(4):
                     await near.call("far", "reply", v1.Body(), v1.Body, priority=priority)
-                assert sum(key[1] is priority for key in near._connections) == most
+                    for _ in range(2):  # each peer has turns of its own
+                        near._dial("other", near.address, priority)
+                assert sum(key[:2] == ("far", priority) for key in near._connections) == most
             near.redial("far", 0.0)
+            near.redial("other", 0.0)
             assert not near._connections
 
     run(main())

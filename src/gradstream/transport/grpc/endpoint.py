@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -156,7 +157,7 @@ class GrpcEndpoint(EndpointCore):
         self._routes = _Peers(self)
         self._server: grpc.aio.Server | None = None
         self._num_bulk = min(connections, MOST_CONNECTIONS)
-        self._turns = itertools.count()
+        self._turns: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)  # by peer
         self._connections: dict[tuple[str, Priority, int], GrpcConnection] = {}
         self.detoured: set[str] = set()
         """Peers that are reached by a detour, which begins on loopback and leaves this machine: see `Detours`."""
@@ -319,7 +320,7 @@ class GrpcEndpoint(EndpointCore):
         return frame.open
 
     def _dial(self, peer: str, address: str, priority: Priority) -> OutgoingCall:
-        key = peer, priority, next(self._turns) % self._num_bulk if priority is Priority.BULK else 0
+        key = peer, priority, next(self._turns[peer]) % self._num_bulk if priority is Priority.BULK else 0
         connection = self._connections.get(key)
         if connection is None:
             connection = self._connection(peer, address, SHARED_CONNECTION_OPTIONS)
