@@ -124,7 +124,7 @@ def _equal(one: Any, other: Any, seen: set[tuple[int, int]], where: str) -> None
     elif type(one).__module__.startswith("gradstream.") and not hasattr(one, "DESCRIPTOR"):
         slots = [name for cls in type(one).__mro__ for name in getattr(cls, "__slots__", ())]
         for name in slots or vars(one):
-            if name not in ("_cut_short", "current", "_in_order", "_left", "_counted"):  # not kept, or caches
+            if name not in ("_cut_short", "current", "_left", "_counted", *getattr(one, "CACHES", ())):
                 _equal(getattr(one, name), getattr(other, name), seen, f"{where}.{name}")
     elif not hasattr(one, "shape"):
         assert one == other, where

@@ -69,6 +69,9 @@ class BatchAssignment:
     KEPT = ("_sizes", "_speeds", "_only_first", "_denied_s", "_given")
     """See `durable.state`."""
 
+    CACHES = ("_changes", "_of", "_each", "_due")
+    """What follows from other attributes, and is made anew where it is missing."""
+
     def __init__(self, ledger: Ledger, num_workers: int, lead_s: float, *, copies: bool = True) -> None:
         plan = unjoined(ledger.plan)
         self._ledger = ledger
@@ -83,9 +86,14 @@ class BatchAssignment:
         self._given: dict[
             int, tuple[float, int]
         ] = {}  # by rank, when it was given some, and how many it had then
+        self._changes = 0  # of speeds, sizes and `_given`
+        self._of: Sequence[int] = ()  # the workers of what is kept below, each with what it follows from
+        self._each: tuple[int, dict[int, float]] = (-1, {})
+        self._due: tuple[object, list[tuple[float, Copy]]] = (None, [])
 
     def joined(self, rank: int) -> None:
         """Forgets the speed of a worker, whose place a new process has taken."""
+        self._changes += 1
         self._speeds[rank] = WorkerSpeed()
         self._only_first.discard(rank)
         self._denied_s.pop(rank, None)
@@ -103,6 +111,7 @@ class BatchAssignment:
             present: ranks of all workers that take part.
         """
         if measured.rounds:
+            self._changes += 1
             if rank in self._only_first:
                 self._only_first.remove(rank)
                 self._speeds[rank] = WorkerSpeed()
@@ -114,6 +123,7 @@ class BatchAssignment:
         sizes = better(self._sizes, {worker: self._speeds[worker] for worker in present})
         if sizes == self._sizes:
             return None
+        self._changes += 1
         self._sizes, unit, epoch = sizes, self._plan.unit, self._ledger.num_complete
         return SharesEvent(
             epoch=epoch,
@@ -142,21 +152,35 @@ class BatchAssignment:
         self._denied_s.pop(rank, None)
         handed = hands.hand_out(rank, self._limit(rank, present, size, left_over), size)
         self._given[rank] = at_s, in_hand + len(handed)
+        self._changes += 1
         return handed
 
     def _copy(self, rank: int, present: Sequence[int], at_s: float) -> tuple[BatchRef, ...]:
         """A minibatch of another worker, if this one is expected to be done with it sooner."""
-        each_s, hands = self._each_s(present), self._ledger.hands
-        left_s: dict[Copy, float] = {}
-        for copy in hands.copies(rank):
-            if copy.holder in self._given and copy.holder in each_s:
-                given_s, count = self._given[copy.holder]
-                left_s[copy] = abs(given_s + (count - copy.after) * each_s[copy.holder] - at_s)
-        last = max(left_s, key=left_s.__getitem__, default=None)
-        if last is None or left_s[last] <= each_s[rank]:
+        due = self._copies_due(present)
+        first = next((one for one in due if one[1].holder != rank), None)
+        last = next((one for one in reversed(due) if one[1].holder != rank), None)
+        if first is None or last is None:
+            return ()
+        due_s, copy = max(first, last, key=lambda one: abs(one[0] - at_s))
+        if abs(due_s - at_s) <= self._each_s(present)[rank]:
             return ()
         self._given[rank] = at_s, 1
-        return (hands.hand_out_copy(rank, last),)
+        self._changes += 1
+        return (self._ledger.hands.hand_out_copy(rank, copy),)
+
+    def _copies_due(self, present: Sequence[int]) -> list[tuple[float, Copy]]:
+        """When each minibatch that one worker alone has is expected, the soonest first."""
+        hands, each_s, given = self._ledger.hands, self._each_s(present), self._given
+        follows_from = hands.version, self._changes
+        if self._due[0] != follows_from:
+            due = [
+                (given[one.holder][0] + (given[one.holder][1] - one.after) * each_s[one.holder], one)
+                for one in hands.copies()
+                if one.holder in given and one.holder in each_s
+            ]
+            self._due = follows_from, sorted(due, key=lambda one: one[0])
+        return self._due[1]
 
     def _size(self, rank: int, present: Sequence[int]) -> int:
         """Size of the worker's minibatch; 0 where the others take all."""
@@ -198,8 +222,11 @@ class BatchAssignment:
 
     def _each_s(self, present: Sequence[int]) -> dict[int, float]:
         """Seconds of each worker's next minibatch."""
-        per_s = self._per_s(present)
-        return {worker: max(1, self._sizes[worker]) / per_s[worker] for worker in present}
+        if self._of is not present or self._each[0] != self._changes:
+            per_s = self._per_s(present)
+            each_s = {worker: max(1, self._sizes[worker]) / per_s[worker] for worker in present}
+            self._of, self._each, self._due = present, (self._changes, each_s), (None, [])
+        return self._each[1]
 
     def _per_s(self, present: Sequence[int]) -> dict[int, float]:
         """Speed of each worker; for a worker that has measured nothing, the median of the others."""

@@ -58,6 +58,9 @@ class AssignmentReplies:
     KEPT = ("_asked", "_answered")
     """See `durable.state`."""
 
+    CACHES = ("_present",)
+    """What follows from other attributes, and is made anew where it is missing."""
+
     def __init__(
         self,
         distribution: BatchDistribution,
@@ -76,6 +79,11 @@ class AssignmentReplies:
         self._checks = checks
         self._asked: dict[str, int] = {}  # by worker, the number of its newest request
         self._answered: dict[str, tuple[int, v1.Assigned]] = {}  # of its newest answered one, and the answer
+        self._present: tuple[list[v1.Node], frozenset[str], list[int]] = (
+            [],
+            frozenset(),
+            [],
+        )  # see `_active`
 
     # ---- minibatches ----------------------------------------------------------------------
 
@@ -130,9 +138,14 @@ class AssignmentReplies:
 
     @property
     def _active(self) -> list[int]:
-        """Ranks of the workers that are in and not paused."""
-        paused = set(self._participation.paused) if self._participation is not None else ()
-        return [node.rank for node in self._nodes.workers if node.name not in paused]
+        """Ranks of the workers that are in and not paused: the same list as long as they are the same."""
+        workers, paused = self._nodes.workers, frozenset[str]()
+        if self._participation is not None:
+            paused = frozenset(self._participation.paused)
+        if self._present[0] is not workers or self._present[1] != paused:
+            ranks = [node.rank for node in workers if node.name not in paused]
+            self._present = workers, paused, ranks
+        return self._present[2]
 
     # ---- loops of the user's own ----------------------------------------------------------
 

@@ -50,6 +50,9 @@ class Nodes:
     )
     """See `durable.state`."""
 
+    CACHES = ("_in_order", "_workers")
+    """What follows from other attributes, and is made anew where it is missing."""
+
     def __init__(
         self, num_workers: int, num_servers: int, parts: int = 1, before: Nodes | None = None
     ) -> None:
@@ -66,6 +69,7 @@ class Nodes:
         self._replicas = [member_name(part, rank) for part in range(parts) for rank in range(num_workers)]
         self._nodes: dict[str, v1.Node] = {}  # in the order of joining
         self._in_order: list[v1.Node] | None = None  # cache of `as_notice`
+        self._workers: tuple[list[v1.Node], list[v1.Node]] = ([], [])  # that list, and the workers in it
         self._finished: set[str] = set()
         self.leaving: set[str] = set()
         self.entering: set[str] = set()
@@ -133,8 +137,11 @@ class Nodes:
 
     @property
     def workers(self) -> list[v1.Node]:
-        """The workers that are in, by rank."""
-        return [node for node in self.as_notice() if node.role == "worker"]
+        """The workers that are in, by rank: the same list until a member comes or goes."""
+        members = self.as_notice()
+        if self._workers[0] is not members:
+            self._workers = members, [node for node in members if node.role == "worker"]
+        return self._workers[1]
 
     @property
     def worker_names(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from gradstream.coordinator.context import CoordinatorContext
@@ -60,9 +61,13 @@ class RequestService:
         """Answers once there is a decision; until then tells the worker which others it waits for."""
         who, wakeup, context = stream.opened.sender, Wakeup(), self._context
         self._waiting[wakeup] = None
+        told_s, told = -math.inf, list[v1.Node]()
         try:
             while (answer := decide()) is None:
-                await stream.waiting([name for name in context.membership.nodes.worker_names if name != who])
+                others, now_s = context.membership.nodes.workers, context.runtime.now()
+                if others is not told or now_s >= told_s + context.deadlines.notice_s:
+                    await stream.waiting([node.name for node in others if node.name != who])
+                    told_s, told = now_s, others
                 await wakeup.rung(context.runtime, context.deadlines.notice_s)
         finally:
             del self._waiting[wakeup]

@@ -66,6 +66,9 @@ class Hands:
     KEPT = ("_hands", "_again", "_refused", "_lost", "_paused")
     """See `coordinator.durable.state`."""
 
+    CACHES = ("_changes",)
+    """For what others have worked out from its state, and work out anew after a restart."""
+
     def __init__(
         self, plan: BatchPlan, sequences: Sequence[AssignableBatches], *, helping: bool, in_passes: bool
     ) -> None:
@@ -79,6 +82,7 @@ class Hands:
         self._refused: set[tuple[int, int]] = set()  # minibatches whose gradient was refused
         self._lost: set[int] = set()
         self._paused: set[int] = set()
+        self._changes = 0  # see `version`
 
     # ---- what a worker can get, and gets ------------------------------------------------
 
@@ -151,16 +155,21 @@ class Hands:
         end = self._plan.batches_before(number, self._plan.nth(number, k).epoch + 1)
         return min(self._sequences[number].total, end)
 
-    def copies(self, taker: int) -> list[Copy]:
-        """The minibatches without a receipt that one other worker alone has; none unless in passes."""
-        if not self._in_passes or taker in self._lost | self._paused:
+    @property
+    def version(self) -> tuple[int, int]:
+        """Another one whenever a minibatch has changed hands or has its receipt."""
+        return self._changes, sum(sequence.count for sequence in self._sequences)
+
+    def copies(self) -> list[Copy]:
+        """The minibatches without a receipt that one worker alone has; none unless in passes."""
+        if not self._in_passes:
             return []
         holders: defaultdict[tuple[int, int], list[Copy]] = defaultdict(list)
         for worker, hand in self._hands.items():
             left = [place for place in hand if not self._sequences[place[0]].received(place[1])]
             for number, place in enumerate(left, 1):
                 holders[place].append(Copy(worker, *place, hand[place], len(left) - number))
-        return [one for one, *others in holders.values() if not others and one.holder != taker]
+        return [one for one, *others in holders.values() if not others]
 
     def hand_out_copy(self, taker: int, copy: Copy) -> BatchRef:
         """Assigns one of `copies` to a worker, too."""
@@ -168,6 +177,7 @@ class Hands:
 
     def _assign(self, taker: int, number: int, k: int, count: int, *, again: bool) -> BatchRef:
         self._hands[taker][number, k] = count
+        self._changes += 1
         if again:
             self._again.add((number, k))
         return self._ref(number, k, count)
@@ -184,6 +194,7 @@ class Hands:
     def put_down(self, worker: int, number: int, k: int) -> None:
         """Notes that a worker is done with a minibatch, whether or not it had it."""
         self._hands[worker].pop((number, k), None)
+        self._changes += 1
 
     def refuse(self, number: int, k: int) -> None:
         """Notes that the gradient of a minibatch was refused, until others get the minibatch."""
@@ -228,6 +239,7 @@ class Hands:
         Each of them may be in the model: `Ledger.receipt` or `give_back` says so once that is known.
         """
         self._lost.add(rank)
+        self._changes += 1
         hand = self._hands.pop(rank, {})
         return tuple(self._ref(number, k, count) for (number, k), count in hand.items())
 
@@ -251,6 +263,7 @@ class Hands:
         self._paused.discard(rank)
 
     def _take_back(self, rank: int) -> int:
+        self._changes += 1
         hand = self._hands.pop(rank, {})
         for (number, k), count in hand.items():
             self._free(number, k, count)
