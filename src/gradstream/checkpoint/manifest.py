@@ -113,6 +113,8 @@ class Manifest:
         phase: the phase of the job.
         predictors: names the predictors of parts that train apart, as `SyntheticGradients.of_parts` does; "" for none.
         remainders: names the codec that keeps something on each worker, as `RunPlan.remainders` does; "" for none.
+        replicas: names strategy and rule of workers that have parameters of their own, as `RunPlan.replicas` does; "" for
+            none. The model of the checkpoint is then the mean of theirs.
     """
 
     step: int
@@ -138,6 +140,7 @@ class Manifest:
     phase: JobPhase = field(default_factory=JobPhase)
     predictors: str = ""
     remainders: str = ""
+    replicas: str = ""
 
     def encode(self) -> bytes:
         """Returns the contents of `state.json`."""
@@ -225,6 +228,7 @@ class Resume:
     phase: JobPhase = field(default_factory=JobPhase)
     predictors: str = ""
     remainders: str = ""
+    replicas: str = ""
 
     @classmethod
     def at(cls, folder: str, manifest: Manifest, *, time_s: float = 0.0) -> Resume:

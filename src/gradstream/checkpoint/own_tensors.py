@@ -2,8 +2,9 @@
 
     predictors   of parts that train apart
     remainders   what a codec keeps on a worker from one push to the next
+    replica      all of a worker that has parameters of its own, which no other worker and no shard has
 
-They are neither parameters of the model nor exchanged, so no shard has them. The coordinator calls the method of this
+No shard has them. The coordinator calls the method of this
 name of each process while the run stands still, and writes what it answers as `<kind>-<node>.safetensors`. A process
 that goes on under the same name, with tensors of the same form, reads the file again.
 """
@@ -23,7 +24,7 @@ from gradstream.errors import DataError
 from gradstream.runtime.base import Storage
 from gradstream.transport.base import Endpoint, Stream
 
-Kind = Literal["predictors", "remainders"]
+Kind = Literal["predictors", "remainders", "replica"]
 
 MOST_BYTES = 1 << 34
 """The most bytes that the coordinator takes from a process: predictors may be larger than their part of the model."""

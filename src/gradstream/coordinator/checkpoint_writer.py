@@ -60,7 +60,7 @@ class _Open:
     holders: Sequence[str]  # names of the nodes that write into it
     own: Mapping[str, OwnState]  # by worker
     frozen: Buffers
-    beside: Mapping[str, bytes]  # predictors and remainders, by name of their file
+    beside: Mapping[str, bytes]  # predictors, remainders and replicas, by name of their file
     rounds: int  # minibatches of each worker
 
 
@@ -161,7 +161,11 @@ class CheckpointWriter:
             one = await ask(endpoint, snapshot.workers[0], specs, fixed=True, silence_s=silence_s)
             frozen = one.buffers
         template, beside = self._options.template, dict[str, bytes]()
-        kept: dict[Kind, str] = {"predictors": template.predictors, "remainders": template.remainders}
+        kept: dict[Kind, str] = {
+            "predictors": template.predictors,
+            "remainders": template.remainders,
+            "replica": template.replicas,
+        }
         for kind in (one for one, whose in kept.items() if whose):
             nodes = [
                 member_name(part, int(who.rpartition("-")[2]))

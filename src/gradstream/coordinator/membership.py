@@ -27,11 +27,13 @@ from gradstream.coordinator.assignment_replies import AssignmentReplies, BatchDi
 from gradstream.coordinator.estates import Estates
 from gradstream.coordinator.gathering import Gathering
 from gradstream.coordinator.instructions import Emit, Instruction, Notify, Refuse
+from gradstream.coordinator.left_out import LeftOut
 from gradstream.coordinator.message_checks import MessageChecks
 from gradstream.coordinator.nodes import Nodes
 from gradstream.coordinator.offences import Offences
 from gradstream.coordinator.phases import WHOLE, JobStretch, LossTolerance, Phases
 from gradstream.coordinator.progress import SampleProgress
+from gradstream.coordinator.receipts import ref_of
 from gradstream.coordinator.resharding import Resharding
 from gradstream.coordinator.snapshot_rounds import SnapshotRounds
 from gradstream.coordinator.stand_ins import StandIns
@@ -90,6 +92,7 @@ class Membership:
         estates: of each lost worker, the minibatches that it had pushed and not reported; None if other workers
             compute all of them again.
         stand_ins: which worker computes a lost worker's share of each round; None if nobody does.
+        left_out: drops that share instead, where rounds go on without it; None if they do not.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class Membership:
             started, self.nodes, self.progress, self.snapshots, self.participation, losses, stretch
         )
         self.stand_ins = StandIns(self.nodes, hands_over=not losses.regroups) if losses.stands_in else None
+        self.left_out = LeftOut(ledger) if losses.leaves_out and isinstance(ledger, Ledger) else None
         self._gathering = Gathering(
             started,
             self.nodes,
@@ -144,7 +148,9 @@ class Membership:
         first_round = resume.rounds if resume is not None else 0
         self._checks = MessageChecks(ledger, started.workers, first_round=first_round, quorum=by_verdicts)
         self._offences = Offences(
-            self.progress, losses.quarantine_after, whole_rounds=started.in_rounds and not started.servers
+            self.progress,
+            losses.quarantine_after,
+            whole_rounds=started.in_rounds and not started.servers and not losses.leaves_out,
         )
         self.replies = AssignmentReplies(distribution, self.nodes, self.phases, self.snapshots, self._checks)
 
@@ -165,6 +171,7 @@ class Membership:
             "balance": self.balance,
             "participation": self.participation,
             "stand_ins": self.stand_ins,
+            "left_out": self.left_out,
             "estates": self.estates,
             "plan": unjoined(ledger.plan) if isinstance(ledger, Ledger) else ledger.reassignment,
         }
@@ -237,6 +244,8 @@ class Membership:
         self.replies.joined(node)
         if self.stand_ins is not None:
             self.stand_ins.joined(node)
+        if self.left_out is not None:
+            self.left_out.joined(node.rank)
         joined = Emit(JoinedEvent(who=node.name, address=node.address, epoch=self.nodes.epoch))
         if self.participation is not None and self.participation.joined(node.name):
             return [joined, *self._participation_changed()]
@@ -277,6 +286,8 @@ class Membership:
             self.stand_ins.heard(who)
         if self.stand_ins is not None:
             self.stand_ins.settle(self.progress.ledger)
+        if self.left_out is not None and (beat.receipts or beat.finished):
+            self.left_out.heard(node.rank, map(ref_of, beat.receipts), finished=beat.finished)
         out += self._handed(who, beat)
         if (
             beat.quiesced
@@ -393,6 +404,8 @@ class Membership:
         if self.stand_ins is not None:
             self.stand_ins.lost(node.rank)
             self.stand_ins.settle(self.progress.ledger)
+        if self.left_out is not None:
+            self.left_out.lost(node.rank)
         replaced = self.participation is not None and self.participation.lost(who)
         out += self._participation_changed() if replaced else [Notify()]
         out += self.snapshots.lost(who, at_s)

@@ -41,6 +41,7 @@ class LossTolerance:
         keeps_shards: why the run cannot change its number of shards, and what to do; "" if it can.
         acknowledge: when shards acknowledge pushes. A lost shard comes back from its backup, "logged" in a file or
             "replicated" on another shard; where it is "applied", the run ends.
+        leaves_out: rounds go on without a lost worker, whose part of them is dropped: see `left_out`.
         regroups: the workers exchange in a group, which is formed again at each loss and for each newcomer.
     """
 
@@ -51,6 +52,7 @@ class LossTolerance:
     obstacle: str = "no process is started for it"
     redoes: bool = False
     stands_in: bool = False
+    leaves_out: bool = False
     regroups: bool = False
     keeps_shards: str = ""
     acknowledge: Literal["applied", "logged", "replicated"] = "applied"

@@ -236,11 +236,22 @@ class Ledger:
 
         For rounds that need every worker: one receipt tells that the whole round is in the model, and all before it.
         """
-        others = [one for number, one in enumerate(self._sequences) if number != rank]
-        last = max((max(one.ahead, default=one.low - 1) for one in others), default=-1)
-        sequence = self._sequences[rank]
+        last, sequence = self.latest(but=(rank,)), self._sequences[rank]
         while (k := sequence.next_missing(0)) <= min(last, sequence.total - 1):
             self.receipt(self.plan.nth(rank, k), rank)
+
+    def latest(self, but: Collection[int]) -> int:
+        """The number of the latest round of which a worker has a receipt, not counting these ranks; -1 for none."""
+        others = [one for rank, one in enumerate(self._sequences) if rank not in but]
+        return max((max(one.ahead, default=one.low - 1) for one in others), default=-1)
+
+    def leave_out(self, rank: int, until: int) -> None:
+        """Adds the receipts of a worker for all rounds below `until`, and counts those that were missing as dropped."""
+        sequence = self._sequences[rank]
+        while (k := sequence.next_missing(0)) < min(until, sequence.total):
+            ref = self.plan.nth(rank, k)
+            self.receipt(ref, rank)
+            self._drop(ref)
 
     # ---- figures ------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from gradstream.codec.low_rank import PowerSGD
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job, is_open_ended
 from gradstream.optim.base import Optimizer
-from gradstream.strategies.base import GroupStrategy, ServerStrategy, Strategy
+from gradstream.strategies.base import GroupStrategy, PeerStrategy, ServerStrategy, Strategy
 
 
 def check_codec(job: Job, strategy: Strategy, optimizer: Optimizer, codec: Codec | PowerSGD) -> None:
@@ -34,6 +34,16 @@ def check_codec(job: Job, strategy: Strategy, optimizer: Optimizer, codec: Codec
         if not options:
             return
         why = f"{name} with {options[0]}=True exchanges other than whole gradients; leave one of the two out"
+    elif isinstance(strategy, PeerStrategy):
+        if isinstance(codec, PowerSGD):
+            why = "the workers of a pair exchange their vectors whole, and this needs sums; take strategy='local-sgd'"
+        elif not strategy.encodes:
+            why = (
+                f"the workers of {name} exchange whole parameters, of which a codec would keep a few digits; take "
+                "strategy='noloco', which exchanges how far they have come besides"
+            )
+        else:
+            return
     elif not isinstance(strategy, ServerStrategy):
         why = f"the workers of {name} exchange through shared memory, where nothing is sent; leave codec out"
     else:

@@ -25,7 +25,13 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.plugins import BUILT_IN, GROUPS, Plugin, choose, installed
 from gradstream.optim.base import ByShape, Optimizer
 from gradstream.optim.groups import GroupedRule, groups_of
-from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
+from gradstream.strategies.base import (
+    GroupStrategy,
+    PeerStrategy,
+    ServerStrategy,
+    SharedMemoryStrategy,
+    Strategy,
+)
 from gradstream.untrusted import check_record, parse_json
 
 STRATEGIES = {
@@ -38,10 +44,12 @@ STRATEGIES = {
     "downpour": "gradstream.strategies.downpour:Downpour",
     "eamsgd": "gradstream.strategies.elastic:EAMSGD",
     "elastic-averaging": "gradstream.strategies.elastic:ElasticAveraging",
+    "gossip": "gradstream.strategies.gossip:Gossip",
     "gradient-descent": "gradstream.strategies.gradient_descent:GradientDescent",
     "hogwild": "gradstream.strategies.hogwild:Hogwild",
     "lbfgs": "gradstream.strategies.lbfgs:LBFGS",
     "local-sgd": "gradstream.strategies.local_sgd:LocalSGD",
+    "noloco": "gradstream.strategies.noloco:NoLoCo",
     "parameter-averaging": "gradstream.strategies.averaging:ParameterAveraging",
     "softsync": "gradstream.strategies.softsync:Softsync",
     "ssp": "gradstream.strategies.ssp:SSP",
@@ -103,10 +111,10 @@ def find_strategy(spec: str | Strategy, options: Mapping[str, Any] | None = None
         ConfigError: the file or the class in it cannot be loaded.
     """
     found = _find("strategy", spec, options or {})
-    if not isinstance(found, ServerStrategy | GroupStrategy | SharedMemoryStrategy):
+    if not isinstance(found, ServerStrategy | GroupStrategy | PeerStrategy | SharedMemoryStrategy):
         raise ConfigError(
             f"strategy {spec!r} makes an object of class {type(found).__name__}; expected a strategy: derive the "
-            "class from gradstream.strategies.ServerStrategy, GroupStrategy or SharedMemoryStrategy"
+            "class from gradstream.strategies.ServerStrategy, GroupStrategy, PeerStrategy or SharedMemoryStrategy"
         )
     return found
 

@@ -22,7 +22,13 @@ from gradstream.optim.merge import Outer
 from gradstream.pipeline.schedule import STREAMING
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.sparse.updates import check_compiler
-from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
+from gradstream.strategies.base import (
+    GroupStrategy,
+    PeerStrategy,
+    ServerStrategy,
+    SharedMemoryStrategy,
+    Strategy,
+)
 from gradstream.transport.offers import CHOICES
 from gradstream.untrusted.names import check_name
 from gradstream.wire.chunks import ChunkMap
@@ -142,7 +148,9 @@ def check_strategy(job: Job, strategy: Strategy, optimizer: Optimizer) -> None:
         _check_passes(job, strategy, optimizer)
     if isinstance(strategy, SharedMemoryStrategy):
         _check_shared(job, strategy, optimizer)
-    if isinstance(strategy, GroupStrategy) and strategy.outer_rule() is not None:
+    if isinstance(strategy, PeerStrategy) or (
+        isinstance(strategy, GroupStrategy) and strategy.outer_rule() is not None
+    ):
         _check_local_steps(job, strategy)
     if isinstance(optimizer, ByShape):
         _check_whole_tensors(job, strategy, optimizer)
@@ -183,8 +191,8 @@ def _check_noise_scale(job: Job, strategy: Strategy) -> None:
     raise ConfigError(f"noise_scale=True: {why}")
 
 
-def _check_local_steps(job: Job, strategy: GroupStrategy) -> None:
-    """Raises where workers cannot train alone between two exchanges of a group."""
+def _check_local_steps(job: Job, strategy: GroupStrategy | PeerStrategy) -> None:
+    """Raises where workers cannot train alone between two exchanges without servers."""
     name = type(strategy).__name__
     if is_open_ended(job):
         why = "the training loop is your own, and makes its steps itself; take strategy='parameter-averaging'"
@@ -194,6 +202,11 @@ def _check_local_steps(job: Job, strategy: GroupStrategy) -> None:
         )
     elif job.split > 1:
         why = f"split={job.split}: parts of a model compute one gradient together; take strategy='diloco'"
+    elif isinstance(strategy, PeerStrategy) and job.shares == MEASURED:
+        why = (
+            f"shares={MEASURED!r} are those of rounds that all workers go through together; leave shares out, or take "
+            "strategy='local-sgd'"
+        )
     else:
         return
     raise ConfigError(f"strategy={name}: {why}")
@@ -259,7 +272,7 @@ def _check_quorum(job: Job, strategy: Strategy) -> None:
 
 def _check_recorded(job: Job, strategy: Strategy) -> None:
     name = type(strategy).__name__
-    if isinstance(strategy, GroupStrategy):
+    if isinstance(strategy, GroupStrategy | PeerStrategy):
         why = f"{name} has no server whose order could differ: the same seed repeats it"
     elif isinstance(strategy, SharedMemoryStrategy):
         why = f"{name} has no order: workers write the same memory at once"

@@ -20,6 +20,11 @@ def _begun(plan: RunPlan, resume: Resume) -> Iterator[str]:
         yield f"what a codec had left out of earlier pushes is dropped: it was {resume.remainders}; {now}"
     elif resume.remainders and new:
         yield f"codecs of new workers begin with nothing left out: {new}"
+    if resume.replicas and plan.replicas != resume.replicas:
+        now = plan.replicas or f"this run has {type(plan.strategy).__name__}"
+        yield f"workers begin with the mean of all: the checkpoint has {resume.replicas} on each; {now}"
+    elif resume.replicas and new:
+        yield f"new workers begin with the mean of all: {new}"
     if resume.predictors and plan.predictors != resume.predictors:
         now = plan.predictors or "this run has none"
         yield f"predictors of the checkpoint are not used: they were of {resume.predictors}; {now}"

@@ -1,6 +1,7 @@
 """`losses_of`: what becomes of a run when a worker dies, decided in one place.
 
-the others go on without it        as the strategy says; in rounds only where others stand in for it
+the others go on without it        as the strategy says; in rounds only where others stand in for it, or exchange in pairs:
+                                   its part of the rounds is left out then, until a new process takes its place
 a new process takes its place      unless one of `_obstacles` holds
 until then others stand in for it  in rounds, where a new process may come
 its torn pushes are redone         elsewhere, where it pushed gradients to servers and a new process may come;
@@ -18,7 +19,7 @@ from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.schedule import FLUSHING
 from gradstream.run.plan import RunPlan
 from gradstream.run.reshards import why_shards_stay
-from gradstream.strategies.base import GroupStrategy, SharedMemoryStrategy
+from gradstream.strategies.base import GroupStrategy, PeerStrategy, SharedMemoryStrategy
 
 
 def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
@@ -29,6 +30,7 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         spread: whether nodes may be on several machines.
     """
     served, rounds = plan.served, plan.strategy.partitioning == "rounds"
+    pairs = isinstance(plan.strategy, PeerStrategy)
     obstacle = next(_obstacles(plan, rounds=rounds), "")
     redoes = (
         served is not None
@@ -37,13 +39,14 @@ def losses_of(plan: RunPlan, *, spread: bool = False) -> LossTolerance:
         and plan.workers > 1
     )
     return LossTolerance(
-        survives_worker_loss=not obstacle if rounds else plan.strategy.survives_worker_loss,
+        survives_worker_loss=not obstacle if rounds and not pairs else plan.strategy.survives_worker_loss,
         quorum=None if served is None else served.quorum(plan.workers),
         allow_lost=plan.job.allow_lost,
         quarantine_after=plan.job.quarantine_after,
         obstacle=obstacle,
         redoes=redoes and not obstacle,
-        stands_in=rounds and not obstacle,
+        stands_in=rounds and not obstacle and not pairs,
+        leaves_out=pairs,
         keeps_shards=why_shards_stay(plan, spread=spread),
         acknowledge=plan.job.acknowledge,
         regroups=isinstance(plan.strategy, GroupStrategy),
@@ -70,7 +73,7 @@ def _obstacles(plan: RunPlan, *, rounds: bool) -> Iterator[str]:
         yield "a recording has one file for each worker, from its first minibatch on"
     if not rounds and not strategy.survives_worker_loss:
         yield "it does not survive the loss of one"
-    if rounds and not strategy.stands_in:
+    if rounds and not strategy.stands_in and not isinstance(strategy, PeerStrategy):
         yield (
             "no other worker can compute the part of a lost one"
             if served is None

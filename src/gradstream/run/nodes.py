@@ -18,6 +18,7 @@ from gradstream.checkpoint.manifest import Manifest
 from gradstream.checkpoint.policy import Policy
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.factory import form_group
+from gradstream.collectives.group import slice_of
 from gradstream.coordinator.assignment import BatchAssignment
 from gradstream.coordinator.assignment_replies import BatchDistribution
 from gradstream.coordinator.balance import ShareBalance
@@ -52,7 +53,7 @@ from gradstream.run.plan import RunPlan
 from gradstream.runtime.base import Runtime
 from gradstream.split.hybrid_model import HybridModel
 from gradstream.split.part_model import PartModel
-from gradstream.strategies.base import GroupStrategy
+from gradstream.strategies.base import GroupStrategy, PeerStrategy
 from gradstream.telemetry.events import PhaseEvent, StartedEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
@@ -201,6 +202,7 @@ def _checkpoint_options(plan: RunPlan, started: StartedEvent, policy: Policy) ->
         phase=plan.phase,
         predictors=plan.predictors,
         remainders=plan.remainders,
+        replicas=plan.replicas,
     )
     return CheckpointOptions(
         template=template,
@@ -255,6 +257,8 @@ def _pieces_of(
         bucket_elems = plan.strategy.bucket_elems(itemsize_bytes(model.dtype), model.chunk_elems)
         buckets = Buckets(elems, bucket_elems, holders)
         return [buckets.owned(rank) for rank in range(holders)]
+    if isinstance(plan.strategy, PeerStrategy):
+        return [[slice_of(elems, rank, holders)] for rank in range(holders)]
     chunks = ChunkMap(elems, model.chunk_elems, holders)
     return [[chunks.bounds(chunk) for chunk in chunks.chunks_of(rank)] for rank in range(holders)]
 
@@ -379,6 +383,8 @@ def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> Work
         gradients_only=plan.gradients_only,
         restores_state=restores_state(plan),
         remainders=plan.remainders,
+        replicas=plan.replicas,
+        leaves_out=losses_of(plan).leaves_out,
         measures=plan.variance_test is not None,
         renumbered=renumbered(plan),
         ends_run=not plan.follows,
@@ -407,9 +413,10 @@ def _update_rule(plan: RunPlan, model: Model, own: OwnData | None) -> UpdateRule
 
 
 def _inner_rule(plan: RunPlan, model: Model) -> UpdateRule | None:
-    """The rule of the steps that a worker of a group makes alone; None if it makes none."""
+    """The rule of the steps that a worker makes alone, in a group or with pairs; None if it makes none."""
     strategy = plan.strategy
-    if not isinstance(strategy, GroupStrategy) or strategy.outer_rule() is None:
+    alone = isinstance(strategy, GroupStrategy) and strategy.outer_rule() is not None
+    if not alone and not isinstance(strategy, PeerStrategy):
         return None
     return plan.optimizer, plan.grouped(model)
 

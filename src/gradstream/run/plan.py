@@ -39,7 +39,13 @@ from gradstream.optim.groups import GroupedRule, ParameterGroup, groups_of
 from gradstream.optim.merge import Outer, Replace
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.split.part_model import PartModel
-from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
+from gradstream.strategies.base import (
+    GroupStrategy,
+    PeerStrategy,
+    ServerStrategy,
+    SharedMemoryStrategy,
+    Strategy,
+)
 from gradstream.transport.base import Identity
 from gradstream.transport.offers import shares_memory
 from gradstream.wire.chunks import CHUNK_ELEMS, MAX_CHUNK_ELEMS, parted_chunk_elems, shared_chunk_elems
@@ -141,6 +147,13 @@ class RunPlan:
         """Names the codec that keeps something on each worker from one push to the next, and of what; else ""."""
         keeps = isinstance(self.codec, PowerSGD) or (self.codec is not None and bool(self.codec.state_names))
         return f"{self.codec} of {type(self.strategy).__name__}, {self.parts} parts" if keeps else ""
+
+    @property
+    def replicas(self) -> str:
+        """Names what a checkpoint has of each worker that has parameters of its own; "" if there are none."""
+        if not isinstance(self.strategy, PeerStrategy):
+            return ""
+        return f"{type(self.strategy).__name__} with {type(self.optimizer).__name__}"
 
     @property
     def servers_of_part(self) -> int:
@@ -245,7 +258,7 @@ class RunPlan:
     def _joined(self) -> int:
         """Number of minibatches of a worker in a step."""
         return self.job.accumulate * (
-            self.strategy.local_steps if isinstance(self.strategy, GroupStrategy) else 1
+            self.strategy.local_steps if isinstance(self.strategy, GroupStrategy | PeerStrategy) else 1
         )
 
     @property
@@ -280,7 +293,7 @@ class RunPlan:
     def workers_optimize(self) -> bool:
         """Whether the workers apply the run's update rule, each to its own parameters."""
         served = self.served
-        return isinstance(self.strategy, GroupStrategy) or (
+        return isinstance(self.strategy, GroupStrategy | PeerStrategy) or (
             served is not None and served.pushes != "gradients"
         )
 
@@ -292,7 +305,7 @@ class RunPlan:
     @property
     def shards_optimizer(self) -> Optimizer:
         """The rule of a weighted sum of what workers send, on shards or in a group: the run's, or an outer one."""
-        if self.gradients_only:
+        if self.gradients_only or isinstance(self.strategy, PeerStrategy):
             return Replace()
         if isinstance(self.strategy, GroupStrategy) and (outer := self.strategy.outer_rule()) is not None:
             return Outer(outer)
@@ -502,7 +515,9 @@ def num_servers(job: Job, strategy: Strategy) -> int:
     name = type(strategy).__name__
     if not isinstance(strategy, ServerStrategy):
         if job.servers:
-            how = "in a group" if isinstance(strategy, GroupStrategy) else "through shared memory"
+            how = "through shared memory"
+            if isinstance(strategy, GroupStrategy | PeerStrategy):
+                how = "in a group" if isinstance(strategy, GroupStrategy) else "in pairs"
             raise ConfigError(
                 f"servers={job.servers}, but the workers of {name} exchange {how}, without servers: leave servers out"
             )

@@ -10,21 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradstream.strategies.allreduce import AllReduce
-    from gradstream.strategies.api import GroupWorker, ServerWorker, SharedMemoryWorker, Worker
+    from gradstream.strategies.api import GroupWorker, PeerWorker, ServerWorker, SharedMemoryWorker, Worker
     from gradstream.strategies.async_diloco import AsyncDiLoCo
     from gradstream.strategies.asysg import AsySG
     from gradstream.strategies.averaging import ParameterAveraging
-    from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy, Strategy
+    from gradstream.strategies.base import (
+        GroupStrategy,
+        PeerStrategy,
+        ServerStrategy,
+        SharedMemoryStrategy,
+        Strategy,
+    )
     from gradstream.strategies.batch import BatchMethod
     from gradstream.strategies.conjugate_gradient import ConjugateGradient
     from gradstream.strategies.dc_asgd import DCASGD
     from gradstream.strategies.diloco import DiLoCo
     from gradstream.strategies.downpour import Downpour
     from gradstream.strategies.elastic import EAMSGD, ElasticAveraging
+    from gradstream.strategies.gossip import Gossip
     from gradstream.strategies.gradient_descent import GradientDescent
     from gradstream.strategies.hogwild import Hogwild
     from gradstream.strategies.lbfgs import LBFGS
     from gradstream.strategies.local_sgd import LocalSGD
+    from gradstream.strategies.noloco import NoLoCo
     from gradstream.strategies.softsync import Softsync
     from gradstream.strategies.ssp import SSP
     from gradstream.strategies.staged import StagedStrategy
@@ -45,12 +53,16 @@ __all__ = [
     "DiLoCo",
     "Downpour",
     "ElasticAveraging",
+    "Gossip",
     "GradientDescent",
     "GroupStrategy",
     "GroupWorker",
     "Hogwild",
     "LocalSGD",
+    "NoLoCo",
     "ParameterAveraging",
+    "PeerStrategy",
+    "PeerWorker",
     "ServerStrategy",
     "ServerWorker",
     "SharedMemoryStrategy",
@@ -78,11 +90,15 @@ _MODULE_OF = {
     "LocalSGD": "local_sgd",
     "Downpour": "downpour",
     "ElasticAveraging": "elastic",
+    "Gossip": "gossip",
     "GradientDescent": "gradient_descent",
     "GroupStrategy": "base",
     "GroupWorker": "api",
     "Hogwild": "hogwild",
+    "NoLoCo": "noloco",
     "ParameterAveraging": "averaging",
+    "PeerStrategy": "base",
+    "PeerWorker": "api",
     "ServerStrategy": "base",
     "ServerWorker": "api",
     "SharedMemoryStrategy": "base",

@@ -4,14 +4,14 @@
          ▲                               │
          └──────────── Worker ◀──────────┘
 
-There is one worker for each way of exchange: `ServerWorker`, `GroupWorker`, `SharedMemoryWorker`. None has a
-socket or a file. `gradstream.worker` implements them, and `gradstream.coordinator` implements `Participation`;
+There is one worker for each way of exchange: `ServerWorker`, `GroupWorker`, `PeerWorker`, `SharedMemoryWorker`. None
+has a socket or a file. `gradstream.worker` implements them, and `gradstream.coordinator` implements `Participation`;
 your own strategy needs no more than these protocols.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from gradstream.memory import Vector
@@ -219,6 +219,66 @@ class GroupWorker(Worker, Protocol):
 
     def batches(self) -> AsyncIterator[Minibatch]:
         """This worker's minibatches, in order; ends when every sample of the run is accounted for."""
+        ...
+
+
+class PeerWorker(Worker, Protocol):
+    """A worker that has parameters of its own, and exchanges with one other worker at a time.
+
+    Its `version` is the number of rounds that it has gone through.
+    """
+
+    seed: int  # of the run
+    parameters: Vector  # those with which the present round begins
+    state: Mapping[str, Vector]  # see `PeerStrategy.state_names`
+
+    @property
+    def live(self) -> Sequence[int]:
+        """Ranks of the workers that are there, this one included, as far as this one has heard."""
+        ...
+
+    def batches(self) -> AsyncIterator[Minibatch]:
+        """This worker's minibatches, in order; ends when every sample of the run is accounted for."""
+        ...
+
+    async def local_steps(self, batch: Minibatch) -> Vector:
+        """Goes through a minibatch, part by part, by the run's rule: x ← Opt(x, g), from `parameters` on.
+
+        Returns:
+            x after the last step, in memory of its own; a copy of the parameters if there are no samples, or a gradient
+            is not finite.
+        """
+        ...
+
+    async def meet(self, partner: int | None, given: Sequence[Vector]) -> Sequence[Vector] | None:
+        """Exchanges vectors with the partner of this round, which calls it with as many. Call it once a round.
+
+        Waits for the partner. It may be in an earlier round, as long as it is not silent.
+
+        Args:
+            partner: rank of another worker; None for none.
+            given: lent for reading until the call returns. One that a codec encodes (`PeerStrategy.encodes`) is
+                overwritten with what the partner decodes.
+
+        Returns:
+            The partner's vectors, which may be read until the next call; None if this worker goes on alone: there is no
+            partner, or it is lost, or it has gone on without this one. The partner then does not have the vectors of
+            this worker either, unless their connection broke at the last message.
+        """
+        ...
+
+    async def work(
+        self, arithmetic: Callable[[], object], reads: Sequence[Vector], writes: Sequence[Vector]
+    ) -> None:
+        """Carries out arithmetic over whole vectors."""
+        ...
+
+    def go_on_from(self, vector: Vector) -> None:
+        """Ends the round: the next one begins with these parameters, and the minibatch counts as done.
+
+        Args:
+            vector: `parameters`, or the vector of `local_steps`.
+        """
         ...
 
 

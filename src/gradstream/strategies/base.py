@@ -2,6 +2,7 @@
 
     ServerStrategy          through the shards of a parameter server
     GroupStrategy           among the workers, in a group without servers
+    PeerStrategy            between two workers at a time, without servers
     SharedMemoryStrategy    in one vector in memory that all workers share
 
 A strategy is one file. Its `train(worker)` is the paper's client and runs on every worker. A strategy with servers
@@ -23,7 +24,13 @@ from gradstream.model.base import Reduction
 from gradstream.model.factors import FactoredLayer
 from gradstream.optim.base import Optimizer
 from gradstream.optim.merge import Add, Replace
-from gradstream.strategies.api import GroupWorker, Participation, ServerWorker, SharedMemoryWorker
+from gradstream.strategies.api import (
+    GroupWorker,
+    Participation,
+    PeerWorker,
+    ServerWorker,
+    SharedMemoryWorker,
+)
 
 if TYPE_CHECKING:  # runs without servers import nothing of them
     from gradstream.server.aggregation import AggregationRule
@@ -65,8 +72,9 @@ class Strategy(ABC):
     """The base of all strategies. A strategy of your own derives from one of its subclasses.
 
     `ServerStrategy` is for workers that exchange through servers, `GroupStrategy` for workers that sum among
-    themselves, and `SharedMemoryStrategy` for workers that update one vector in shared memory. A strategy is a
-    frozen dataclass of its options: other machines get its name and its fields, never code.
+    themselves, `PeerStrategy` for workers that exchange in pairs, and `SharedMemoryStrategy` for workers that update
+    one vector in shared memory. A strategy is a frozen dataclass of its options: other machines get its name and its
+    fields, never code.
 
     Example:
         >>> strategy: gs.Strategy = gs.Downpour(push_every=2)
@@ -293,6 +301,33 @@ class GroupStrategy(Strategy):
                 So do buckets: the ranks wait for each other once for each, whatever its length.
         """
         return max(BUCKET_BYTES // itemsize_bytes // 64 * 64, chunk_elems)
+
+
+class PeerStrategy(Strategy):
+    """The base of strategies whose workers have parameters of their own, and exchange with one other at a time.
+
+    Workers go through rounds, each at its own time. A worker that is lost is left out of the rounds until a new process
+    takes its place, which begins with a copy of another worker's state.
+    """
+
+    @property
+    def local_steps(self) -> int:
+        """H, minibatches of a round, each of which is a step of the worker's own."""
+        return 1
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Vectors that each worker keeps from round to round beside its parameters, zero at first."""
+        return ()
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the first vector of each `PeerWorker.meet` is a difference, which a codec may encode."""
+        return False
+
+    @abstractmethod
+    async def train(self, worker: PeerWorker) -> None:
+        """The client; see `Strategy.train`."""
 
 
 class SharedMemoryStrategy(Strategy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gradstream.telemetry.event import Event, EventDict, encode
 from gradstream.telemetry.member_events import (
     GROUP,
+    AloneEvent,
     AppliedEvent,
     CarriersEvent,
     ConvergedEvent,
@@ -56,6 +57,7 @@ from gradstream.telemetry.run_events import (
 
 __all__ = [
     "GROUP",
+    "AloneEvent",
     "AppliedEvent",
     "BackedUpEvent",
     "CarriersEvent",

@@ -13,6 +13,17 @@ GROUP = "group"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AloneEvent(MemberEvent):
+    """A worker that exchanges in pairs has gone through a round without its partner (worker)."""
+
+    name: ClassVar[str] = "alone"
+    rank: int
+    round: int  # number of the round, from 0
+    partner: str  # name of the worker that it was to meet
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CarriersEvent(MemberEvent):
     """The carrier by which a node reaches each other node, when all have joined (worker, shard)."""
 

@@ -76,6 +76,10 @@ METHODS: Mapping[str, Method] = {
     "tensor": Method(served_by=_COMPUTES, callers=_COMPUTES, chunks=True),
     "exchange": Method(served_by=_COMPUTES, callers=_COMPUTES, chunks=True),
     "broken": Method(served_by=_COMPUTES, callers=_COMPUTES),
+    # Workers with parameters of their own, which exchange in pairs.
+    "meet": Method(served_by=_WORKER, callers=_WORKER, chunks=True),
+    "replica": Method(served_by=_WORKER, callers=_WORKER | _COORDINATOR),
+    "own": Method(served_by=_WORKER, callers=_WORKER),
     "state": Method(served_by=_COMPUTES, callers=_COMPUTES | _COORDINATOR),
     "predictors": Method(served_by=_COMPUTES, callers=_COORDINATOR),
     "remainders": Method(served_by=_COMPUTES, callers=_COORDINATOR),

@@ -94,6 +94,8 @@ class WorkerConfig:
         stands_in: the workers compute the parts of lost ones in each round.
         restores_state: the rule's state in the checkpoint is that of `update_rule`; else the state begins anew.
         remainders: names what the codec keeps, as `RunPlan.remainders` does; "" if nothing.
+        replicas: names what a checkpoint has of each worker, as `RunPlan.replicas` does; "" if nothing.
+        leaves_out: rounds go on without a lost worker.
         renumbered: version of the checkpoint's parameters, where another strategy has counted them; else None.
         measures: workers measure the variance of their gradients: see `coordinator.variance_test`.
         ends_run: the run ends with this plan, and is not followed by another phase of the job.
@@ -103,8 +105,8 @@ class WorkerConfig:
         log: recording of everything that a replay could not find out again; None records nothing.
         watch: see `ReplicaContext`.
         update_rule: rule for updates of the parameters.
-        inner_rule: rule of the steps that the worker of a group makes alone, between two updates by `update_rule`; None
-            if it makes none.
+        inner_rule: rule of the steps that a worker makes alone, between two updates of a group by `update_rule`, or
+            two exchanges with a partner; None if it makes none.
         redoes: this worker redoes pushes of lost workers that are torn; see `worker.exchange.errands`.
         codec: encodes what the worker pushes; None pushes it as it is.
         noise_scale: the workers measure what the gradient noise scale needs, where they have no servers that do.
@@ -137,6 +139,8 @@ class WorkerConfig:
     stands_in: bool = False
     restores_state: bool = True
     remainders: str = ""
+    replicas: str = ""
+    leaves_out: bool = False
     renumbered: int | None = None
     measures: bool = False
     ends_run: bool = True

@@ -1,18 +1,20 @@
 """`LocalSteps`: in the place of a gradient, the way that a worker comes when it trains alone for some minibatches.
 
 w_i ← w;   for each part of the minibatch:  w_i ← InnerOpt(w_i, g);   "gradient" ← w - w_i
+
+`OwnSteps` gives w_i itself, where each worker goes on with parameters of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from gradstream.data.joined import parts_of
 from gradstream.errors import NonFiniteError
-from gradstream.memory import Memory
+from gradstream.memory import Memory, Vector
 from gradstream.model.check import usable
 from gradstream.runtime.base import Report
 from gradstream.worker.computed import ComputedGradient, Result
@@ -37,9 +39,15 @@ class LocalSteps(Differentiator):
         elems, dtype = layout.elems, layout.dtype
         self._local = memory.allocate(elems, dtype, "local parameters", lead_bytes=layout.lead_bytes)
         self._updater = Updater(memory.allocate, *rule, [(0, elems)], dtype)
-        self._kept = {name: memory.allocate(elems, dtype, f"kept {name}") for name in self._updater.state}
+        self._kept: dict[str, Vector] = self._copies(memory)
         self._updates = 0
         self._begun = (-1, 0)  # the present step, and the updates before it
+
+    def _copies(self, memory: Memory) -> dict[str, Vector]:
+        """Memory for the inner optimizer's state as it was before the present step."""
+        layout = self._model.layout
+        names = self._updater.state
+        return {name: memory.allocate(layout.elems, layout.dtype, f"kept {name}") for name in names}
 
     def milestones(self, gradient: ComputedGradient) -> Sequence[int]:
         """See `GradientSource`: nothing is final before the last minibatch."""
@@ -87,7 +95,39 @@ class LocalSteps(Differentiator):
                 norm = max(norm or 0.0, self._clip.apply(into, 1) or 0.0)
             self._updates += 1
             self._updater.update(local, [(0, into)], lr=gradient.lr, step=self._updates)
-        torch.sub(parameters, local, out=into)
-        if sums and not gradient.mean:
-            into.mul_(batch.num_samples)
+        self._put(parameters, gradient)
         return loss, norm
+
+    def _put(self, parameters: torch.Tensor, gradient: ComputedGradient) -> None:
+        """Writes the result where gradients are written."""
+        into = gradient.vector.tensor
+        torch.sub(parameters, self._local.tensor, out=into)
+        if self._model.reduction == "sum" and not gradient.mean:
+            into.mul_(gradient.batch.num_samples)
+
+
+class OwnSteps(LocalSteps):
+    """Implements `GradientSource`: w_i. No step is computed again, so the inner optimizer's state has no copy."""
+
+    @property
+    def state(self) -> Mapping[str, Vector]:
+        """State of the inner optimizer, by name."""
+        return self._updater.state
+
+    @property
+    def updates(self) -> int:
+        """Number of inner steps so far."""
+        return self._updates
+
+    @updates.setter
+    def updates(self, count: int) -> None:
+        self._updates = count
+
+    def _copies(self, memory: Memory) -> dict[str, Vector]:
+        return {}
+
+    def _begin(self, step: int) -> None:
+        pass
+
+    def _put(self, parameters: torch.Tensor, gradient: ComputedGradient) -> None:
+        gradient.vector.tensor.copy_(self._local.tensor)

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+from gradstream.collectives.meetings import Meetings
 from gradstream.coordinator.client.lifeline import EvictedError
 from gradstream.coordinator.client.member import Member, PhaseOverError, names_of
 from gradstream.coordinator.nodes import COORDINATOR
@@ -15,7 +16,7 @@ from gradstream.data.plan import RoundPlan
 from gradstream.errors import RefusedError, UserCodeError
 from gradstream.memory import Vector
 from gradstream.runtime.base import Runtime
-from gradstream.strategies.base import ServerStrategy
+from gradstream.strategies.base import PeerStrategy, ServerStrategy
 from gradstream.telemetry.events import StepEvent
 from gradstream.transport.base import Endpoint
 from gradstream.wire import v1
@@ -64,6 +65,9 @@ class WorkerNode:
             workers=lambda: names_of(member.notice.nodes, "worker"),
             silence_s=config.deadlines.silence_s,
         )
+        self._meetings: Meetings | None = None
+        if isinstance(config.strategy, PeerStrategy):
+            self._meetings = Meetings(runtime, endpoint, config.deadlines.silence_s)
         self._balance: ShareReporter | None = None
         if config.balanced and config.num_workers > 1 and config.strategy.partitioning == "rounds":
             assert isinstance(config.plan, RoundPlan | JoinedPlan)
@@ -118,6 +122,8 @@ class WorkerNode:
         try:
             spec = await model_spec_of(config, self._runtime)
             self._averager.serve()  # another worker may begin earlier than this one
+            if self._meetings is not None:
+                self._meetings.serve()
             await self._member.join(spec, *tensor_specs_of(config.model))
             await self._runtime.gather(self._train(), self._member.over())
         except PhaseOverError:
@@ -212,6 +218,7 @@ class WorkerNode:
             on_step=self._stepped,
             on_boundary=_nothing if self._evaluator is None else self._evaluator.at_boundary,
             place=None if self._lead is None else self._lead.place,
+            meetings=self._meetings,
         )
 
     def _is_lowest(self) -> bool:
@@ -290,7 +297,7 @@ def first_version_of(config: WorkerConfig) -> int | None:
     quorum = None
     if isinstance(config.strategy, ServerStrategy):
         quorum = config.strategy.quorum(config.num_workers)
-    if quorum is None and not config.stands_in:
+    if quorum is None and not config.stands_in and not config.leaves_out:
         return None
     return config.resume.rounds if config.resume else 0
 

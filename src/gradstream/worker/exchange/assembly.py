@@ -3,6 +3,7 @@
 strategy                exchange            replica
 ServerStrategy          ServerExchange      ServerReplica, RowReplica
 GroupStrategy           GroupExchange       GroupReplica
+PeerStrategy            PeerExchange        PeerReplica
 SharedMemoryStrategy    SharedExchange      SharedReplica
 """
 
@@ -16,6 +17,7 @@ import torch
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.collectives.buckets import Buckets
 from gradstream.collectives.group import Group, GroupMembers
+from gradstream.collectives.meetings import Meetings
 from gradstream.coordinator.receipts import receipt_of
 from gradstream.data.base import BatchRef
 from gradstream.data.feed import feed_of
@@ -23,7 +25,7 @@ from gradstream.data.joined import JoinedPlan, unjoined
 from gradstream.errors import ConfigError, InternalError
 from gradstream.memory import Vector
 from gradstream.model.factors import factored_layers_of
-from gradstream.strategies.base import GroupStrategy, ServerStrategy, SharedMemoryStrategy
+from gradstream.strategies.base import GroupStrategy, PeerStrategy, ServerStrategy, SharedMemoryStrategy
 from gradstream.telemetry.events import StepEvent
 from gradstream.telemetry.noise_meter import NoiseMeter
 from gradstream.wire import v1
@@ -33,11 +35,12 @@ from gradstream.worker.config import WorkerConfig
 from gradstream.worker.exchange.base import Exchange, ExchangeContext
 from gradstream.worker.exchange.forming import GroupForming
 from gradstream.worker.exchange.group import GroupExchange
+from gradstream.worker.exchange.peers import PeerExchange
 from gradstream.worker.exchange.remainders import Remainders
 from gradstream.worker.exchange.shared import form_shared
 from gradstream.worker.gradient import Differentiator, GradientSource
 from gradstream.worker.joint_gradient import JointGradient
-from gradstream.worker.local_steps import LocalSteps
+from gradstream.worker.local_steps import LocalSteps, OwnSteps
 from gradstream.worker.loop import LoopSource
 from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.gradients import PartPlace
@@ -45,9 +48,11 @@ from gradstream.worker.parts.joint_gradient import PartJointGradient
 from gradstream.worker.refusals import Refusals, RefusedGradient
 from gradstream.worker.replica.base import Replica, ReplicaContext
 from gradstream.worker.replica.coded_sums import CodedSums
+from gradstream.worker.replica.coded_way import CodedWay
 from gradstream.worker.replica.group import GroupReplica
 from gradstream.worker.replica.group_setup import GroupSetup
 from gradstream.worker.replica.low_rank_sums import LowRankSums
+from gradstream.worker.replica.peer import PeerReplica
 from gradstream.worker.replica.sufficient_factors import SufficientFactors
 from gradstream.worker.replica.updater import LocalRule, Updater
 from gradstream.worker.schedule import Schedule
@@ -63,6 +68,7 @@ class Assembly:
         batch_gate: see `ReplicaContext`.
         on_step, on_boundary: see `ReplicaContext`.
         place: the place of this process in a replica of several; None if the replica is one process.
+        meetings: its exchanges with single partners, where the strategy has such.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class Assembly:
         on_step: Callable[[StepEvent], None],
         on_boundary: Callable[[Replica, Sequence[BatchRef]], Awaitable[None]],
         place: PartPlace | None = None,
+        meetings: Meetings | None = None,
     ) -> None:
         self._config = config
         self._context = context
@@ -83,6 +90,7 @@ class Assembly:
         self._on_step = on_step
         self._on_boundary = on_boundary
         self._place = place
+        self._meetings = meetings
         self._remainders: Remainders | None = None  # of a codec
         self._local: dict[int, LocalSteps] = {}  # by rank, where workers train alone in between
 
@@ -111,10 +119,44 @@ class Assembly:
                 return server_exchange(config, context, strategy, replica, self._source_of, agreement, kept)
             case GroupStrategy() as strategy:
                 return await self._group_exchange(strategy)
+            case PeerStrategy() as strategy:
+                return self._peer_exchange(strategy)
             case SharedMemoryStrategy() as strategy:
                 return await form_shared(context, self._replica_context(), strategy, config)
             case other:
                 raise InternalError(f"{type(other).__name__} has no way of exchange")
+
+    # ---- in pairs -------------------------------------------------------------------------
+
+    def _peer_exchange(self, strategy: PeerStrategy) -> PeerExchange:
+        config, context, meetings = self._config, self._context, self._meetings
+        assert meetings is not None
+        member, resume = context.member, context.resume
+        return PeerExchange(
+            context,
+            strategy,
+            meetings,
+            lambda transfers: PeerReplica(
+                self._replica_context(),
+                meetings,
+                config.seed,
+                strategy.state_names,
+                lambda: [node.rank for node in member.notice.nodes if node.role == "worker"],
+                self._coded_way(),
+                transfers,
+                member.emit,
+            ),
+            restores=resume is not None and resume.replicas == config.replicas,
+            chunk_elems=config.chunk_elems,
+        )
+
+    def _coded_way(self) -> CodedWay | None:
+        config, runtime, kept = self._config, self._context.runtime, self._remainders
+        if kept is None or config.codec is None or isinstance(config.codec, PowerSGD):
+            return None
+        layout = config.model.layout
+        seed = f"{config.seed}/{runtime.node}"
+        return CodedWay(runtime, config.codec, layout.elems, layout.dtype, seed, kept.vectors)
 
     # ---- through a group ----------------------------------------------------------------
 
@@ -365,7 +407,8 @@ class Assembly:
                     f"{type(config.strategy).__name__}: the model has row-sparse tensors, which go to servers as rows; "
                     "build the embeddings with sparse=False, or take strategy='downpour'"
                 )
-            make = partial(LocalSteps, memory=self._context.runtime.memory, rule=config.inner_rule)
+            steps = OwnSteps if isinstance(config.strategy, PeerStrategy) else LocalSteps
+            make = partial(steps, memory=self._context.runtime.memory, rule=config.inner_rule)
         made = make(
             config.model,
             feed_of(config.data, unjoined(schedule.plan), rank, config.seed),

@@ -1,0 +1,163 @@
+"""`PeerStates`: what a worker with parameters of its own gives to others, between two rounds.
+
+"replica"   all that it has of its own, as a file: to the coordinator for a checkpoint, to a worker that joins
+"own"       a range of its parameters: to each worker that makes the mean of all, for a checkpoint or at the end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from gradstream.checkpoint.own_state import receive_file, send_file
+from gradstream.checkpoint.own_tensors import MOST_BYTES
+from gradstream.errors import DataError, RefusedError
+from gradstream.runtime.base import Runtime, Work
+from gradstream.transport.base import Endpoint, Stream
+from gradstream.wire import v1
+from gradstream.worker.replica.peer import PeerReplica
+
+REPLICA, OWN = "replica", "own"
+
+PARKED_S = 1.0
+"""How often whoever waits for the end of a round hears that this worker lives."""
+
+COUNTS = "counts"
+"""Name of the tensor with the numbers of rounds, and of inner steps."""
+
+
+class PeerStates:
+    """Answers for one worker.
+
+    Args:
+        runtime: runtime of the worker's node.
+        replica: the worker.
+
+    Attributes:
+        ended: the worker goes through no more rounds.
+    """
+
+    def __init__(self, runtime: Runtime, replica: PeerReplica) -> None:
+        self.ended = False
+        self._runtime = runtime
+        self._replica = replica
+
+    def serve(self, endpoint: Endpoint) -> None:
+        """Answers from now on."""
+        endpoint.serve(REPLICA, self._answer_replica, model=False)
+        endpoint.serve(OWN, self._answer_own, model=False)
+
+    def end(self) -> None:
+        """The worker goes through no more rounds."""
+        self.ended = True
+        self._replica.changed.ring()
+
+    # ---- answers --------------------------------------------------------------------------
+
+    async def _answer_replica(self, stream: Stream) -> None:
+        await self._until(stream, last=False)
+        replica = self._replica
+
+        def copied(_: object) -> bytes:
+            counts = torch.tensor([replica.version, replica.steps.updates])
+            return safetensors.torch.save(
+                {**{name: one.tensor for name, one in replica.own.items()}, COUNTS: counts}
+            )
+
+        await send_file(stream, await self._copy(copied))
+
+    async def _answer_own(self, stream: Stream) -> None:
+        asked = v1.Tensor.FromString(v1.Body.FromString(stream.opened.body).data)
+        start, stop = asked.tag, asked.tag + asked.elems
+        if stop > len(self._replica.parameters):
+            raise RefusedError(
+                self._runtime.node, "BAD_REQUEST", f"the model has no elements {start} to {stop}"
+            )
+        await self._until(stream, last=bool(asked.sequence))
+        parameters = self._replica.parameters
+        await send_file(stream, await self._copy(lambda _: parameters.tensor[start:stop].numpy().tobytes()))
+
+    async def _until(self, stream: Stream, *, last: bool) -> None:
+        """Returns when the worker is between two rounds; if `last`, when it has gone through its last one."""
+        while not (self._replica.between and self._replica.version >= 0 and (self.ended or not last)):
+            try:
+                await self._runtime.within(PARKED_S, self._replica.changed.wait())
+            except TimeoutError:
+                await stream.waiting([f"{self._runtime.node}: in the middle of a round"])
+
+    async def _copy(self, copy: Callable[[object], bytes]) -> bytes:
+        replica = self._replica
+        work = Work("copy", elems=sum(map(len, replica.own.values())))
+        reads = [one.all for one in replica.own.values()]
+        return await self._runtime.compute(copy, work=work, reads=reads, shape_only=b"")
+
+
+# ---- the other side -----------------------------------------------------------------------
+
+
+async def copy_of(endpoint: Endpoint, worker: str, silence_s: float) -> Mapping[str, torch.Tensor]:
+    """All that another worker has of its own, by name.
+
+    Raises:
+        PeerLostError, DeadlineError: it is gone, or silent.
+        RefusedError: it does not answer with a state.
+    """
+    data = await receive_file(endpoint, worker, REPLICA, b"", MOST_BYTES, silence_s)
+    try:
+        found: Mapping[str, torch.Tensor] = safetensors.torch.load(data)
+    except SafetensorError as error:
+        raise RefusedError(worker, "BAD_REQUEST", f"its state cannot be read: {error}") from error
+    return found
+
+
+async def elements_of(
+    endpoint: Endpoint, worker: str, start: int, like: torch.Tensor, silence_s: float, *, last: bool
+) -> torch.Tensor:
+    """Elements of another worker's parameters, from `start` on, as many as there are in `like`.
+
+    Args:
+        endpoint: endpoint of the caller.
+        worker: name of the worker.
+        start: number of the first.
+        like: of the same shape and dtype.
+        silence_s: seconds of silence after which it is given up.
+        last: asks for those after its last round, which it may still be about to finish.
+
+    Raises:
+        PeerLostError, DeadlineError: it is gone, or silent.
+        RefusedError: it does not answer with as many elements.
+    """
+    request = v1.Tensor(tag=start, elems=len(like), sequence=int(last)).SerializeToString()
+    size_bytes = like.nbytes
+    data = await receive_file(endpoint, worker, OWN, request, size_bytes, silence_s)
+    if len(data) != size_bytes:
+        raise RefusedError(
+            worker, "BAD_REQUEST", f"{len(data)} bytes of its parameters; expected {size_bytes}"
+        )
+    return torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).view(like.dtype)
+
+
+def take_over(replica: PeerReplica, found: Mapping[str, torch.Tensor], where: str) -> None:
+    """Goes on from a state that `copy_of` or a checkpoint has given.
+
+    Raises:
+        DataError: it is of another model, strategy or update rule.
+    """
+    own = replica.own
+    form = {name: (vector.tensor.shape, vector.tensor.dtype) for name, vector in own.items()}
+    counts = found.get(COUNTS)
+    if (
+        form != {name: (one.shape, one.dtype) for name, one in found.items() if name != COUNTS}
+        or counts is None
+    ):
+        raise DataError(
+            f"worker-{replica.rank}: the state in {where} does not fit this model, strategy and update rule: it has "
+            f"{', '.join(found)}; resume from another checkpoint, or with the options that the run had"
+        )
+    for name, vector in own.items():
+        vector.tensor.copy_(found[name])
+    replica.version, replica.steps.updates = (int(count) for count in counts)

@@ -1,0 +1,282 @@
+"""A worker's exchange with one other worker at a time, where each has parameters of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+
+import torch
+
+from gradstream.checkpoint.own_tensors import read_own
+from gradstream.checkpoint.snapshot import Pieces, load
+from gradstream.collectives.group import slice_of
+from gradstream.collectives.meetings import Meetings
+from gradstream.coordinator.client.member import names_of
+from gradstream.errors import DataError, DeadlineError, PeerLostError, RefusedError
+from gradstream.memory import Span, Vector
+from gradstream.runtime.base import Work
+from gradstream.strategies.base import PeerStrategy
+from gradstream.telemetry.events import Event, ExchangeEvent
+from gradstream.untrusted import say
+from gradstream.wire import v1
+from gradstream.wire.chunks import ChunkMap
+from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
+from gradstream.worker.exchange.peer_states import PeerStates, copy_of, elements_of, take_over
+from gradstream.worker.replica.peer import PeerReplica
+
+GONE = (PeerLostError, DeadlineError)
+"""What a worker that does not answer raises."""
+
+
+class PeerExchange(Exchange):
+    """Implements `Exchange`.
+
+    Args:
+        context: the worker's place in the run.
+        strategy: strategy of the run.
+        meetings: the exchanges of this worker's node, which partners reach already.
+        replica: makes the replica, which reports its transfers.
+        restores: the checkpoint that the run goes on from, if there is one, has the state of this strategy's workers.
+        chunk_elems: elements of a chunk. A checkpoint has a version for each.
+    """
+
+    replica: PeerReplica
+
+    def __init__(
+        self,
+        context: ExchangeContext,
+        strategy: PeerStrategy,
+        meetings: Meetings,
+        replica: Callable[[Transfers], PeerReplica],
+        *,
+        restores: bool,
+        chunk_elems: int,
+    ) -> None:
+        super().__init__(context)
+        self._strategy = strategy
+        self._meetings = meetings
+        self._restores = restores
+        self._transfers = Transfers(context.rank, context.member.emit)
+        self._accounted = (0, 0, 0, 0)  # exchanges, bytes both ways, and those of whole vectors
+        self.replica = replica(self._transfers)
+        self._states = PeerStates(context.runtime, self.replica)
+        self._states.serve(context.endpoint)
+        self._source = _PeerSnapshot(self, chunk_elems)
+        self._members: Mapping[str, int] = {}
+        context.member.listen(self._hear)
+        self._hear(context.member.notice)
+
+    def _hear(self, notice: v1.Notice) -> None:
+        """Gives up the exchange with a worker that is lost, or has another process now."""
+        before, self._members = self._members, {node.name: node.incarnation for node in notice.nodes}
+        for name, incarnation in before.items():
+            if self._members.get(name) != incarnation:
+                self._meetings.lost(name, "was lost, as the coordinator says")
+
+    @property
+    def context(self) -> ExchangeContext:
+        """The worker's place in the run."""
+        return self._context
+
+    @property
+    def others(self) -> list[str]:
+        """Names of the other workers that are there, by rank."""
+        names = names_of(self._context.member.notice.nodes, "worker")
+        return [name for name in names if name != self._context.runtime.node]
+
+    # ---- the beginning --------------------------------------------------------------------
+
+    async def begin(self) -> None:
+        """See `Exchange`: all make the same first parameters, or read their own state; a latecomer copies another's."""
+        context, replica = self._context, self.replica
+        if context.late:
+            await self._copy_another()
+        elif context.resume is not None:
+            await self._restore()
+        else:
+            await context.init(replica.parameters)
+            replica.version = 0
+        replica.changed.ring()
+        self._keep_snapshots(self._source)
+
+    async def _copy_another(self) -> None:
+        """Goes on from the state of the worker of the lowest rank that answers, and with the round where that is."""
+        context = self._context
+        for name in self.others:
+            try:
+                found = await copy_of(context.endpoint, name, context.deadlines.silence_s)
+            except GONE:
+                continue
+            take = partial(take_over, self.replica, found, name)
+            await context.runtime.beside(take, work=Work("copy", elems=sum(map(torch.numel, found.values()))))
+            return
+        raise PeerLostError(
+            context.runtime.node,
+            "has joined a run of which no worker is left that has parameters; go on from its newest checkpoint",
+        )
+
+    async def _restore(self) -> None:
+        """Goes on from this worker's own state; without one, from the mean of all."""
+        context, replica, resume = self._context, self.replica, self._context.resume
+        assert resume is not None
+        storage, folder, node = context.runtime.storage, resume.folder, context.runtime.node
+        elems = len(replica.parameters)
+
+        def restore() -> bool:
+            found = read_own(storage, folder, "replica", node) if self._restores else None
+            if found is None:
+                load(storage, folder, {"": [(0, replica.parameters.tensor)]})
+                replica.version = resume.rounds
+            else:
+                take_over(replica, found, folder)
+            return found is not None
+
+        if not await context.runtime.beside(restore, work=Work("restore", elems=elems)) and self._restores:
+            say(
+                f"{node}: begins with the mean of all workers; {folder} on this machine has no state of its own"
+            )
+
+    # ---- training, and the end ------------------------------------------------------------
+
+    async def train(self) -> None:
+        """See `Exchange`."""
+        await self._strategy.train(self.replica)
+        self._meetings.end()
+        self._states.end()
+
+    async def finish(self) -> None:
+        """See `Exchange`: the mean over all workers that are there, each after its last round."""
+        replica, runtime = self.replica, self._context.runtime
+        mean = runtime.memory.allocate(len(replica.parameters), replica.parameters.tensor.dtype, "mean")
+        for name in await self.mean(mean.all, 0, last=True):
+            say(f"{runtime.node}: the final model is without the parameters of {name}, which does not answer")
+        replica.parameters = mean
+
+    async def mean(self, into: Span, start: int, *, last: bool) -> list[str]:
+        """Writes the mean of all workers' parameters, of the elements from `start` on, summed in the order of ranks.
+
+        Args:
+            into: overwritten.
+            start: number of the first element.
+            last: see `elements_of`.
+
+        Returns:
+            Names of workers that do not answer. The mean is over the others.
+        """
+        context, runtime = self._context, self._context.runtime
+        own, me, gone = self.replica.parameters, runtime.node, list[str]()
+        count = 0
+        for name in names_of(context.member.notice.nodes, "worker"):
+            part = own.tensor[start : start + len(into)]
+            if name != me:
+                try:
+                    part = await elements_of(
+                        context.endpoint, name, start, part, context.deadlines.silence_s, last=last
+                    )
+                except GONE:
+                    gone.append(name)
+                    continue
+            await self._add(into, part, first=count == 0)
+            count += 1
+        await runtime.compute(
+            lambda _: into.tensor.div_(count), work=Work("copy", elems=len(into)), writes=[into]
+        )
+        return gone
+
+    async def _add(self, total: Span, part: torch.Tensor, *, first: bool) -> None:
+        def add(_: object) -> None:
+            total.tensor.copy_(part) if first else total.tensor.add_(part)
+
+        await self._context.runtime.compute(add, work=Work("copy", elems=len(part)), writes=[total])
+
+    def report(self) -> Sequence[Event]:
+        """See `Exchange`: an exchange counts as a push and a fetch."""
+        self._transfers.accounted()
+        replica, meetings = self.replica, self._meetings
+        now = (replica.meetings_done, meetings.given_bytes, meetings.taken_bytes, replica.whole_bytes)
+        done, given, taken, whole = (new - old for new, old in zip(now, self._accounted, strict=True))
+        self._accounted = now
+        return [
+            ExchangeEvent(
+                rank=self._context.rank,
+                pushed_bytes=given,
+                fetched_bytes=taken,
+                whole_pushed_bytes=whole,
+                whole_fetched_bytes=whole,
+                pushes=done,
+                fetches=done,
+                retries=0,
+            )
+        ]
+
+    async def close(self) -> None:
+        """See `Exchange`."""
+        await super().close()
+        self._meetings.end()
+
+
+class _PeerSnapshot:
+    """Implements `checkpoint.snapshot.SnapshotSource`: a slice of the mean of all workers' parameters.
+
+    All workers stand after the same round, and each makes the mean of its own slice. What a worker has of its own is in
+    a file of its own: see `PeerStates`.
+
+    Args:
+        exchange: the exchange of this worker.
+        chunk_elems: elements of a chunk.
+    """
+
+    def __init__(self, exchange: PeerExchange, chunk_elems: int) -> None:
+        self._exchange = exchange
+        self._chunk_elems = chunk_elems
+        self._mean: Vector | None = None
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """Rank among the workers that are there, and their number."""
+        context = self._exchange.context
+        names = names_of(context.member.notice.nodes, "worker")
+        return names.index(context.runtime.node), len(names)
+
+    @property
+    def _slice(self) -> tuple[int, int]:
+        return slice_of(len(self._exchange.replica.parameters), *self._place)
+
+    def pieces(self) -> Mapping[str, Pieces]:
+        """See `SnapshotSource`; filled in within `still`."""
+        start, stop = self._slice
+        memory, dtype = self._exchange.context.runtime.memory, self._exchange.replica.parameters.tensor.dtype
+        if self._mean is None or len(self._mean) != stop - start:
+            self._mean = memory.allocate(stop - start, dtype, "mean")
+        return {"": [(start, self._mean.tensor)]}
+
+    def versions(self) -> Sequence[int]:
+        """See `SnapshotSource`: the number of rounds."""
+        rank, size = self._place
+        chunks = ChunkMap(len(self._exchange.replica.parameters), self._chunk_elems, size)
+        return [self._exchange.replica.version] * len(chunks.chunks_of(rank))
+
+    def procedures(self) -> Sequence[v1.Procedure]:
+        """See `SnapshotSource`: there are no servers that could have one."""
+        return ()
+
+    def still(self) -> AbstractAsyncContextManager[object]:
+        """See `SnapshotSource`: all workers stand. Fills the pieces in first.
+
+        Raises:
+            DataError: a worker does not answer.
+        """
+        return self._filled()
+
+    @asynccontextmanager
+    async def _filled(self) -> AsyncIterator[None]:
+        assert self._mean is not None
+        start, _ = self._slice
+        try:
+            gone = await self._exchange.mean(self._mean.all, start, last=False)
+        except RefusedError as error:
+            raise DataError(str(error)) from error
+        if gone:
+            raise DataError(f"the mean of all workers is without {', '.join(gone)}, which do not answer")
+        yield

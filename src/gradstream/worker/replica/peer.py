@@ -1,0 +1,170 @@
+"""A replica that exchanges with one other worker at a time, and has parameters of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from gradstream.collectives.meetings import Meetings
+from gradstream.memory import Vector
+from gradstream.model.check import finite
+from gradstream.runtime.base import Work
+from gradstream.strategies import api
+from gradstream.telemetry.events import AloneEvent
+from gradstream.telemetry.traffic import Transfer
+from gradstream.telemetry.wait_attribution import Kind, WaitAttribution
+from gradstream.transport.silence import Broadcast
+from gradstream.worker.computed import ComputedGradient
+from gradstream.worker.local_steps import OwnSteps
+from gradstream.worker.replica.base import Replica, ReplicaContext, vector_of
+from gradstream.worker.replica.coded_way import CodedWay
+
+
+class PeerReplica(Replica):
+    """Implements `strategies.api.PeerWorker`.
+
+    Args:
+        context: parts of every replica; its `gradients` are `OwnSteps`.
+        meetings: the exchanges of this worker's node.
+        seed: seed of the run.
+        state_names: see `PeerStrategy.state_names`.
+        live: see `api.PeerWorker`.
+        coded: encodes the first of the vectors that are given; None where all go as they are.
+        on_transfer: called with each exchange that is done.
+        on_alone: called with each that is not, though there was a partner.
+
+    Attributes:
+        meetings, seed, state: see above.
+        meetings_done: number of exchanges that are done.
+        whole_bytes: bytes that they would have given, had nothing been encoded.
+        changed: rings when a round ends.
+    """
+
+    def __init__(
+        self,
+        context: ReplicaContext,
+        meetings: Meetings,
+        seed: int,
+        state_names: Sequence[str],
+        live: Callable[[], Sequence[int]],
+        coded: CodedWay | None,
+        on_transfer: Callable[[Transfer], None],
+        on_alone: Callable[[AloneEvent], None],
+    ) -> None:
+        self._allocate = partial(context.runtime.memory.allocate, exchanged=True)
+        self._attribution = WaitAttribution()
+        super().__init__(context, self._allocate, self._attribution)
+        self.meetings = meetings
+        self.seed = seed
+        self.state: Mapping[str, Vector] = {name: self._vector(name) for name in state_names}
+        self.meetings_done = self.whole_bytes = 0
+        self.changed = Broadcast()
+        self._live = live
+        self._coded = coded
+        self._on_transfer = on_transfer
+        self._on_alone = on_alone
+        self._taken: list[Vector] = []  # where the partner's vectors land
+        self._round: ComputedGradient | None = None  # the present one
+        assert isinstance(context.gradients, OwnSteps)
+        self.steps = context.gradients
+
+    def _vector(self, name: str) -> Vector:
+        return vector_of(self._layout, self._allocate, name)
+
+    @property
+    def live(self) -> Sequence[int]:
+        """See `strategies.api.PeerWorker`."""
+        return self._live()
+
+    @property
+    def between(self) -> bool:
+        """Whether the worker is between two rounds: parameters and state are of the same moment."""
+        return self._round is None
+
+    @property
+    def own(self) -> Mapping[str, Vector]:
+        """All that this worker has of its own, by name: parameters, what the strategy keeps, and the inner state."""
+        inner = {f"inner.{name}": vector for name, vector in self.steps.state.items()}
+        return {"parameters": self.parameters, **self.state, **inner}
+
+    def retire(self) -> None:
+        """See `Replica.retire`."""
+        super().retire()
+        self.state, self._taken = {}, []
+
+    async def newest(self) -> torch.Tensor:
+        """See `Replica.newest`: this worker's own, since nobody has those of all."""
+        return self.parameters.tensor
+
+    async def _flush(self) -> None:
+        """Does nothing: a round is in the model when the strategy continues after it."""
+
+    # ---- see `strategies.api.PeerWorker` --------------------------------------------------
+
+    async def local_steps(self, batch: api.Minibatch) -> Vector:
+        """See `strategies.api.PeerWorker`."""
+        gradient = self._round = await self.gradient(batch)
+        if not gradient.samples:
+            own, parameters = gradient.vector, self.parameters
+            await self.work(lambda: own.tensor.copy_(parameters.tensor), [parameters], [own])
+        return gradient.vector
+
+    async def meet(self, partner: int | None, given: Sequence[Vector]) -> Sequence[Vector] | None:
+        """See `strategies.api.PeerWorker`."""
+        while len(self._taken) < len(given):
+            self._taken.append(self._vector(f"partner's {len(self._taken)}"))
+        taken, name = self._taken[: len(given)], "" if partner is None else f"worker-{partner}"
+        gives, takes = [one.all for one in given], [one.all for one in taken]
+        if self._coded is not None and name:
+            await self._coded.encode(given[0], self.version)
+            gives[0], takes[0] = self._coded.given.all, self._coded.taken.all
+        begun_ns = self._runtime.now()
+        why = await self.meetings.meet(self.version, name, gives, takes)
+        self._attribution.note(Kind.WORKER, name or self._runtime.node, begun_ns, self._runtime.now())
+        if not why and self._coded is not None:
+            why = await self._coded.decode(taken[0], name)
+        if not why and not await self._sound(taken):
+            why = f"{name} has given numbers that are not finite"
+        if why:
+            if name:
+                self._on_alone(AloneEvent(rank=self.rank, round=self.version, partner=name, reason=why))
+            return None
+        self.meetings_done += 1
+        self.whole_bytes += sum(one.tensor.nbytes for one in given)
+        sent_bytes = sum(one.tensor.nbytes for one in gives)
+        self._on_transfer(Transfer("push", (self._runtime.now() - begun_ns) / 1e9, sent_bytes))
+        return taken
+
+    async def _sound(self, taken: Sequence[Vector]) -> bool:
+        return await self._runtime.compute(
+            lambda _: all(finite(one.tensor) for one in taken),
+            work=Work("copy", elems=sum(map(len, taken))),
+            reads=[one.all for one in taken],
+            shape_only=True,
+        )
+
+    async def work(
+        self, arithmetic: Callable[[], object], reads: Sequence[Vector], writes: Sequence[Vector]
+    ) -> None:
+        """See `strategies.api.PeerWorker`."""
+        begun_ns = self._runtime.now()
+        await self._runtime.compute(
+            lambda _: arithmetic(),
+            work=Work("copy", elems=len(writes[0])),
+            reads=[vector.all for vector in reads],
+            writes=[vector.all for vector in writes],
+        )
+        self._meter.worked(begun_ns)
+
+    def go_on_from(self, vector: Vector) -> None:
+        """See `strategies.api.PeerWorker`."""
+        done = self._round
+        assert done is not None and vector in (self.parameters, self._gradient)
+        if vector is not self.parameters:
+            self.parameters, self._gradient = self._gradient, self.parameters
+            self.parameters.name, self._gradient.name = "parameters", "gradient"
+        self.version, self._round = self.version + 1, None
+        self._handed_out((done.batch.ref,))()
+        self.changed.ring()
