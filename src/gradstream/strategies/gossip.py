@@ -61,7 +61,7 @@ class Gossip(PeerStrategy):
 
     partitioning: ClassVar[Partitioning] = "rounds"
     survives_worker_loss: ClassVar[bool] = True
-    plain: ClassVar[Mapping[str, object] | None] = {}
+    plain: ClassVar[Mapping[str, object] | None] = {"every": 1}
 
     def __post_init__(self) -> None:
         check_count("Gossip", "every", self.every, "minibatches")

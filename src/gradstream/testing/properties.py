@@ -24,7 +24,7 @@ from gradstream.job.registry import describe, find_strategy
 from gradstream.model.base import Reduction
 from gradstream.optim import SGD
 from gradstream.run.result import Run
-from gradstream.strategies.base import GroupStrategy, ServerStrategy, Strategy
+from gradstream.strategies.base import GroupStrategy, PeerStrategy, ServerStrategy, Strategy
 from gradstream.testing.runs import NUM_SAMPLES, QUICK, least_squares
 from gradstream.testing.tokens import token_counts
 from gradstream.testing.trials import TrialOutcome, bad_world, token_run, trial
@@ -353,13 +353,14 @@ def resumes(strategy: Strategy) -> str:
     return f"{stops} stops"
 
 
-def _accounted(run: Run, where: str) -> None:
+def _accounted(run: Run, where: str, *, epochs: int = EPOCHS) -> None:
     """Checks the receipts: workers with their own parameters exchange means, in which samples cannot be counted."""
-    accounted = run.summary["samples_accounted"]
-    if accounted != NUM_SAMPLES * EPOCHS:
+    accounted, dropped = run.summary["samples_accounted"], run.summary["samples_dropped"]
+    if accounted + dropped != NUM_SAMPLES * epochs:
         raise BrokenPropertyError(
-            f"{where}: {accounted} samples were reported as applied; expected {NUM_SAMPLES * EPOCHS}, {NUM_SAMPLES} in "
-            f"each of {EPOCHS} epochs: a strategy must report each minibatch that it takes exactly once"
+            f"{where}: {accounted} samples were reported as applied, and {dropped} as dropped; expected "
+            f"{NUM_SAMPLES * epochs}, {NUM_SAMPLES} in each of {epochs} epochs: a strategy must report each minibatch "
+            "that it takes exactly once"
         )
 
 
@@ -374,7 +375,10 @@ def deaths(strategy: Strategy) -> str:
         name = f"worker-{seed % 3}"
         kill = name, rng.uniform(0.01, 0.12)
         outcome = token_run(strategy, epochs=3, seed=seed, kill=kill, reduction=reduction)
-        if survives:
+        if isinstance(strategy, PeerStrategy):
+            _accounted(_ended(outcome, f"{name} is killed"), f"{name} is killed", epochs=3)
+            died += name in outcome.lost
+        elif survives:
             _nothing_lost(_ended(outcome, f"{name} is killed"), outcome, name)
             died += name in outcome.lost
         elif outcome.run is None:

@@ -26,7 +26,7 @@ from gradstream.run.simulated import SimulatedCluster
 from gradstream.runtime.simulation import Cost, Exponential, Link, Network, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import AggregationRule, PushHeader
-from gradstream.strategies.base import GroupStrategy, ServerStrategy, Strategy
+from gradstream.strategies.base import GroupStrategy, PeerStrategy, ServerStrategy, Strategy
 from gradstream.testing.runs import NUM_SAMPLES, QUICK
 from gradstream.testing.tokens import Tokens, numbered
 
@@ -192,9 +192,10 @@ def observed(strategy: Strategy, record: Record) -> Strategy:
         if strategy.pushes == "differences":
             own["train"] = train
     made: Any = object.__new__(type(cls.__name__, (cls,), {**own, "__module__": cls.__module__}))
-    fields = [entry.name for entry in dataclasses.fields(cast(Any, strategy))]
-    for name in fields:
-        object.__setattr__(made, name, getattr(strategy, name))
+    plain = dict(strategy.plain or {}) if isinstance(strategy, PeerStrategy) and record.unweighted else {}
+    plain.pop("every", None)  # only outer steps are made plain, so that each worker's way is in the mean once
+    for name in (entry.name for entry in dataclasses.fields(cast(Any, strategy))):
+        object.__setattr__(made, name, plain.get(name, getattr(strategy, name)))
     return cast(Strategy, made)
 
 
@@ -310,13 +311,15 @@ def token_run(
     """
     model = Tokens(num_chunks=4)
     model.reduction = reduction
-    averaged = isinstance(strategy, ServerStrategy) and strategy.pushes == "parameters"
+    averaged = isinstance(strategy, PeerStrategy) or (
+        isinstance(strategy, ServerStrategy) and strategy.pushes == "parameters"
+    )
     options = {"optimizer": SGD(lr=float(workers) if averaged else 1.0), "batch_size": 2, **options}
     return trial(
         strategy,
         model,
         numbered(NUM_SAMPLES),
-        unweighted=not averaged,
+        unweighted=not averaged or isinstance(strategy, PeerStrategy),
         workers=workers,
         servers=servers,
         epochs=epochs,
