@@ -258,7 +258,8 @@ def _pieces_of(
         buckets = Buckets(elems, bucket_elems, holders)
         return [buckets.owned(rank) for rank in range(holders)]
     if isinstance(plan.strategy, PeerStrategy):
-        return [[slice_of(elems, rank, holders)] for rank in range(holders)]
+        slices = (slice_of(elems, rank, holders) for rank in range(holders))
+        return [[(start, stop)] if start < stop else [] for start, stop in slices]
     chunks = ChunkMap(elems, model.chunk_elems, holders)
     return [[chunks.bounds(chunk) for chunk in chunks.chunks_of(rank)] for rank in range(holders)]
 

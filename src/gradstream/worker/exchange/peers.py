@@ -249,7 +249,7 @@ class _PeerSnapshot:
         memory, dtype = self._exchange.context.runtime.memory, self._exchange.replica.parameters.tensor.dtype
         if self._mean is None or len(self._mean) != stop - start:
             self._mean = memory.allocate(stop - start, dtype, "mean")
-        return {"": [(start, self._mean.tensor)]}
+        return {"": [(start, self._mean.tensor)] if start < stop else []}
 
     def versions(self) -> Sequence[int]:
         """See `SnapshotSource`: the number of rounds."""
