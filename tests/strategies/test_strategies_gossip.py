@@ -81,7 +81,9 @@ def run_of(workers: int, every: int, rounds: int, **options: Any) -> tuple[gs.Ru
     model, data = least_squares(4 * workers * every * rounds, 20, whole=False, reduction="mean")
     given: dict[str, Any] = {"optimizer": gs.optim.SGD(LR), "epochs": 1, "seed": 3, "chunk_elems": 64}
     strategy = Gossip(every=every)
-    return gs.simulate(model, data, strategy=strategy, workers=workers, batch_size=4, **{**given, **options}), data
+    return gs.simulate(
+        model, data, strategy=strategy, workers=workers, batch_size=4, **{**given, **options}
+    ), data
 
 
 @pytest.mark.parametrize("workers", [2, 4, 5])
@@ -205,7 +207,9 @@ def test_bytes_of_a_worker_are_those_of_one_vector_a_round(workers: int) -> None
 def test_what_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
     model, data = least_squares(48, 20, reduction="mean", dtype="float32")
     with pytest.raises(ConfigError, match=says):
-        gs.simulate(model, data, **{"strategy": "gossip", "workers": 2, "batch_size": 4, "epochs": 1, **options})
+        gs.simulate(
+            model, data, **{"strategy": "gossip", "workers": 2, "batch_size": 4, "epochs": 1, **options}
+        )
 
 
 def test_a_period_that_is_no_number_is_refused() -> None:

@@ -47,7 +47,9 @@ def reference(data: ArrayDataset, workers: int, every: int, rounds: int) -> Arra
         for rank in range(workers):
             pair = group.get(rank, (rank,))
             pulled = phi[rank] - sum(phi[one] for one in pair) / len(pair)
-            delta[rank] = ALPHA * delta[rank] - BETA / len(pair) * sum(outer[one] for one in pair) - GAMMA * pulled
+            delta[rank] = (
+                ALPHA * delta[rank] - BETA / len(pair) * sum(outer[one] for one in pair) - GAMMA * pulled
+            )
             new.append(phi[rank] + delta[rank])
         phi = np.stack(new)
     return phi
@@ -57,7 +59,9 @@ def run_of(workers: int, every: int, rounds: int, **options: Any) -> tuple[gs.Ru
     model, data = least_squares(4 * workers * every * rounds, 20, whole=False, reduction="mean")
     strategy = NoLoCo(every=every, outer_lr=BETA, outer_momentum=ALPHA, pull=GAMMA)
     given: dict[str, Any] = {"optimizer": gs.optim.SGD(LR), "epochs": 1, "seed": 3, "chunk_elems": 64}
-    return gs.simulate(model, data, strategy=strategy, workers=workers, batch_size=4, **{**given, **options}), data
+    return gs.simulate(
+        model, data, strategy=strategy, workers=workers, batch_size=4, **{**given, **options}
+    ), data
 
 
 def distance_from_the_paper(workers: int, every: int, patch: pytest.MonkeyPatch) -> float:
@@ -178,7 +182,9 @@ def test_it_learns_as_well_as_its_siblings_from_as_many_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "codec"), [(Gossip(every=2), None), (NoLoCo(every=2), None), (NoLoCo(every=2), "one-bit")], ids=str
+    ("strategy", "codec"),
+    [(Gossip(every=2), None), (NoLoCo(every=2), None), (NoLoCo(every=2), "one-bit")],
+    ids=str,
 )
 def test_a_stopped_run_goes_on_with_the_same_bits(
     strategy: gs.Strategy, codec: str | None, monkeypatch: pytest.MonkeyPatch
@@ -237,7 +243,8 @@ def test_options_out_of_their_range_are_refused(options: dict[str, Any], says: s
 
 
 @pytest.mark.parametrize(
-    ("codec", "says"), [(gs.codecs.PowerSGD(rank=2), "this needs sums"), ("float4", "float64; expected torch.float32")]
+    ("codec", "says"),
+    [(gs.codecs.PowerSGD(rank=2), "this needs sums"), ("float4", "float64; expected torch.float32")],
 )
 def test_codecs_that_do_not_fit_are_refused(codec: Any, says: str) -> None:
     model, data = least_squares(48, 20, reduction="mean")

@@ -38,8 +38,8 @@ METHOD = "meet"
 PIECE_BYTES = 1 << 20
 """Bytes of a chunk."""
 
-PARKED_S = 1.0
-"""How often a partner that waits hears that this node lives."""
+SIGNS = 4
+"""How often a partner that waits hears within its patience that this node lives."""
 
 COME, GO_ON, HAVE = b"come", b"go on", b"have"
 """The answers to a partner: see above."""
@@ -181,8 +181,8 @@ class Meetings:
                     await stream.send(v1.Frame(chunk=chunk), piece, self._silence_s)
                     self.given_bytes += piece.tensor.nbytes
                     index += 1
+            await stream.end()  # before the last answer, after which the partner drops the stream
             await self._expect(stream, HAVE)
-            await stream.end()
         except BaseException:
             stream.cancel("the exchange was given up")
             raise
@@ -202,7 +202,7 @@ class Meetings:
         request = v1.Tensor.FromString(stream.opened.body)
         while self._round < request.tag:
             try:
-                await self._runtime.within(PARKED_S, self._changed.wait())
+                await self._runtime.within(self._silence_s / SIGNS, self._changed.wait())
             except TimeoutError:
                 await stream.waiting([f"{self._me}: not in round {request.tag} yet"])
         meeting = self._meeting

@@ -23,8 +23,8 @@ from gradstream.worker.replica.peer import PeerReplica
 
 REPLICA, OWN = "replica", "own"
 
-PARKED_S = 1.0
-"""How often whoever waits for the end of a round hears that this worker lives."""
+SIGNS = 4
+"""How often whoever waits for the end of a round hears within its patience that this worker lives."""
 
 COUNTS = "counts"
 """Name of the tensor with the numbers of rounds, and of inner steps."""
@@ -36,15 +36,17 @@ class PeerStates:
     Args:
         runtime: runtime of the worker's node.
         replica: the worker.
+        silence_s: seconds of silence after which others give this worker up.
 
     Attributes:
         ended: the worker goes through no more rounds.
     """
 
-    def __init__(self, runtime: Runtime, replica: PeerReplica) -> None:
+    def __init__(self, runtime: Runtime, replica: PeerReplica, silence_s: float) -> None:
         self.ended = False
         self._runtime = runtime
         self._replica = replica
+        self._silence_s = silence_s
 
     def serve(self, endpoint: Endpoint) -> None:
         """Answers from now on."""
@@ -85,7 +87,7 @@ class PeerStates:
         """Returns when the worker is between two rounds; if `last`, when it has gone through its last one."""
         while not (self._replica.between and self._replica.version >= 0 and (self.ended or not last)):
             try:
-                await self._runtime.within(PARKED_S, self._replica.changed.wait())
+                await self._runtime.within(self._silence_s / SIGNS, self._replica.changed.wait())
             except TimeoutError:
                 await stream.waiting([f"{self._runtime.node}: in the middle of a round"])
 

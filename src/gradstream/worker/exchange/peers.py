@@ -60,7 +60,7 @@ class PeerExchange(Exchange):
         self._transfers = Transfers(context.rank, context.member.emit)
         self._accounted = (0, 0, 0, 0)  # exchanges, bytes both ways, and those of whole vectors
         self.replica = replica(self._transfers)
-        self._states = PeerStates(context.runtime, self.replica)
+        self._states = PeerStates(context.runtime, self.replica, context.deadlines.silence_s)
         self._states.serve(context.endpoint)
         self._source = _PeerSnapshot(self, chunk_elems)
         self._members: Mapping[str, int] = {}
