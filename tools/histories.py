@@ -80,6 +80,8 @@ STRATEGIES: dict[str, gs.Strategy] = {
     "averaging": gs.ParameterAveraging(every=4),
     "diloco": gs.DiLoCo(every=4),
     "local-sgd": gs.LocalSGD(every=4),
+    "gossip": gs.strategies.Gossip(every=4),
+    "noloco": gs.strategies.NoLoCo(every=4),
     "hogwild": gs.Hogwild(),
     "allreduce": gs.AllReduce(),
     "allreduce-ring": gs.AllReduce(algorithm="ring"),

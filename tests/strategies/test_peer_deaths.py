@@ -14,13 +14,14 @@ import pytest
 import gradstream as gs
 from gradstream._simulate import simulate
 from gradstream.errors import PeerLostError
+from gradstream.report.pauses import alone_text
 from gradstream.run.local import LocalCluster
 from gradstream.run.local.machine import node_environment
 from gradstream.runtime.simulation import Cost, Link, Network, Partition, SimulationConfig
 from gradstream.strategies.matching import partner_of
 from gradstream.testing.runs import QUICK, UNSTEADY, kill_at, least_squares, replace_at
 from killing import Killer
-from peer_runs import alone, bytes_of, losses, noted
+from peer_runs import alone, bytes_of, noted
 from whole_runs import train
 
 Gossip, NoLoCo = gs.strategies.Gossip, gs.strategies.NoLoCo
@@ -66,6 +67,10 @@ def test_a_death_in_an_exchange_costs_its_partner_one_round_and_the_others_nothi
     run = small(workers, strategy, script=kill_at("worker-1", at_s))
     partner = partner_of(1, 0, 2, workers, range(workers))
     assert [(one["rank"], one["round"], one["partner"]) for one in alone(run)] == [(partner, 2, "worker-1")]
+    assert run.summary["alone"] == {f"worker-{partner}": 1}
+    assert f"worker-{partner} went through 1 round without worker-1, first round 2: " in alone_text(
+        alone(run)
+    )
     pace_s = max(times[0] for times in ends_s(whole).values())
     for rank, times in ends_s(run).items():
         if rank not in (1, partner):
@@ -146,8 +151,7 @@ def test_a_run_whose_workers_all_die_but_one_ends_with_that_one() -> None:
 
     run = small(4, Gossip(every=2), epochs=2, script=script)
     assert sorted(run.summary["workers_lost"]) == ["worker-0", "worker-1", "worker-2"]
-    model, data = least_squares(4 * 2 * 4 * ROUNDS, 200, whole=False, reduction="mean")
-    assert np.isfinite(losses(run, data)) and np.abs(run.parameters["w"]).max() > 0
+    assert 0 < np.abs(run.parameters["w"]).max() < np.inf
 
 
 def test_without_any_worker_left_it_ends_by_name() -> None:

@@ -1,4 +1,4 @@
-"""NoLoCo: local steps and an outer step of pairs, beside NumPy's arithmetic; its special cases, codecs, a stopped run."""
+"""NoLoCo: local steps, and outer steps of pairs, beside NumPy's arithmetic; special cases, codecs, a stopped run."""
 
 from __future__ import annotations
 

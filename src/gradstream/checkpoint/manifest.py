@@ -113,8 +113,8 @@ class Manifest:
         phase: the phase of the job.
         predictors: names the predictors of parts that train apart, as `SyntheticGradients.of_parts` does; "" for none.
         remainders: names the codec that keeps something on each worker, as `RunPlan.remainders` does; "" for none.
-        replicas: names strategy and rule of workers that have parameters of their own, as `RunPlan.replicas` does; "" for
-            none. The model of the checkpoint is then the mean of theirs.
+        replicas: names strategy and rule of workers that have parameters of their own, as `RunPlan.replicas` does; ""
+            for none. The model of the checkpoint is the mean of theirs.
     """
 
     step: int

@@ -1,7 +1,7 @@
 """`LeftOut`: the rounds of lost workers, where workers exchange in pairs and rounds go on without them. Pure.
 
     worker r is lost            its part of each round that another worker has gone through is dropped
-    a new process joins as r    nothing more is dropped: it copies another worker's state, and goes on in that one's round
+    a new process joins as r    nothing more is dropped: it copies another worker's state, and goes on in its round
     its first receipt comes     its part of the rounds before that one is dropped
 
 What is dropped is in the summary of the run.
@@ -42,7 +42,7 @@ class LeftOut:
         self._entering.add(rank)
 
     def heard(self, rank: int, refs: Iterable[BatchRef], *, finished: bool) -> None:
-        """Takes the receipts of a worker in, which are in the ledger, and whether the worker is through with all rounds."""
+        """Takes in receipts of a worker, which are in the ledger, and whether it is through with all rounds."""
         if rank in self._entering:
             plan = self._ledger.plan
             first = [plan.batches_before(rank, ref.epoch) + ref.batch for ref in refs]

@@ -282,12 +282,7 @@ class Membership:
         if self.phases.phase == v1.Notice.ABORTED:
             return out
         self.progress.receipts(beat.receipts, node.rank, at_s)
-        if self.stand_ins is not None and (beat.receipts or beat.finished):
-            self.stand_ins.heard(who)
-        if self.stand_ins is not None:
-            self.stand_ins.settle(self.progress.ledger)
-        if self.left_out is not None and (beat.receipts or beat.finished):
-            self.left_out.heard(node.rank, map(ref_of, beat.receipts), finished=beat.finished)
+        self._account_for_lost(node, beat)
         out += self._handed(who, beat)
         if (
             beat.quiesced
@@ -313,6 +308,16 @@ class Membership:
             out += self.phases.conclude(at_s)
             out += self.after_snapshot()
         return out
+
+    def _account_for_lost(self, node: v1.Node, beat: v1.Beat) -> None:
+        """Accounts for the parts of lost workers in rounds that a member has gone through."""
+        news = bool(beat.receipts or beat.finished)
+        if self.stand_ins is not None:
+            if news:
+                self.stand_ins.heard(node.name)
+            self.stand_ins.settle(self.progress.ledger)
+        if self.left_out is not None and news:
+            self.left_out.heard(node.rank, map(ref_of, beat.receipts), finished=beat.finished)
 
     def _note(self, who: str, beat: v1.Beat) -> list[Instruction]:
         """Takes what a member says of itself."""

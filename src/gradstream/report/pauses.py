@@ -49,6 +49,14 @@ def relay_text(event: EventDict) -> str:
     return f"{pair}, which has dialled back"
 
 
+def alone_text(events: Sequence[EventDict]) -> str:
+    """Events "alone" of one partner in words: "worker-0, worker-3 went through 3 rounds without worker-1, ..."."""
+    who = ", ".join(sorted({f"worker-{event['rank']}" for event in events}))
+    rounds = f"{len(events):,} round{'s' * (len(events) > 1)}"
+    first = events[0]
+    return f"{who} went through {rounds} without {first['partner']}, first round {first['round']}: {first['reason']}"
+
+
 def phase_text(event: EventDict) -> str:
     """A "phase" event in words: "phase 2 of 3, fast: downpour, 4 workers, minibatches of 32"."""
     sizes = sorted(set(event["batch_size"]))

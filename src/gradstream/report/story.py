@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gradstream.report.pauses import participation_text, phase_text, relay_text
+from gradstream.report.pauses import alone_text, participation_text, phase_text, relay_text
 from gradstream.telemetry.events import EventDict
 
 Status = Literal["finished", "failed", "stopped", "unfinished"]
@@ -79,6 +79,10 @@ def _notable(by_kind: Mapping[str, Sequence[EventDict]]) -> list[Moment]:
     for event in by_kind["relay"]:
         if text := relay_text(event):
             moments.append(Moment(event["time_s"], "relay", text))
+    partners = dict.fromkeys(event["partner"] for event in by_kind["alone"])
+    for partner in partners:
+        events = [event for event in by_kind["alone"] if event["partner"] == partner]
+        moments.append(Moment(events[0]["time_s"], "alone", alone_text(events)))
     for event in by_kind["phase"]:
         moments.append(Moment(event["time_s"], "phase", phase_text(event)))
     for event in by_kind["insecure"][:1]:

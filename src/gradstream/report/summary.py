@@ -111,12 +111,13 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         phases: one row for each phase of the job that has begun: number (from 1), label, strategy, optimizer, workers,
             servers, batch_size, accumulate, samples (in the model at its beginning), time_s; [] without phases.
         steps: number of minibatches of all workers, without those that a resumed run has computed again; under
-            `local-sgd` number of rounds of all workers, of up to `every` minibatches each.
+            `local-sgd`, `gossip` and `noloco` number of rounds of all workers, of up to `every` minibatches each.
         samples: number of samples in them; a sample counts each time.
         samples_accounted: number of samples with a receipt, which are in the model; None if the run did not finish.
         samples_dropped: number of samples that updates left out: with backup workers, or of refused gradients.
         gradients_refused: by worker, number of gradients that were not finite.
         late: by worker, number of gradients that came too late.
+        alone: by worker, number of rounds that it went through without the partner of its pair.
         shares: by worker, samples of a round at the end; empty if shares are not measured.
         reason: why the run finished before its data was used up (`until`), or None.
         samples_reassigned: number of minibatches that were assigned again because their first worker was lost.
@@ -161,6 +162,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         **_staleness(events),
         "carriers": dict(sorted(Counter(carriers_of(events).values()).items())),
         "relayed": _relayed(events),
+        "alone": dict(sorted(Counter(f"worker-{event['rank']}" for event in _of(events, "alone")).items())),
         "group": _group(events),
         "links": None if (links := links_of(events)) is None else links.sentence(),
         **_totals(events, "applied", ("updates", "duplicates", "dropped", "refused")),

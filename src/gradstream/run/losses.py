@@ -1,7 +1,7 @@
 """`losses_of`: what becomes of a run when a worker dies, decided in one place.
 
-the others go on without it        as the strategy says; in rounds only where others stand in for it, or exchange in pairs:
-                                   its part of the rounds is left out then, until a new process takes its place
+the others go on without it        as the strategy says; in rounds only where others stand in for it, or where workers
+                                   exchange in pairs: its part is left out then, until a new process takes its place
 a new process takes its place      unless one of `_obstacles` holds
 until then others stand in for it  in rounds, where a new process may come
 its torn pushes are redone         elsewhere, where it pushed gradients to servers and a new process may come;

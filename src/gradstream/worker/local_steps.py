@@ -121,6 +121,7 @@ class OwnSteps(LocalSteps):
 
     @updates.setter
     def updates(self, count: int) -> None:
+        """Goes on after so many inner steps."""
         self._updates = count
 
     def _copies(self, memory: Memory) -> dict[str, Vector]:
