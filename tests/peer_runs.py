@@ -36,17 +36,23 @@ class Notes:
 def noted(patch: pytest.MonkeyPatch) -> Notes:
     """Notes what all workers of later runs give and have."""
     notes, meet, go_on_from = Notes(), PeerReplica.meet, PeerReplica.go_on_from
+    pass_on = PeerReplica.pass_on
 
     async def meeting(self: PeerReplica, partner: int | None, given: Sequence[Vector]) -> Any:
         copies = [one.tensor.numpy().copy() for one in given]
         notes.given.setdefault(self.version, {})[self.rank] = copies
         return await meet(self, partner, given)
 
+    async def passing(self: PeerReplica, to: int | None, giver: int | None, given: Sequence[Vector]) -> Any:
+        notes.given.setdefault(self.version, {})[self.rank] = [one.tensor.numpy().copy() for one in given]
+        return await pass_on(self, to, giver, given)
+
     def going_on(self: PeerReplica, vector: Vector) -> None:
         notes.own.setdefault(self.version, {})[self.rank] = vector.tensor.numpy().copy()
         go_on_from(self, vector)
 
     patch.setattr(PeerReplica, "meet", meeting)
+    patch.setattr(PeerReplica, "pass_on", passing)
     patch.setattr(PeerReplica, "go_on_from", going_on)
     return notes
 

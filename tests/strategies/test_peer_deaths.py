@@ -24,7 +24,7 @@ from killing import Killer
 from peer_runs import alone, bytes_of, noted
 from whole_runs import train
 
-Gossip, NoLoCo = gs.strategies.Gossip, gs.strategies.NoLoCo
+Gossip, NoLoCo, PushSum = gs.strategies.Gossip, gs.strategies.NoLoCo, gs.strategies.PushSum
 FAR = {
     (f"worker-{one}", f"worker-{other}"): Link(latency_s=5e-3)
     for one in range(5)
@@ -36,6 +36,9 @@ STEADY = SimulationConfig(costs={"gradient": Cost(base_s=0.02)}, network=Network
 
 ROUNDS = 8
 BOTH = pytest.mark.parametrize("strategy", [Gossip(every=2), NoLoCo(every=2)], ids=["gossip", "noloco"])
+ALL = pytest.mark.parametrize(
+    "strategy", [Gossip(every=2), NoLoCo(every=2), PushSum(every=2)], ids=["gossip", "noloco", "push-sum"]
+)
 
 
 def small(workers: int, strategy: gs.Strategy, **options: Any) -> gs.Run:
@@ -101,8 +104,8 @@ def test_a_silent_partner_is_given_up_after_the_silence(strategy: gs.Strategy) -
     assert max(times[-1] for times in ends_s(run).values()) < whole[0][-1] + meetings * 1.5 * QUICK.silence_s
 
 
-@BOTH
-@pytest.mark.parametrize("seed", range(6))
+@ALL
+@pytest.mark.parametrize("seed", range(4))
 def test_whoever_dies_and_comes_back_every_sample_is_accounted_for(strategy: gs.Strategy, seed: int) -> None:
     """Drawn schedules: two deaths of five workers, one of which is replaced. Nothing hangs."""
     rng, workers = random.Random(seed), 5
@@ -122,7 +125,7 @@ def test_whoever_dies_and_comes_back_every_sample_is_accounted_for(strategy: gs.
     )
 
 
-@BOTH
+@ALL
 def test_a_newcomer_copies_a_live_worker_and_meets_others_from_then_on(
     strategy: gs.Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

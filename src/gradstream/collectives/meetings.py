@@ -1,6 +1,6 @@
 """`Meetings`: one node exchanges vectors with one partner at a time, in rounds, and no third node has a part in it.
 
-    opens a stream for round r ──▶ ◀── opens a stream for round r       each of the two gives on its own stream
+    opens a stream for round r ──▶ ◀── opens a stream for round r       each of a pair gives on its own stream
     "I am there"               ──▶      waits until it is in round r itself
                                ◀── "come" or "I go on without you"
     its vectors                ──▶
@@ -8,7 +8,8 @@
 
 An exchange is done when a node has the partner's vectors, and the partner has said that it has this node's. Otherwise
 the node goes on alone, and so does the partner; they can differ only where their connection breaks between the two last
-messages. What was received of an exchange that is not done is used by nobody.
+messages. What was received of an exchange that is not done is used by nobody. A node may also give to one node, and
+take from another: `pass_on`. Then each half is done, or not, by itself.
 
 A stream says for which round it is, and comes from one incarnation of a node. Rounds of a node only grow. So what comes
 late, or again, or from a process that was replaced, is never part of another round: the answer is that the node has
@@ -57,32 +58,34 @@ class GoneOnError(PeerLostError):
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """An exchange that is under way.
+    """The exchange of a round that is under way.
 
     Args:
-        partner: name of the partner.
+        to: name of the node that gets this one's vectors.
+        giver: name of the node that gives to this one.
         into: where its vectors land.
-        done: set when both sides have everything; fails when one cannot.
+        pair: both halves are done, or none is.
+        over: set when the exchange is over, for whoever asks for its end.
+
+    Attributes:
+        gave, took: done when a half is complete; fail when it cannot be.
     """
 
-    partner: str
+    to: str
+    giver: str
     into: Sequence[Span]
-    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    given: bool = False
-    received: bool = False
+    pair: bool
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    gave: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    took: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     incoming: Stream | None = None
 
-    def step(self, *, given: bool = False, received: bool = False) -> None:
-        """One half of the exchange is complete."""
-        self.given, self.received = self.given or given, self.received or received
-        if self.given and self.received and not self.done.done():
-            self.done.set_result(None)
-
-    def fail(self, error: Exception) -> None:
-        """The exchange cannot be completed."""
-        if not self.done.done():
-            self.done.set_exception(error)
-            self.done.exception()  # it may be that nobody awaits it any more
+    def fail(self, error: Exception, *halves: asyncio.Future[None]) -> None:
+        """These halves cannot be completed; those of a pair fail together."""
+        for half in (self.gave, self.took) if self.pair else halves:
+            if not half.done():
+                half.set_exception(error)
+                half.exception()  # it may be that nobody awaits it any more
 
 
 class Meetings:
@@ -112,7 +115,7 @@ class Meetings:
         self._endpoint.serve(METHOD, self._answer, model=False)
 
     async def meet(self, number: int, partner: str, given: Sequence[Span], into: Sequence[Span]) -> str:
-        """Exchanges vectors in a round.
+        """Exchanges vectors with a partner in a round: both have the other's, or none has.
 
         Args:
             number: number of the round, larger than that of every call before.
@@ -123,33 +126,53 @@ class Meetings:
         Returns:
             "" if the exchange is done; else why not.
         """
+        gave, took = await self._exchange(number, _Meeting(partner, partner, into, pair=True), given)
+        return gave or took
+
+    async def pass_on(
+        self, number: int, to: str, giver: str, given: Sequence[Span], into: Sequence[Span]
+    ) -> tuple[str, str]:
+        """Gives vectors to one node, and takes those of another, in a round. Each half is done, or not, by itself.
+
+        Args:
+            number, given, into: as for `meet`.
+            to: name of the node that gets them; "" for none.
+            giver: name of the node that gives; "" for none.
+
+        Returns:
+            "" if `to` has the vectors, else why not; "" if `into` has those of `giver`, else why not.
+        """
+        return await self._exchange(number, _Meeting(to, giver, into, pair=False), given)
+
+    async def _exchange(self, number: int, meeting: _Meeting, given: Sequence[Span]) -> tuple[str, str]:
         assert number > self._round
-        self._round = number
-        meeting = self._meeting = _Meeting(partner, into) if partner else None
+        self._round, self._meeting = number, meeting if meeting.to else None
         self._changed.ring()
-        if meeting is None:
-            return "there is no partner"
-        to = f"{self._me}: meets {partner} in round {number}"
-        with borrow_all(given, into, to=to):
-            giving = self._runtime.spawn(
-                self._give(meeting, number, given), name=f"{self._me}/gives-{number}"
-            )
+        if not meeting.to:
+            return ("there is no partner",) * 2
+        halves = [self._give(meeting, number, given)]
+        if not meeting.pair:  # else what the partner answers to the one half tells of the other
+            halves.append(self._ask(meeting, number))
+        with borrow_all(given, meeting.into, to=f"{self._me}: round {number}"):
+            tasks = [self._runtime.spawn(half, name=f"{self._me}/round-{number}") for half in halves]
             try:
-                await meeting.done
-                return ""
-            except LOST as error:
-                return str(error)
+                return await _why(meeting.gave), await _why(meeting.took)
             finally:
                 self._meeting = None
-                giving.cancel()
-                await asyncio.gather(giving, return_exceptions=True)
-                if meeting.incoming is not None and not meeting.received:
+                meeting.over.set()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                if meeting.incoming is not None and not _complete(meeting.took):
                     meeting.incoming.cancel("the exchange was given up")  # nothing is written any more
 
     def lost(self, node: str, why: str) -> None:
-        """Gives up the exchange with a node that is no member any more."""
-        if self._meeting is not None and self._meeting.partner == node:
-            self._meeting.fail(PeerLostError(node, why))
+        """Gives up what is exchanged with a node that is no member any more."""
+        meeting, error = self._meeting, PeerLostError(node, why)
+        if meeting is not None and meeting.to == node:
+            meeting.fail(error, meeting.gave)
+        if meeting is not None and meeting.giver == node:
+            meeting.fail(error, meeting.took)
 
     def end(self) -> None:
         """This node meets nobody any more."""
@@ -160,10 +183,12 @@ class Meetings:
 
     async def _give(self, meeting: _Meeting, number: int, spans: Sequence[Span]) -> None:
         try:
-            await self._send(meeting.partner, number, spans)
-            meeting.step(given=True)
+            await self._send(meeting.to, number, spans)
         except LOST as error:
-            meeting.fail(error)
+            meeting.fail(error, meeting.gave)
+            return
+        if not meeting.gave.done():
+            meeting.gave.set_result(None)
 
     async def _send(self, partner: str, number: int, spans: Sequence[Span]) -> None:
         wire = to_wire(spans[0].tensor.dtype)
@@ -197,6 +222,20 @@ class Meetings:
 
     # ---- the receiving half ---------------------------------------------------------------
 
+    async def _ask(self, meeting: _Meeting, number: int) -> None:
+        """Fails unless the giver gives to this node in this round, or once it is gone before it has."""
+        stream = await self._endpoint.open(meeting.giver, METHOD, v1.Tensor(tag=number))
+        try:
+            await stream.send(v1.Frame(body=v1.Body(data=COME)))
+            await self._expect(stream, COME)
+            await stream.recv(self._silence_s)  # its end: the giver is through with this round
+            if meeting.incoming is None:
+                raise GoneOnError(stream.peer, "has given nothing in this round")
+        except LOST as error:
+            meeting.fail(error, meeting.took)
+        finally:
+            stream.cancel("the answer is there")
+
     async def _answer(self, stream: Stream) -> None:
         """Serves the stream of a partner, or of one that takes this node for its partner."""
         request = v1.Tensor.FromString(stream.opened.body)
@@ -205,9 +244,13 @@ class Meetings:
                 await self._runtime.within(self._silence_s / SIGNS, self._changed.wait())
             except TimeoutError:
                 await stream.waiting([f"{self._me}: not in round {request.tag} yet"])
-        meeting = self._meeting
-        if self._round != request.tag or meeting is None or meeting.partner != stream.opened.sender:
+        meeting, sender = self._meeting, stream.opened.sender
+        asks = not request.elems
+        if self._round != request.tag or meeting is None or sender != (meeting.to if asks else meeting.giver):
             await stream.send(v1.Frame(body=v1.Body(data=GO_ON)))
+            return
+        if asks:
+            await self._attend(stream, meeting)
             return
         if meeting.incoming is not None:
             raise RefusedError(self._me, "BAD_REQUEST", f"{stream.peer} gives in round {request.tag} already")
@@ -215,9 +258,19 @@ class Meetings:
         try:
             await self._take(stream, request, meeting.into)
         except LOST as error:
-            meeting.fail(error)
+            meeting.fail(error, meeting.took)
             raise
-        meeting.step(received=True)
+        if not meeting.took.done():
+            meeting.took.set_result(None)
+
+    async def _attend(self, stream: Stream, meeting: _Meeting) -> None:
+        """Answers a node that asks whether this one gives to it, and stays until it has."""
+        await stream.send(v1.Frame(body=v1.Body(data=COME)))
+        while not meeting.over.is_set():
+            try:
+                await self._runtime.within(self._silence_s / SIGNS, meeting.over.wait())
+            except TimeoutError:
+                await stream.waiting([f"{self._me}: its exchange is under way"])
 
     async def _take(self, stream: Stream, request: v1.Tensor, into: Sequence[Span]) -> None:
         pieces = [piece for span in into for piece in _pieces(span)]
@@ -267,3 +320,16 @@ def _pieces(span: Span) -> list[Span]:
     return [
         Span(span.vector, start, min(start + step, span.stop)) for start in range(span.start, span.stop, step)
     ]
+
+
+async def _why(half: asyncio.Future[None]) -> str:
+    """Why a half cannot be complete; "" when it is."""
+    try:
+        await half
+    except LOST as error:
+        return str(error)
+    return ""
+
+
+def _complete(half: asyncio.Future[None]) -> bool:
+    return half.done() and not half.cancelled() and half.exception() is None

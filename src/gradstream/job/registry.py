@@ -51,6 +51,7 @@ STRATEGIES = {
     "local-sgd": "gradstream.strategies.local_sgd:LocalSGD",
     "noloco": "gradstream.strategies.noloco:NoLoCo",
     "parameter-averaging": "gradstream.strategies.averaging:ParameterAveraging",
+    "push-sum": "gradstream.strategies.push_sum:PushSum",
     "softsync": "gradstream.strategies.softsync:Softsync",
     "ssp": "gradstream.strategies.ssp:SSP",
     "staleness-aware": "gradstream.strategies.staleness_aware:StalenessAware",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gradstream.strategies.lbfgs import LBFGS
     from gradstream.strategies.local_sgd import LocalSGD
     from gradstream.strategies.noloco import NoLoCo
+    from gradstream.strategies.push_sum import PushSum
     from gradstream.strategies.softsync import Softsync
     from gradstream.strategies.ssp import SSP
     from gradstream.strategies.staged import StagedStrategy
@@ -63,6 +64,7 @@ __all__ = [
     "ParameterAveraging",
     "PeerStrategy",
     "PeerWorker",
+    "PushSum",
     "ServerStrategy",
     "ServerWorker",
     "SharedMemoryStrategy",
@@ -99,6 +101,7 @@ _MODULE_OF = {
     "ParameterAveraging": "averaging",
     "PeerStrategy": "base",
     "PeerWorker": "api",
+    "PushSum": "push_sum",
     "ServerStrategy": "base",
     "ServerWorker": "api",
     "SharedMemoryStrategy": "base",

@@ -231,6 +231,7 @@ class PeerWorker(Worker, Protocol):
     seed: int  # of the run
     parameters: Vector  # those with which the present round begins
     state: Mapping[str, Vector]  # see `PeerStrategy.state_names`
+    numbers: Mapping[str, Vector]  # of one element each; see `PeerStrategy.numbers`
 
     @property
     def live(self) -> Sequence[int]:
@@ -264,6 +265,22 @@ class PeerWorker(Worker, Protocol):
             The partner's vectors, which may be read until the next call; None if this worker goes on alone: there is no
             partner, or it is lost, or it has gone on without this one. The partner then does not have the vectors of
             this worker either, unless their connection broke at the last message.
+        """
+        ...
+
+    async def pass_on(
+        self, to: int | None, giver: int | None, given: Sequence[Vector]
+    ) -> tuple[bool, Sequence[Vector] | None]:
+        """Gives vectors to one worker, and takes those of another. Call it once a round, in place of `meet`.
+
+        Args:
+            to: rank of the worker that gets them; None for none.
+            giver: rank of the worker that gives to this one; None where `to` is None.
+            given: lent for reading until the call returns.
+
+        Returns:
+            Whether `to` has them; and the vectors of `giver`, or None: see `meet`. The two are independent of each
+            other, unless they are one worker.
         """
         ...
 

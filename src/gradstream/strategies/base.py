@@ -321,6 +321,11 @@ class PeerStrategy(Strategy):
         return ()
 
     @property
+    def numbers(self) -> Mapping[str, float]:
+        """Single numbers that each worker keeps from round to round, with their first values."""
+        return {}
+
+    @property
     def encodes(self) -> bool:
         """Whether the first vector of each `PeerWorker.meet` is a difference, which a codec may encode."""
         return False

@@ -79,7 +79,6 @@ METHODS: Mapping[str, Method] = {
     # Workers with parameters of their own, which exchange in pairs.
     "meet": Method(served_by=_WORKER, callers=_WORKER, chunks=True),
     "replica": Method(served_by=_WORKER, callers=_WORKER | _COORDINATOR),
-    "own": Method(served_by=_WORKER, callers=_WORKER),
     "state": Method(served_by=_COMPUTES, callers=_COMPUTES | _COORDINATOR),
     "predictors": Method(served_by=_COMPUTES, callers=_COORDINATOR),
     "remainders": Method(served_by=_COMPUTES, callers=_COORDINATOR),

@@ -140,7 +140,7 @@ class Assembly:
                 self._replica_context(),
                 meetings,
                 config.seed,
-                strategy.state_names,
+                strategy,
                 lambda: [node.rank for node in member.notice.nodes if node.role == "worker"],
                 self._coded_way(),
                 transfers,

@@ -1,7 +1,9 @@
-"""`PeerStates`: what a worker with parameters of its own gives to others, between two rounds.
+"""`PeerStates`: what a worker with parameters of its own gives to others, by the method "replica".
 
-"replica"   all that it has of its own, as a file: to the coordinator for a checkpoint, to a worker that joins
-"own"       a range of its parameters: to each worker that makes the mean of all, for a checkpoint or at the end
+    no request     all that it has, as a file: to the coordinator for a checkpoint, and to a worker that joins
+    a `v1.Tensor`  a range of its parameters: to each worker that makes the mean of all, for a checkpoint or at the end
+
+It answers between two rounds, when all of this is of the same moment.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from gradstream.transport.base import Endpoint, Stream
 from gradstream.wire import v1
 from gradstream.worker.replica.peer import PeerReplica
 
-REPLICA, OWN = "replica", "own"
+METHOD = "replica"
 
 SIGNS = 4
 """How often whoever waits for the end of a round hears within its patience that this worker lives."""
@@ -50,8 +52,7 @@ class PeerStates:
 
     def serve(self, endpoint: Endpoint) -> None:
         """Answers from now on."""
-        endpoint.serve(REPLICA, self._answer_replica, model=False)
-        endpoint.serve(OWN, self._answer_own, model=False)
+        endpoint.serve(METHOD, self._answer, model=False)
 
     def end(self) -> None:
         """The worker goes through no more rounds."""
@@ -60,7 +61,11 @@ class PeerStates:
 
     # ---- answers --------------------------------------------------------------------------
 
-    async def _answer_replica(self, stream: Stream) -> None:
+    async def _answer(self, stream: Stream) -> None:
+        asked = v1.Body.FromString(stream.opened.body).data
+        if asked:
+            await self._answer_range(stream, v1.Tensor.FromString(asked))
+            return
         await self._until(stream, last=False)
         replica = self._replica
 
@@ -72,8 +77,7 @@ class PeerStates:
 
         await send_file(stream, await self._copy(copied))
 
-    async def _answer_own(self, stream: Stream) -> None:
-        asked = v1.Tensor.FromString(v1.Body.FromString(stream.opened.body).data)
+    async def _answer_range(self, stream: Stream, asked: v1.Tensor) -> None:
         start, stop = asked.tag, asked.tag + asked.elems
         if stop > len(self._replica.parameters):
             raise RefusedError(
@@ -108,7 +112,7 @@ async def copy_of(endpoint: Endpoint, worker: str, silence_s: float) -> Mapping[
         PeerLostError, DeadlineError: it is gone, or silent.
         RefusedError: it does not answer with a state.
     """
-    data = await receive_file(endpoint, worker, REPLICA, b"", MOST_BYTES, silence_s)
+    data = await receive_file(endpoint, worker, METHOD, b"", MOST_BYTES, silence_s)
     try:
         found: Mapping[str, torch.Tensor] = safetensors.torch.load(data)
     except SafetensorError as error:
@@ -135,7 +139,7 @@ async def elements_of(
     """
     request = v1.Tensor(tag=start, elems=len(like), sequence=int(last)).SerializeToString()
     size_bytes = like.nbytes
-    data = await receive_file(endpoint, worker, OWN, request, size_bytes, silence_s)
+    data = await receive_file(endpoint, worker, METHOD, request, size_bytes, silence_s)
     if len(data) != size_bytes:
         raise RefusedError(
             worker, "BAD_REQUEST", f"{len(data)} bytes of its parameters; expected {size_bytes}"

@@ -8,10 +8,11 @@ from functools import partial
 import torch
 
 from gradstream.collectives.meetings import Meetings
-from gradstream.memory import Vector
+from gradstream.memory import Span, Vector
 from gradstream.model.check import finite
 from gradstream.runtime.base import Work
 from gradstream.strategies import api
+from gradstream.strategies.base import PeerStrategy
 from gradstream.telemetry.events import AloneEvent
 from gradstream.telemetry.traffic import Transfer
 from gradstream.telemetry.wait_attribution import Kind, WaitAttribution
@@ -29,14 +30,14 @@ class PeerReplica(Replica):
         context: parts of every replica; its `gradients` are `OwnSteps`.
         meetings: the exchanges of this worker's node.
         seed: seed of the run.
-        state_names: see `PeerStrategy.state_names`.
+        strategy: strategy of the run.
         live: see `api.PeerWorker`.
         coded: encodes the first of the vectors that are given; None where all go as they are.
         on_transfer: called with each exchange that is done.
         on_alone: called with each that is not, though there was a partner.
 
     Attributes:
-        meetings, seed, state: see above.
+        meetings, seed, state, numbers: see `api.PeerWorker`.
         meetings_done: number of exchanges that are done.
         whole_bytes: bytes that they would have given, had nothing been encoded.
         changed: rings when a round ends.
@@ -47,18 +48,22 @@ class PeerReplica(Replica):
         context: ReplicaContext,
         meetings: Meetings,
         seed: int,
-        state_names: Sequence[str],
+        strategy: PeerStrategy,
         live: Callable[[], Sequence[int]],
         coded: CodedWay | None,
         on_transfer: Callable[[Transfer], None],
         on_alone: Callable[[AloneEvent], None],
     ) -> None:
+        self.numbers: dict[str, Vector] = {}
         self._allocate = partial(context.runtime.memory.allocate, exchanged=True)
         self._attribution = WaitAttribution()
         super().__init__(context, self._allocate, self._attribution)
         self.meetings = meetings
         self.seed = seed
-        self.state: Mapping[str, Vector] = {name: self._vector(name) for name in state_names}
+        self.state: Mapping[str, Vector] = {name: self._vector(name) for name in strategy.state_names}
+        for name, first in strategy.numbers.items():
+            self.numbers[name] = self._allocate(1, self._layout.dtype, name)
+            self.numbers[name].tensor.fill_(first)
         self.meetings_done = self.whole_bytes = 0
         self.changed = Broadcast()
         self._live = live
@@ -87,7 +92,7 @@ class PeerReplica(Replica):
     def own(self) -> Mapping[str, Vector]:
         """All that this worker has of its own, by name: parameters, what the strategy keeps, and the inner state."""
         inner = {f"inner.{name}": vector for name, vector in self.steps.state.items()}
-        return {"parameters": self.parameters, **self.state, **inner}
+        return {"parameters": self.parameters, **self.state, **self.numbers, **inner}
 
     def retire(self) -> None:
         """See `Replica.retire`."""
@@ -111,11 +116,27 @@ class PeerReplica(Replica):
             await self.work(lambda: own.tensor.copy_(parameters.tensor), [parameters], [own])
         return gradient.vector
 
+    async def pass_on(
+        self, to: int | None, giver: int | None, given: Sequence[Vector]
+    ) -> tuple[bool, Sequence[Vector] | None]:
+        """See `strategies.api.PeerWorker`."""
+        taken, begun_ns = self._landing_for(given), self._runtime.now()
+        names = ["" if rank is None else f"worker-{rank}" for rank in (to, giver)]
+        gives, takes = [one.all for one in given], [one.all for one in taken]
+        why = await self.meetings.pass_on(self.version, *names, gives, takes)
+        self._attribution.note(Kind.WORKER, names[1] or self._runtime.node, begun_ns, self._runtime.now())
+        if not why[1] and not await self._sound(taken):
+            why = why[0], f"{names[1]} has given numbers that are not finite"
+        for name, reason in zip(names, why, strict=True):
+            if name and reason:
+                self._on_alone(AloneEvent(rank=self.rank, round=self.version, partner=name, reason=reason))
+        if not why[0]:
+            self._count(gives, given, begun_ns)
+        return not why[0], None if why[1] else taken
+
     async def meet(self, partner: int | None, given: Sequence[Vector]) -> Sequence[Vector] | None:
         """See `strategies.api.PeerWorker`."""
-        while len(self._taken) < len(given):
-            self._taken.append(self._vector(f"partner's {len(self._taken)}"))
-        taken, name = self._taken[: len(given)], "" if partner is None else f"worker-{partner}"
+        taken, name = self._landing_for(given), "" if partner is None else f"worker-{partner}"
         gives, takes = [one.all for one in given], [one.all for one in taken]
         if self._coded is not None and name:
             await self._coded.encode(given[0], self.version)
@@ -131,11 +152,25 @@ class PeerReplica(Replica):
             if name:
                 self._on_alone(AloneEvent(rank=self.rank, round=self.version, partner=name, reason=why))
             return None
+        self._count(gives, given, begun_ns)
+        return taken
+
+    def _landing_for(self, given: Sequence[Vector]) -> list[Vector]:
+        """Vectors for what the partner gives: as long as what it gets."""
+        for number, one in enumerate(given[len(self._taken) :], len(self._taken)):
+            self._taken.append(
+                self._allocate(
+                    len(one), one.tensor.dtype, f"partner's {number}", lead_bytes=self._layout.lead_bytes
+                )
+            )
+        return self._taken[: len(given)]
+
+    def _count(self, gives: Sequence[Span], given: Sequence[Vector], begun_ns: int) -> None:
+        """Counts an exchange that is done, with what was sent, and what that stands for."""
         self.meetings_done += 1
         self.whole_bytes += sum(one.tensor.nbytes for one in given)
         sent_bytes = sum(one.tensor.nbytes for one in gives)
         self._on_transfer(Transfer("push", (self._runtime.now() - begun_ns) / 1e9, sent_bytes))
-        return taken
 
     async def _sound(self, taken: Sequence[Vector]) -> bool:
         return await self._runtime.compute(
