@@ -49,9 +49,11 @@ class Nodes:
         self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def run(
-        self, plans: Sequence[Sequence[tuple[float, int, int]]], lost: tuple[float, int, str] | None = None
+        self,
+        plans: Sequence[Sequence[tuple[float, int, int | tuple[int, int]]]],
+        lost: tuple[float, int, str] | None = None,
     ) -> None:
-        """Lets each rank go through its plan: (seconds of computing, round, partner).
+        """Lets each rank go through its plan: (seconds of computing, round, partner; or (to, giver)).
 
         Args:
             plans: by rank.
@@ -62,15 +64,20 @@ class Nodes:
             await self.cluster.runtime("director").sleep(seconds)
             self._meetings[rank].lost(name, "was lost, as the coordinator says")
 
-        async def live(rank: int, plan: Sequence[tuple[float, int, int]]) -> None:
+        async def live(rank: int, plan: Sequence[tuple[float, int, int | tuple[int, int]]]) -> None:
             runtime = self.cluster.runtime(self.names[rank])
             own, into = (runtime.memory.allocate(ELEMS, torch.float64, name) for name in ("own", "into"))
             for seconds, number, partner in plan:
                 await runtime.sleep(seconds)
                 own.tensor.fill_(10 * number + rank)
-                name = "" if partner < 0 else self.names[partner]
                 key = rank, number
-                self.why[key] = await self._meetings[rank].meet(number, name, [own.all], [into.all])
+                if isinstance(partner, tuple):
+                    to, giver = (self.names[one] for one in partner)
+                    why = await self._meetings[rank].pass_on(number, to, giver, [own.all], [into.all])
+                    self.why[key] = ", ".join(filter(None, why))
+                else:
+                    name = "" if partner < 0 else self.names[partner]
+                    self.why[key] = await self._meetings[rank].meet(number, name, [own.all], [into.all])
                 self.got[key] = into.tensor.unique().tolist()
                 self.ended_s[key] = self.cluster.clock.now_ns / 1e9
             self._meetings[rank].end()
@@ -212,3 +219,31 @@ def test_a_node_that_is_no_member_any_more_is_given_up_at_once() -> None:
     nodes.run([[(0, 0, 1)], [(5.0, 0, 0)]], lost=(0.3, 0, "worker-1"))
     assert nodes.why[0, 0] == "worker-1: was lost, as the coordinator says"
     assert nodes.ended_s[0, 0] == pytest.approx(0.3)
+
+
+def test_each_takes_from_one_what_it_does_not_give_to_that_one() -> None:
+    nodes = Nodes(3)
+    nodes.run([[(0.1 * rank, 0, ((rank + 1) % 3, (rank - 1) % 3))] for rank in range(3)])
+    assert set(nodes.why.values()) == {""}
+    assert [nodes.got[rank, 0] for rank in range(3)] == [[2], [0], [1]]
+
+
+@pytest.mark.parametrize("chunk", range(1, 25, 3))
+def test_a_death_in_a_ring_costs_its_two_neighbours_a_half(chunk: int) -> None:
+    """Rank 0 gives to 1, which dies, 2 takes from it; what 0 takes from 2 is not touched."""
+    nodes = Nodes(3)
+    nodes.doomed = 1, chunk
+    nodes.run([[(0, 0, ((rank + 1) % 3, (rank - 1) % 3))] for rank in range(3)])
+    assert nodes.got[0, 0] == [2]
+    assert all("worker-1" in nodes.why[rank, 0] for rank in (0, 2)) or chunk > 20
+    assert max(nodes.ended_s[rank, 0] for rank in (0, 2)) < 0.1
+
+
+@pytest.mark.parametrize("other", [(0, 0), (2, 2), (0, 2), (2, 0)])
+def test_views_that_differ_keep_nobody_waiting(other: tuple[int, int]) -> None:
+    """Rank 0 takes rank 1 for both of its neighbours, rank 1 has others, and rank 2 is at another round already."""
+    nodes = Nodes(3)
+    nodes.run([[(0, 0, (1, 1))], [(0, 0, other)], [(0, 7, -1)]])
+    assert max(nodes.ended_s.values()) < 0.1
+    assert (nodes.why[0, 0] == "") is (other == (0, 0))
+    assert (nodes.got[0, 0] == [1]) is (other[0] == 0)

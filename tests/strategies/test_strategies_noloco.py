@@ -183,7 +183,12 @@ def test_it_learns_as_well_as_its_siblings_from_as_many_samples() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "codec"),
-    [(Gossip(every=2), None), (NoLoCo(every=2), None), (NoLoCo(every=2), "one-bit")],
+    [
+        (Gossip(every=2), None),
+        (gs.strategies.PushSum(every=2), None),
+        (NoLoCo(every=2), None),
+        (NoLoCo(every=2), "one-bit"),
+    ],
     ids=str,
 )
 def test_a_stopped_run_goes_on_with_the_same_bits(

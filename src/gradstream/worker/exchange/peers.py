@@ -272,9 +272,9 @@ class _PeerSnapshot:
     @asynccontextmanager
     async def _filled(self) -> AsyncIterator[None]:
         assert self._mean is not None
-        start, _ = self._slice
+        start, stop = self._slice
         try:
-            gone = await self._exchange.mean(self._mean.all, start, last=False)
+            gone = [] if start == stop else await self._exchange.mean(self._mean.all, start, last=False)
         except RefusedError as error:
             raise DataError(str(error)) from error
         if gone:
