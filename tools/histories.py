@@ -81,6 +81,7 @@ STRATEGIES: dict[str, gs.Strategy] = {
     "diloco": gs.DiLoCo(every=4),
     "local-sgd": gs.LocalSGD(every=4),
     "gossip": gs.strategies.Gossip(every=4),
+    "push-sum": gs.strategies.PushSum(every=4),
     "noloco": gs.strategies.NoLoCo(every=4),
     "hogwild": gs.Hogwild(),
     "allreduce": gs.AllReduce(),
