@@ -78,7 +78,7 @@ class Nodes:
                 else:
                     name = "" if partner < 0 else self.names[partner]
                     self.why[key] = await self._meetings[rank].meet(number, name, [own.all], [into.all])
-                self.got[key] = into.tensor.unique().tolist()
+                self.got[key] = sorted(set(into.tensor.tolist()))
                 self.ended_s[key] = self.cluster.clock.now_ns / 1e9
             self._meetings[rank].end()
 

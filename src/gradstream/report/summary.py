@@ -111,7 +111,7 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         phases: one row for each phase of the job that has begun: number (from 1), label, strategy, optimizer, workers,
             servers, batch_size, accumulate, samples (in the model at its beginning), time_s; [] without phases.
         steps: number of minibatches of all workers, without those that a resumed run has computed again; under
-            `local-sgd`, `gossip`, `push-sum` and `noloco` number of rounds of all workers, of up to `every` minibatches.
+            `local-sgd` and strategies of pairs number of rounds of all workers, of up to `every` minibatches each.
         samples: number of samples in them; a sample counts each time.
         samples_accounted: number of samples with a receipt, which are in the model; None if the run did not finish.
         samples_dropped: number of samples that updates left out: with backup workers, or of refused gradients.

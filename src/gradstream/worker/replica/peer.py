@@ -54,15 +54,16 @@ class PeerReplica(Replica):
         on_transfer: Callable[[Transfer], None],
         on_alone: Callable[[AloneEvent], None],
     ) -> None:
-        self.numbers: dict[str, Vector] = {}
         self._allocate = partial(context.runtime.memory.allocate, exchanged=True)
         self._attribution = WaitAttribution()
         super().__init__(context, self._allocate, self._attribution)
         self.meetings = meetings
         self.seed = seed
         self.state: Mapping[str, Vector] = {name: self._vector(name) for name in strategy.state_names}
+        self.numbers: Mapping[str, Vector] = {
+            name: self._allocate(1, self._layout.dtype, name) for name in strategy.numbers
+        }
         for name, first in strategy.numbers.items():
-            self.numbers[name] = self._allocate(1, self._layout.dtype, name)
             self.numbers[name].tensor.fill_(first)
         self.meetings_done = self.whole_bytes = 0
         self.changed = Broadcast()
@@ -121,9 +122,9 @@ class PeerReplica(Replica):
     ) -> tuple[bool, Sequence[Vector] | None]:
         """See `strategies.api.PeerWorker`."""
         taken, begun_ns = self._landing_for(given), self._runtime.now()
-        names = ["" if rank is None else f"worker-{rank}" for rank in (to, giver)]
+        names = _name(to), _name(giver)
         gives, takes = [one.all for one in given], [one.all for one in taken]
-        why = await self.meetings.pass_on(self.version, *names, gives, takes)
+        why = await self.meetings.pass_on(self.version, names[0], names[1], gives, takes)
         self._attribution.note(Kind.WORKER, names[1] or self._runtime.node, begun_ns, self._runtime.now())
         if not why[1] and not await self._sound(taken):
             why = why[0], f"{names[1]} has given numbers that are not finite"
@@ -136,7 +137,7 @@ class PeerReplica(Replica):
 
     async def meet(self, partner: int | None, given: Sequence[Vector]) -> Sequence[Vector] | None:
         """See `strategies.api.PeerWorker`."""
-        taken, name = self._landing_for(given), "" if partner is None else f"worker-{partner}"
+        taken, name = self._landing_for(given), _name(partner)
         gives, takes = [one.all for one in given], [one.all for one in taken]
         if self._coded is not None and name:
             await self._coded.encode(given[0], self.version)
@@ -203,3 +204,7 @@ class PeerReplica(Replica):
         self.version, self._round = self.version + 1, None
         self._handed_out((done.batch.ref,))()
         self.changed.ring()
+
+
+def _name(rank: int | None) -> str:
+    return "" if rank is None else f"worker-{rank}"
