@@ -241,7 +241,7 @@ class Meetings:
         request = v1.Tensor.FromString(stream.opened.body)
         while self._round < request.tag:
             try:
-                await self._runtime.within(self._silence_s / SIGNS, self._changed.wait())
+                await self._runtime.within(self._silence_s / SIGNS, self._reached(request.tag))
             except TimeoutError:
                 await stream.waiting([f"{self._me}: not in round {request.tag} yet"])
         meeting, sender = self._meeting, stream.opened.sender
@@ -262,6 +262,11 @@ class Meetings:
             raise
         if not meeting.took.done():
             meeting.took.set_result(None)
+
+    async def _reached(self, number: int) -> None:
+        """Returns when this node is in a round, or past it."""
+        while self._round < number:
+            await self._changed.wait()
 
     async def _attend(self, stream: Stream, meeting: _Meeting) -> None:
         """Answers a node that asks whether this one gives to it, and stays until it has."""

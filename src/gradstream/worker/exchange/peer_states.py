@@ -89,11 +89,18 @@ class PeerStates:
 
     async def _until(self, stream: Stream, *, last: bool) -> None:
         """Returns when the worker is between two rounds; if `last`, when it has gone through its last one."""
-        while not (self._replica.between and self._replica.version >= 0 and (self.ended or not last)):
+        while not self._may_answer(last):
             try:
-                await self._runtime.within(self._silence_s / SIGNS, self._replica.changed.wait())
+                await self._runtime.within(self._silence_s / SIGNS, self._ready(last))
             except TimeoutError:
                 await stream.waiting([f"{self._runtime.node}: in the middle of a round"])
+
+    def _may_answer(self, last: bool) -> bool:
+        return self._replica.between and self._replica.version >= 0 and (self.ended or not last)
+
+    async def _ready(self, last: bool) -> None:
+        while not self._may_answer(last):
+            await self._replica.changed.wait()
 
     async def _copy(self, copy: Callable[[object], bytes]) -> bytes:
         replica = self._replica
