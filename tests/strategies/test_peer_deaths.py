@@ -205,4 +205,6 @@ def test_a_process_that_is_killed_stops_nobody(tmp_path: Path, cluster: LocalClu
     assert {one["partner"] for one in alone(run)} <= {"worker-1"}
     assert np.allclose(run.parameters["w"], [1, 2, 3], atol=0.05)
     gaps = [gap for times in ends_s(run).values() for gap in np.diff(times)]
-    assert max(gaps) < 7  # a worker that misses its partner's call hears of it at the next sign of life, after 7.5 s
+    assert (
+        max(gaps) < 7
+    )  # a worker that misses its partner's call hears of it at the next sign of life, after 7.5 s

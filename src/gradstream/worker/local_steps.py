@@ -2,7 +2,7 @@
 
 w_i ← w;   for each part of the minibatch:  w_i ← InnerOpt(w_i, g);   "gradient" ← w - w_i
 
-`OwnSteps` gives w_i itself, where each worker goes on with parameters of its own.
+`LocalParameters` gives w_i itself, where each worker goes on with parameters of its own.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class LocalSteps(Differentiator):
             into.mul_(gradient.batch.num_samples)
 
 
-class OwnSteps(LocalSteps):
+class LocalParameters(LocalSteps):
     """Implements `GradientSource`: w_i. No step is computed again, so the inner optimizer's state has no copy."""
 
     @property

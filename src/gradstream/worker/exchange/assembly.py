@@ -40,7 +40,7 @@ from gradstream.worker.exchange.remainders import Remainders
 from gradstream.worker.exchange.shared import form_shared
 from gradstream.worker.gradient import Differentiator, GradientSource
 from gradstream.worker.joint_gradient import JointGradient
-from gradstream.worker.local_steps import LocalSteps, OwnSteps
+from gradstream.worker.local_steps import LocalParameters, LocalSteps
 from gradstream.worker.loop import LoopSource
 from gradstream.worker.parts.agreement import Agreement
 from gradstream.worker.parts.gradients import PartPlace
@@ -407,7 +407,7 @@ class Assembly:
                     f"{type(config.strategy).__name__}: the model has row-sparse tensors, which go to servers as rows; "
                     "build the embeddings with sparse=False, or take strategy='downpour'"
                 )
-            steps = OwnSteps if isinstance(config.strategy, PeerStrategy) else LocalSteps
+            steps = LocalParameters if isinstance(config.strategy, PeerStrategy) else LocalSteps
             make = partial(steps, memory=self._context.runtime.memory, rule=config.inner_rule)
         made = make(
             config.model,

@@ -18,7 +18,7 @@ from gradstream.telemetry.traffic import Transfer
 from gradstream.telemetry.wait_attribution import Kind, WaitAttribution
 from gradstream.transport.silence import Broadcast
 from gradstream.worker.computed import ComputedGradient
-from gradstream.worker.local_steps import OwnSteps
+from gradstream.worker.local_steps import LocalParameters
 from gradstream.worker.replica.base import Replica, ReplicaContext, vector_of
 from gradstream.worker.replica.coded_way import CodedWay
 
@@ -27,7 +27,7 @@ class PeerReplica(Replica):
     """Implements `strategies.api.PeerWorker`.
 
     Args:
-        context: parts of every replica; its `gradients` are `OwnSteps`.
+        context: parts of every replica; its `gradients` are `LocalParameters`.
         meetings: the exchanges of this worker's node.
         seed: seed of the run.
         strategy: strategy of the run.
@@ -73,7 +73,7 @@ class PeerReplica(Replica):
         self._on_alone = on_alone
         self._taken: list[Vector] = []  # where the partner's vectors land
         self._round: ComputedGradient | None = None  # the present one
-        assert isinstance(context.gradients, OwnSteps)
+        assert isinstance(context.gradients, LocalParameters)
         self.steps = context.gradients
 
     def _vector(self, name: str) -> Vector:
