@@ -36,7 +36,7 @@ def test_a_lost_workers_part_is_dropped_as_far_as_others_are() -> None:
         rounds.done(rank, 0, 1)
     rounds.done(0, 2)
     rounds.left_out.lost(1)
-    assert rounds.dropped == 1 and not rounds.ledger.finished
+    assert (rounds.dropped, rounds.ledger.finished) == (1, False)
     rounds.done(0, 3, 4)
     assert rounds.dropped == 3
     rounds.done(2, 2, 3, 4, 5)
@@ -66,7 +66,7 @@ def test_a_newcomer_that_comes_too_late_for_any_round_ends_the_account() -> None
     rounds.left_out.joined(1)
     for rank in (0, 2):
         rounds.done(rank, *range(ROUNDS), finished=True)
-    assert not rounds.ledger.finished
+    assert (rounds.dropped, rounds.ledger.finished) == (0, False)
     rounds.done(1, finished=True)
     assert rounds.dropped == ROUNDS and rounds.ledger.finished
 

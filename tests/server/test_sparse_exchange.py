@@ -31,7 +31,7 @@ from gradstream.testing.tokens import Tokens, check_exactly_once, numbered
 from gradstream.testing.trials import bad_world, trial
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
-from gradstream.worker.replica.own_steps import LocalParameters
+from gradstream.worker.replica.own_steps import OwnSteps
 from gradstream.worker.replica.row_sum import RowSum
 from gradstream.worker.replica.rows import RowReplica
 from gradstream.worker.replica.server import ServerReplica
@@ -159,7 +159,7 @@ def test_a_swapped_in_replica_has_the_bits_of_the_server(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("fault", ["steps are kept", "changes are overlooked", "rows are mixed up"])
 def test_a_fault_in_it_would_be_noticed(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     if fault == "steps are kept":
-        monkeypatch.setattr(LocalParameters, "take_back", lambda self, parameters: None)
+        monkeypatch.setattr(OwnSteps, "take_back", lambda self, parameters: None)
     elif fault == "changes are overlooked":
         since = ChangedRows.since
         monkeypatch.setattr(ChangedRows, "since", lambda self, chunk, known: since(self, chunk, known + 1))

@@ -19,7 +19,8 @@ from gradstream.run.local import LocalCluster
 from gradstream.run.local.machine import node_environment
 from gradstream.runtime.simulation import Cost, Link, Network, Partition, SimulationConfig
 from gradstream.strategies.matching import partner_of
-from gradstream.testing.runs import QUICK, UNSTEADY, kill_at, least_squares, replace_at
+from gradstream.testing.runs import QUICK, UNSTEADY, Sized, kill_at, least_squares, replace_at
+from gradstream.testing.tokens import numbered
 from killing import Killer
 from peer_runs import alone, bytes_of, noted
 from whole_runs import train
@@ -145,6 +146,24 @@ def test_a_newcomer_copies_a_live_worker_and_meets_others_from_then_on(
     assert 8 * len(gap) <= run.summary["samples_dropped"] <= 8 * first  # the last receipts died with it
     assert not [one for one in alone(run) if one["round"] >= first + 2]
     assert bytes_of(run)[2][0] > len(steps) / 2 * 8 * 200
+
+
+@ALL
+def test_a_simulation_of_shapes_has_the_bytes_and_the_newcomers(strategy: gs.Strategy) -> None:
+    options: dict[str, Any] = {
+        "workers": 4,
+        "batch_size": 4,
+        "epochs": 2,
+        "deadlines": QUICK,
+        "strategy": strategy,
+    }
+    config = SimulationConfig(costs=STEADY.costs, network=STEADY.network, shape_only=True)
+    run = gs.simulate(Sized([1000, 500]), numbered(256), config=config, **options)
+    each = {Gossip: 6000, NoLoCo: 12000, PushSum: 6004}[type(strategy)]
+    assert run.summary["pushed_bytes"] == 4 * 16 * each
+    script = replace_at("worker-1", 0.1, 0.05)
+    run = gs.simulate(Sized([1000, 500]), numbered(256), config=config, script=script, **options)
+    assert run.summary["samples_accounted"] + run.summary["samples_dropped"] == 512
 
 
 def test_a_run_whose_workers_all_die_but_one_ends_with_that_one() -> None:

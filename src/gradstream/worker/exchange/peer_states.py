@@ -68,14 +68,14 @@ class PeerStates:
             return
         await self._until(stream, last=False)
         replica = self._replica
+        counts = {COUNTS: torch.tensor([replica.version, replica.steps.updates])}
 
         def copied(_: object) -> bytes:
-            counts = torch.tensor([replica.version, replica.steps.updates])
             return safetensors.torch.save(
-                {**{name: one.tensor for name, one in replica.own.items()}, COUNTS: counts}
+                {**{name: one.tensor for name, one in replica.own.items()}, **counts}
             )
 
-        await send_file(stream, await self._copy(copied))
+        await send_file(stream, await self._copy(copied, safetensors.torch.save(counts)))
 
     async def _answer_range(self, stream: Stream, asked: v1.Tensor) -> None:
         start, stop = asked.tag, asked.tag + asked.elems
@@ -102,11 +102,11 @@ class PeerStates:
         while not self._may_answer(last):
             await self._replica.changed.wait()
 
-    async def _copy(self, copy: Callable[[object], bytes]) -> bytes:
+    async def _copy(self, copy: Callable[[object], bytes], shape_only: bytes = b"") -> bytes:
         replica = self._replica
         work = Work("copy", elems=sum(map(len, replica.own.values())))
         reads = [one.all for one in replica.own.values()]
-        return await self._runtime.compute(copy, work=work, reads=reads, shape_only=b"")
+        return await self._runtime.compute(copy, work=work, reads=reads, shape_only=shape_only)
 
 
 # ---- the other side -----------------------------------------------------------------------
@@ -155,7 +155,7 @@ async def elements_of(
 
 
 def take_over(replica: PeerReplica, found: Mapping[str, torch.Tensor], where: str) -> None:
-    """Goes on from a state that `copy_of` or a checkpoint has given.
+    """Takes the vectors of a state that `copy_of` or a checkpoint has given.
 
     Raises:
         DataError: it is of another model, strategy or update rule.
@@ -173,4 +173,8 @@ def take_over(replica: PeerReplica, found: Mapping[str, torch.Tensor], where: st
         )
     for name, vector in own.items():
         vector.tensor.copy_(found[name])
-    replica.version, replica.steps.updates = (int(count) for count in counts)
+
+
+def go_on_after(replica: PeerReplica, found: Mapping[str, torch.Tensor]) -> None:
+    """Goes on with the round after those of a state whose vectors were taken over."""
+    replica.version, replica.steps.updates = (int(count) for count in found[COUNTS])

@@ -22,7 +22,13 @@ from gradstream.untrusted import say
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
 from gradstream.worker.exchange.base import Exchange, ExchangeContext, Transfers
-from gradstream.worker.exchange.peer_states import PeerStates, copy_of, elements_of, take_over
+from gradstream.worker.exchange.peer_states import (
+    PeerStates,
+    copy_of,
+    elements_of,
+    go_on_after,
+    take_over,
+)
 from gradstream.worker.replica.peer import PeerReplica
 
 GONE = (PeerLostError, DeadlineError)
@@ -110,6 +116,7 @@ class PeerExchange(Exchange):
                 continue
             take = partial(take_over, self.replica, found, name)
             await context.runtime.beside(take, work=Work("copy", elems=sum(map(torch.numel, found.values()))))
+            go_on_after(self.replica, found)
             return
         raise PeerLostError(
             context.runtime.node,
@@ -130,6 +137,7 @@ class PeerExchange(Exchange):
                 replica.version = resume.rounds
             else:
                 take_over(replica, found, folder)
+                go_on_after(replica, found)
             return found is not None
 
         if not await context.runtime.beside(restore, work=Work("restore", elems=elems)) and self._restores:
@@ -166,6 +174,8 @@ class PeerExchange(Exchange):
         """
         context, runtime = self._context, self._context.runtime
         own, me, gone = self.replica.parameters, runtime.node, list[str]()
+        if runtime.memory.shape_only:
+            return gone
         count = 0
         for name in names_of(context.member.notice.nodes, "worker"):
             part = own.tensor[start : start + len(into)]
