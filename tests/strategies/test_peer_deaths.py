@@ -227,3 +227,15 @@ def test_a_process_that_is_killed_stops_nobody(tmp_path: Path, cluster: LocalClu
     assert (
         max(gaps) < 7
     )  # a worker that misses its partner's call hears of it at the next sign of life, after 7.5 s
+
+
+@ALL
+@pytest.mark.parametrize("after_s", [0.0, 0.03, 0.05])
+def test_the_partner_of_a_newcomer_does_not_wait_for_it_while_it_copies_that_partner(
+    strategy: gs.Strategy, after_s: float
+) -> None:
+    """Of two workers: the newcomer needs a state between two rounds of the one that would wait for it."""
+    run = small(2, strategy, epochs=3, script=replace_at("worker-1", 0.15, after_s))
+    steps = [e for e in run.events if e["event"] == "step" and e["rank"] == 1 and e["time_s"] > 0.25]
+    assert len(steps) > ROUNDS
+    assert run.summary["samples_accounted"] + run.summary["samples_dropped"] == 3 * 4 * 2 * 2 * ROUNDS

@@ -108,6 +108,7 @@ class Meetings:
         self._silence_s = silence_s
         self._round = -1  # the newest one of which it is known whom this node meets in it
         self._meeting: _Meeting | None = None
+        self._absent = False
         self._changed = Broadcast()
 
     def serve(self) -> None:
@@ -174,6 +175,11 @@ class Meetings:
         if meeting is not None and meeting.giver == node:
             meeting.fail(error, meeting.took)
 
+    def absent(self, is_absent: bool) -> None:
+        """Whether this node takes part in no round yet. Then nobody waits for it: it may be waiting for them."""
+        self._absent = is_absent
+        self._changed.ring()
+
     def end(self) -> None:
         """This node meets nobody any more."""
         self._round = OVER
@@ -239,14 +245,19 @@ class Meetings:
     async def _answer(self, stream: Stream) -> None:
         """Serves the stream of a partner, or of one that takes this node for its partner."""
         request = v1.Tensor.FromString(stream.opened.body)
-        while self._round < request.tag:
+        while not self._knows(request.tag):
             try:
                 await self._runtime.within(self._silence_s / SIGNS, self._reached(request.tag))
             except TimeoutError:
                 await stream.waiting([f"{self._me}: not in round {request.tag} yet"])
         meeting, sender = self._meeting, stream.opened.sender
         asks = not request.elems
-        if self._round != request.tag or meeting is None or sender != (meeting.to if asks else meeting.giver):
+        if (
+            self._absent
+            or self._round != request.tag
+            or meeting is None
+            or sender != (meeting.to if asks else meeting.giver)
+        ):
             await stream.send(v1.Frame(body=v1.Body(data=GO_ON)))
             return
         if asks:
@@ -263,9 +274,12 @@ class Meetings:
         if not meeting.took.done():
             meeting.took.set_result(None)
 
+    def _knows(self, number: int) -> bool:
+        """Whether it is known whom this node meets in a round."""
+        return self._absent or self._round >= number
+
     async def _reached(self, number: int) -> None:
-        """Returns when this node is in a round, or past it."""
-        while self._round < number:
+        while not self._knows(number):
             await self._changed.wait()
 
     async def _attend(self, stream: Stream, meeting: _Meeting) -> None:

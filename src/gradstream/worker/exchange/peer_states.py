@@ -9,6 +9,7 @@ It answers between two rounds, when all of this is of the same moment.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import safetensors.torch
@@ -88,25 +89,30 @@ class PeerStates:
         await send_file(stream, await self._copy(lambda _: parameters.tensor[start:stop].numpy().tobytes()))
 
     async def _until(self, stream: Stream, *, last: bool) -> None:
-        """Returns when the worker is between two rounds; if `last`, when it has gone through its last one."""
-        while not self._may_answer(last):
-            try:
-                await self._runtime.within(self._silence_s / SIGNS, self._ready(last))
-            except TimeoutError:
-                await stream.waiting([f"{self._runtime.node}: in the middle of a round"])
+        """Returns when the worker has begun, or, if `last`, has gone through its last round; and between two rounds.
 
-    def _may_answer(self, last: bool) -> bool:
-        return self._replica.between and self._replica.version >= 0 and (self.ended or not last)
+        The worker begins no further round until `_copy` has released it.
+        """
+        for wait in (partial(self._ready, last), self._replica.still.acquire):
+            while True:
+                try:
+                    await self._runtime.within(self._silence_s / SIGNS, wait())
+                    break
+                except TimeoutError:
+                    await stream.waiting([f"{self._runtime.node}: in the middle of a round"])
 
     async def _ready(self, last: bool) -> None:
-        while not self._may_answer(last):
+        while self._replica.version < 0 or (last and not self.ended):
             await self._replica.changed.wait()
 
     async def _copy(self, copy: Callable[[object], bytes], shape_only: bytes = b"") -> bytes:
         replica = self._replica
-        work = Work("copy", elems=sum(map(len, replica.own.values())))
-        reads = [one.all for one in replica.own.values()]
-        return await self._runtime.compute(copy, work=work, reads=reads, shape_only=shape_only)
+        try:
+            work = Work("copy", elems=sum(map(len, replica.own.values())))
+            reads = [one.all for one in replica.own.values()]
+            return await self._runtime.compute(copy, work=work, reads=reads, shape_only=shape_only)
+        finally:
+            replica.still.release()
 
 
 # ---- the other side -----------------------------------------------------------------------

@@ -70,6 +70,7 @@ class PeerExchange(Exchange):
         self._states.serve(context.endpoint)
         self._source = _PeerSnapshot(self, chunk_elems)
         self._members: Mapping[str, int] = {}
+        meetings.absent(context.late)
         context.member.listen(self._hear)
         self._hear(context.member.notice)
 
@@ -98,6 +99,7 @@ class PeerExchange(Exchange):
         context, replica = self._context, self.replica
         if context.late:
             await self._copy_another()
+            self._meetings.absent(False)
         elif context.resume is not None:
             await self._restore()
         else:

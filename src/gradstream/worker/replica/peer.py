@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -40,7 +41,8 @@ class PeerReplica(Replica):
         meetings, seed, state, numbers: see `api.PeerWorker`.
         meetings_done: number of exchanges that are done.
         whole_bytes: bytes that they would have given, had nothing been encoded.
-        changed: rings when a round ends.
+        changed: rings when the worker has begun, and when it has ended.
+        still: held in a round. Whoever else holds it has parameters and state of the same moment.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class PeerReplica(Replica):
         self._on_alone = on_alone
         self._taken: list[Vector] = []  # where the partner's vectors land
         self._round: ComputedGradient | None = None  # the present one
+        self.still = asyncio.Lock()
         assert isinstance(context.gradients, LocalParameters)
         self.steps = context.gradients
 
@@ -83,11 +86,6 @@ class PeerReplica(Replica):
     def live(self) -> Sequence[int]:
         """See `strategies.api.PeerWorker`."""
         return self._live()
-
-    @property
-    def between(self) -> bool:
-        """Whether the worker is between two rounds: parameters and state are of the same moment."""
-        return self._round is None
 
     @property
     def own(self) -> Mapping[str, Vector]:
@@ -111,6 +109,7 @@ class PeerReplica(Replica):
 
     async def local_steps(self, batch: api.Minibatch) -> Vector:
         """See `strategies.api.PeerWorker`."""
+        await self.still.acquire()  # the inner state changes from here on
         gradient = self._round = await self.gradient(batch)
         if not gradient.samples:
             own, parameters = gradient.vector, self.parameters
@@ -202,8 +201,8 @@ class PeerReplica(Replica):
             self.parameters, self._gradient = self._gradient, self.parameters
             self.parameters.name, self._gradient.name = "parameters", "gradient"
         self.version, self._round = self.version + 1, None
+        self.still.release()
         self._handed_out((done.batch.ref,))()
-        self.changed.ring()
 
 
 def _name(rank: int | None) -> str:
