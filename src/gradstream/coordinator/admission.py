@@ -77,7 +77,7 @@ class Admission:
         node = request.node
         if not _ADDRESS.fullmatch(node.address):
             return Refuse(v1.BAD_REQUEST, "a node joined with an invalid address")
-        if request.software != __version__:
+        if request.software and request.software != __version__:  # a worker in another language says none
             return Refuse(
                 v1.BAD_PROTOCOL,
                 f"{node.name} runs gradstream {request.software}, expected {__version__}: "

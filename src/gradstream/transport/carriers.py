@@ -174,6 +174,8 @@ class RoutedEndpoint:
         Raises:
             ConfigError: this node and the peer have no carrier in common.
         """
+        if not address:
+            return  # it serves nothing, as workers in other languages
         theirs = CarrierOffer.parse(address)
         chosen, before = choose(self._offer, theirs), self._routes.get(peer)
         self._offers[peer] = theirs

@@ -22,15 +22,17 @@ class _Fact:
     Args:
         code: code of the refusal where it differs.
         remedy: what the user can do.
+        of_ports: whether a machine whose worker is written in another language has it, too.
     """
 
     code: v1.Code
     remedy: str
+    of_ports: bool = True
 
 
 FACTS: Mapping[str, _Fact] = {
-    "gradstream": _Fact(v1.BAD_VERSION, "install the same version on both machines"),
-    "torch": _Fact(v1.BAD_VERSION, "install the same version on both machines"),
+    "gradstream": _Fact(v1.BAD_VERSION, "install the same version on both machines", of_ports=False),
+    "torch": _Fact(v1.BAD_VERSION, "install the same version on both machines", of_ports=False),
     "job file": _Fact(v1.BAD_JOB_FILE, "copy the file from one machine to the other"),
     "job function": _Fact(v1.BAD_JOB_FILE, "name the same function of the job file on both machines"),
     "data set": _Fact(v1.BAD_DATA, "both machines must read the same data"),
@@ -75,6 +77,8 @@ def difference(launcher: Mapping[str, str], machine: Mapping[str, str], who: str
         mine, theirs = machine.get(name, "none"), launcher.get(name, "none")
         if name == "job file" and _hash_in(mine) == _hash_in(theirs):
             continue  # the same file under another name
+        if name not in machine and not fact.of_ports:
+            continue  # the version of the protocol is compared instead, in every greeting
         if mine != theirs:
             text = f"{name} differs: {who} has {mine}, the launcher has {theirs}. {fact.remedy.capitalize()}"
             return Difference(fact.code, text)
