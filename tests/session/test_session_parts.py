@@ -22,7 +22,6 @@ from gradstream.session.loaders import part_of
 from gradstream.session.loaders_part import LoaderPart, length_of
 from gradstream.session.optimizer import DistributedOptimizer
 from gradstream.session.rules import rule_of
-from gradstream.session.torchrun import of_torchrun
 from gradstream.worker.loop import Round
 
 Numbers = np.ndarray[Any, Any]
@@ -407,38 +406,3 @@ def test_alone_everything_is_given_back_as_it_is(monkeypatch: pytest.MonkeyPatch
         assert w.tolist() == [0.875] * 3
         session.exchange(w, np.full(3, 0.25), gs.optim.SGD(lr=0.25))
         assert w.tolist() == [0.8125] * 3
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, None),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, (1, 2)),
-        (
-            {
-                "RANK": "1",
-                "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": "here",
-                "MASTER_PORT": "1",
-            },
-            (1, 2),
-        ),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "expected a rank from 0"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "whole numbers"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not"),
-        (
-            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            (3, 4),
-        ),
-    ],
-)
-def test_what_torchrun_sets_is_understood_or_refused(
-    environment: dict[str, str], expected: tuple[int, int] | str | None
-) -> None:
-    if isinstance(expected, str):
-        with pytest.raises(ConfigError, match=expected):
-            of_torchrun(environment)
-    else:
-        assert of_torchrun(environment) == expected

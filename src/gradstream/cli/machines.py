@@ -13,6 +13,7 @@ from gradstream.errors import ConfigError
 
 if TYPE_CHECKING:
     from gradstream.run.remote.listening import Listening
+    from gradstream.session.engine import Together
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -129,4 +130,41 @@ def listening_of(
         insecure=insecure,
         token=token_of(None, token_file),
         wait_s=600.0 if wait_s is None else wait_s,
+    )
+
+
+def together_of(
+    *,
+    workers_per_machine: int | None,
+    servers_on: Literal["all", "launcher"] | None,
+    wait_s: float | None,
+    insecure: bool,
+    token_file: Path | None,
+    detach: bool,
+    **_: object,
+) -> Together | None:
+    """How this process takes part in a run whose processes torchrun, srun or Kubernetes has started; None without one.
+
+    Raises:
+        ConfigError: an option does not go together with that.
+    """
+    from gradstream.run.place import place_of
+
+    place = place_of(os.environ)
+    if place is None:
+        return None
+    from gradstream.session.engine import Together
+
+    for option, is_given in (("--insecure", insecure), ("--detach", detach)):
+        if is_given:
+            raise ConfigError(
+                f"{option} in a process that {place.engine} has started: it watches this process, and the processes "
+                "find one another by a signed message over TLS; leave the option out"
+            )
+    return Together(
+        place=place,
+        workers_per_machine=workers_per_machine,
+        servers_on=servers_on or "all",
+        wait_s=600.0 if wait_s is None else wait_s,
+        token=token_of(None, token_file),
     )

@@ -17,6 +17,7 @@ from gradstream.job.files import intercept, script_of_caller
 from gradstream.job.job import Job
 from gradstream.job.registry import describe, find_strategy
 from gradstream.run import placement
+from gradstream.run.place import Place, place_of
 from gradstream.run.result import FINAL_MODEL
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.session import torchrun
@@ -46,12 +47,12 @@ def join(
 ) -> Session:
     """Joins the run for which this script was started, as one of its workers.
 
-    Under `gradstream train script.py`, this process is one of `--workers`. Under `torchrun`, it is one of its
-    processes; the first of them runs coordinator and servers, and on several machines all of them need the
-    same `GRADSTREAM_TOKEN`. Under plain `python`, there is a single process, and nothing is started. If the
-    script has called `init_process_group`, ranks are those of its process group, which gradstream does not
-    use otherwise. `gradstream train` runs the script once up to this call before the workers start, to read
-    the arguments: call it early.
+    Under `gradstream train script.py`, this process is one of `--workers`. Under `torchrun`, `srun` and Kubernetes, it
+    is one of their processes (see `gradstream.run.place`); the first of them runs coordinator and servers, and on
+    several machines all of them need the same `GRADSTREAM_TOKEN`. Under plain `python`, there is a single process, and
+    nothing is started. If the script has called `init_process_group`, ranks are those of its process group, which
+    gradstream does not use otherwise. `gradstream train` runs the script once up to this call before the workers
+    start, to read the arguments: call it early.
 
     Args:
         strategy, strategy_options, servers, seed, name, run_dir, chunk_elems, checkpoint_every, keep_last,
@@ -99,8 +100,8 @@ def join(
     given = placement.assigned()
     if given is not None:
         return placement.enter(WorkerSession(given, given.job().seed))
-    ranks = torchrun.of_process_group() or torchrun.of_torchrun(os.environ)
-    return SingleProcessSession() if ranks is None else placement.enter(_under_torchrun(job, *ranks))
+    place = torchrun.of_process_group() or place_of(os.environ)
+    return SingleProcessSession() if place is None else placement.enter(_under_engine(job, place))
 
 
 def _script() -> str | None:
@@ -111,14 +112,15 @@ def _script() -> str | None:
         return None
 
 
-def _under_torchrun(job: Job, rank: int, size: int) -> WorkerSession:
-    """Makes the session of a torchrun process. Rank 0 starts coordinator and shards for all."""
+def _under_engine(job: Job, place: Place) -> WorkerSession:
+    """Makes the session of a process that an engine has started. Rank 0 starts coordinator and shards for all."""
+    rank, size = place.rank, place.size
     job = dataclasses.replace(job, workers=size, spec=_script())
-    assignment, host = torchrun.take_part(job, rank, size)
+    assignment, host = torchrun.take_part(job, place)
     session = WorkerSession(assignment, job.seed, host)
     run_dir = Path(assignment.spec).parent
     if rank == 0:
-        say(f"gradstream: {size} workers by torchrun, coordinator and servers here; {run_dir}")
+        say(f"gradstream: {size} workers by {place.engine}, coordinator and servers here; {run_dir}")
 
     def fail(error: BaseException) -> None:
         session.fail(error)
@@ -135,7 +137,7 @@ def _summary_of(run_dir: Path, *, resumes: bool) -> str:
     text = f"gradstream: the run has ended early; {folder or 'no checkpoint'} in {run_dir}"
     if not (folder and resumes):
         return text
-    return f"{text}; it goes on, without torchrun: gradstream resume {shlex.quote(str(run_dir))}"
+    return f"{text}; it goes on by: gradstream resume {shlex.quote(str(run_dir))}"
 
 
 def at_the_end(close: Callable[[], None], fail: Callable[[BaseException], None]) -> None:

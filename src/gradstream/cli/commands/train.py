@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import click
 
-from gradstream.cli.machines import listen_options, listening_of
-from gradstream.cli.options import JobCommand, detach_option, job_options, load_job_with
+from gradstream.cli.machines import listen_options, listening_of, together_of
+from gradstream.cli.options import JobCommand, arguments_of_job, detach_option, job_options, load_job_with
 from gradstream.cli.running import run_and_show, show_detached, show_dry_run
 
 
@@ -25,6 +26,10 @@ def train(job: str, as_json: bool, dry_run: bool, detach: bool, **given: Any) ->
     With --dry-run it checks the job and keeps nothing: it builds the model, checks memory and disk,
     then starts processes on this machine that push, fetch, make a checkpoint and evaluate it. Exit
     status 0, or 3 if a check fails.
+
+    Where torchrun, srun or Kubernetes has started this command once on each machine, the first process
+    trains and the others join it, with the token of GRADSTREAM_TOKEN_FILE; a job that is started again
+    goes on from its newest checkpoint.
 
     Progress goes to stderr, figures to stdout. With --detach it returns at once; the run goes on without
     this terminal, and `gradstream attach` shows its progress.
@@ -46,6 +51,14 @@ def train(job: str, as_json: bool, dry_run: bool, detach: bool, **given: Any) ->
     chosen = load_job_with(job, **given)
     # The number in a job file is for one machine.
     workers = chosen.workers * chosen.split if "workers" in chosen.origins else None
+    together = None if machines["listen"] or dry_run else together_of(detach=detach, **machines)
+    if together is not None:
+        from gradstream.untrusted import say
+
+        if together.place.rank:
+            sys.exit(together.follow(job, arguments_of_job(), say))
+        run_and_show(lambda on_event: together.lead(chosen, workers=workers, on_event=on_event), as_json)
+        return
     listening = listening_of(**machines, workers=workers)
     if dry_run:
         show_dry_run(chosen, as_json)

@@ -1,0 +1,133 @@
+"""`Place`: which of several processes this one is, as the engine that has started them says. Pure.
+
+    torchrun     RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    Slurm        SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST, SLURM_JOB_ID, SLURM_RESTART_COUNT  (by srun)
+    Kubernetes   JOB_COMPLETION_INDEX; GRADSTREAM_NODES, GRADSTREAM_HOST, GRADSTREAM_RUN  (from the manifest)
+
+Process 0 starts the run, and the others join it. They meet at a port of its machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gradstream.errors import ConfigError
+
+PORT, NODES, HOST, RUN = "GRADSTREAM_PORT", "GRADSTREAM_NODES", "GRADSTREAM_HOST", "GRADSTREAM_RUN"  # names
+DEFAULT_PORT = 29400
+SLURM_PORTS = (20000, 10000)
+"""First port, and number of ports, of which a job of Slurm takes one by its number: jobs share machines."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The place of this process.
+
+    Args:
+        engine: name of the program that has started it: "torchrun", "Slurm", "Kubernetes".
+        rank: its number, from 0.
+        size: number of processes, at least 2.
+        host: host name or address of process 0.
+        port: port on that host at which the processes meet.
+        job: the engine's name for this job, the same when the job is started again; "" if it has none.
+        restarts: how often the engine has started this job before.
+    """
+
+    engine: str
+    rank: int
+    size: int
+    host: str
+    port: int
+    job: str = ""
+    restarts: int = 0
+
+
+def place_of(environment: Mapping[str, str]) -> Place | None:
+    """The place that an engine has set in the environment; None if none has, or it has started one process.
+
+    Raises:
+        ConfigError: variables contradict each other, are no numbers, or one of them is missing.
+    """
+    for find in (_of_torchrun, _of_slurm, _of_kubernetes):
+        place = find(environment)
+        if place is None:
+            continue
+        if not 0 <= place.rank < place.size:
+            raise ConfigError(
+                f"environment: process {place.rank} of {place.size}, by {place.engine}; expected a number from 0 to "
+                f"{place.size - 1}: start all processes by {place.engine}, or unset its variables"
+            )
+        return place if place.size > 1 else None
+    return None
+
+
+def first_host(hosts: str) -> str:
+    """The first host of a list as Slurm writes it: "node07" of "node[07-09,12],login"."""
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", found[0]) if found else ""
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> Place | None:
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    size = _number(environment, "WORLD_SIZE", "torchrun")
+    run = environment.get("TORCHELASTIC_RUN_ID", "")
+    return Place(
+        engine="torchrun",
+        rank=_number(environment, "RANK", "torchrun"),
+        size=size,
+        host=_text(environment, "MASTER_ADDR", "torchrun") if size > 1 else "",
+        port=_number(environment, "MASTER_PORT", "torchrun") if size > 1 else 0,
+        job="" if run == "none" else run,
+        restarts=_number(environment, "TORCHELASTIC_RESTART_COUNT", "torchrun", "0"),
+    )
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Place | None:
+    """Reads variables of a step, which srun has started: a batch script has those of the job, and is one process."""
+    if "SLURM_STEP_NUM_TASKS" not in environment:
+        return None
+    job = _number(environment, "SLURM_JOB_ID", "srun")
+    nodes = environment.get("SLURM_STEP_NODELIST") or _text(environment, "SLURM_JOB_NODELIST", "srun")
+    first, count = SLURM_PORTS
+    return Place(
+        engine="Slurm",
+        rank=_number(environment, "SLURM_PROCID", "srun"),
+        size=_number(environment, "SLURM_STEP_NUM_TASKS", "srun"),
+        host=first_host(nodes),
+        port=_number(environment, PORT, "you", str(first + job % count)),
+        job=f"slurm-{job}",
+        restarts=_number(environment, "SLURM_RESTART_COUNT", "Slurm", "0"),
+    )
+
+
+def _of_kubernetes(environment: Mapping[str, str]) -> Place | None:
+    """Where the manifest says how many pods are one run: the pods of an indexed Job may be so many runs."""
+    if NODES not in environment:
+        return None
+    return Place(
+        engine="Kubernetes",
+        rank=_number(environment, "JOB_COMPLETION_INDEX", "Kubernetes, in the pods of an indexed Job"),
+        size=_number(environment, NODES, "the manifest"),
+        host=_text(environment, HOST, "the manifest: the name of the first pod, JOB-0.SERVICE"),
+        port=_number(environment, PORT, "the manifest", str(DEFAULT_PORT)),
+        job=environment.get(RUN, ""),
+    )
+
+
+def _text(environment: Mapping[str, str], name: str, by: str) -> str:
+    value = environment.get(name, "")
+    if not value:
+        raise ConfigError(
+            f"environment: {name} is not set, but others of {by} are; expected it as set by {by}"
+        )
+    return value
+
+
+def _number(environment: Mapping[str, str], name: str, by: str, default: str | None = None) -> int:
+    value = _text(environment, name, by) if default is None else environment.get(name, default)
+    if not (value.isascii() and value.isdigit()):
+        raise ConfigError(f"environment: {name}={value!r}; expected a whole number, as set by {by}")
+    return int(value)

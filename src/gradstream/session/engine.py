@@ -1,0 +1,114 @@
+"""A job file whose processes an engine has started, one on each machine: process 0 trains, the others join it.
+
+    gradstream train JOB.py      in every process of torchrun, srun or an indexed Job of Kubernetes
+
+A job that the engine starts again, under the same name or with the same run directory, goes on from its newest
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gradstream._resume import resume
+from gradstream._train import train
+from gradstream.errors import ConfigError
+from gradstream.job.job import Job
+from gradstream.run.followed_events import OnEvent
+from gradstream.run.place import Place
+from gradstream.run.remote.address import Address
+from gradstream.run.remote.join import Joining, join
+from gradstream.run.remote.listening import Listening, ServersOn, workers_each
+from gradstream.run.remote.members import name_of_rank
+from gradstream.run.result import FINAL_MODEL, Run
+from gradstream.session.rendezvous import Rendezvous
+from gradstream.transport.socket.unix import host_id
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """How the processes of an engine train a job together.
+
+    Args:
+        place: place of this process.
+        workers_per_machine: workers of each process; None gives each one, or divides those of the job.
+        servers_on: see `Listening`.
+        wait_s: seconds within which the other processes have to be there.
+        token: the token; None takes it from the environment.
+    """
+
+    place: Place
+    workers_per_machine: int | None = None
+    servers_on: ServersOn = "all"
+    wait_s: float = 600.0
+    token: str | None = None
+
+    def lead(self, job: Job, *, workers: int | None, on_event: OnEvent | None = None) -> Run:
+        """Trains as process 0, or goes on with the run that this job of the engine had begun before.
+
+        Args:
+            job: the job.
+            workers: number of all workers, where the user has asked for one.
+            on_event: as for `train`.
+
+        Raises:
+            ConfigError: there is no token, or numbers do not fit. The other processes are told.
+            GradstreamError: as in `train`.
+        """
+        rendezvous = Rendezvous(self.place, self.wait_s, self.token)
+        run_dir = job.run_dir or (Path("runs") / self.place.job if self.place.job else None)
+        try:
+            listening = self._listening(rendezvous, workers)
+            if run_dir is None or not (run_dir / "run.json").is_file():
+                options = {} if workers is None else {"workers": workers}
+                job = dataclasses.replace(job, run_dir=run_dir)
+                return train(job, on_event=on_event, listen=listening, **options)  # type: ignore[arg-type]
+            if (run_dir / FINAL_MODEL).is_file():
+                raise ConfigError(
+                    f"{run_dir} has finished, so nothing is left to do; name another --run-dir to train anew"
+                )
+            return resume(run_dir, on_event=on_event, listen=listening)
+        except Exception as error:
+            rendezvous.say({"error": f"{type(error).__name__}: {error}"})
+            raise
+
+    def _listening(self, rendezvous: Rendezvous, workers: int | None) -> Listening:
+        token = rendezvous.token()
+        away = [one["address"] for one in rendezvous.others() if one["host"] != host_id()]
+        return Listening(
+            address=rendezvous.own_address(away[0]) if away else Address("127.0.0.1"),
+            machines=self.place.size,
+            workers_per_machine=workers_each(self.place.size, self.workers_per_machine, workers),
+            servers_on=self.servers_on,
+            token=token,
+            wait_s=self.wait_s,
+            on_open=rendezvous.say_where,
+        )
+
+    def follow(self, job: str, arguments: Sequence[str], on_note: Callable[[str], None]) -> int:
+        """Takes part as another process. Returns the exit status of the run.
+
+        Args:
+            job: place of the job file.
+            arguments: command-line arguments of the job file.
+            on_note: called with sentences on what is going on.
+
+        Raises:
+            ConfigError: process 0 could not begin the run, or its message is not signed with the token.
+            GradstreamError: as in `join`.
+        """
+        rendezvous = Rendezvous(self.place, self.wait_s, self.token)
+        token = rendezvous.token()
+        address, fingerprint = rendezvous.where(rendezvous.heard())
+        joining = Joining(
+            address=address,
+            job=job,
+            token=token,
+            fingerprint=fingerprint,
+            arguments=arguments,
+            machine=name_of_rank(self.place.rank, socket.gethostname()),
+        )
+        return join(joining, on_note)
