@@ -34,7 +34,25 @@ BLOCK = re.compile(
 )
 JOBS = {"JOB.py", "job.py"}
 QUICK = {"config show", "data info", "new", "plugins", "simulate"}
-OTHER_COMMANDS = {"cd", "eval", "export", "git", "make", "pip", "pytest", "python", "torchrun"}
+OTHER_COMMANDS = {
+    "(umask",
+    "bash",
+    "cd",
+    "docker",
+    "eval",
+    "export",
+    "git",
+    "kubectl",
+    "make",
+    "node",
+    "pip",
+    "pytest",
+    "python",
+    "sbatch",
+    "scp",
+    "ssh",
+    "torchrun",
+}
 
 
 FRONT = (gs, gs.optim, gs.schedules, gs.sim)

@@ -102,7 +102,7 @@ def test_a_job_that_is_preempted_goes_on_when_it_is_started_again(tmp_path: Path
     assert "the run goes on from checkpoints/step-" in ended[0][1]
     run = gs.Run.load(tmp_path / "runs" / "slurm-17")
     assert run.summary["samples_accounted"] == 4000
-    assert (run.path / FINAL_MODEL).is_file()
+    assert run.path is not None and (run.path / FINAL_MODEL).is_file()
     steps = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
     assert {event["node"] for event in steps if event["event"] == "step"} == {"worker-0", "worker-1"}
 

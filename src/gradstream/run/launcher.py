@@ -29,7 +29,7 @@ from gradstream.run.ending import Ending
 from gradstream.run.failures import EndedNodes, failed_event
 from gradstream.run.followed_events import FollowedEvents
 from gradstream.run.local import NODE, SCRIPT, Cluster
-from gradstream.run.local.signals import StopSignals
+from gradstream.run.local.signals import StopSignals, stop_signal
 from gradstream.run.losses import losses_of_all
 from gradstream.run.plan import RunPlan, worker_name
 from gradstream.run.preparation import LaunchOptions, Preparation
@@ -303,7 +303,7 @@ class Launcher:
         """Notes that a process of the coordinator serves; a later one may not know that the run is to stop."""
         self._comebacks.coordinator.serves(address)
         if self._comebacks.stopping:
-            self._cluster.signal(COORDINATOR, signal.SIGTERM)
+            self._cluster.signal(COORDINATOR, stop_signal())
 
     def _start_new_shards(self) -> None:
         for name in self._shards.take_due():
@@ -353,7 +353,7 @@ class Launcher:
             raise self._interrupted()
         if self._signals.asked and not self._options.is_trial:
             say("stopping: a checkpoint is made first; once more to stop at once")
-        self._cluster.signal(COORDINATOR, signal.SIGTERM)
+        self._cluster.signal(COORDINATOR, stop_signal())
 
     def _follow(self) -> None:
         """Follows the run until the coordinator has ended, or cannot be waited for any longer."""

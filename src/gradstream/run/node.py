@@ -12,7 +12,6 @@ import copy
 import io
 import json
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -36,6 +35,7 @@ from gradstream.errors import RESUMABLE, ConfigError, UserCodeError
 from gradstream.job.job import Job, build_model
 from gradstream.run.local.machine import SWITCH_INTERVAL_S
 from gradstream.run.local.node_log import show_warnings
+from gradstream.run.local.signals import stop_signal
 from gradstream.run.losses import losses_of
 from gradstream.run.node_spec import NodeSpec
 from gradstream.run.nodes import build_replica
@@ -262,7 +262,7 @@ def _is_local(listen: str) -> bool:
 
 
 def _on_sigterm(stop: Callable[[], None]) -> None:
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+    asyncio.get_running_loop().add_signal_handler(stop_signal(), stop)
 
 
 async def _until_sigterm(run: Callable[[], Awaitable[None]], drain: Callable[[], None]) -> None:
@@ -271,7 +271,7 @@ async def _until_sigterm(run: Callable[[], Awaitable[None]], drain: Callable[[],
     try:
         await run()
     except PhaseOverError:
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+        asyncio.get_running_loop().remove_signal_handler(stop_signal())
         raise
 
 

@@ -40,6 +40,7 @@ from typing import Any
 
 from gradstream.run.local.door import open_writer
 from gradstream.run.local.node_log import log_stream
+from gradstream.run.local.signals import sigterm_of_nodes
 
 # Modules that a node needs and that may be imported before a fork.
 WARM = (
@@ -96,7 +97,10 @@ class _Server:
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # it only has to wake the loop up
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        if sigterm_of_nodes() is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        else:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # Ctrl-C goes to every process of the terminal; the launcher decides what it means.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -277,7 +281,7 @@ def _become(order: dict[str, Any], parent: int, report: int) -> None:
         die_with_parent(parent)
         _rename(order["start"])
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, sigterm_of_nodes())
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         null, log = os.open(os.devnull, os.O_RDONLY), _open_log(order["log"])
         os.dup2(null, 0)

@@ -1,10 +1,14 @@
 """Handles Ctrl-C and SIGTERM during a run: the first asks it to stop, the second ends it at once.
 
 A further SIGTERM changes nothing: the processes of the run are being ended.
+
+The launcher passes it on to nodes as `stop_signal`. Slurm sends SIGTERM to all processes of a step at once, nodes
+included; there they ignore it, and wait for what the launcher decides.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,6 +17,16 @@ from types import FrameType
 from typing import Any
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
+
+
+def stop_signal() -> signal.Signals:
+    """The signal by which a launcher asks a coordinator to stop and a worker to leave, in this environment."""
+    return signal.SIGUSR1 if "SLURM_STEP_NUM_TASKS" in os.environ else signal.SIGTERM
+
+
+def sigterm_of_nodes() -> signal.Handlers:
+    """What a node does at SIGTERM before it has a handler of its own."""
+    return signal.SIG_DFL if stop_signal() is signal.SIGTERM else signal.SIG_IGN
 
 
 class StopSignals:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -21,6 +20,7 @@ from typing import Any, Protocol
 
 from gradstream.run.local.cluster import NODE, Cluster
 from gradstream.run.local.machine import SWITCH_INTERVAL_S
+from gradstream.run.local.signals import stop_signal
 
 HANG_UP_S = 10.0
 GOODBYE_S = 2.0  # longer than an endpoint takes to close: interrupted, it would leave a server behind
@@ -77,7 +77,7 @@ class ThreadCluster(Cluster):
 
     def signal(self, name: str, number: int) -> None:
         """Ends a node, if it still runs; SIGTERM asks the coordinator to stop."""
-        stop = self._stops.get(name) if number == signal.SIGTERM else None
+        stop = self._stops.get(name) if number == stop_signal() else None
         self._loop.call_soon_threadsafe(stop or partial(self._cancel, name))
 
     def close(self) -> None:

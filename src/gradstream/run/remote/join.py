@@ -22,6 +22,7 @@ from gradstream.errors import RESUMABLE, ConfigError, DeadlineError, JoinRefused
 from gradstream.job.files import load_job
 from gradstream.job.job import Job, is_script
 from gradstream.run.local import NODE, SCRIPT, LocalCluster, node_environment
+from gradstream.run.local.signals import stop_signal
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.entrance import Entrance
 from gradstream.run.remote.reach import reach
@@ -233,7 +234,7 @@ class _Machine:
         self._leaving = True
         self._note("asked to go: the workers of this machine hand in what they have computed")
         for name in workers:
-            cluster.signal(name, signal.SIGTERM)
+            cluster.signal(name, stop_signal())
 
     async def _follow(self, cluster: LocalCluster) -> None:
         """Reports to the launcher how nodes end."""

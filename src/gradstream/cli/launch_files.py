@@ -1,0 +1,162 @@
+"""Files with which other engines run a job: `gradstream launch --emit`. The texts are in `cli/templates/launch`."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from gradstream.errors import ConfigError
+
+ENGINES = ("torchrun", "slurm", "kubernetes", "compose")
+MOST_SOURCE_BYTES = 900_000
+"""A ConfigMap of Kubernetes has at most 1 MiB."""
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
+_HOLE = re.compile(r"@(\w+)@")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchFile:
+    """What a file says of a run.
+
+    Args:
+        job: the job file.
+        name: name of the run: small letters, digits and dashes.
+        nodes: number of machines, nodes, pods or containers, at least 2.
+        cpus: cores of each.
+        memory: memory of each, in GiB.
+        gpus: GPUs of each.
+        hours: longest time, in hours.
+        storage: disk for checkpoints and data, in GiB.
+        image: container image that has gradstream.
+        data: name of a data set that is fetched before; "" for none.
+        spot: whether machines that can be taken away are meant.
+        arguments: command-line arguments of the job file.
+        command: the command line that asks for the file.
+
+    Raises:
+        ConfigError: a value does not fit.
+    """
+
+    job: Path
+    name: str
+    nodes: int = 2
+    cpus: int = 4
+    memory: int = 8
+    gpus: int = 0
+    hours: int = 24
+    storage: int = 20
+    image: str = ""
+    data: str = ""
+    spot: bool = False
+    arguments: Sequence[str] = ()
+    command: str = "gradstream launch"
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"--name {self.name!r}: expected small letters, digits and dashes, at most 52, since engines make host "
+                "names of it: --name mine"
+            )
+        if not re.fullmatch(r"[\w.-]+\.py", self.job.name):
+            raise ConfigError(
+                f"{self.job.name!r}: expected a job file NAME.py of letters, digits, dots and dashes"
+            )
+        for option in ("nodes", "cpus", "memory", "hours", "storage"):
+            least = 2 if option == "nodes" else 1
+            if getattr(self, option) < least:
+                raise ConfigError(f"--{option} {getattr(self, option)}: expected at least {least}")
+
+    def render(self, engine: str) -> str:
+        """The text of the file for an engine.
+
+        Raises:
+            ConfigError: the engine needs an image, and none is given; or the job file cannot be read, or is too long.
+        """
+        if engine in ("kubernetes", "compose") and not self.image:
+            raise ConfigError(
+                f"--emit {engine} needs --image, a container image with gradstream. No registry has one yet: build it "
+                "FROM python:3.12-slim with `pip install gradstream`"
+            )
+        if not self.job.is_file():
+            raise ConfigError(f"there is no job file {self.job}; `gradstream new` writes one")
+        text = resources.files("gradstream.cli.templates").joinpath(f"launch/{engine}.txt").read_text()
+        values = self._values(engine)
+        return _HOLE.sub(lambda hole: values[hole[1]] if hole[1] in values else hole[0], text)
+
+    def _values(self, engine: str) -> dict[str, str]:
+        options = ["--servers-on", "launcher"]
+        fetch = f"gradstream data get {self.data}" if self.data else ""
+        arguments = ["--", *self.arguments] if self.arguments else []
+        return {
+            "job": self.job.name,
+            "name": self.name,
+            "nodes": str(self.nodes),
+            "cpus": str(self.cpus),
+            "memory": str(self.memory),
+            "storage": str(self.storage),
+            "time": f"{self.hours}:00:00",
+            "image": json.dumps(self.image),
+            "command": self.command,
+            "options": shlex.join(options),
+            "arguments": "".join(f" {shlex.quote(word)}" for word in arguments),
+            "option_list": ", ".join(options),
+            "argument_list": "".join(f", {json.dumps(word)}" for word in arguments),
+            "stage_sh": f"{fetch}  # into GRADSTREAM_DATA, or ~/.cache/gradstream; once a machine\n"
+            if fetch
+            else "",
+            "stage_srun": f"srun --ntasks-per-node=1 {fetch}  # once a node\n" if fetch else "",
+            "stage_init": _INIT.format(image=json.dumps(self.image), data=self.data) if fetch else "",
+            "gpus_slurm": f"#SBATCH --gpus-per-task={self.gpus}\n" if self.gpus else "",
+            "gpus_kubernetes": f'              nvidia.com/gpu: "{self.gpus}"\n' if self.gpus else "",
+            "spot": _SPOT if self.spot else "",
+            "source": self._source() if engine == "kubernetes" else "",
+            "services": "".join(_SERVICE.format(number=number) for number in range(self.nodes)),
+        }
+
+    def _source(self) -> str:
+        """The job file as a block of YAML."""
+        try:
+            text = self.job.read_text()
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.job}: {error.strerror}") from None
+        if len(text.encode()) > MOST_SOURCE_BYTES:
+            raise ConfigError(
+                f"{self.job} has {len(text):,} characters, and a ConfigMap at most 1 MiB: put the job into an image"
+            )
+        return "\n".join(f"    {line}" if line else "" for line in text.splitlines())
+
+
+_SERVICE = """\
+  node-{number}:
+    <<: *node
+    environment:
+      <<: *place
+      JOB_COMPLETION_INDEX: "{number}"
+"""
+
+_SPOT = """\
+      tolerations:  # of nodes that can be taken away
+        - key: cloud.google.com/gke-spot
+          operator: Exists
+        - key: kubernetes.azure.com/scalesetpriority
+          operator: Exists
+"""
+
+_INIT = """\
+      initContainers:
+        - name: data
+          image: {image}
+          command: [gradstream, data, get, {data}]
+          env:
+            - name: GRADSTREAM_DATA
+              value: /runs/data
+          volumeMounts:
+            - name: runs
+              mountPath: /runs
+"""

@@ -1,0 +1,174 @@
+"""Files of `gradstream launch`: shells parse them, schemas accept them, and one of them runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import gradstream as gs
+from gradstream.cli import main
+from gradstream.cli.launch_files import ENGINES, LaunchFile
+from gradstream.errors import ConfigError
+
+SOURCE = str(Path(gs.__file__).resolve().parents[1])
+JOB = """\
+import numpy as np
+import gradstream as gs
+
+def outputs(parameters, inputs):
+    return inputs @ parameters["w"]
+
+def gradients(parameters, inputs, targets):
+    error = outputs(parameters, inputs) - targets
+
+    return float((error**2).mean()), {"w": (2 * inputs.T @ error / len(error)).astype(np.float32)}
+
+def job():
+    inputs = np.random.default_rng(0).normal(size=(400, 3)).astype(np.float32)
+    model = gs.from_functions(lambda seed: {"w": np.zeros(3, np.float32)}, outputs, gradients)
+    data = gs.from_arrays(inputs, inputs @ np.array([1, 2, 3], np.float32))
+    return gs.Job(model, data, batch_size=20, epochs=2, optimizer=gs.optim.SGD(lr=0.1))
+"""
+FULL: dict[str, Any] = {
+    "nodes": 3,
+    "gpus": 1,
+    "data": "caltech101",
+    "spot": True,
+    "arguments": ["--it's", "6 4"],
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(JOB)
+    return path
+
+
+def file_of(job: Path, **options: Any) -> LaunchFile:
+    return LaunchFile(job=job, name="mine", image="registry.example/gradstream:1", **options)
+
+
+@pytest.mark.parametrize("options", [{}, FULL], ids=["plain", "full"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_no_hole_is_left(job: Path, engine: str, options: dict[str, Any]) -> None:
+    text = file_of(job, **options).render(engine)
+    assert not re.search(r"(?<![\w])@\w+@", text)
+    assert "token" in text
+    assert ("caltech101" in text) == (bool(options) and engine != "compose")
+
+
+@pytest.mark.parametrize("options", [{}, FULL], ids=["plain", "full"])
+@pytest.mark.parametrize("engine", ["torchrun", "slurm"])
+def test_shells_parse_them(job: Path, engine: str, options: dict[str, Any]) -> None:
+    text = file_of(job, **options).render(engine)
+    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_directives_of_slurm_come_before_the_first_command(job: Path) -> None:
+    lines = file_of(job, **FULL).render("slurm").splitlines()
+    begin = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    directives = [line for line in lines if line.startswith("#SBATCH")]
+    assert "#SBATCH --requeue" in directives and "#SBATCH --gpus-per-task=1" in directives
+    assert not any(line.startswith("#SBATCH") for line in lines[begin:])
+
+
+@pytest.mark.parametrize("options", [{}, FULL], ids=["plain", "full"])
+def test_kubernetes_accepts_the_objects(job: Path, options: dict[str, Any]) -> None:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML and kubernetes-validate, of the extra dev")
+    validate = pytest.importorskip("kubernetes_validate")
+    objects = list(yaml.safe_load_all(file_of(job, **options).render("kubernetes")))
+    assert [one["kind"] for one in objects] == ["Service", "PersistentVolumeClaim", "ConfigMap", "Job"]
+    for one in objects:
+        validate.validate(one, "1.29", strict=True)
+    assert objects[2]["data"]["mine.py"] == JOB
+    pod = objects[3]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {one["name"]: one.get("value") for one in container["env"]}
+    assert environment["GRADSTREAM_NODES"] == str(objects[3]["spec"]["completions"])
+    assert environment["GRADSTREAM_HOST"] == f"mine-0.{pod['subdomain']}"
+    assert container["command"][-3:] == (
+        ["--", *FULL["arguments"]] if options else [*container["command"][-3:]]
+    )
+    mounted = {one["name"] for one in container["volumeMounts"]}
+    assert mounted == {one["name"] for one in pod["volumes"]}
+
+
+def test_a_compose_file_has_a_service_for_each_node(job: Path) -> None:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML, of the extra dev")
+    made = yaml.safe_load(file_of(job, **FULL).render("compose"))
+    assert list(made["services"]) == ["node-0", "node-1", "node-2"]
+    for number, service in enumerate(made["services"].values()):
+        assert service["environment"]["JOB_COMPLETION_INDEX"] == str(number)
+        assert service["environment"]["GRADSTREAM_HOST"] == "node-0"
+        assert service["secrets"] == ["token"]
+        assert service["command"][-2:] == FULL["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "Mine_1"}, "--name 'Mine_1': expected small letters"),
+        ({"nodes": 1}, "--nodes 1: expected at least 2"),
+        ({"memory": 0}, "--memory 0: expected at least 1"),
+        ({"job": Path("a b.py")}, "expected a job file NAME.py"),
+    ],
+)
+def test_what_does_not_fit_is_named(job: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(file_of(job), **options)
+    with pytest.raises(ConfigError, match=r"there is no job file .*other\.py"):
+        dataclasses.replace(file_of(job), job=job.with_name("other.py")).render("slurm")
+    with pytest.raises(ConfigError, match="--emit kubernetes needs --image"):
+        LaunchFile(job=job, name="mine").render("kubernetes")
+
+
+def test_a_command_line_stays_in_its_comment(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["launch", "--emit", "slurm", str(job), "--", "a\nrm b"]
+    monkeypatch.setattr(sys, "argv", ["gradstream", *words])
+    said = CliRunner().invoke(main, words)
+    assert said.exit_code == 0, said.output
+    head = said.output.splitlines()[1]
+    assert head.startswith("# mine.py on 2 nodes by Slurm.") and head.endswith("-- 'a rm b'")
+
+
+def test_a_file_is_not_written_over(job: Path) -> None:
+    words = ["launch", "--emit", "slurm", str(job), "--output", str(job.with_name("mine.sbatch"))]
+    assert CliRunner().invoke(main, words).exit_code == 0
+    assert job.with_name("mine.sbatch").read_text().startswith("#!/usr/bin/env bash\n")
+    again = CliRunner().invoke(main, words)
+    assert again.exit_code == 2
+    assert "mine.sbatch is not written: File exists" in again.output
+
+
+@pytest.mark.process
+def test_the_file_for_torchrun_trains(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.sh").write_text(file_of(job, cpus=1).render("torchrun"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    programs = Path(sys.executable).parent
+    if not (programs / "torchrun").exists() or shutil.which("openssl") is None:
+        pytest.skip("needs torchrun and openssl")
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    more = {"PATH": path, "PYTHONPATH": SOURCE, "MASTER_PORT": str(port)}
+    options: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, **more}, "text": True}
+    subprocess.run(["bash", "mine.sh", "token"], check=True, **options)
+    assert (tmp_path / "gradstream.token").stat().st_mode & 0o077 == 0
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    words = [["bash", "mine.sh", str(number), "127.0.0.1"] for number in range(2)]
+    both = [subprocess.Popen(one, **options, **pipes) for one in words]
+    ended = [(one.communicate(timeout=90)[0], one.returncode) for one in both]
+    assert [status for _, status in ended] == [0, 0], ended
+    assert gs.Run.load(tmp_path / "runs" / "mine").summary["samples_accounted"] == 800
