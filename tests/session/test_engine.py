@@ -64,6 +64,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
 
     def line(self, word: str) -> None:
@@ -92,7 +93,8 @@ def test_a_job_that_is_preempted_goes_on_when_it_is_started_again(tmp_path: Path
     port, secret = free_port(), {"GRADSTREAM_TOKEN": TOKEN}
     first = [Process(tmp_path, rank, port, **secret, PAUSE="0.05") for rank in range(2)]
     first[0].line("step 2")
-    first[0].process.send_signal(signal.SIGTERM)
+    for one in first:  # Slurm signals all processes of a step, nodes included
+        os.killpg(one.process.pid, signal.SIGTERM)
     ended = [process.end() for process in first]
     assert [status for status, _ in ended] == [75, 75], ended
 

@@ -164,7 +164,7 @@ def together_of(
     return Together(
         place=place,
         workers_per_machine=workers_per_machine,
-        servers_on=servers_on or "all",
+        servers_on=servers_on or "launcher",
         wait_s=600.0 if wait_s is None else wait_s,
         token=token_of(None, token_file),
     )

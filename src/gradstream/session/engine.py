@@ -35,14 +35,15 @@ class Together:
     Args:
         place: place of this process.
         workers_per_machine: workers of each process; None gives each one, or divides those of the job.
-        servers_on: see `Listening`.
+        servers_on: see `Listening`. By default process 0 has all shards: an engine that takes a process away sends it
+            SIGTERM, and only a process without a shard can leave.
         wait_s: seconds within which the other processes have to be there.
         token: the token; None takes it from the environment.
     """
 
     place: Place
     workers_per_machine: int | None = None
-    servers_on: ServersOn = "all"
+    servers_on: ServersOn = "launcher"
     wait_s: float = 600.0
     token: str | None = None
 
