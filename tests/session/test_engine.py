@@ -64,7 +64,6 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,
         )
 
     def line(self, word: str) -> None:
@@ -81,6 +80,12 @@ class Process:
         return self.process.returncode, said
 
 
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(one for child in children for one in family(int(child)))]
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -93,8 +98,8 @@ def test_a_job_that_is_preempted_goes_on_when_it_is_started_again(tmp_path: Path
     port, secret = free_port(), {"GRADSTREAM_TOKEN": TOKEN}
     first = [Process(tmp_path, rank, port, **secret, PAUSE="0.05") for rank in range(2)]
     first[0].line("step 2")
-    for one in first:  # Slurm signals all processes of a step, nodes included
-        os.killpg(one.process.pid, signal.SIGTERM)
+    for pid in [pid for one in first for pid in family(one.process.pid)]:  # Slurm signals nodes, too
+        os.kill(pid, signal.SIGTERM)
     ended = [process.end() for process in first]
     assert [status for status, _ in ended] == [75, 75], ended
 
