@@ -128,7 +128,7 @@ def test_a_job_that_has_finished_is_not_begun_again(tmp_path: Path, monkeypatch:
         def others(self) -> list[dict[str, str]]:
             return [{"host": host_id(), "address": "127.0.0.1"}]
 
-    monkeypatch.setattr(engine, "Rendezvous", Alone)
+    monkeypatch.setattr(engine, "StoreRendezvous", Alone)
     for name in ("run.json", FINAL_MODEL):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()

@@ -24,7 +24,7 @@ from gradstream.run.remote.join import Joining, join
 from gradstream.run.remote.listening import Listening, ServersOn, workers_each
 from gradstream.run.remote.members import name_of_rank
 from gradstream.run.result import FINAL_MODEL, Run
-from gradstream.session.rendezvous import Rendezvous
+from gradstream.session.rendezvous import StoreRendezvous
 from gradstream.transport.socket.unix import host_id
 
 
@@ -59,7 +59,7 @@ class Together:
             ConfigError: there is no token, or numbers do not fit. The other processes are told.
             GradstreamError: as in `train`.
         """
-        rendezvous = Rendezvous(self.place, self.wait_s, self.token)
+        rendezvous = StoreRendezvous(self.place, self.wait_s, self.token)
         run_dir = job.run_dir or (Path("runs") / self.place.job if self.place.job else None)
         try:
             listening = self._listening(rendezvous, workers)
@@ -76,7 +76,7 @@ class Together:
             rendezvous.say({"error": f"{type(error).__name__}: {error}"})
             raise
 
-    def _listening(self, rendezvous: Rendezvous, workers: int | None) -> Listening:
+    def _listening(self, rendezvous: StoreRendezvous, workers: int | None) -> Listening:
         token = rendezvous.token()
         away = [one["address"] for one in rendezvous.others() if one["host"] != host_id()]
         return Listening(
@@ -101,7 +101,7 @@ class Together:
             ConfigError: process 0 could not begin the run, or its message is not signed with the token.
             GradstreamError: as in `join`.
         """
-        rendezvous = Rendezvous(self.place, self.wait_s, self.token)
+        rendezvous = StoreRendezvous(self.place, self.wait_s, self.token)
         token = rendezvous.token()
         address, fingerprint = rendezvous.where(rendezvous.heard())
         joining = Joining(

@@ -1,4 +1,4 @@
-"""`Rendezvous`: lets processes that an engine has started on several machines find one another.
+"""`StoreRendezvous`: lets processes that an engine has started on several machines find one another.
 
 A few bytes go through a key-value store of torch: that of the user's own process group, torchrun's, or one that
 process 0 opens. Any process that reaches the store can read and write it, so no secret goes through it. All processes
@@ -44,7 +44,7 @@ EXAMPLES = {
 }
 
 
-class Rendezvous:
+class StoreRendezvous:
     """The store, as one process uses it.
 
     Args:

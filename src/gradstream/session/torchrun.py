@@ -4,7 +4,7 @@ Ranks and store are those of the user's own `init_process_group`, or else those 
 environment. gradstream makes its process groups beside the user's, and shares nothing with it.
 
 On one machine, rank 0 writes the path of a file into the store that only this user can read. On several, each process
-joins as a machine does: see `Rendezvous`.
+joins as a machine does: see `StoreRendezvous`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradstream.run.place import Place
 from gradstream.run.placement import WorkerPlacement, handed_out
 from gradstream.run.remote.listening import Listening
 from gradstream.session.host import Guest, Host
-from gradstream.session.rendezvous import Rendezvous
+from gradstream.session.rendezvous import StoreRendezvous
 from gradstream.transport.socket.unix import host_id
 
 
@@ -50,11 +50,11 @@ def take_part(job: Job, place: Place) -> tuple[WorkerPlacement, Host | None]:
         ConfigError: there are several machines, and no token.
         DeadlineError, PeerLostError, JoinRefusedError: the run did not come about.
     """
-    rendezvous = Rendezvous(place, job.deadlines.join_s + 60.0)  # a process imports torch first
+    rendezvous = StoreRendezvous(place, job.deadlines.join_s + 60.0)  # a process imports torch first
     return _host(job, rendezvous) if place.rank == 0 else _follow(job, rendezvous)
 
 
-def _host(job: Job, rendezvous: Rendezvous) -> tuple[WorkerPlacement, Host]:
+def _host(job: Job, rendezvous: StoreRendezvous) -> tuple[WorkerPlacement, Host]:
     """Joins as rank 0. Tells the other ranks about an error."""
     size = rendezvous.place.size
     try:
@@ -69,7 +69,7 @@ def _host(job: Job, rendezvous: Rendezvous) -> tuple[WorkerPlacement, Host]:
     return WorkerPlacement(0, size, spec, coordinator, host.network), host
 
 
-def _follow(job: Job, rendezvous: Rendezvous) -> tuple[WorkerPlacement, Host | None]:
+def _follow(job: Job, rendezvous: StoreRendezvous) -> tuple[WorkerPlacement, Host | None]:
     """Joins as another rank."""
     rank, size, said = rendezvous.place.rank, rendezvous.place.size, rendezvous.heard()
     if "signed" not in said:
@@ -80,7 +80,7 @@ def _follow(job: Job, rendezvous: Rendezvous) -> tuple[WorkerPlacement, Host | N
     return WorkerPlacement(rank, size, spec, coordinator, guest.network), guest
 
 
-def _listening(rendezvous: Rendezvous, away: str) -> Listening:
+def _listening(rendezvous: StoreRendezvous, away: str) -> Listening:
     """Where the others join: each process as a machine of its own."""
     return Listening(
         address=rendezvous.own_address(away),
