@@ -3,9 +3,10 @@
     python bench/long_link.py    # about three minutes; takes root, `ip` and `tc`
 
 Two machines (network namespaces). One sends chunks of 1 MiB to the other: by one socket without any of ours, by the
-carrier `tcp` over 1, 2, 4 and 8 connections, and by gRPC in plain text over 1, 4 and 8, always in eight streams. The
-first seconds, in which TCP finds the rate, do not count. The bound is the card's rate. Figures go to
-bench/results/long-link.json.
+carrier `tcp` over 1, 2, 4 and 8 connections, and by gRPC in plain text over 1, 4 and 8, always in eight streams. Then
+both sum a vector of 128 MiB as a group of two, again and again, over 1, 2, 4 and 8 connections of `tcp`: each sends
+as many bytes as the vector has. The first seconds, in which TCP finds the rate, do not count. The bound is the rate of
+the card. Figures go to bench/results/long-link.json.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from typing import Any
 
 import torch
 
+from gradstream.collectives.factory import form_group
+from gradstream.collectives.group import GroupMembers
 from gradstream.run.local.machine import describe_machine, git_commit, node_environment
 from gradstream.runtime import RealRuntime
 from gradstream.testing.machines import Machines, unavailable
 from gradstream.transport.base import Identity, Stream
 from gradstream.transport.carriers import RoutedEndpoint, make_endpoint
 from gradstream.transport.methods import METHODS, Method
+from gradstream.transport.socket.tcp import TcpEndpoint
 from gradstream.wire import v1
 from records import RESULTS, ROOT, command_line, now
 
@@ -37,7 +41,13 @@ RATE_BIT_S = 1e9
 WARM_S, COUNTED_S = 4.0, 6.0
 MIB = 1 << 20
 SECRET = b"the secret of a benchmark"
-ROWS = (("socket", 1), *(("tcp", n) for n in (1, 2, 4, 8)), *(("grpc", n) for n in (1, 4, 8)))
+GROUP_ELEMS, PORT = 32 << 20, 7000  # a machine of its own has all its ports free
+ROWS = (
+    ("socket", 1),
+    *(("tcp", n) for n in (1, 2, 4, 8)),
+    *(("grpc", n) for n in (1, 4, 8)),
+    *(("group", n) for n in (1, 2, 4, 8)),
+)
 
 
 def main() -> None:
@@ -45,23 +55,29 @@ def main() -> None:
     parser.add_argument(
         "--role", nargs=4, help=argparse.SUPPRESS
     )  # send or take, carrier, connections, address
+    parser.add_argument("--only", nargs="+", help="measure rows of these carriers; records nothing")
     given = parser.parse_args()
     if given.role:
         role, carrier, count, address = given.role
         if carrier == "socket":
             bare_send(address) if role == "send" else bare_take(address)
+        elif carrier == "group":
+            asyncio.run(reduce(role, int(count), address))
         else:
             asyncio.run((send if role == "send" else take)(carrier, int(count), address))
         return
     if reason := unavailable():
         sys.exit(reason)
+    rows = [row for row in ROWS if row[0] in given.only] if given.only else ROWS
     figures: dict[str, Any] = {"round_trip_s": ROUND_TRIP_S, "rate_mbit_s": RATE_BIT_S / 1e6, "mbit_s": {}}
     with Machines(2, rate="1gbit", latency_s=ROUND_TRIP_S / 2) as machines:
-        for carrier, count in ROWS:
+        for carrier, count in rows:
             figures["mbit_s"][f"{carrier} {count}"] = rate = measured(machines, carrier, count)
             print(
                 f"{carrier:6s} {count} connection(s): {rate:6.0f} Mbit/s, {rate * 1e6 / RATE_BIT_S:.2f} of the card"
             )
+    if given.only:
+        return
     for name in ("net/ipv4/tcp_wmem", "net/ipv4/tcp_rmem", "net/ipv4/tcp_congestion_control"):
         figures[name] = Path("/proc/sys", name).read_text().split()
     figures |= {"date": now(), "commit": git_commit(ROOT), **describe_machine(node_environment(2))}
@@ -163,6 +179,32 @@ async def send(carrier: str, count: int, address: str) -> None:
             await stream.send(v1.Frame(chunk=v1.Chunk(elems=MIB // 4, dtype=v1.FLOAT32)), payload)
 
     await asyncio.gather(*(flood() for _ in range(8)))  # streams take their connections in turn
+
+
+async def reduce(role: str, count: int, address: str) -> None:
+    """Sums a vector with the other machine, as rank 0 if `role` is to send."""
+    net, addresses = address.rpartition(".")[0], {}
+    for number, name in enumerate(("far", "near"), 1):
+        addresses[name] = f"{net}.{number}:{PORT}"
+    name = "near" if role == "send" else "far"
+    identity, runtime = Identity("job", name, 1, secret=SECRET), RealRuntime(name)
+    own = TcpEndpoint(identity, runtime, listen=addresses[name], insecure=True, connections=count)
+    await own.start()
+    for other, where in addresses.items():
+        own.know(other, where)
+    if role == "take":
+        print(addresses["far"], flush=True)
+    members = GroupMembers(["near", "far"], int(role == "take"), 1)  # the lower rank dials
+    group = await form_group(runtime, own, members, "ring")
+    vector = group.allocate(GROUP_ELEMS, torch.float32, "v")
+    ends = [time.monotonic()]
+    while True:
+        await group.allreduce(vector.all)
+        ends.append(time.monotonic())
+        begun = next((at for at in ends if at > ends[0] + WARM_S), ends[-1])
+        if role == "take" and ends[-1] >= begun + COUNTED_S:
+            counted = len(ends) - 1 - ends.index(begun)
+            print(f"{8e-6 * counted * vector.tensor.nbytes / (ends[-1] - begun):.1f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -176,15 +176,16 @@ def test_inside_hosts_and_between_them() -> None:
 
 
 def test_where_one_rank_has_none_all_send_by_streams() -> None:
-    """A rank that wants several connections to a peer gets no data socket."""
 
     async def work(group: Group) -> tuple[bool, float]:
         vector = vector_of(np.ones(9000, np.float32))
         await group.allreduce(vector.all)
         return has_data_sockets(group), float(vector.tensor.sum())
 
-    options = [{}, {}, {"connections": 2}]
-    assert together(3, work, options=options) == [(False, 27000.0)] * 3
+    def prepare(own: TcpEndpoint) -> None:
+        own.has_data_sockets = own.identity.name != "rank-2"
+
+    assert together(3, work, prepare=prepare) == [(False, 27000.0)] * 3
 
 
 def test_nobody_gets_a_data_socket_without_the_secret() -> None:
@@ -339,17 +340,17 @@ def test_waiting_costs_nothing() -> None:
 
 
 def driver_of(
-    plan: DependencyPlan, tensor: torch.Tensor, operation: Operation, end: DataSocket
+    plan: DependencyPlan, tensor: torch.Tensor, operation: Operation, *ends: DataSocket
 ) -> SocketDriver:
-    progress, sockets = PlanProgress(plan, 16, 4), GroupDataSockets("rank", {0: end})
-    return SocketDriver(progress, operation, tensor, {0: end}, sockets.in_thread, time.monotonic_ns)
+    progress, sockets = PlanProgress(plan, 16, 4), GroupDataSockets("rank", {0: ends})
+    return SocketDriver(progress, operation, tensor, {0: ends}, sockets.in_thread, time.monotonic_ns)
 
 
 def driver(
-    schedule: Schedule, elems: int, end: DataSocket, digest: int = 1
+    schedule: Schedule, elems: int, *ends: DataSocket, number: int = 3
 ) -> tuple[SocketDriver, torch.Tensor]:
-    tensor, operation = torch.ones(elems), Operation(3, digest, "allreduce of ones")
-    return driver_of(DependencyPlan.of(schedule), tensor, operation, end), tensor
+    tensor, operation = torch.ones(elems), Operation(number, 1, "allreduce of ones")
+    return driver_of(DependencyPlan.of(schedule), tensor, operation, *ends), tensor
 
 
 def pair(*, checked: bool = False) -> tuple[DataSocket, DataSocket]:
@@ -374,7 +375,7 @@ def test_another_version_is_not_believed() -> None:
     receiver, tensor = driver([Recv(0, 0, 4)], 4, right)
     sender.run_blocking()
     tensor.fill_(7.0)
-    with pytest.raises(ConfigError, match="message 0 of 20 bytes came from left, expected message 0 of 16"):
+    with pytest.raises(ConfigError, match="piece 0 of 20 bytes came from left, where this rank expects none"):
         receiver.run_blocking()
     assert tensor.tolist() == [7.0] * 4
     closed(left, right)
@@ -436,7 +437,7 @@ def received(data: bytes, schedule: Schedule, elems: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("add", [False, True])
 def test_every_bit_of_a_message_is_guarded(add: bool) -> None:
-    """Two messages, of three pieces and one: header, pieces and checksums."""
+    """Two steps, of three pieces and one: headers, pieces and checksums."""
     ends = [(0, 40), (40, 44)]
     data = sent([Send(0, *end) for end in ends], 44)
     recvs = [Recv(0, *end, add=add) for end in ends]
@@ -447,7 +448,7 @@ def test_every_bit_of_a_message_is_guarded(add: bool) -> None:
         flipped[bit // 8] ^= 1 << bit % 8
         with pytest.raises(PeerLostError, match=r"right: allreduce of ones: .* damaged on their way"):
             received(bytes(flipped), recvs, 44)
-    assert len(DAMAGED) - before == 8 * len(data) == 8 * (176 + 2 * (24 + 8) + 4 * 8)
+    assert len(DAMAGED) - before == 8 * len(data) == 8 * (176 + 4 * (24 + 2 * 8))
 
 
 def test_without_the_check_damage_gets_into_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,6 +456,23 @@ def test_without_the_check_damage_gets_into_the_sum(monkeypatch: pytest.MonkeyPa
     data[-1] ^= 1
     monkeypatch.setattr(socket_driver, "verify", lambda *data: None)
     assert received(bytes(data), [Recv(0, 0, 4)], 4).tolist() != [1.0] * 4
+
+
+class Spoilt:
+    """A socket that flips a bit of what it sends, once."""
+
+    def __init__(self, sound: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._sound = sound
+        self._monkeypatch = monkeypatch
+
+    def sendmsg(self, buffers: list[memoryview]) -> int:
+        self._monkeypatch.undo()
+        data = bytearray(b"".join(buffers))
+        data[len(data) // 2] ^= 1
+        return self._sound.sendmsg([data])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sound, name)
 
 
 @pytest.mark.parametrize("how", ["ring", "halving-doubling"])
@@ -476,14 +494,11 @@ def test_damage_ends_an_operation_and_no_rank_has_a_wrong_sum(how: str) -> None:
         await group.allreduce(vector.all)
         sums.append(bool((vector.tensor == total).all()))
         if group.rank == 0:
-            sum_of = socket_driver._sum
-
-            def flip(data: bytes | memoryview) -> bytes:
-                """The checksum of other bytes."""
-                monkeypatch.undo()
-                return sum_of(bytes(data) + b"x")
-
-            monkeypatch.setattr(socket_driver, "_sum", flip)
+            sockets = group._communicator.data_sockets
+            assert sockets is not None
+            for other in (1, 2):
+                one = sockets.to(other)[-1]
+                monkeypatch.setattr(one, "socket", Spoilt(one.socket, monkeypatch))
         vector.tensor.fill_(group.rank)
         await group.allreduce(vector.all)
         sums.append(bool((vector.tensor == total).all()))
@@ -495,3 +510,111 @@ def test_damage_ends_an_operation_and_no_rank_has_a_wrong_sum(how: str) -> None:
     assert all(isinstance(one, PeerLostError | DeadlineError) for one in errors), found
     assert {one.peer for one in errors} == {"rank-0"} and "damaged on their way" in str(errors[-1])
     assert all(sums) and len(sums) >= size
+
+
+# ---- several sockets between two ranks -------------------------------------------------------------
+
+
+def pairs(count: int) -> tuple[list[DataSocket], list[DataSocket]]:
+    """The ends of `count` sockets between two ranks, of which the first one leads."""
+    lefts, rights = zip(*(pair() for _ in range(count)), strict=True)
+    for end in (*lefts[1:], *rights[1:]):
+        end.leads = False
+    return list(lefts), list(rights)
+
+
+@pytest.mark.parametrize("how", ["ring", "halving-doubling", "direct"])
+def test_several_sockets_give_the_same_bits(how: str) -> None:
+    """Three each way, with operations of one piece and of many right behind each other; every one carries some."""
+    size, lengths = 3, (1, 20011, 5000, 700)
+    inputs = [
+        np.random.default_rng(elems).standard_normal((size, elems)).astype(np.float32) for elems in lengths
+    ]
+
+    async def work(group: Group) -> list[bytes]:
+        vectors = [vector_of(parts[group.rank]) for parts in inputs]
+        await asyncio.gather(*(group.allreduce(vector.all) for vector in vectors))
+        return [vector.tensor.numpy().tobytes() for vector in vectors]
+
+    async def by_sockets(group: Group) -> list[bytes]:
+        assert isinstance(group, MessageGroup)
+        sockets = group._communicator.data_sockets
+        assert sockets is not None
+        for rank in {0, 1, 2} - {group.rank}:
+            assert sorted(one.leads for one in sockets.to(rank)) == [False, False, True]
+        return await work(group)
+
+    expected = VirtualRanks(size).run(work, how=how, piece_bytes=1 << 12)
+    options = [{"connections": count} for count in (3, 4, 3)]  # the smallest number holds
+    assert together(size, by_sockets, how=how, options=options) == expected
+
+
+def test_a_slow_socket_holds_back_only_its_own_pieces() -> None:
+    """Its buffer is full after the first piece, and nobody empties it: the others carry the rest, to their places."""
+    lefts, rights = pairs(3)
+    elems = 16 * 2000  # pieces of 16 elements
+    lefts[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    sender, sent = driver([Send(0, 0, elems)], elems, *lefts)
+    sent.copy_(torch.arange(elems))
+    receiver, got = driver([Recv(0, 0, elems, add=True)], elems, *rights)
+    stuck, receiver._readers = receiver._readers[0], receiver._readers[1:]
+    thread = threading.Thread(target=sender.run_blocking)
+    thread.start()
+    while receiver._readers[0]._due and not receiver.run_blocking(20):
+        if len(receiver._readers[0]._due) * 16 * 64 < elems:  # the rest is what the slow one holds
+            break
+    assert torch.equal(got[-16:], torch.arange(elems)[-16:] + 1.0) and got[0] == 1.0
+    receiver._readers.append(stuck)
+    receiver.run_blocking()
+    thread.join(WAIT_S)
+    assert torch.equal(got, torch.arange(elems) + 1.0)
+    closed(*lefts, *rights)
+
+
+def test_pieces_of_the_next_operation_wait_in_their_socket() -> None:
+    """The next operation's second piece has come over the second socket before this one's piece over the first."""
+    lefts, rights = pairs(2)
+    for number, elems in ((3, 16), (4, 32)):
+        sender, sent = driver([Send(0, 0, elems)], elems, *lefts, number=number)
+        sent.fill_(number)
+        sender.run_blocking()
+    first, got = driver([Recv(0, 0, 16)], 16, *rights, number=3)
+    first._readers.reverse()
+    first._readers[0].move()
+    assert first._readers[0].is_done
+    first.run_blocking()
+    assert got.tolist() == [3.0] * 16
+    second, got = driver([Recv(0, 0, 32)], 32, *rights, number=4)
+    second.run_blocking()
+    assert got.tolist() == [4.0] * 32
+    closed(*lefts, *rights)
+
+
+def test_another_operation_is_found_where_several_sockets_wait() -> None:
+    """The leading socket tells: nothing of this rank's operation can come before it."""
+    lefts, rights = pairs(2)
+    driver([Send(0, 0, 32)], 32, *lefts, number=4)[0].run_blocking()
+    receiver, _ = driver([Recv(0, 0, 16)], 16, *rights, number=3)
+    with pytest.raises(ConfigError, match="left does another"):
+        receiver.run_blocking()
+    closed(*lefts, *rights)
+
+
+def test_one_lost_socket_of_several_is_a_lost_rank() -> None:
+    """As where there is one socket alone: all ranks learn who it is."""
+
+    async def work(group: Group) -> Any:
+        assert isinstance(group, MessageGroup)
+        sockets = group._communicator.data_sockets
+        assert sockets is not None
+        if group.rank == 0:
+            await group.allreduce(vector_of(np.ones(9000, np.float32)).all)
+            sockets.to(1)[-1].socket.shutdown(socket.SHUT_RDWR)
+        else:
+            await group.allreduce(vector_of(np.ones(9000, np.float32)).all)
+        vector = vector_of(np.ones(3_000_000, np.float32))
+        await group.allreduce(vector.all)
+
+    found = together(3, work, options=[{"connections": 3}] * 3, piece_bytes=1 << 16)
+    assert all(isinstance(error, PeerLostError | DeadlineError) for error in found), found
+    assert {error.peer for error in found} <= {"rank-0", "rank-1"}

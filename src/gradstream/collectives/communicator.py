@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from gradstream.collectives.data_sockets import DataSocket, GroupDataSockets
@@ -155,38 +156,45 @@ class Communicator:
             raise PeerLostError(self.names[rank], "left the group instead of its turn in an exchange")
         return received.frame.body.data
 
-    async def connect_data_sockets(self, ranks: Collection[int]) -> None:
-        """Connects a data socket to each of `ranks`, if every rank of the group gets all that it asks for.
+    async def connect_data_sockets(self, ranks: Collection[int], count: int = 1) -> None:
+        """Connects `count` data sockets to each of `ranks`, if every rank of the group gets all that it asks for.
 
-        All ranks call it at once, and two ranks ask for each other or not at all. Without data sockets,
-        messages go over the streams.
+        All ranks call it at once, and two ranks ask for each other or not at all, with the same `count`. Without
+        data sockets, messages go over the streams.
 
         Raises:
             PeerLostError, DeadlineError: names a rank; the group is broken.
         """
-        await self.guarded(self._connect_data_sockets([rank for rank in ranks if rank != self.rank]))
+        others = [rank for rank in ranks if rank != self.rank]
+        await self.guarded(self._connect_data_sockets({rank: [] for rank in others}, count))
 
-    async def _connect_data_sockets(self, ranks: Sequence[int]) -> None:
-        connected: dict[int, DataSocket] = {}
+    async def _connect_data_sockets(self, connected: dict[int, list[DataSocket]], count: int) -> None:
         try:
-            await self.runtime.gather(*(self._connect_data_socket(rank, connected) for rank in ranks))
-            everybody = await self._all_gather_bytes(bytes([len(connected) == len(ranks)]))
+            dials = (
+                self._connect_data_socket(rank, n, connected) for rank in connected for n in range(count)
+            )
+            await self.runtime.gather(*dials)
+            complete = all(len(sockets) == count for sockets in connected.values())
+            everybody = await self._all_gather_bytes(bytes([complete]))
             if all(word == b"\1" for word in everybody):
                 self.data_sockets = GroupDataSockets(self._me, connected)
         finally:
             if self.data_sockets is None:
-                for data_socket in connected.values():
+                for data_socket in chain.from_iterable(connected.values()):
                     data_socket.socket.close()
 
-    async def _connect_data_socket(self, rank: int, connected: dict[int, DataSocket]) -> None:
+    async def _connect_data_socket(
+        self, rank: int, number: int, connected: dict[int, list[DataSocket]]
+    ) -> None:
         name = self.names[rank]
         connected_socket = await self._endpoint.data_socket(
-            name, f"exchange/{self.members.epoch}", dial=self.rank < rank
+            name, f"exchange/{self.members.epoch}/{number}", dial=self.rank < rank
         )
         if connected_socket is not None:
             in_loop = asyncio.get_running_loop().call_soon_threadsafe
             report = partial(self._endpoint.on_damage, name)
-            connected[rank] = DataSocket(connected_socket, name, partial(in_loop, report))
+            made = DataSocket(connected_socket, name, partial(in_loop, report), leads=number == 0)
+            connected[rank].append(made)
 
     # ---- losing a rank ------------------------------------------------------------------
 

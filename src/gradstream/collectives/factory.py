@@ -76,7 +76,7 @@ async def form_group(
         )
     else:
         communicator = Communicator(runtime, endpoint, members)
-        place = _Place.here(runtime, endpoint.identity.name, host)
+        place = _Place.here(runtime, endpoint, host)
         group, event = await _form_on(communicator, place, endpoint.identity.job, how, piece_bytes)
     if on_event is not None and members.rank == 0:
         on_event(event)
@@ -104,20 +104,22 @@ class _Place:
     Args:
         host: a name that ranks close to each other have in common.
         memory: a name that ranks which can share memory have in common; "" for a rank that shares with none.
+        connections: see `Endpoint.connections`.
     """
 
     host: str
     memory: str
+    connections: int
 
     @classmethod
-    def here(cls, runtime: Runtime, name: str, host: str) -> _Place:
+    def here(cls, runtime: Runtime, endpoint: Endpoint, host: str) -> _Place:
         memory = ""
         if isinstance(runtime, RealRuntime) and available():
             try:
                 memory = host_id()
             except ConfigError:
                 pass  # this system does not name its host: the rank shares memory with none
-        return cls(host or memory or name, memory)
+        return cls(host or memory or endpoint.identity.name, memory, endpoint.connections)
 
 
 class _GroupFactory:
@@ -209,7 +211,8 @@ class _GroupFactory:
 
     async def _connect(self, ranks: Sequence[int]) -> None:
         if isinstance(self._communicator.runtime, RealRuntime):  # virtual nodes have streams alone
-            await self._communicator.connect_data_sockets(ranks)
+            count = min(place.connections for place in self._places)
+            await self._communicator.connect_data_sockets(ranks, count)
 
     def _event(self, kind: str, algorithm: str, choice: Choice | None = None) -> GroupEvent:
         figures = {} if choice is None else asdict(choice.figures)

@@ -83,6 +83,14 @@ class PlanProgress:
         self.piece = max(1, piece_elems) * unit
         self.passed = [step.start * unit for step in plan.steps]
         self._stops = [step.stop * unit for step in plan.steps]
+        self._early: list[dict[int, int]] = [{} for _ in plan.steps]  # pieces behind `passed` that are done
+
+    def finish(self, number: int, start: int, stop: int) -> None:
+        """Notes that [start, stop) of a step is done, before or after the pieces beside it."""
+        early = self._early[number]
+        early[start] = stop
+        while (end := early.pop(self.passed[number], None)) is not None:
+            self.passed[number] = end
 
     def limit(self, number: int) -> int:
         """The position up to which a step may go: earlier steps are done with the elements below it."""
@@ -91,13 +99,6 @@ class PlanProgress:
             if self.passed[earlier] < self._stops[earlier]:
                 low = min(low, self.passed[earlier])
         return low
-
-    def room(self, number: int, stop: int) -> int:
-        """Units that a step may move now, up to `stop`: all of them or none.
-
-        Drivers send and add whole pieces, since a part of one would cost a system call or a message of its own.
-        """
-        return stop - self.passed[number] if self.limit(number) >= stop else 0
 
     def bounds(self, number: int) -> tuple[int, int]:
         """[start, stop) of a step, as positions."""

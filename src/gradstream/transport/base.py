@@ -238,6 +238,7 @@ class Endpoint(Protocol):
 
     identity: Identity
     address: str  # what others connect to, once `start` has returned
+    connections: int  # to each peer for bulk data, where the carrier can use several
     protected: bool  # its connections are encrypted, and certificates name both sides
     on_damage: Callable[[str, int], None]
     """Called with a peer, and a number of bytes from it whose checksum was wrong. Its connection ends."""

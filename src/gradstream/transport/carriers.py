@@ -125,6 +125,7 @@ class RoutedEndpoint:
         self._offers: dict[str, CarrierOffer] = {}
         self._detours: Detours | None = None
         self.identity = self._main.identity
+        self.connections = max(one.connections for one in carriers.values())
         self.protected = self._main.protected
         self.runtime = self._main.runtime
 

@@ -68,6 +68,7 @@ class EndpointCore(ABC):
     """
 
     address: str = ""
+    connections: int = 1
     protected: bool = False
     methods: Mapping[str, Method] = METHODS
     leaves_machine: Callable[[str, str], bool] = staticmethod(leaves_machine)

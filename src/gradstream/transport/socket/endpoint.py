@@ -63,7 +63,7 @@ class SocketEndpoint(EndpointCore):
             )
         check_secret(identity.secret, identity.name)
         self._strangers: dict[asyncio.Task[None], None] = {}
-        self._connections = connections
+        self.connections = connections
         self._listener: socket.socket | None = None
         self._outgoing: dict[tuple[str, Priority], Multiplexer] = {}
         self._callers: dict[tuple[str, int, int], Multiplexer] = {}  # by name, incarnation, caller's number
@@ -215,7 +215,7 @@ class SocketEndpoint(EndpointCore):
     def _dial(self, peer: str, address: str, priority: Priority) -> MultiplexedCarrier:
         multiplexer = self._outgoing.get((peer, priority))
         if multiplexer is None:
-            count = self._connections if priority is Priority.BULK else 1
+            count = self.connections if priority is Priority.BULK else 1
             lost = partial(self._lost_outgoing, (peer, priority))
             multiplexer = Multiplexer(self.runtime, peer, count, on_lost=lost, on_damage=self.damaged)
             self._outgoing[peer, priority] = multiplexer
@@ -269,9 +269,9 @@ class SocketEndpoint(EndpointCore):
     async def data_socket(
         self, peer: str, name: str, *, dial: bool, copies: bool = False
     ) -> PeerSocket | None:
-        """See `Endpoint.data_socket`. None with several connections: one socket could not replace them."""
+        """See `Endpoint.data_socket`."""
         address = self._addresses.get(peer)
-        if not (self.has_data_sockets or copies) or self._connections > 1 or address is None:
+        if not (self.has_data_sockets or copies) or address is None:
             return None
         if dial:
             connecting = self._connect_and_greet(peer, address, v1.Greeting(line=name))
