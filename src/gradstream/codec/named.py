@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from gradstream.codec.base import Codec
 from gradstream.codec.blocks import Blocks
-from gradstream.codec.casts import Cast
+from gradstream.codec.casts import DTYPES, Cast
 from gradstream.codec.chunked import ChunkTopK
 from gradstream.codec.dct import DCT
 from gradstream.codec.feedback import ErrorFeedback
 from gradstream.codec.qsgd import QSGD
 from gradstream.codec.sign import Sign
 from gradstream.codec.sparse import RandomK, TopK
+
+PARAMETER_CODECS = ("float16", "bfloat16", "int8", "int4")
+
+
+def of_parameters(name: str) -> Codec:
+    """The codec of `PARAMETER_CODECS` by which shards send parameters: it has a small error, and keeps nothing."""
+    return Cast(name) if name in DTYPES else Blocks(name)  # type: ignore[arg-type]  # checked by the caller
 
 
 def _with(codec: Codec, feedback: bool) -> Codec:

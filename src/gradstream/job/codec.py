@@ -1,4 +1,4 @@
-"""Checks of a job's codec: what workers send, and whether it can be encoded."""
+"""Checks of a job's codecs: what workers and servers send, and whether it can be encoded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from gradstream.codec.base import Codec
 from gradstream.codec.dgc import DGC
 from gradstream.codec.feedback import EF21
 from gradstream.codec.low_rank import PowerSGD
+from gradstream.codec.named import PARAMETER_CODECS
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job, is_open_ended
 from gradstream.optim.base import Optimizer
@@ -50,6 +51,32 @@ def check_codec(job: Job, strategy: Strategy, optimizer: Optimizer, codec: Codec
         why = _why_not_pushed(job, strategy, codec)
     if why:
         raise ConfigError(f"codec={codec}: {why}")
+
+
+def check_fetch_codec(job: Job, strategy: Strategy) -> None:
+    """Raises ConfigError where the parameters that workers fetch cannot be encoded."""
+    name, codec = type(strategy).__name__, job.fetch_codec
+    if codec not in PARAMETER_CODECS:
+        why = f"expected {', '.join(PARAMETER_CODECS)}; what leaves numbers out, or has random ones, fits no parameters"
+    elif is_open_ended(job):
+        why = "a training loop of your own steps on the parameters that it has, which must be those of the servers"
+    elif not isinstance(strategy, ServerStrategy):
+        why = f"the workers of {name} have no servers, and fetch nothing"
+    elif strategy.pushes == "parameters":
+        why = f"{name} pushes whole parameters, so that the servers' would be rounded too; take strategy='diloco'"
+    elif strategy.in_passes:
+        why = f"{name} needs exact numbers"
+    elif strategy.rows(False) is not None:
+        why = f"{name} exchanges changed rows alone"
+    elif strategy.correction() is not None:
+        why = f"{name} corrects by the parameters that a worker had, of which the servers keep exact copies"
+    elif job.record:
+        why = "record=True: a replay computes on the servers' exact parameters"
+    elif job.noise_scale:
+        why = "noise_scale=True: it compares gradients of the same parameters"
+    else:
+        return
+    raise ConfigError(f"fetch_codec={codec!r}: {why}; leave fetch_codec out")
 
 
 def _why_not_pushed(job: Job, strategy: ServerStrategy, codec: Codec | PowerSGD) -> str:

@@ -61,6 +61,8 @@ class Job:
         optimizer: the update rule: a name or an Optimizer; None takes the strategy's default.
         codec: makes what workers send smaller: a name such as "int8" or "top-k", or a codec
             (`gs.codecs`). None sends numbers as they are. See `docs/codecs.md`.
+        fetch_codec: makes what servers send to workers smaller, where a gradient is computed on it: parameters are
+            rounded, the same ones anew each time. None sends them as they are. See `docs/codecs.md`.
         groups: settings of the update rule for some parameters, by patterns of their names:
             [{"match": "*.bias", "weight_decay": 0.0}, {"match": "head.*", "lr_scale": 10.0}]. Later ones win.
         workers: number of replicas of the model.
@@ -166,6 +168,7 @@ class Job:
     strategy_options: Mapping[str, Any] = field(default_factory=dict)
     optimizer: str | Optimizer | None = None
     codec: str | Codec | PowerSGD | None = None
+    fetch_codec: Literal["float16", "bfloat16", "int8", "int4"] | None = None
     groups: Sequence[Mapping[str, Any]] = ()
     workers: int = 2
     servers: int | None = None
@@ -226,6 +229,7 @@ class JobOptions(TypedDict, total=False):
     strategy_options: Mapping[str, Any]
     optimizer: str | Optimizer | None
     codec: str | Codec | PowerSGD | None
+    fetch_codec: Literal["float16", "bfloat16", "int8", "int4"] | None
     groups: Sequence[Mapping[str, Any]]
     workers: int
     servers: int | None

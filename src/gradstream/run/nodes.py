@@ -399,6 +399,7 @@ def worker_config(plan: RunPlan, rank: int, model: Model, part: int = 0) -> Work
         stands_in=losses_of(plan).stands_in,
         noise_scale=job.noise_scale,
         codec=plan.codec,
+        fetch_codec=plan.fetch_codec,
     )
 
 

@@ -13,6 +13,7 @@ from gradstream.checkpoint.manifest import JobPhase, Resume
 from gradstream.checkpoint.policy import Policy, parse_every
 from gradstream.codec.base import Codec
 from gradstream.codec.low_rank import PowerSGD
+from gradstream.codec.named import of_parameters
 from gradstream.coordinator.link_choice import Chosen, LinkChoice
 from gradstream.coordinator.nodes import COORDINATOR
 from gradstream.coordinator.stopping import Until
@@ -27,7 +28,7 @@ from gradstream.data.progress import DataProgress
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError
-from gradstream.job.codec import check_codec
+from gradstream.job.codec import check_codec, check_fetch_codec
 from gradstream.job.job import Job, is_open_ended
 from gradstream.job.phase_jobs import AUTO, job_of_phase, measured_first, rate_of_phase
 from gradstream.job.registry import find_codec, find_function, find_optimizer, find_strategy
@@ -141,6 +142,11 @@ class RunPlan:
         """Names the predictors of parts that train apart; "" if there are none."""
         pipeline = self.job.pipeline
         return pipeline.of_parts(self.parts) if isinstance(pipeline, SyntheticGradients) else ""
+
+    @property
+    def fetch_codec(self) -> Codec | None:
+        """Encodes parameters that workers fetch for gradients; None sends them as they are."""
+        return None if self.job.fetch_codec is None else of_parameters(self.job.fetch_codec)
 
     @property
     def remainders(self) -> str:
@@ -471,6 +477,8 @@ def _plan_job(
     codec = None if job.codec is None else find_codec(job.codec)
     if codec is not None:
         check_codec(job, strategy, optimizer, codec)
+    if job.fetch_codec is not None:
+        check_fetch_codec(job, strategy)
     check_split(job, strategy, optimizer)
     plan = RunPlan(
         id=run_id,

@@ -69,4 +69,5 @@ def shard_config(plan: RunPlan, rank: int, model: Model) -> ShardConfig:
         retry_s=plan.job.deadlines.retry_s,
         noise_scale=plan.job.noise_scale,
         codec=None if isinstance(plan.codec, PowerSGD) else plan.codec,
+        fetch_codec=plan.fetch_codec,
     )

@@ -109,6 +109,7 @@ class WorkerConfig:
             two exchanges with a partner; None if it makes none.
         redoes: this worker redoes pushes of lost workers that are torn; see `worker.exchange.errands`.
         codec: encodes what the worker pushes; None pushes it as it is.
+        fetch_codec: see `RunPlan.fetch_codec`.
         noise_scale: the workers measure what the gradient noise scale needs, where they have no servers that do.
         workers_optimize: workers apply `update_rule` to their own parameters; else the shards apply it to theirs.
     """
@@ -149,6 +150,7 @@ class WorkerConfig:
     redoes: bool = False
     noise_scale: bool = False
     codec: Codec | PowerSGD | None = None
+    fetch_codec: Codec | None = None
     form_group: FormGroup | None = None
     log: Log | None = None
     watch: Observer = field(default_factory=Observer)

@@ -8,11 +8,14 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from gradstream.codec.base import Codec
+from gradstream.codec.words import WORD, words_of
 from gradstream.errors import RefusedError
 from gradstream.memory import Vector
 from gradstream.runtime.base import ComputeProgress
 from gradstream.server.rows import RowMap, RowPart, unpack
 from gradstream.wire import v1
+from gradstream.wire.frames import CODED
 
 
 class Arrival:
@@ -22,6 +25,7 @@ class Arrival:
         vector: the chunks land in it. It is lent for writing until the fetch is done.
         num_chunks: number of chunks of the vector.
         chunks: the chunks that are fetched; None for all.
+        codec: decodes the chunks; None where they come as they are.
 
     Attributes:
         versions: version of each chunk; -1 for a chunk that has not landed.
@@ -31,8 +35,15 @@ class Arrival:
         task: the task of the fetch.
     """
 
-    def __init__(self, vector: Vector, num_chunks: int, chunks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        vector: Vector,
+        num_chunks: int,
+        chunks: Sequence[int] | None = None,
+        codec: Codec | None = None,
+    ) -> None:
         self.vector = vector
+        self._codec = codec
         self.chunks = range(num_chunks) if chunks is None else chunks
         self.versions = [-1] * num_chunks
         self.clocks = [0] * num_chunks
@@ -68,7 +79,7 @@ class Arrival:
 
     def place(self, header: v1.Chunk, start: int, stop: int) -> torch.Tensor | None:
         """Memory for the payload of a chunk that is about to arrive; None has the carrier allocate it."""
-        return self.vector.tensor[start:stop]
+        return None if self._codec is not None else self.vector.tensor[start:stop]
 
     def take(
         self, peer: str, header: v1.Chunk, start: int, stop: int, payload: torch.Tensor | None, landed: bool
@@ -85,13 +96,29 @@ class Arrival:
         Raises:
             RefusedError: the client did not ask for the chunk, or it does not fit. Nothing was changed.
         """
-        target = self.vector.tensor[start:stop]
-        if payload is None or not landed:
+        target, size_bytes = self.vector.tensor[start:stop], (stop - start) * self.vector.tensor.itemsize
+        if self._codec is not None or header.flags & CODED:
+            size_bytes = self._decode(peer, header, payload, target)
+        elif payload is None or not landed:
             _check(peer, header, payload, target)
             assert payload is not None
             target.copy_(payload)
-        self.size_bytes += target.nbytes
+        self.size_bytes += size_bytes
         self.land(header.index, header.version, header.clock)
+
+    def _decode(self, peer: str, header: v1.Chunk, payload: torch.Tensor | None, target: torch.Tensor) -> int:
+        """Decodes a chunk into its place, and returns the bytes that have come."""
+        codec, elems = self._codec, len(target)
+        if codec is None or not header.flags & CODED:
+            what = "elements" if codec is not None else "words of a codec"
+            raise _bad(peer, header, f"{what}; all nodes must have the same fetch_codec")
+        words = words_of(codec, elems)
+        if payload is None or (payload.dtype, len(payload)) != (WORD, words):
+            got = "nothing" if payload is None else f"{len(payload)} words of {payload.dtype}"
+            raise _bad(peer, header, f"{got}, expected {words} words of {WORD}, by fetch_codec={codec}")
+        if not payload.is_meta:
+            codec.decode(payload.view(torch.uint8)[: codec.encoded_bytes(elems)], target)
+        return payload.nbytes
 
     @property
     def clock(self) -> int:

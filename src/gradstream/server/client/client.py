@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from gradstream.codec.base import Codec
 from gradstream.errors import InternalError
 from gradstream.memory import Vector
 from gradstream.runtime.base import awaited_later
@@ -39,6 +40,7 @@ class ServerClient:
         rows: the rows of every chunk, where workers exchange changed rows; None if they exchange whole chunks.
         codec: encodes what is pushed in turn; None pushes it as it is. Initial parameters, pushes in the name of a lost
             worker, and state of the update rule are pushed as they are in any case.
+        fetch_codec: decodes the parameters of `fetch_soon`, which the shards encode; None where they do not.
 
     Attributes:
         known: by chunk, the version of the replica's parameters; -1 for none. With `rows`, a fetch is a
@@ -55,6 +57,7 @@ class ServerClient:
         back_buffer: Vector,
         rows: RowMap | None = None,
         codec: PushCodec | None = None,
+        fetch_codec: Codec | None = None,
     ) -> None:
         self.chunks = links.chunks
         self.rows = rows
@@ -64,6 +67,7 @@ class ServerClient:
         self.traffic, self.claims = links.traffic, links.claims
         self._links = links
         self._codec = codec
+        self._fetch_codec = fetch_codec
         self._sequence = 0  # number of the last push or command
         self._last_push = 0  # number of the last push
         self._pushing: asyncio.Task[None] | None = None
@@ -156,7 +160,7 @@ class ServerClient:
             min_version: smallest version that the shards may send.
             own: whether all earlier pushes of this worker must be applied, or be in the server's sum; else the
                 fetch may overtake them.
-            flush: whether the server applies its sums first, though no update is due.
+            flush: whether the server applies its sums first, though no update is due, and sends exact parameters.
             min_clock: the parameters must include this number of updates of every worker.
             vector: name of a state vector of the update rule to fetch; "" for the parameters.
             chunks: numbers of the chunks to fetch; None for all. The others stay as they are in the back buffer.
@@ -169,7 +173,8 @@ class ServerClient:
             self._pushing.result()
         if self.back_buffer is None:
             raise InternalError("a second fetch before the first was swapped in: there is one back buffer")
-        arrival, self.back_buffer = self._arrival(self.back_buffer, chunks), None
+        codec = None if flush or vector else self._fetch_codec
+        arrival, self.back_buffer = self._arrival(self.back_buffer, chunks, codec), None
         # A chunk that the last push left out never has that push: such a fetch begins when the push is done.
         covers = self._pushed_chunks is None or set(arrival.chunks) <= set(self._pushed_chunks)
         self._num_fetches += 1
@@ -188,9 +193,9 @@ class ServerClient:
         self._last_fetch = arrival
         return arrival
 
-    def _arrival(self, vector: Vector, chunks: Sequence[int] | None) -> Arrival:
+    def _arrival(self, vector: Vector, chunks: Sequence[int] | None, codec: Codec | None) -> Arrival:
         if self.rows is None or chunks is not None:
-            return Arrival(vector, self.chunks.num_chunks, chunks)
+            return Arrival(vector, self.chunks.num_chunks, chunks, codec)
         return SparseDelta(self.rows, self.known, vector.tensor.dtype, vector)
 
     async def fetch_into(self, vector: Vector) -> Sequence[int]:

@@ -48,6 +48,7 @@ class ShardConfig:
         first: rank of the first shard of its placement.
         decayed: whether gradients contain their weight decay already; see `ServerStrategy.decays_gradients`.
         codec: decodes chunks that workers have encoded; None where they send none.
+        fetch_codec: encodes parameters that workers fetch for gradients; None sends them as they are.
         noise_scale: whether to measure what the gradient noise scale needs; see `telemetry.noise_meter`.
     """
 
@@ -72,6 +73,7 @@ class ShardConfig:
     first: int = 0
     noise_scale: bool = False
     codec: Codec | None = None
+    fetch_codec: Codec | None = None
 
     @property
     def placement(self) -> Placement:

@@ -1,12 +1,16 @@
-"""Serves fetches: sends each chunk as it is once its terms hold, either whole or as the rows that have changed."""
+"""Serves fetches: sends each chunk once its terms hold: as it is, encoded, or as the rows that have changed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gradstream.memory import Vector
-from gradstream.runtime.base import Runtime
+import torch
+
+from gradstream.codec.base import Codec
+from gradstream.codec.words import WORD, check_dtype, words_of
+from gradstream.memory import Span, Vector
+from gradstream.runtime.base import Runtime, Work
 from gradstream.server.aggregation import FetchTerms
 from gradstream.server.rows import RowPart, pack
 from gradstream.server.shard.event_schedule import ChunkRead, FetchArrived
@@ -17,6 +21,7 @@ from gradstream.server.shard.wait_notifier import WaitNotifier
 from gradstream.transport.base import Stream
 from gradstream.wire import v1
 from gradstream.wire.dtypes import to_wire
+from gradstream.wire.frames import CODED
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,7 @@ class _Request:
         vector: vector whose elements are sent.
         terms: conditions under which each chunk may be sent.
         fetch: the chunks that are ready, and the chunks that wait.
+        coded: the reader computes gradients on what is sent, which is encoded.
         unchanged: chunks without changed rows of which the reader has not been told yet.
     """
 
@@ -38,6 +44,7 @@ class _Request:
     vector: Vector
     terms: FetchTerms
     fetch: PendingFetch
+    coded: bool
     unchanged: v1.Unchanged
 
 
@@ -50,6 +57,10 @@ class FetchHandler:
         inspection: checks each request.
         notifier: tells readers which nodes they wait for.
         silence_s: a fetch ends with DeadlineError if its reader takes no chunk for this long, in seconds.
+        codec: encodes the parameters that a worker computes a gradient on; None sends them as they are.
+
+    Raises:
+        ConfigError: the codec does not know the elements of the model.
     """
 
     def __init__(
@@ -59,7 +70,11 @@ class FetchHandler:
         inspection: Inspection,
         notifier: WaitNotifier,
         silence_s: float,
+        codec: Codec | None = None,
     ) -> None:
+        if codec is not None:
+            check_dtype(codec, executor.store.dtype)
+        self._codec = codec
         self._runtime = runtime
         self._executor = executor
         self._state = executor.state
@@ -114,7 +129,10 @@ class FetchHandler:
         fetch = PendingFetch(
             opened.sender, request.number, request.attempt, request.flush, now_ns, set(chunks)
         )
-        return _Request(chunks, known, self._store.vector(request.vector), terms, fetch, v1.Unchanged())
+        # What a run ends with is fetched with `flush`, and is sent as it is.
+        coded = self._codec is not None and request.number > 0 and not (request.flush or request.vector)
+        vector = self._store.vector(request.vector)
+        return _Request(chunks, known, vector, terms, fetch, coded, v1.Unchanged())
 
     async def _send(self, stream: Stream, request: _Request, chunk: int, waited: v1.Waited | None) -> None:
         """Sends a chunk, or its changed rows; adds the chunk to `unchanged` where no row has changed."""
@@ -136,6 +154,8 @@ class FetchHandler:
                 return
             values = span.tensor[changed.rows.elements(chunk, numbers)]
             span = Vector(f"rows of chunk {chunk}", pack(RowPart(numbers, values))).all
+        if request.coded:
+            span = await self._encoded(span)
         header = v1.Chunk(
             index=chunk,
             elems=len(span),
@@ -144,10 +164,25 @@ class FetchHandler:
             waited=waited,
             clock=read.clock,
             rows=num_rows,
+            flags=CODED if request.coded else 0,
         )
         lent = await stream.lend(v1.Frame(chunk=header), span)
-        if not num_rows:  # rows were copied
+        if not (num_rows or request.coded):  # those were copied
             self._executor.leases.add(chunk, lent)
+
+    async def _encoded(self, span: Span) -> Span:
+        """A chunk as the codec encodes it, and zeros up to a whole word. The same for equal parameters."""
+        codec, elems = self._codec, len(span)
+        assert codec is not None
+        sent = Vector("an encoded chunk", span.tensor.new_zeros(words_of(codec, elems), dtype=WORD)).all
+
+        def encode(_: object) -> None:
+            codec.encode(span.tensor, sent.tensor.view(torch.uint8)[: codec.encoded_bytes(elems)])
+
+        if not span.tensor.is_meta:
+            work = Work("copy", elems=elems)
+            await self._runtime.compute(encode, work=work, reads=[span], writes=[sent], lane="exchange")
+        return sent
 
 
 async def _tell(stream: Stream, unchanged: v1.Unchanged) -> None:

@@ -163,7 +163,9 @@ class ShardService:
         self._pushes = PushHandler(
             runtime, self.executor, inspection, notifier, self.quorum, pacer, self.estates
         )
-        self._fetches = FetchHandler(runtime, self.executor, inspection, notifier, config.silence_s)
+        self._fetches = FetchHandler(
+            runtime, self.executor, inspection, notifier, config.silence_s, config.fetch_codec
+        )
         self.commands = VectorCommands(runtime, self.executor)
         self.handover = HandoverSource(
             endpoint.identity.name, self.executor, self.commands, self.copies, config.silence_s

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from gradstream.codec.base import Codec
 from gradstream.codec.low_rank import PowerSGD
 from gradstream.coordinator.receipts import receipt_of
 from gradstream.errors import ConfigError
@@ -60,11 +61,12 @@ def server_exchange(
     changed = row_exchange_of(config)
     kind = ServerReplica if changed is None else partial(RowReplica, exchange=changed)
     make, rows = partial(kind, parts), row_spec_for(config)
-    if rows is not None and config.codec is not None:
-        raise ConfigError(
-            f"codec={config.codec}: the model has row-sparse tensors, of which only changed rows are sent; leave codec "
-            "out"
-        )
+    for name, codec in (("codec", config.codec), ("fetch_codec", config.fetch_codec)):
+        if rows is not None and codec is not None:
+            raise ConfigError(
+                f"{name}={codec}: the model has row-sparse tensors, of which only changed rows are sent; "
+                f"leave {name} out"
+            )
     exchange = ServerExchange(
         context,
         strategy,
@@ -73,6 +75,7 @@ def server_exchange(
         make,
         rows,
         _codec_of(config, context, remainders),
+        config.fetch_codec,
     )
     if config.stands_in:
         kind_of = StandIn if agreement is None else partial(PartStandIn, agreement=agreement)
@@ -104,6 +107,7 @@ class ServerExchange(Exchange):
         replica: makes the replica for a client of all shards.
         rows: rows of the model, where only changed rows are exchanged; else None.
         codec: makes what encodes pushes, for the chunk map; None where they are not encoded.
+        fetch_codec: see `ServerClient`.
     """
 
     replica: ServerReplica
@@ -119,6 +123,7 @@ class ServerExchange(Exchange):
         replica: Callable[[ServerClient], ServerReplica],
         rows: v1.RowSpec | None = None,
         codec: Callable[[ChunkMap], PushCodec] | None = None,
+        fetch_codec: Codec | None = None,
     ) -> None:
         super().__init__(context)
         self._strategy = strategy
@@ -146,6 +151,7 @@ class ServerExchange(Exchange):
             back_buffer,
             None if rows is None else RowMap.of(chunks, rows),
             None if codec is None else codec(chunks),
+            fetch_codec,
         )
         self._layout = layout
         self.replica = replica(self._client)
