@@ -600,6 +600,19 @@ def test_another_operation_is_found_where_several_sockets_wait() -> None:
     closed(*lefts, *rights)
 
 
+def test_an_operation_whose_pieces_are_missing_is_never_done() -> None:
+    """The next operation has come over both sockets, so nothing of this one comes any more."""
+    lefts, rights = pairs(2)
+    for number in (3, 4):
+        driver([Send(0, 0, 32)], 32, *lefts, number=number)[0].run_blocking()
+    header_and_piece = 24 + 16 * 4
+    assert len(rights[1].socket.recv(header_and_piece)) == header_and_piece  # of the first, which is lost
+    receiver, _ = driver([Recv(0, 0, 32)], 32, *rights, number=3)
+    with pytest.raises(PeerLostError, match="pieces are missing"):
+        receiver.run_blocking()
+    closed(*lefts, *rights)
+
+
 def test_one_lost_socket_of_several_is_a_lost_rank() -> None:
     """As where there is one socket alone: all ranks learn who it is."""
 

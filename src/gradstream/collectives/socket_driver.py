@@ -275,12 +275,18 @@ class SocketReader(_Direction):
         if len(head) < self._head_bytes:
             room = memoryview(bytearray(self._head_bytes - len(head)))
             if (came := self._received(room)) == 0:
-                self._is_over = True
-                self._due.num_open -= 1  # the peer may have sent the rest over others before it left
-                if head or not self._due.num_open:
+                if head:
                     raise self._lost("the connection was closed")
+                self._leave("the connection was closed")  # it may have sent the rest over others before
             head += room[: came or 0]
         return len(head) == self._head_bytes
+
+    def _leave(self, why: str) -> None:
+        """Nothing else of this operation comes over this socket, but over others. Raises if there are none."""
+        self._is_over = True
+        self._due.num_open -= 1
+        if not self._due.num_open:
+            raise self._lost(why)
 
     def _begin(self) -> None:
         """Finds out which piece comes, and where it belongs."""
@@ -289,7 +295,7 @@ class SocketReader(_Direction):
             self._verify(head[: -CHECKSUM.size], head[-CHECKSUM.size :])
         self._piece = piece = self._due.take(head[: HEADER.size], self._data_socket)
         if piece is None:
-            self._is_over = True
+            self._leave("pieces are missing")
             return
         self._data_socket.head = bytearray()
         self._sum = head[HEADER.size : HEADER.size + CHECKSUM.size]
