@@ -22,7 +22,7 @@ import torch
 from gradstream.collectives.data_sockets import DataSocket
 from gradstream.collectives.plan import Operation, PlanProgress
 from gradstream.collectives.schedule import Recv
-from gradstream.collectives.socket_pieces import HEADER, DuePieces, LeftPieces, Piece, Transfer
+from gradstream.collectives.socket_pieces import HEADER, DuePieces, LeftPieces, SocketPiece, SocketTransfer
 from gradstream.errors import InternalError, PeerLostError
 from gradstream.wire.checksum import CHECKSUM, checksum
 from gradstream.wire.frames import DamagedError, verify
@@ -58,7 +58,7 @@ class SocketDriver:
         self._in_thread = in_thread
         self._now = now
         self._text = operation.text
-        transfer, plan = Transfer(progress, operation, tensor), progress.plan
+        transfer, plan = SocketTransfer(progress, operation, tensor), progress.plan
         self._readers: list[SocketReader] = []
         self._writers: list[SocketWriter] = []
         for peer, numbers in plan.recvs.items():
@@ -150,11 +150,11 @@ class _Direction(ABC):
         fd: descriptor of the socket.
     """
 
-    def __init__(self, transfer: Transfer, data_socket: DataSocket) -> None:
+    def __init__(self, transfer: SocketTransfer, data_socket: DataSocket) -> None:
         self.fd = data_socket.socket.fileno()
         self._transfer = transfer
         self._data_socket = data_socket
-        self._piece: Piece | None = None
+        self._piece: SocketPiece | None = None
 
     @property
     @abstractmethod
@@ -188,7 +188,7 @@ class SocketWriter(_Direction):
 
     clear = True
 
-    def __init__(self, transfer: Transfer, left: LeftPieces, data_socket: DataSocket) -> None:
+    def __init__(self, transfer: SocketTransfer, left: LeftPieces, data_socket: DataSocket) -> None:
         super().__init__(transfer, data_socket)
         self._left = left
         self._unsent: list[memoryview] = []  # header and piece
@@ -228,7 +228,7 @@ class SocketWriter(_Direction):
 class SocketReader(_Direction):
     """Receives from one peer: into the vector itself, or into spare memory to be added piece by piece."""
 
-    def __init__(self, transfer: Transfer, due: DuePieces, data_socket: DataSocket) -> None:
+    def __init__(self, transfer: SocketTransfer, due: DuePieces, data_socket: DataSocket) -> None:
         super().__init__(transfer, data_socket)
         self._due = due
         self._head_bytes = HEADER.size + 2 * CHECKSUM.size * data_socket.checked
@@ -308,7 +308,7 @@ class SocketReader(_Direction):
             self._bytes = self._transfer.memory[piece.start : piece.stop]
         self._room = self._bytes
 
-    def _end(self, piece: Piece) -> None:
+    def _end(self, piece: SocketPiece) -> None:
         """Verifies the piece that has come, and adds it."""
         if self._data_socket.checked:
             self._verify(self._bytes, self._sum)

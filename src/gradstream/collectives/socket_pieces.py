@@ -17,7 +17,7 @@ HEADER = struct.Struct("<QIIQ")
 """Number and digest of the operation, place of the piece among all that go the same way, bytes of the piece."""
 
 
-class Transfer:
+class SocketTransfer:
     """What all directions of an operation have in common: its progress, and its memory as bytes and elements."""
 
     def __init__(self, progress: PlanProgress, operation: Operation, tensor: torch.Tensor) -> None:
@@ -26,21 +26,21 @@ class Transfer:
         self.values = tensor.numpy()
         self.memory = memoryview(self.values).cast("B")  # type: ignore[arg-type]  # numpy's stubs lack Buffer
 
-    def pieces(self, numbers: Sequence[int]) -> list[Piece]:
+    def pieces(self, numbers: Sequence[int]) -> list[SocketPiece]:
         """The pieces of these steps, in order."""
         pieces = enumerate(self.progress.pieces(numbers))
-        return [Piece(place, step, start, stop) for place, (step, start, stop) in pieces]
+        return [SocketPiece(place, step, start, stop) for place, (step, start, stop) in pieces]
 
-    def is_free(self, piece: Piece) -> bool:
+    def is_free(self, piece: SocketPiece) -> bool:
         """Whether earlier steps are done with all of a piece: a part of it would cost a system call of its own."""
         return self.progress.limit(piece.step) >= piece.stop
 
-    def finish(self, piece: Piece) -> None:
+    def finish(self, piece: SocketPiece) -> None:
         """Notes that a piece is done."""
         self.progress.finish(piece.step, piece.start, piece.stop)
 
 
-class Piece(NamedTuple):
+class SocketPiece(NamedTuple):
     """[start, stop) bytes of the vector, of one step of the plan; `place` in the order of all that go the same way."""
 
     place: int
@@ -52,14 +52,14 @@ class Piece(NamedTuple):
 class LeftPieces:
     """The pieces that no socket to one peer has been given yet."""
 
-    def __init__(self, transfer: Transfer, numbers: Sequence[int]) -> None:
+    def __init__(self, transfer: SocketTransfer, numbers: Sequence[int]) -> None:
         self._transfer = transfer
         self._pieces = deque(transfer.pieces(numbers))
 
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def next(self, data_socket: DataSocket) -> Piece | None:
+    def next(self, data_socket: DataSocket) -> SocketPiece | None:
         """Takes the next piece, if all of it may go now, and over this socket."""
         if not self._pieces or (self._pieces[0].place == 0 and not data_socket.leads):
             return None
@@ -69,7 +69,7 @@ class LeftPieces:
 class DuePieces:
     """The pieces from one peer whose header has not come, over any of its sockets."""
 
-    def __init__(self, transfer: Transfer, numbers: Sequence[int], num_sockets: int) -> None:
+    def __init__(self, transfer: SocketTransfer, numbers: Sequence[int], num_sockets: int) -> None:
         self.num_open = num_sockets  # over which some may still come
         self._operation = transfer.operation
         self._pieces = dict(enumerate(transfer.pieces(numbers)))
@@ -77,11 +77,11 @@ class DuePieces:
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def first(self) -> Piece:
+    def first(self) -> SocketPiece:
         """The first of them."""
         return next(iter(self._pieces.values()))
 
-    def take(self, header: bytearray, data_socket: DataSocket) -> Piece | None:
+    def take(self, header: bytearray, data_socket: DataSocket) -> SocketPiece | None:
         """The piece that a header names; None if it belongs to a later operation, while others of this one are due.
 
         Raises:
