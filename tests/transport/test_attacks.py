@@ -44,7 +44,8 @@ from gradstream.wire.v1_pb2_grpc import PeerStub
 
 pytestmark = pytest.mark.cold  # looks at command lines and environments of processes
 
-ALL = (*METHODS, "a method that nobody has listed")
+ALL = (*(name for name in METHODS if name not in ("meet", "replica")), "a method that nobody has listed")
+"""Those of pairs are left out, being alike to others: after 32 refusals in ten seconds worker-1 itself is shut out."""
 OTHER_SECRET = b"the secret of another run, not of this"
 KINDS = ("plain", "tls")
 NOBODY = 65534
@@ -523,17 +524,10 @@ def test_a_member_stays_in_its_role(tls: Run) -> None:
             for name in ("worker-0", "shard-0", "coordinator"):
                 said = await ask(tls.leak.identity(name=name), stolen(tls), node, address, "fetch")
                 assert "BAD_CERTIFICATE" in said, (node, name, said)
-            tried = set[
-                object
-            ]()  # one of each kind: more refusals would close the connections of the real worker-1
             for method in ALL:
                 known = METHODS.get(method)
                 if known is not None and "worker" in known.callers and role_of(node) in known.served_by:
                     continue
-                kind = known and (known.served_by, known.callers)
-                if kind in tried:
-                    continue
-                tried.add(kind)
                 said = await ask(member, stolen(tls), node, address, method)
                 assert re.search("FORBIDDEN|UNKNOWN_METHOD", said), (node, method, said)
 
