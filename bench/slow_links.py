@@ -1,58 +1,119 @@
-"""Question: how soon do four machines behind 100 Mbit/s have a network of 10 million parameters at an accuracy?
+"""Question: how soon do four machines behind slow links have a network at a fixed accuracy on held-back data?
 
-Makes the machines as network namespaces of this one (`tc tbf`), which share its cores. Each row trains the same network
-on the same images, 16 a machine and step, for `--seconds` at most: gradstream's strategies, with codecs, and torch's
-DDP over gloo with what torch has against slow links. What counts is the time until `--accuracy` of the held-back images
-are right, with evaluations and the start of training, without the start of processes. Takes root, `ip` and `tc`.
+Makes the machines as network namespaces of this one (`tc tbf`), which share its cores. Each row trains one of the
+networks of `links/tasks.py` on all of them with one thread each: gradstream's strategies with codecs, torch's DDP over
+gloo with what torch has against slow links, hivemind with local updates, torchft's DiLoCo. A row's rate is that of its
+family in `links/rates.py`. What counts is the time until an evaluation has the goal; evaluations are in it, the start
+of processes is not. A row is cut at `--times` the best time of gradstream so far, and not repeated with other seeds
+if it was cut with the first one. Takes root, `ip`, `tc` and GRADSTREAM_DATA.
 
-    python bench/slow_links.py                          # all rows: some 15 minutes
-    python bench/slow_links.py --only local-sgd --out ""
+    python bench/slow_links.py                                  # 100 Mbit/s: about two hours
+    python bench/slow_links.py --rate 10mbit --latency-ms 50
+    python bench/slow_links.py --rate 10gbit --ours             # gradstream without a limit, to compare with
+    python bench/slow_links.py --task small --only local-sgd --seeds 1 --out ""
 
-Rows that are in the record are kept, unless `--anew`.
+hivemind and torchft want packages that gradstream does not: `--peers PYTHON` names an interpreter that has both, and
+what gradstream requires. Rows that are in the record are kept, unless `--anew`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import os
-import re
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from four_machines import run_on
-from gradstream.testing.machines import Machines, unavailable
+from gradstream.testing.machines import Machine, Machines, unavailable
+from links.peer import PORT, WORLD
+from links.rates import RECORD as RATES
+from links.tasks import TASKS
 from records import RESULTS, ROOT, command_line, origin
 
-JOB = ROOT / "bench" / "links" / "mlp.py"
-LOCAL = ("--strategy", "local-sgd", "--set", "strategy.every=20")
-# A data epoch has 79 minibatches of each machine, and rounds end with it.
-FAR = ("--strategy", "local-sgd", "--set", "strategy.every=79")
-ASYNC = ("--strategy", "async-diloco", "--set", "strategy.every=60", "--set", "strategy.delay=60")
+JOB = ROOT / "bench" / "links" / "tasks.py"
+PERIOD = 20
 
-OURS: dict[str, tuple[str, ...]] = {
-    "allreduce": ("--strategy", "allreduce", "--set", "evaluate_every=4"),
-    "allreduce, int4": ("--strategy", "allreduce", "--codec", "int4", "--set", "evaluate_every=10"),
-    "allreduce, top-k 0.01": ("--strategy", "allreduce", "--codec", "top-k", "--set", "evaluate_every=20"),
-    "allreduce, powersgd": ("--strategy", "allreduce", "--codec", "powersgd", "--set", "evaluate_every=20"),
-    "local-sgd, H = 20": (*LOCAL, "--set", "evaluate_every=1"),
-    "local-sgd, H = 20, float4": (*LOCAL, "--codec", "float4", "--set", "evaluate_every=1"),
-    "local-sgd, H = 79, float4": (*FAR, "--codec", "float4", "--set", "evaluate_every=1"),
-    "async-diloco, int8": (*ASYNC, "--codec", "int8", "--set", "evaluate_every=40"),
-    "local-sgd, H = 20, one-bit": (*LOCAL, "--codec", "one-bit", "--set", "evaluate_every=1"),
+
+@dataclass(frozen=True)
+class Ours:
+    """A way to train with gradstream.
+
+    Args:
+        family: whose rate it takes.
+        strategy, codec: as on the command line.
+        look: steps of the strategy between two evaluations, some 20 minibatches of each machine.
+        options: of the strategy.
+    """
+
+    family: str
+    strategy: str
+    codec: str = ""
+    look: int = 1
+    options: Mapping[str, Any] | None = None
+
+    def words(self) -> list[str]:
+        """On the command line."""
+        words = ["--strategy", self.strategy, "--set", f"evaluate_every={self.look}"]
+        words += ["--codec", self.codec] if self.codec else []
+        for name, value in (self.options or {}).items():
+            words += ["--set", f"strategy.{name}={value}"]
+        return words
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to train with something else: see `links.peer.Asked`."""
+
+    family: str
+    method: str
+    period: int = 0
+    delay: int = 0
+
+
+EVERY = {"every": PERIOD}
+OURS = {
+    "local-sgd, one-bit": Ours("local", "local-sgd", "one-bit", 1, EVERY),
+    "local-sgd, float4": Ours("local", "local-sgd", "float4", 1, EVERY),
+    "diloco, float4": Ours("outer", "diloco", "float4", 1, EVERY),
+    "async-diloco, int8": Ours("outer", "async-diloco", "int8", WORLD, {**EVERY, "delay": PERIOD}),
+    "streaming-diloco, float4": Ours("outer", "streaming-diloco", "float4", 4, {**EVERY, "delay": 4}),
+    "allreduce, powersgd": Ours("joined", "allreduce", "powersgd", PERIOD),
+    "allreduce": Ours("joined", "allreduce", "", PERIOD),
 }
-PEERS = {"ddp": 0.02, "bf16": 0.02, "powersgd": 0.02, "post-local": 0.02}
+PEERS = {
+    "torch DDP": Peer("joined", "ddp"),
+    "torch DDP, bf16": Peer("joined", "bf16"),
+    "torch DDP, PowerSGD 1": Peer("joined", "powersgd-1"),
+    "torch DDP, PowerSGD 4": Peer("joined", "powersgd-4"),
+    "torch post-local SGD, 20": Peer("local", "post-local", 20),
+    "torch post-local SGD, 50": Peer("local", "post-local", 50),
+    "hivemind, local updates": Peer("local", "hivemind", 20),
+    "torchft DiLoCo": Peer("outer", "torchft", 20),
+    "torchft DiLoCo, delay 10": Peer("outer", "torchft", 20, 10),
+}
 
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--seconds", type=float, default=90.0, help="of each row, at most")
-    parser.add_argument("--accuracy", type=float, default=0.84)
+    parser.add_argument("--task", choices=[*TASKS, ""], default="", help="one of them; all")
     parser.add_argument("--rate", default="100mbit", help="of each network card")
     parser.add_argument("--latency-ms", type=float, default=0.0, help="from one machine to another, one way")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=300.0, help="of a row of gradstream, at most")
+    parser.add_argument(
+        "--times", type=float, default=6.0, help="the best time of gradstream: then a row is cut"
+    )
     parser.add_argument("--only", default="", help="rows whose names begin so")
+    parser.add_argument("--ours", action="store_true", help="without peers")
+    parser.add_argument("--peers", default=sys.executable, metavar="PYTHON", help="interpreter of the peers")
     parser.add_argument("--anew", action="store_true")
     parser.add_argument("--out", default=str(RESULTS / "slow-links.json"), help='the record; "" for nowhere')
     given = parser.parse_args()
@@ -62,76 +123,153 @@ def main() -> None:
     record: dict[str, Any] = {"rows": {}}
     if out is not None and out.exists() and not given.anew:
         record = json.loads(out.read_text())
-    record |= {"question": (__doc__ or "").splitlines()[0], **origin()}
-    record |= {"seconds": given.seconds, "accuracy": given.accuracy, "rate": given.rate}
-    record |= {"latency_ms": given.latency_ms}
-    for name in [*OURS, *(f"torch: {one}" for one in PEERS)]:
-        if not name.startswith(given.only) or name in record["rows"]:
-            continue
-        link = {"rate": given.rate, "latency_s": given.latency_ms / 1e3}
-        with tempfile.TemporaryDirectory() as folder, Machines(4, **link) as machines:
-            curve = measure(name, machines, Path(folder), given.seconds)
-        record["rows"][name] = row = summed(curve, given.accuracy)
-        print(
-            f"{name:30s} {row['reached_s'] or '-':>8} s   {row['steps_per_s']:.2f} steps/s, best {row['best']:.3f}"
-        )
-        if out is not None:
-            out.write_text(json.dumps(record, indent=1) + "\n")
+    record["question"] = (__doc__ or "").splitlines()[0]
+    link = f"{given.rate}, {given.latency_ms:g} ms"
+    for task in TASKS if not given.task else [given.task]:
+        for name in [*OURS, *(() if given.ours else PEERS)]:
+            for seed in range(given.seeds) if name.startswith(given.only) else ():
+                key = ", ".join((task, link, name, str(seed)))
+                earlier = record["rows"].get(", ".join((task, link, name, "0")))
+                if key in record["rows"] or (seed and earlier and earlier["reached_s"] is None):
+                    continue
+                limit_s = min(given.seconds, given.times * best(record["rows"], task, link))
+                row = measured(given, task, name, seed, limit_s)
+                record["rows"][key] = row | {"limit_s": limit_s, **origin()}
+                print(f"{key:60s} {shown(row)}", flush=True)
+                if out is not None:
+                    out.write_text(json.dumps(record, indent=1) + "\n")
+    for task in TASKS:
+        table(record["rows"], task, link)
 
 
-def measure(name: str, machines: Machines, folder: Path, seconds: float) -> list[tuple[float, int, float]]:
-    """(seconds, steps, accuracy) of a row."""
-    if name in OURS:
-        until = ("--set", f"until.seconds={seconds:g}", "--seed", "0", "--json")
-        run = run_on(machines, folder, str(JOB), *OURS[name], *until)
-        steps = re.search(r"H = (\d+)", name)
-        every = int(steps[1]) if steps else 1
-        evaluated = [event for event in run.events if event["event"] == "evaluated"]
-        return [(one["time_s"], one["step"] * every, one["accuracy"]) for one in evaluated]
-    return peer(name.removeprefix("torch: "), machines, folder, seconds)
+def measured(given: argparse.Namespace, task: str, name: str, seed: int, limit_s: float) -> dict[str, Any]:
+    """One run: (seconds, minibatches of each machine, accuracy) at its evaluations, and what the cards sent."""
+    link = {"rate": given.rate, "latency_s": given.latency_ms / 1e3}
+    with tempfile.TemporaryDirectory() as folder, Machines(WORLD, **link) as machines:
+        if name in OURS:
+            curve = ours(OURS[name], task, seed, machines, Path(folder), limit_s)
+        else:
+            curve = peer(PEERS[name], task, seed, machines, Path(folder), limit_s, given.peers)
+        sent_bytes = sum(sent(machine, Path(folder)) for machine in machines.machines)
+    reached = next((seconds for seconds, _, right in curve if right >= TASKS[task].goal), None)
+    last_s, steps, _ = curve[-1] if curve else (math.nan, 0, 0.0)
+    return {
+        "reached_s": reached,
+        "steps": steps,
+        "steps_per_s": steps / last_s,
+        "best": max((right for *_, right in curve), default=0.0),
+        "sent_bytes": sent_bytes,
+        "curve": curve,
+    }
 
 
-def peer(method: str, machines: Machines, folder: Path, seconds: float) -> list[tuple[float, int, float]]:
-    """The same of torch."""
+Curve = list[tuple[float, float, float]]
+
+
+def ours(row: Ours, task: str, seed: int, machines: Machines, folder: Path, limit_s: float) -> Curve:
+    """A run of gradstream."""
+    until = ("--set", f"until.seconds={limit_s:g}", "--set", f"until.accuracy={TASKS[task].goal}")
+    words = [*row.words(), *until, "--lr", str(rate(task, row.family)), "--seed", str(seed), "--json"]
+    run = run_on(machines, folder, f"{JOB}:{task}", *words)
+    per_s = run.summary["samples_per_s"] / (WORLD * TASKS[task].batch)
+    found = [event for event in run.events if event["event"] == "evaluated"]
+    return [(event["time_s"], per_s * event["time_s"], event["accuracy"]) for event in found]
+
+
+def peer(
+    row: Peer, task: str, seed: int, machines: Machines, folder: Path, limit_s: float, python: str
+) -> Curve:
+    """Rank 0 says how it goes, and all ranks are killed when it has ended."""
     environment = {
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT / "bench")]),
         "GLOO_SOCKET_IFNAME": "eth0",
         "OMP_NUM_THREADS": "1",
     }
-    ranks = []
-    for rank, machine in enumerate(machines.machines):
-        words = [
-            method,
-            str(rank),
-            str(len(machines.machines)),
-            machines[0].address,
-            str(seconds),
-            str(PEERS[method]),
-        ]
-        ranks.append(
-            machine.start(
-                [sys.executable, str(ROOT / "bench" / "links" / "peer.py"), *words],
-                cwd=folder,
-                env=environment,
-                stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            )
-        )
-    said, _ = ranks[0].communicate(timeout=20 * seconds)
-    for process in ranks[1:]:
-        process.wait(60)
-    return [(seconds, step, right) for seconds, step, right in map(json.loads, said.splitlines())]
-
-
-def summed(curve: list[tuple[float, int, float]], accuracy: float) -> dict[str, Any]:
-    """What a row says."""
-    reached = next((seconds for seconds, _, right in curve if right >= accuracy), None)
-    last_s, last_step, _ = curve[-1] if curve else (1.0, 0, 0.0)
-    return {
-        "reached_s": None if reached is None else round(reached, 1),
-        "best": max((right for _, _, right in curve), default=0.0),
-        "steps_per_s": last_step / last_s,
-        "curve": curve,
+    asked = {
+        "task": task,
+        "method": row.method,
+        "seed": seed,
+        "addresses": [machine.address for machine in machines.machines],
+        "folder": str(folder),
+        "seconds": limit_s,
+        "goal": TASKS[task].goal,
+        "lr": rate(task, row.family),
+        "period": row.period,
+        "delay": row.delay,
     }
+    log = (folder / "log").open("w")
+    options: dict[str, Any] = {"cwd": folder, "env": environment, "stderr": log}
+    if row.method == "torchft":
+        bind = ["--min_replicas", str(WORLD), "--bind", f"0.0.0.0:{PORT + 10}", "--join_timeout_ms", "2000"]
+        machines[0].start([str(Path(python).parent / "torchft_lighthouse"), *bind], **options)
+    ranks = [
+        machine.start(
+            [python, str(ROOT / "bench" / "links" / "peer.py"), json.dumps(asked | {"rank": rank})],
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            **options,
+        )
+        for rank, machine in enumerate(machines.machines)
+    ]
+    try:
+        said, _ = ranks[0].communicate(timeout=limit_s + 120)
+        ended = True
+    except subprocess.TimeoutExpired:
+        ended = False
+    for machine in machines.machines:
+        machine.kill()  # with the processes that hivemind has started
+    if not ended:
+        said, _ = ranks[0].communicate()
+    if not said:
+        print("".join((folder / "log").read_text().splitlines(keepends=True)[:40]), file=sys.stderr)
+    return [tuple(json.loads(line)) for line in said.splitlines() if line.startswith("[")]
+
+
+def sent(machine: Machine, folder: Path) -> int:
+    """Bytes that its card has sent."""
+    process = machine.start(
+        ["cat", "/sys/class/net/eth0/statistics/tx_bytes"], cwd=folder, stdout=subprocess.PIPE
+    )
+    return int(process.communicate()[0] or 0)
+
+
+def rate(task: str, family: str) -> float:
+    """The one with which the family needed the fewest minibatches."""
+    rows = json.loads(RATES.read_text())["rows"][f"{task}, {family}"]
+    return float(min(rows, key=lambda one: rows[one] or math.inf))
+
+
+def best(rows: Mapping[str, Any], task: str, link: str) -> float:
+    """Seconds of the quickest row of gradstream so far."""
+    known = (rows.get(", ".join((task, link, name, "0"))) for name in OURS)
+    return min((row["reached_s"] for row in known if row and row["reached_s"]), default=math.inf)
+
+
+def shown(row: Mapping[str, Any]) -> str:
+    """A row in a line."""
+    reached = (
+        f"{row['reached_s']:.1f} s"
+        if row["reached_s"]
+        else f"not in {row['curve'][-1][0]:.0f} s"
+        if row["curve"]
+        else "no evaluation"
+    )
+    sent_mb = row["sent_bytes"] / 1e6
+    return f"{reached}; {row['steps_per_s']:.2f} minibatches/s, {sent_mb:.0f} MB, best {row['best']:.3f}"
+
+
+def table(rows: Mapping[str, Any], task: str, link: str) -> None:
+    """Medians over the seeds."""
+    for name in [*OURS, *PEERS]:
+        found = [row for key, row in rows.items() if key.startswith(f"{task}, {link}, {name}, ")]
+        if not found:
+            continue
+        times = [row["reached_s"] or math.inf for row in found]
+        speed = statistics.median(row["steps_per_s"] for row in found)
+        sent_mb = statistics.median(row["sent_bytes"] for row in found) / 1e6
+        spread = f"{min(times):.1f} to {max(times):.1f}"
+        print(
+            f"{task:6s} {name:28s} {statistics.median(times):8.1f} s ({spread})  {speed:.2f}/s  {sent_mb:.0f} MB"
+        )
 
 
 if __name__ == "__main__":

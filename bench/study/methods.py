@@ -36,6 +36,8 @@ class Method:
         nesterov: the momentum is Nesterov's.
         shares: None, or "measured": sizes of minibatches follow the machines' speeds.
         workers, batch: how many machines, and samples of a gradient.
+        codec: of what workers send; "" for none.
+        period: minibatches of a worker that its strategy counts as one step.
         passes: over the data, of a method whose result no rate and no seed changes; None for all others.
     """
 
@@ -50,6 +52,8 @@ class Method:
     shares: Literal["measured"] | None = None
     workers: int = WORKERS
     batch: int = BATCH
+    codec: str = ""
+    period: int = 1
     passes: int | None = None
 
     def optimizer(self, lr: float, long: float) -> Optimizer | None:

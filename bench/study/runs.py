@@ -59,6 +59,7 @@ def row_of(scene: Scene, method: Method, key: Key) -> dict[str, Any]:
             workers=method.workers,
             batch_size=method.batch,
             shares=method.shares,
+            codec=method.codec or None,
             **_length(method, key.epochs),
             assignment="partitions"
             if scene.by_label and method.made().partitioning_of_run() == "queue"
@@ -102,7 +103,7 @@ def _every(scene: Scene, method: Method) -> int | Literal["epoch"]:
     """Steps of worker 0 between two evaluations; a pass where parameters stay the same for one."""
     if method.passes is not None:
         return max(1, int(_steps(method)))
-    return max(1, math.ceil(_steps(method)) // scene.looks)
+    return max(1, math.ceil(_steps(method)) // (scene.looks * method.period))
 
 
 def _steps(method: Method) -> float:
