@@ -26,7 +26,7 @@ from records import RESULTS, command_line, origin
 
 WORKERS, PERIOD, LOOK = 4, 20, 10
 FAMILIES = ("joined", "local", "outer")
-GRID = {"cnn": (0.02, 0.05, 0.1), "small": (0.01, 0.02, 0.04), "text": (5e-4, 1e-3, 2e-3)}
+GRID = {"cnn": (0.02, 0.05, 0.1), "small": (0.01, 0.02, 0.04), "text": (2e-4, 5e-4, 1e-3)}
 MOST = {"cnn": 400, "small": 400, "text": 800}
 RECORD = RESULTS / "slow-links-rates.json"
 
