@@ -49,6 +49,7 @@ class Ours:
     Args:
         family: whose rate it takes.
         strategy, codec: as on the command line.
+        fetch_codec: of parameters that shards send.
         look: steps of the strategy between two evaluations, some 20 minibatches of each machine.
         options: of the strategy.
     """
@@ -58,11 +59,13 @@ class Ours:
     codec: str = ""
     look: int = 1
     options: Mapping[str, Any] | None = None
+    fetch_codec: str = ""
 
     def words(self) -> list[str]:
         """On the command line."""
         words = ["--strategy", self.strategy, "--set", f"evaluate_every={self.look}"]
         words += ["--codec", self.codec] if self.codec else []
+        words += ["--set", f"fetch_codec={self.fetch_codec}"] if self.fetch_codec else []
         for name, value in (self.options or {}).items():
             words += ["--set", f"strategy.{name}={value}"]
         return words
@@ -82,9 +85,10 @@ EVERY = {"every": PERIOD}
 OURS = {
     "local-sgd, one-bit": Ours("local", "local-sgd", "one-bit", 1, EVERY),
     "local-sgd, float4": Ours("local", "local-sgd", "float4", 1, EVERY),
-    "diloco, float4": Ours("outer", "diloco", "float4", 1, EVERY),
-    "async-diloco, int8": Ours("outer", "async-diloco", "int8", WORLD, {**EVERY, "delay": PERIOD}),
-    "streaming-diloco, float4": Ours("outer", "streaming-diloco", "float4", 4, {**EVERY, "delay": 4}),
+    "local-sgd, one-bit, H = 80": Ours("local", "local-sgd", "one-bit", 1, {"every": 4 * PERIOD}),
+    "diloco, float4": Ours("outer", "diloco", "float4", 1, EVERY, "int8"),
+    "async-diloco, int8": Ours("outer", "async-diloco", "int8", WORLD, {**EVERY, "delay": PERIOD}, "int8"),
+    "streaming-diloco, float4": Ours("outer", "streaming-diloco", "float4", 4, {**EVERY, "delay": 4}, "int8"),
     "allreduce, powersgd": Ours("joined", "allreduce", "powersgd", PERIOD),
     "allreduce": Ours("joined", "allreduce", "", PERIOD),
 }
