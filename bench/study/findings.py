@@ -104,7 +104,7 @@ def _of_reported(reported: Sequence[Row]) -> dict[str, Any]:
         "staleness_max": max((row["staleness_max"] or 0 for row in reported), default=0),
         "updates": statistics.fmean(row["updates"] for row in reported),
         "moved_bytes": statistics.fmean(row["moved_bytes"] for row in reported),
-        "total_bytes": statistics.fmean(row["moved_bytes"] * row["steps"] for row in reported),
+        "total_bytes": statistics.fmean(row["moved_bytes"] * row.get("steps", 0) for row in reported),
         "curve": _mean_curve(reported),
     }
 
