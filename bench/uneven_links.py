@@ -31,7 +31,7 @@ from gradstream.testing.runs import kill_at, replace_at
 from records import RESULTS, command_line, origin
 from study import subject
 from study.ledger import seconds_to
-from study.runs import _point
+from study.runs import point_of
 
 WORKERS, BATCH, PERIOD, TARGET, SEEDS = 4, 4, 20, 0.81, 5
 NODE, CUT_S, LEASE_S = "worker-3", 30.0, 10.0
@@ -92,7 +92,7 @@ def seconds(name: str, seed: int, machines: SimulationConfig, script: Script | N
         seed=seed,
         allow_lost=1,
     )
-    curve = [_point(evaluation) for evaluation in run.evaluations]
+    curve = [point_of(evaluation) for evaluation in run.evaluations]
     return seconds_to({"curve": curve}, TARGET) or math.inf
 
 

@@ -69,7 +69,7 @@ def row_of(scene: Scene, method: Method, key: Key) -> dict[str, Any]:
             seed=key.seed,
             non_finite="error",  # a rate with which a gradient overflows has failed
         )
-        row |= {"accuracy": _point(run.evaluations[-1])[2], "failed": None}
+        row |= {"accuracy": point_of(run.evaluations[-1])[2], "failed": None}
     except (GradientError, RefusedError) as error:
         run = Run(events=events)
         row |= {
@@ -81,7 +81,7 @@ def row_of(scene: Scene, method: Method, key: Key) -> dict[str, Any]:
     begin = [warm_start().points["select" if key.seed == TUNING_SEED else "report"]] if scene.watched else []
     return row | {
         "train_loss": loss if loss is not None and math.isfinite(loss) else None,
-        "curve": begin + [_point(evaluation) for evaluation in run.evaluations],
+        "curve": begin + [point_of(evaluation) for evaluation in run.evaluations],
         "virtual_s": figures["train_s"],
         "steps": steps,
         "updates": figures["updates"],
@@ -111,7 +111,7 @@ def _steps(method: Method) -> float:
     return subject.TRAIN_SAMPLES / (method.workers * method.batch)
 
 
-def _point(evaluation: Mapping[str, Any]) -> list[float]:
+def point_of(evaluation: Mapping[str, Any]) -> list[float]:
     """Of the curve."""
     seconds, train = round(evaluation["time_s"], 4), evaluation["metrics"].get("train")
     if train is None:

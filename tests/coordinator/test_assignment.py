@@ -17,6 +17,7 @@ import gradstream as gs
 from gradstream.coordinator.assignment import MOST, BatchAssignment
 from gradstream.data import EpochPlan, Ledger, PartitionPlan, QueuePlan
 from gradstream.data.base import BatchRef
+from gradstream.data.hands import Copy, Hands
 from gradstream.data.shares import WorkerSpeed
 from gradstream.errors import ConfigError
 from gradstream.runtime.simulation import Cost, Exponential, SimulationConfig
@@ -169,6 +170,30 @@ def test_a_slow_worker_holds_no_pass_up(portions: int) -> None:
     passes = 5
     workers = Workers(QueuePlan(portions, 1, 4), UNEVEN, passes, in_passes=True)
     assert workers.run() <= 1.03 * passes * portions / 3.2
+
+
+def test_idle_workers_that_ask_again_cost_one_look_at_the_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that wait ask again at each receipt: with a look for each, a pass of W workers takes W cubed."""
+    size = 64
+    workers = Workers(QueuePlan(size, 1, size), [1.0] * size, epochs=2, in_passes=True)
+    looks, copies = Counter[str](), Hands.copies
+
+    def counted(hands: Hands) -> list[Copy]:
+        looks["copies"] += 1
+        return copies(hands)
+
+    monkeypatch.setattr(Hands, "copies", counted)
+    portions = [workers.assignment.block(rank, workers.present, 0, 0.0)[0] for rank in range(size)]
+    for rank in workers.present:
+        workers.assignment.took(rank, WorkerSpeed(4, 4, 4, 0), workers.present)
+    for rank in range(size // 2):
+        workers.ledger.receipt(portions[rank], rank)
+        asked = [workers.assignment.block(one, workers.present, 0, 1.0) for one in range(rank + 1)]
+        assert not any(asked)  # nobody is late
+    assert looks["copies"] == size // 2
+    workers.ledger.hands.fence(0)
+    assert workers.assignment.block(0, workers.present, 0, 9.0) == ()
+    assert workers.assignment.block(1, workers.present, 0, 9.0)  # the others are late by now
 
 
 def test_a_portion_goes_out_twice_where_the_copy_is_expected_sooner() -> None:

@@ -160,7 +160,7 @@ class BatchAssignment:
         due = self._copies_due(present)
         first = next((one for one in due if one[1].holder != rank), None)
         last = next((one for one in reversed(due) if one[1].holder != rank), None)
-        if first is None or last is None:
+        if first is None or last is None or not self._ledger.hands.takes(rank):
             return ()
         due_s, copy = max(first, last, key=lambda one: abs(one[0] - at_s))
         if abs(due_s - at_s) <= self._each_s(present)[rank]:

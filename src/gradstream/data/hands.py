@@ -171,6 +171,10 @@ class Hands:
                 holders[place].append(Copy(worker, *place, hand[place], len(left) - number))
         return [one for one, *others in holders.values() if not others]
 
+    def takes(self, rank: int) -> bool:
+        """Whether a worker may get minibatches at all: it is neither lost nor paused."""
+        return rank not in self._lost and rank not in self._paused
+
     def hand_out_copy(self, taker: int, copy: Copy) -> BatchRef:
         """Assigns one of `copies` to a worker, too."""
         return self._assign(taker, copy.sequence, copy.k, copy.count, again=True)
