@@ -19,6 +19,7 @@ what gradstream requires. Rows that are in the record are kept, unless `--anew`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -129,19 +130,19 @@ def main() -> None:
         record = json.loads(out.read_text())
     record["question"] = (__doc__ or "").splitlines()[0]
     link = f"{given.rate}, {given.latency_ms:g} ms"
-    for task in TASKS if not given.task else [given.task]:
-        for name in [*OURS, *(() if given.ours else PEERS)]:
-            for seed in range(given.seeds) if name.startswith(given.only) else ():
-                key = ", ".join((task, link, name, str(seed)))
-                earlier = record["rows"].get(", ".join((task, link, name, "0")))
-                if key in record["rows"] or (seed and earlier and earlier["reached_s"] is None):
-                    continue
-                limit_s = min(given.seconds, given.times * best(record["rows"], task, link))
-                row = measured(given, task, name, seed, limit_s)
-                record["rows"][key] = row | {"limit_s": limit_s, **origin()}
-                print(f"{key:60s} {shown(row)}", flush=True)
-                if out is not None:
-                    out.write_text(json.dumps(record, indent=1) + "\n")
+    names = [name for name in [*OURS, *(() if given.ours else PEERS)] if name.startswith(given.only)]
+    tasks = [given.task] if given.task else list(TASKS)
+    for seed, task, name in itertools.product(range(given.seeds), tasks, names):
+        key = ", ".join((task, link, name, str(seed)))
+        earlier = record["rows"].get(", ".join((task, link, name, "0")))
+        if key in record["rows"] or (seed and earlier and earlier["reached_s"] is None):
+            continue
+        limit_s = min(given.seconds, given.times * best(record["rows"], task, link))
+        row = measured(given, task, name, seed, limit_s)
+        record["rows"][key] = row | {"limit_s": limit_s, **origin()}
+        print(f"{key:60s} {shown(row)}", flush=True)
+        if out is not None:
+            out.write_text(json.dumps(record, indent=1) + "\n")
     for task in TASKS:
         table(record["rows"], task, link)
 

@@ -31,6 +31,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 for variable in THREADS:
     os.environ.setdefault(variable, "1")
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or JAX takes three quarters of a GPU
+
 LIMIT_S = 120.0
 REPOSITORY = Path(__file__).resolve().parents[1]
 SLOW = REPOSITORY / "tests/slow.txt"

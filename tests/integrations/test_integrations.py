@@ -174,7 +174,13 @@ def run(folder: Path, *words: str, script: str, samples: int = SAMPLES) -> Simpl
     done = subprocess.run(
         [sys.executable, *words],
         cwd=folder,
-        env={**kept, **offline, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        env={
+            **kept,
+            **offline,
+            "PYTHONPATH": str(ROOT / "src"),
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from gradstream._version import __version__
 from gradstream.cli import commands
 from gradstream.errors import EXIT_CODES, GradstreamError, exit_code
 
@@ -67,7 +68,7 @@ EPILOG = "\b\nExit codes:\n" + "\n".join(f"  {code:<4} {means}" for code, means 
 
 
 @click.group(cls=CommandGroup, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="gradstream")
+@click.version_option(__version__, prog_name="gradstream")
 def main() -> None:
     """Trains one model on many machines that may be slow, far apart, and dying.
 

@@ -26,6 +26,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from gradstream.integrations import wrap
+from gradstream.model.devices import seeded
 from gradstream.session.session import Session
 
 
@@ -68,8 +69,7 @@ def prepare(session: Session, accelerator: Any, *objects: Any, seed: int = 0) ->
     if session.world_size == 1:
         return accelerator.prepare(*objects)
     set_rank(session, accelerator)
-    with one_of(session), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # accelerate seeds the generator of a sampler without one from here
+    with one_of(session), seeded(seed):  # accelerate seeds the generator of a sampler without one from here
         prepared = accelerator.prepare(*objects)
     several = prepared if isinstance(prepared, tuple) else (prepared,)
     for one in several:

@@ -348,7 +348,9 @@ def _scripts(path: Path) -> list[ModuleType]:
 
 def _is_script(module: ModuleType) -> bool:
     """Whether a module has no name by which another process could import it."""
-    special = module.__name__.startswith(("__", "_gradstream_"))
+    special = str(getattr(module, "__name__", "")).startswith(
+        ("__", "_gradstream_")
+    )  # modules may be any object
     return special and str(getattr(module, "__file__", "")).endswith(".py")
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from gradstream.errors import ConfigError
 from gradstream.model.backprop import Backprop
 from gradstream.model.base import Layout, Slot
+from gradstream.model.devices import seeded
 from gradstream.model.factors import FactoredLayer
 from gradstream.model.wide_linear import WIDE_ELEMS, WideLinear
 
@@ -113,8 +114,7 @@ def is_wide(slot: Slot) -> bool:
 
 def build_module(build: Build, seed: int) -> nn.Module:
     """Calls `build()` under this seed. Raises ConfigError unless it returns a module that can be trained."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(seed)
+    with seeded(seed), torch.enable_grad():
         module = build()
     if not isinstance(module, nn.Module):
         raise ConfigError(

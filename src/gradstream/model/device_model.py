@@ -16,7 +16,7 @@ from gradstream.model.base import Reduction
 from gradstream.model.batch import Batch, map_leaves
 from gradstream.model.built_module import Build, BuiltModule
 from gradstream.model.check import finite_loss
-from gradstream.model.devices import Streams, device_of, streams_of
+from gradstream.model.devices import Streams, device_of, seeded, streams_of
 from gradstream.model.factors import FactorPairs
 from gradstream.model.rows import RowGradient
 from gradstream.model.staging import Staging
@@ -90,8 +90,7 @@ class DeviceModel(TorchModel):
             self._show(built, parameters)
             built.training(True)
             backprop = Backprop(built.layout, built.parameters, landing.source, landing.ready, factors, rows)
-            with torch.enable_grad(), backprop, torch.random.fork_rng(devices=streams.generators):
-                torch.manual_seed(seed)
+            with torch.enable_grad(), backprop, seeded(seed):
                 loss = usable(self._loss_of(built, batch))
                 landing.scalar(loss.detach(), lambda value: losses.append(finite_loss(value)))
                 backprop.run(loss)

@@ -17,7 +17,7 @@ from gradstream.model.batch import Batch
 from gradstream.model.buffers import Buffers
 from gradstream.model.built_module import Build, BuiltModule, as_numpy, build_module, trained_of
 from gradstream.model.check import check_option, finite_loss
-from gradstream.model.devices import seed_generators
+from gradstream.model.devices import seeded
 from gradstream.model.factors import FactoredLayer, FactorPairs
 from gradstream.model.fixed import Fixed
 from gradstream.model.rows import RowGradient
@@ -166,8 +166,7 @@ class TorchModel:
         built.point_at(parameters)
         built.training(True)
         backprop = Backprop(built.layout, built.parameters, gradient, report, factors, rows)
-        with torch.enable_grad(), backprop, built.wide(backprop), torch.random.fork_rng(devices=[]):
-            seed_generators(seed)
+        with torch.enable_grad(), backprop, built.wide(backprop), seeded(seed):
             loss = usable(self._loss_of(built, batch))
             value = finite_loss(float(loss.detach()))
             backprop.run(loss)

@@ -103,7 +103,7 @@ class Predictor:
         sizes = [source[0], target[0]] if self._images else [math.prod(source), math.prod(target)]
         sizes[0] += labels
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             layers = [self._layer(sizes[0], how.hidden), nn.ReLU()] if how.hidden else []
             last = self._layer(how.hidden or sizes[0], sizes[1])
         self._target = tuple(target)
