@@ -21,7 +21,7 @@ from gradstream.coordinator.phases import LossTolerance
 from gradstream.job.files import load_job
 from gradstream.model.buffers import buffers_of
 from gradstream.run.failures import EndedNodes
-from gradstream.run.restarts import FIRST_WAIT_S, MOST_WAIT_S, RESCUE_S, Comebacks, Restarts, Succession
+from gradstream.run.restarts import FIRST_WAIT_S, MOST_WAIT_S, RESCUE_S, STILL_S, Comebacks, Restarts, Succession
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import (
@@ -316,6 +316,18 @@ def test_a_shard_that_stands_still_has_to_end_first_and_one_of_whom_nobody_hears
     assert comebacks.due(20.0) == ["shard-1"]
 
 
+def test_a_lost_worker_that_stands_still_has_to_end_but_one_that_ends_by_itself_may() -> None:
+    comebacks = Comebacks(LossTolerance(survives_worker_loss=True, obstacle=""), 9, Succession(True))
+    assert not comebacks.lost("worker-1", 1.0)
+    assert comebacks.stand_still(1.0 + STILL_S / 2) == []  # it may still say why it ends
+    assert comebacks.stand_still(1.0 + 2 * STILL_S) == ["worker-1"]
+    comebacks.ended("worker-1")
+    assert comebacks.stand_still(1.0 + 3 * STILL_S) == []
+    comebacks.ended("worker-2")
+    assert not comebacks.lost("worker-2", 10.0)
+    assert comebacks.stand_still(10.0 + 2 * STILL_S) == []
+
+
 def test_without_backups_no_shard_comes_back() -> None:
     comebacks = Comebacks(LossTolerance(survives_worker_loss=True, obstacle=""), 9, Succession(True))
     assert not comebacks.lost("shard-0", 0.0)
@@ -338,8 +350,12 @@ def job():
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_the_launcher_starts_a_lost_worker_again(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "wakes"),
+    [(signal.SIGKILL, False), (signal.SIGSTOP, True), (signal.SIGSTOP, False)],
+    ids=["killed", "stopped", "stopped for good"],
+)
+def test_the_launcher_starts_a_lost_worker_again(number: int, wakes: bool, tmp_path: Path) -> None:
     """One that was killed, and one that was stopped for longer than its lease."""
     (tmp_path / "job.py").write_text(JOB)
     log = tmp_path / "run" / "logs" / "worker-1.log"
@@ -358,7 +374,7 @@ def test_the_launcher_starts_a_lost_worker_again(number: int, tmp_path: Path) ->
                 os.kill(pid(), number)
         if event["event"] == "left" and event["lost"]:
             told.append(f"lost {event['who']}")
-            if number == signal.SIGSTOP:
+            if wakes:
                 os.kill(pid(), signal.SIGCONT)
         if event["event"] == "joined" and event["epoch"] > 1:
             told.append(f"back {event['who']}")

@@ -317,6 +317,8 @@ class Launcher:
         self._start_node(name, "--coordinator", self._address, *clock)
 
     def _restart_nodes(self) -> None:
+        for name in filter(self._is_here, self._comebacks.stand_still(time.monotonic())):
+            self._cluster.signal(name, signal.SIGKILL)
         for name in self._comebacks.unheard(time.monotonic()):
             if not self._is_here(name):
                 self._comebacks.ended(name)

@@ -16,6 +16,9 @@ FIRST_WAIT_S, MOST_WAIT_S = 0.5, 30.0
 RESCUE_S = 2.0
 """Seconds that another machine has to say that the process of a shard has ended, once the run has lost the shard."""
 
+STILL_S = 2.0
+"""Seconds after which the process of a lost worker stands still, if it has not ended by itself."""
+
 CALM_S = 60.0
 """Seconds after which a node that was started again counts as well: its next restart is at once again."""
 
@@ -88,10 +91,10 @@ class Evictions:
         """Notes that a process of a node has ended, or is left to itself."""
         self._left[name] -= 1
 
-    def unheard(self, at_s: float) -> list[str]:
-        """The nodes that the run has lost for `RESCUE_S`, of whose processes nobody has said that they have ended."""
+    def there(self, at_s: float, for_s: float) -> list[str]:
+        """The nodes that the run has lost for so long, of whose processes nobody has said that they have ended."""
         since = self._since_s.items()
-        return [name for name, from_s in since if self._left[name] > 0 and at_s - from_s > RESCUE_S]
+        return [name for name, from_s in since if self._left[name] > 0 and at_s - from_s > for_s]
 
 
 class Succession:
@@ -143,7 +146,7 @@ class Comebacks:
         self.stopping = False
         self._losses = losses
         self._restarts = Restarts(limit)
-        self._shards = Evictions()
+        self._evictions = Evictions()
 
     def replaces(self, name: str) -> bool:
         """Whether a new process takes the place of a lost one: of a shard also while the run is being stopped."""
@@ -153,12 +156,11 @@ class Comebacks:
 
     def lost(self, name: str, at_s: float) -> bool:
         """Notes that the run has lost a node. Returns whether it is a shard that stands still, and has to end first."""
-        return name.startswith("shard") and self._shards.lost(name, at_s) and self.replaces(name)
+        return self._evictions.lost(name, at_s) and name.startswith("shard") and self.replaces(name)
 
     def ended(self, name: str) -> None:
         """Notes that a process of a node has ended, or is gone with its machine."""
-        if name.startswith("shard"):
-            self._shards.ended(name)
+        self._evictions.ended(name)
 
     def start_soon(self, name: str, at_s: float) -> None:
         """Has a node started again, when its turn comes."""
@@ -166,8 +168,13 @@ class Comebacks:
             self._restarts.ended(name, at_s)
 
     def unheard(self, at_s: float) -> list[str]:
-        """See `Evictions.unheard`."""
-        return self._shards.unheard(at_s)
+        """The shards of other machines that the run has lost, of whose processes nobody says that they have ended."""
+        return [name for name in self._evictions.there(at_s, RESCUE_S) if name.startswith("shard")]
+
+    def stand_still(self, at_s: float) -> list[str]:
+        """The lost workers that have to end before a new process can take their places."""
+        there = self._evictions.there(at_s, STILL_S)
+        return [name for name in there if not name.startswith("shard") and self.replaces(name)]
 
     def due(self, at_s: float) -> list[str]:
         """The nodes to start now."""
