@@ -21,7 +21,15 @@ from gradstream.coordinator.phases import LossTolerance
 from gradstream.job.files import load_job
 from gradstream.model.buffers import buffers_of
 from gradstream.run.failures import EndedNodes
-from gradstream.run.restarts import FIRST_WAIT_S, MOST_WAIT_S, RESCUE_S, STILL_S, Comebacks, Restarts, Succession
+from gradstream.run.restarts import (
+    FIRST_WAIT_S,
+    MOST_WAIT_S,
+    RESCUE_S,
+    STILL_S,
+    Comebacks,
+    Restarts,
+    Succession,
+)
 from gradstream.runtime.simulation import Cost, SimulationConfig
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.testing.runs import (

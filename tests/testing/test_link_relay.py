@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,38 @@ def test_packets_come_late_and_some_are_lost(loss: float, tmp_path: Path) -> Non
 def test_no_link_is_like_that(delay_s: float, loss: float) -> None:
     with pytest.raises(ConfigError, match="expected 0 s or more"):
         RelaySettings(links=[], delay_s=delay_s, loss=loss)
+
+
+HOLD = """
+import subprocess, sys
+from gradstream.testing.machines import Machines
+with Machines(2, latency_s=0.01) as machines:
+    sleeper = machines[0].start(["sleep", "1000"], cwd=sys.argv[1])
+    print(sleeper.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_machines_go_with_the_process_that_made_them(number: int, tmp_path: Path) -> None:
+    if reason := unavailable():
+        pytest.skip(reason)
+    words = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        sleeper = int(holder.stdout.readline())
+        left = _namespaces(holder.pid)
+        assert len(left) == 3
+        holder.send_signal(number)
+    deadline_s = time.monotonic() + 30
+    while left and time.monotonic() < deadline_s:
+        left = _namespaces(holder.pid)
+    assert left == []
+    assert (
+        not Path(f"/proc/{sleeper}").exists() or "Z" in Path(f"/proc/{sleeper}/stat").read_text().split()[2]
+    )
+
+
+def _namespaces(pid: int) -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if line.startswith(f"gs{pid}-")]

@@ -6,7 +6,7 @@
 
 They neither change nor reach the real machine's network. Each card sends and receives at `rate` at most, by
 `tc tbf`. Where they are to be far apart, or to lose packets, a process (`link_relay`) is in the way of each card. They
-need root, `ip` and `tc`; `unavailable` names what is missing.
+need root, `ip` and `tc`; `unavailable` names what is missing. They go with the process that made them, however it ends.
 """
 
 from __future__ import annotations
@@ -37,6 +37,14 @@ DROP_IP = "4,40 0 0 12,21 0 1 2048,6 0 0 2,6 0 0 0"
 DROP_DIAL = (  # IPv4 (2048), TCP (6), and of SYN (2) and ACK (16) the first alone: somebody dials
     "10,40 0 0 12,21 0 7 2048,48 0 0 23,21 0 5 6,177 0 0 14,80 0 0 27,84 0 0 18,21 0 1 2,6 0 0 2,6 0 0 0"
 )
+
+WARDEN = """
+cat > /dev/null  # until the process that holds the other end of the pipe is gone
+for space in $(ip netns list | cut -d ' ' -f 1 | grep "^$0"); do
+    for pid in $(ip netns pids $space); do kill -9 $pid; done
+    ip netns del $space
+done
+"""
 
 CGROUPS = (
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),  # version 1
@@ -228,6 +236,7 @@ class Machines:
         try:
             with _alone():
                 _sweep()
+                self._start_warden()
                 switch = self._namespace("switch")
                 _ip("-n", switch, "link", "add", "br0", "type", "bridge")
                 _ip("-n", switch, "link", "set", "br0", "up")
@@ -283,6 +292,17 @@ class Machines:
         _limit(space, "eth0", self._rate)
         _limit(switch, port, self._rate)
         return Machine(name, address, space, group)
+
+    def _start_warden(self) -> None:
+        """Starts a process that removes the namespaces when this one was killed."""
+        warden = subprocess.Popen(
+            ["sh", "-c", WARDEN, self._prefix],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._stack.callback(warden.communicate)
 
     def _start_relay(self, switch: str) -> None:
         """Starts the relay in the bridge's namespace, with which it ends."""
@@ -370,7 +390,7 @@ def _nap() -> None:
 
 
 def _sweep() -> None:
-    """Removes namespaces that a killed process has left."""
+    """Removes what a killed process has left, and its warden has not removed."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False, timeout=20)
     for found in re.finditer(r"^(gs(\d+)-\w+)", listed.stdout, re.MULTILINE):
         if not Path(f"/proc/{found[2]}").exists():
