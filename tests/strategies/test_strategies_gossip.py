@@ -195,7 +195,7 @@ def test_bytes_of_a_worker_are_those_of_one_vector_a_round(workers: int) -> None
     ("options", "says"),
     [
         ({"codec": "int8"}, "exchange whole parameters.*take strategy='noloco'"),
-        ({"accumulate": 2}, "accumulate=2: a round has every=1 minibatches"),
+        ({"accumulate": 2}, "accumulate=2: workers train alone for every=1 minibatches"),
         ({"split": 2}, "split=2: parts of a model"),
         ({"servers": 1}, "exchange in pairs, without servers"),
         ({"shares": "measured"}, "shares='measured' are those of rounds"),

@@ -116,7 +116,8 @@ def evaluation_rows(evaluation: Evaluation) -> list[tuple[str, str]]:
     return rows + [(f"test {name}", f"{value:.4g}") for name, value in evaluation.metrics.items()]
 
 
-_STEP_OF = {"localsgd": "rounds of a worker each"}
+_IN_PAIRS = ("gossip", "noloco", "push-sum")
+_STEP_OF = dict.fromkeys(("local-sgd", *_IN_PAIRS), "rounds of a worker each")
 """What a step is under strategies whose step is no minibatch."""
 
 
@@ -154,12 +155,17 @@ def figures(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("peak memory", ", ".join(f"{r} ≤ {size_text(size)}" for r, size in _peaks(s["peak_memory_bytes"]))),
         ("loop lateness", ", ".join(f"{r} ≤ {ms:.1f} ms" for r, ms in s["loop_late_max_ms"].items())),
         ("workers lost", ", ".join(s["workers_lost"])),
+        ("alone", ", ".join(f"{who} in {_count(n, 'round')}" for who, n in s.get("alone", {}).items())),
     ]
     return [(name, value) for name, value in rows if value]
 
 
 def _why_dropped(s: Mapping[str, Any]) -> str:
-    causes = {"of workers that came late": s.get("late"), "of refused gradients": s.get("gradients_refused")}
+    causes = {
+        "of workers that came late": s.get("late"),
+        "of refused gradients": s.get("gradients_refused"),
+        "of lost workers": s["strategy"] in _IN_PAIRS and s["workers_lost"],
+    }
     return " and ".join(cause for cause, some in causes.items() if some) or "of workers that came late"
 
 
@@ -176,7 +182,8 @@ def _exchanged(s: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Rows on the bytes sent: to and from servers, or among workers. None if all workers share one vector."""
     up, down = size_text(s["pushed_bytes"]), size_text(s["fetched_bytes"])
     if s["servers"] == 0:
-        return [("exchanged", f"{up} of gradients in {s['pushes']:,} sums")] if s["pushes"] else []
+        what = "parameters in {:,} exchanges" if s["strategy"] in _IN_PAIRS else "gradients in {:,} sums"
+        return [("exchanged", f"{up} of {what.format(s['pushes'])}")] if s["pushes"] else []
     return [
         ("pushed", f"{up} in {s['pushes']:,} pushes, {s['retries']:,} retries"),
         ("fetched", f"{down} in {s['fetches']:,} fetches"),

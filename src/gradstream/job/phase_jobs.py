@@ -105,6 +105,11 @@ def measured_first(job: Job) -> Job:
         )
     if job.codec is not None:
         raise ConfigError(f"codec={job.codec!r} with strategy={AUTO!r}, which chooses it; leave codec out")
+    if job.accumulate > 1:
+        raise ConfigError(
+            f"accumulate={job.accumulate} with strategy={AUTO!r}, which says after how many minibatches workers "
+            "exchange; leave accumulate out"
+        )
     if job.steps is not None:
         raise ConfigError(f"steps={job.steps} with strategy={AUTO!r}: {NO_STEPS}")
     sizes = [job.batch_size] * job.workers if isinstance(job.batch_size, int) else job.batch_size
@@ -126,7 +131,14 @@ def _chosen(job: Job, where: str, begin: JobPhase) -> dict[str, Any]:
     """The fields of a job that a phase of strategy "auto" sets."""
     phase = job.phases[begin.number]
     codec = job.codec if phase.codec is None else phase.codec
-    given = "strategy_options" if phase.strategy_options else "codec" if codec is not None else ""
+    several = (phase.accumulate or job.accumulate) > 1
+    given = (
+        "strategy_options"
+        if phase.strategy_options
+        else "codec"
+        if codec is not None
+        else "accumulate" * several
+    )
     before = job.phases[begin.number - 1]
     spec = job if before.strategy is None else before
     in_group = before.strategy == AUTO or isinstance(

@@ -104,6 +104,13 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
 """Places of the built-in members of each family, by name."""
 
 
+def name_of(value: object) -> str:
+    """The name of a built-in strategy or update rule; of other classes their own, in lower case."""
+    place = f"{type(value).__module__}:{type(value).__qualname__}"
+    known = {there: name for family in FAMILIES.values() for name, there in family.items()}
+    return known.get(place, type(value).__name__.lower())
+
+
 def find_strategy(spec: str | Strategy, options: Mapping[str, Any] | None = None) -> Strategy:
     """Finds a strategy by name or place ("mine.py:Mine"), or takes an object; sets these fields of it.
 

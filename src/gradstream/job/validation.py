@@ -14,7 +14,7 @@ from gradstream.data.shares import MEASURED
 from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.callbacks import check_callbacks
 from gradstream.job.job import Job, build_model, is_open_ended
-from gradstream.job.registry import plain
+from gradstream.job.registry import name_of, plain
 from gradstream.model.devices import device_of
 from gradstream.optim import SGD
 from gradstream.optim.base import ByShape, Optimizer, PerMatrix
@@ -198,7 +198,8 @@ def _check_local_steps(job: Job, strategy: GroupStrategy | PeerStrategy) -> None
         why = "the training loop is your own, and makes its steps itself; take strategy='parameter-averaging'"
     elif job.accumulate > 1:
         why = (
-            f"accumulate={job.accumulate}: a round has every={strategy.local_steps} minibatches; leave it out"
+            f"accumulate={job.accumulate}: workers train alone for every={strategy.local_steps} minibatches; set every "
+            "in its place, and leave out variance_test and noise_multiple, which need accumulate"
         )
     elif job.split > 1:
         why = f"split={job.split}: parts of a model compute one gradient together; take strategy='diloco'"
@@ -251,7 +252,7 @@ def _check_quorum(job: Job, strategy: Strategy) -> None:
                 f"{'a training loop of your own' if is_open_ended(job) else option}; leave one of the two out"
             )
         return
-    what = f"the {type(strategy).__name__.lower()} strategy with backup workers"
+    what = f"the {name_of(strategy)} strategy with backup workers"
     if is_open_ended(job):
         raise ConfigError(
             f"{what} makes a late worker skip minibatches, which a training loop of your own cannot: "

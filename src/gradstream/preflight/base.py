@@ -21,6 +21,7 @@ from gradstream.checkpoint.manifest import JobPhase
 from gradstream.errors import Interrupted, PreflightError, UserCodeError
 from gradstream.job.job import Job
 from gradstream.job.phase_jobs import job_of_phase
+from gradstream.job.registry import name_of
 from gradstream.model.base import Model
 from gradstream.report.units import size_text
 from gradstream.run.local import LocalCluster, node_environment
@@ -157,7 +158,7 @@ class DryRun(ABC):
             environment = node_environment(self.job.workers, shards=shards)
             cluster = LocalCluster(self._run_dir / "logs", environment, shards=shards)
             self._cluster = self._stack.enter_context(cluster)
-        names = f"{type(plan.strategy).__name__.lower()}, {self.rule()}"
+        names = f"{name_of(plan.strategy)}, {self.rule()}"
         return f"{names}, {count(plan.workers, 'worker')}, {count(plan.servers, 'server')}"
 
     def rule(self) -> str:

@@ -38,7 +38,7 @@ from gradstream.data.open_ledger import OpenLedger
 from gradstream.data.progress import DataProgress
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job, build_model
-from gradstream.job.registry import describe, optimizer_of_text
+from gradstream.job.registry import describe, name_of, optimizer_of_text
 from gradstream.model.base import Model
 from gradstream.model.torch_module import TorchModel
 from gradstream.optim.groups import GroupedRule
@@ -117,8 +117,8 @@ def _started(plan: RunPlan, ledger: Ledger | OpenLedger) -> StartedEvent:
         job=plan.id,
         workers=plan.workers,
         servers=plan.servers,
-        strategy=type(plan.strategy).__name__.lower(),
-        optimizer=type(plan.optimizer).__name__.lower(),
+        strategy=name_of(plan.strategy),
+        optimizer=name_of(plan.optimizer),
         num_parameters=0,  # the first worker registers the model
         num_samples=plan.job.data.num_samples,
         in_rounds=in_rounds,
@@ -232,7 +232,7 @@ def renumbered(plan: RunPlan) -> int | None:
     resume = plan.resume
     if resume is None or plan.whole is None or plan.strategy.partitioning != "rounds":
         return None
-    return None if resume.strategy == type(plan.strategy).__name__.lower() else resume.rounds
+    return None if resume.strategy == name_of(plan.strategy) else resume.rounds
 
 
 def _states(plan: RunPlan, model: v1.ModelSpec) -> Sequence[str]:

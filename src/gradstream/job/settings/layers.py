@@ -11,6 +11,7 @@ from typing import Any
 
 from gradstream.errors import ConfigError
 from gradstream.job.job import RIVALS, Job
+from gradstream.job.phase_jobs import AUTO
 from gradstream.job.registry import STRATEGIES, class_of, find_codec, find_optimizer, find_strategy
 from gradstream.job.settings.sources import Setting
 from gradstream.job.settings.values import MisfitError, fields_of, fit, record_in, shown
@@ -95,7 +96,9 @@ class _Draft:
         """The job's optimizer, or else the strategy's own, with the options that were given."""
         base: Any = job.optimizer
         if base is None:
-            strategy = find_strategy(job.strategy, job.strategy_options)
+            strategy = find_strategy(
+                "allreduce" if job.strategy == AUTO else job.strategy, job.strategy_options
+            )
             base = strategy.optimizer()
             self._origins["optimizer"] = f"default of {type(strategy).__name__}"
         return find_optimizer(base, self._options("optimizer", base))
@@ -103,6 +106,8 @@ class _Draft:
     def _options(self, head: str, spec: Any) -> dict[str, Any]:
         """The options given for the strategy or optimizer, converted to the types of its fields."""
         given = self._parts.get(head)
+        if given and head == "strategy" and spec == AUTO:
+            raise self._unknown(next(iter(given.values())))
         return self._fitted(head, given, class_of(head, spec)) if given else {}
 
     def _record(self, head: str, value: Any) -> Any:
