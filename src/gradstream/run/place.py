@@ -3,6 +3,7 @@
     torchrun     RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     Slurm        SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST, SLURM_JOB_ID, SLURM_RESTART_COUNT  (by srun)
     Kubernetes   JOB_COMPLETION_INDEX; GRADSTREAM_NODES, GRADSTREAM_HOST, GRADSTREAM_RUN  (from the manifest)
+    ssh          GRADSTREAM_NODE; GRADSTREAM_NODES, GRADSTREAM_HOST, GRADSTREAM_RUN  (`gradstream launch --hosts`)
 
 Process 0 starts the run, and the others join it. They meet at a port of its machine.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from gradstream.errors import ConfigError
 
 PORT, NODES, HOST, RUN = "GRADSTREAM_PORT", "GRADSTREAM_NODES", "GRADSTREAM_HOST", "GRADSTREAM_RUN"  # names
+NODE = "GRADSTREAM_NODE"
 DEFAULT_PORT = 29400
 SLURM_PORTS = (20000, 10000)
 """First port, and number of ports, of which a job of Slurm takes one by its number: jobs share machines."""
@@ -26,7 +28,7 @@ class Place:
     """The place of this process.
 
     Args:
-        engine: name of the program that has started it: "torchrun", "Slurm", "Kubernetes".
+        engine: name of the program that has started it: "torchrun", "Slurm", "Kubernetes", "gradstream launch".
         rank: its number, from 0.
         size: number of processes, at least 2.
         host: host name or address of process 0.
@@ -50,7 +52,7 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
     Raises:
         ConfigError: variables contradict each other, are no numbers, or one of them is missing.
     """
-    for find in (_of_torchrun, _of_slurm, _of_kubernetes):
+    for find in (_of_torchrun, _of_slurm, _of_nodes):
         place = find(environment)
         if place is None:
             continue
@@ -103,13 +105,15 @@ def _of_slurm(environment: Mapping[str, str]) -> Place | None:
     )
 
 
-def _of_kubernetes(environment: Mapping[str, str]) -> Place | None:
-    """Where the manifest says how many pods are one run: the pods of an indexed Job may be so many runs."""
+def _of_nodes(environment: Mapping[str, str]) -> Place | None:
+    """Where a manifest or a launcher says how many are one run: the pods of an indexed Job may be so many runs."""
     if NODES not in environment:
         return None
+    ours = NODE in environment
+    rank = NODE if ours else "JOB_COMPLETION_INDEX"
     return Place(
-        engine="Kubernetes",
-        rank=_number(environment, "JOB_COMPLETION_INDEX", "Kubernetes, in the pods of an indexed Job"),
+        engine="gradstream launch" if ours else "Kubernetes",
+        rank=_number(environment, rank, "Kubernetes, in the pods of an indexed Job"),
         size=_number(environment, NODES, "the manifest"),
         host=_text(environment, HOST, "the manifest: the name of the first pod, JOB-0.SERVICE"),
         port=_number(environment, PORT, "the manifest", str(DEFAULT_PORT)),

@@ -122,16 +122,20 @@ class Machine:
             text=True,
         )
 
+    def pids(self) -> list[int]:
+        """Numbers of the processes of this machine."""
+        return [int(pid) for pid in _ip("netns", "pids", self._namespace).split()]
+
     def kill(self) -> int:
         """Kills every process of this machine with SIGKILL; returns their number."""
         return self.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> int:
         """Sends a signal to every process of this machine; returns their number."""
-        pids = _ip("netns", "pids", self._namespace).split()
+        pids = self.pids()
         for pid in pids:
             try:
-                os.kill(int(pid), number)
+                os.kill(pid, number)
             except ProcessLookupError:
                 continue
         return len(pids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -15,7 +16,8 @@ from gradstream.cli.options import json_option
 def attach(run: Path, as_json: bool) -> None:
     """Shows the progress of a run until it ends, then its figures.
 
-    RUN is the directory of a run, detached or not. Output and exit status are those of `gradstream
+    RUN is the directory of a run, detached or not, or the local folder of one on other machines (`gradstream
+    launch --hosts`). Output and exit status are those of `gradstream
     train`. Ctrl-C leaves the run alone. Where the launcher of a detached run was killed, another one is
     started, which takes over its nodes. Of a run that has ended, it says how.
 
@@ -23,6 +25,11 @@ def attach(run: Path, as_json: bool) -> None:
     Examples:
       gradstream attach runs/20261120-120000-mine
     """
+    from gradstream.cli.hosts import follow as follow_hosts
+    from gradstream.run.ssh.fleet import Fleet
+
+    if fleet := Fleet.of(run):
+        sys.exit(follow_hosts(fleet, run))
     from gradstream.cli.display import Display
     from gradstream.cli.report import print_end
     from gradstream.errors import Interrupted

@@ -12,53 +12,139 @@ import click
 from gradstream.cli.launch_files import ENGINES, LaunchFile
 from gradstream.cli.options import JobCommand, arguments_of_job
 from gradstream.errors import ConfigError
+from gradstream.run.place import DEFAULT_PORT
 
 
-@click.command(cls=JobCommand)
+@click.command(cls=JobCommand, context_settings={"ignore_unknown_options": True})
 @click.argument("job", metavar="JOB.py", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("words", metavar="[OPTIONS OF TRAIN]", nargs=-1, type=click.UNPROCESSED)
 @click.option(
-    "--emit", "engine", type=click.Choice(ENGINES), required=True, help="The engine that is to run the job."
+    "--hosts", metavar="A,B,…", help="Machines that ssh reaches: run the job there. The first one trains."
+)
+@click.option(
+    "--emit",
+    "engine",
+    type=click.Choice(ENGINES),
+    help="Print a file for this engine, which is to run the job.",
 )
 @click.option("--name", help="Name of the run; by default that of the file.")
-@click.option("--nodes", type=int, default=2, show_default=True, help="Machines, nodes, pods or containers.")
-@click.option("--cpus", type=int, default=4, show_default=True, help="Cores of each.")
-@click.option("--memory", type=int, default=8, show_default=True, help="Memory of each, in GiB.")
-@click.option("--gpus", type=int, default=0, show_default=True, help="GPUs of each.")
-@click.option("--hours", type=int, default=24, show_default=True, help="Longest time of a job of Slurm.")
 @click.option(
-    "--storage", type=int, default=20, show_default=True, help="Disk for checkpoints and data, in GiB."
+    "--data", default="", metavar="NAME", help="Data set to fetch before; with --hosts, a folder to bring."
 )
-@click.option("--image", default="", help="Container image that has gradstream.")
-@click.option("--data", default="", metavar="NAME", help="Data set to fetch before: `gradstream data info`.")
-@click.option("--spot", is_flag=True, help="Kubernetes: on nodes, too, that can be taken away.")
+@click.option(
+    "--with", "more", multiple=True, metavar="PATH", help="--hosts: bring this along: modules are found."
+)
+@click.option(
+    "--python", default="python3", show_default=True, help="--hosts: program there that has gradstream."
+)
+@click.option(
+    "--folder", default="~/.cache/gradstream/launch", show_default=True, help="--hosts: folder there."
+)
+@click.option("--port", type=int, default=DEFAULT_PORT, show_default=True, help="--hosts: where they meet.")
+@click.option("--ssh", default="ssh", help='--hosts: the client and its options: "ssh -p 2222".')
+@click.option("--detach", is_flag=True, help="--hosts: return when the run has started.")
+@click.option(
+    "--nodes", type=int, default=2, show_default=True, help="--emit: machines, nodes, pods or containers."
+)
+@click.option("--cpus", type=int, default=4, show_default=True, help="--emit: cores of each.")
+@click.option("--memory", type=int, default=8, show_default=True, help="--emit: memory of each, in GiB.")
+@click.option("--gpus", type=int, default=0, show_default=True, help="--emit: GPUs of each.")
+@click.option(
+    "--hours", type=int, default=24, show_default=True, help="--emit: longest time of a job of Slurm."
+)
+@click.option(
+    "--storage",
+    type=int,
+    default=20,
+    show_default=True,
+    help="--emit: disk for checkpoints and data, in GiB.",
+)
+@click.option("--image", default="", help="--emit: container image that has gradstream.")
+@click.option("--spot", is_flag=True, help="--emit kubernetes: on nodes, too, that can be taken away.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="File to write, in place of the terminal.",
+    help="--emit: file to write, in place of the terminal.",
 )
-def launch(job: Path, engine: str, name: str | None, output: Path | None, **given: Any) -> None:
-    """Prints a file with which another engine runs a job on several machines.
+def launch(
+    job: Path, words: tuple[str, ...], hosts: str | None, engine: str | None, name: str | None, **given: Any
+) -> None:
+    """Runs a job on machines that ssh reaches, or prints a file with which another engine runs it.
 
-    The file is complete: token as a secret, TLS, resources, preemption, and data. Look at it, change it, keep
-    it beside the job.
+    With --hosts it looks at every machine, brings the job's files, starts the run, shows it until its end, and
+    brings logs and checkpoints back; options of `gradstream train` may follow the job. Ctrl-C leaves the run
+    alone: `gradstream status`, `logs`, `attach` and `stop` take its local folder.
+
+    With --emit the file is complete: token as a secret, TLS, resources, preemption, and data. Look at it, change
+    it, keep it beside the job.
 
     \b
     Examples:
+      gradstream launch --hosts a,b,c JOB.py
+      gradstream launch --hosts a,b JOB.py --data ~/data --strategy local-sgd --epochs 3
       gradstream launch --emit torchrun JOB.py --output job.sh
       gradstream launch --emit slurm JOB.py --nodes 8 --cpus 16 --output job.sbatch
       gradstream launch --emit kubernetes JOB.py --image registry.example/gradstream
       gradstream launch --emit compose JOB.py --image gradstream
     """
+    if (hosts is None) is (engine is None):
+        raise ConfigError(
+            "expected --hosts A,B,… to run the job on these machines, or --emit ENGINE to print a file"
+        )
+    name = name or job.stem.lower().replace("_", "-")
+    if hosts is not None:
+        _on_hosts(job, words, hosts, name, **given)
+    elif words:
+        raise ConfigError(f"--emit: unknown option {words[0]}; arguments of the job file follow after --")
+    else:
+        _emit(job, str(engine), name, **given)
+
+
+def _on_hosts(job: Path, words: tuple[str, ...], hosts: str, name: str, **given: Any) -> None:
+    from gradstream.cli.commands.train import train
+    from gradstream.cli.hosts import launch_on
+    from gradstream.run.ssh.fleet import Fleet
+
+    names = [one.strip() for one in hosts.split(",") if one.strip()]
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise ConfigError(f"--hosts {hosts}: expected two machines or more, each one once: --hosts a,b")
+    if any(one.startswith("-") for one in names):
+        raise ConfigError(f"--hosts {hosts}: a name that begins with - would be an option of ssh")
+    if not job.is_file():
+        raise ConfigError(f"there is no job file {job}; `gradstream new` writes one")
+    data = Path(given["data"]).expanduser() if given["data"] else None
+    if data is not None and not data.is_dir():
+        raise ConfigError(f"--data {data}: expected a folder; GRADSTREAM_DATA names its copy on the machines")
+    train.make_context("train", [job.name, *words], resilient_parsing=False).close()
+    arguments = arguments_of_job()
+    fleet = Fleet(
+        name=name,
+        hosts=names,
+        ssh=shlex.split(given["ssh"]),
+        python=given["python"],
+        folder=given["folder"].rstrip("/"),
+        port=given["port"],
+        job=job.name,
+        arguments=[*words, *(["--", *arguments] if arguments else [])],
+        data=data is not None,
+    )
+    launch_on(
+        fleet, Path("runs") / name, job, [Path(one) for one in given["more"]], data, detach=given["detach"]
+    )
+
+
+def _emit(job: Path, engine: str, name: str, output: Path | None, **given: Any) -> None:
     words = [
         "gradstream",
         *(" ".join(word.split()) for word in sys.argv[1:]),
     ]  # it goes into a comment of one line
+    kept = ("nodes", "cpus", "memory", "gpus", "hours", "storage", "image", "data", "spot")
     file = LaunchFile(
         job=job,
-        name=name or job.stem.lower().replace("_", "-"),
+        name=name,
         arguments=arguments_of_job(),
         command=shlex.join(words),
-        **given,
+        **{key: given[key] for key in kept},
     )
     text = file.render(engine)
     if output is None:

@@ -24,6 +24,12 @@ def stop(run: Path, now: bool, wait_s: float) -> None:
       gradstream stop runs/20261120-120000-mine
       gradstream stop runs/20261120-120000-mine --now
     """
+    from gradstream.cli.hosts import stop as stop_hosts
+    from gradstream.run.ssh.fleet import Fleet
+
+    if fleet := Fleet.of(run):
+        stop_hosts(fleet, run, *(["--now"] if now else []), "--wait-s", str(wait_s))
+        return
     from gradstream.runs import stop as end
     from gradstream.untrusted import TEXT_BYTES, escaped
 

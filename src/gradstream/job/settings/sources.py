@@ -14,7 +14,13 @@ from gradstream.untrusted import DocumentError, parse_toml
 
 PREFIX = "GRADSTREAM_"
 
-PLACE = {"GRADSTREAM_HOST", "GRADSTREAM_NODES", "GRADSTREAM_PORT", "GRADSTREAM_RUN"}  # see `run.place`
+PLACE = {
+    "GRADSTREAM_HOST",
+    "GRADSTREAM_NODE",
+    "GRADSTREAM_NODES",
+    "GRADSTREAM_PORT",
+    "GRADSTREAM_RUN",
+}  # see `run.place`
 OTHER_VARIABLES = frozenset({"GRADSTREAM_DATA", "GRADSTREAM_TOKEN", "GRADSTREAM_TOKEN_FILE", *PLACE})
 """Variables of gradstream that are not settings of a job."""
 

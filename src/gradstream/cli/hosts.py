@@ -1,0 +1,164 @@
+"""Runs on machines that ssh reaches, as the commands `launch`, `attach`, `status`, `logs` and `stop` show them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from gradstream.errors import RESUMABLE, ConfigError
+from gradstream.run.ssh.fleet import FILE, Fleet
+from gradstream.run.ssh.host import NO_CONNECTION, Host, HostError
+from gradstream.run.ssh.sources import sources_of
+from gradstream.untrusted import say
+
+
+def fleet_of(run: Path) -> Fleet:
+    """The machines of a run. Raises ConfigError if it is on none."""
+    fleet = Fleet.of(run)
+    if fleet is None:
+        raise ConfigError(
+            f"{run} has no {FILE}: the run is over and collected, or `gradstream launch --hosts` did not start it; of "
+            "other runs, `gradstream runs` shows the states, and RUN/logs has the logs"
+        )
+    return fleet
+
+
+def launch_on(
+    fleet: Fleet, run: Path, job: Path, more: Sequence[Path], data: Path | None, *, detach: bool
+) -> None:
+    """Looks at the machines, brings files, starts the run, and follows it.
+
+    Raises:
+        HostError: a machine cannot take part. Nothing is left on any.
+        ConfigError: files are missing.
+    """
+    files = sources_of(job, more)
+    for name, warning in fleet.look().items():
+        if warning:
+            say(f"{name}: {warning}")
+    try:
+        fleet.keep(run)
+        say(f"{len(fleet.hosts)} machines are ready; {len(files)} files to bring")
+        fleet.send(files)
+        if data is not None:
+            fleet.send_data(data)
+        fleet.start()
+    except BaseException:
+        _forget(fleet, run)
+        raise
+    if detach:
+        say(f"the run goes on without this terminal: gradstream attach {run}, gradstream stop {run}")
+        return
+    sys.exit(follow(fleet, run))
+
+
+def follow(fleet: Fleet, run: Path) -> int:
+    """Shows the run until its end, and brings what it has left. Returns its exit status.
+
+    Ctrl-C leaves it alone.
+
+    Raises:
+        HostError: a machine could not begin; the others were stopped.
+    """
+    first, *others = fleet.machines
+    begun, failed = threading.Event(), list[str]()
+    shown = subprocess.Popen(
+        fleet.log(first, follow=True), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+    )
+    watched = [_watch(fleet, host, begun, failed, shown) for host in others]
+    try:
+        assert shown.stdout is not None
+        for line in shown.stdout:
+            if line.startswith("step "):
+                begun.set()
+            sys.stderr.write(line)
+        status = shown.wait()
+    except KeyboardInterrupt:
+        say(f"the run goes on: gradstream attach {run}, gradstream stop {run}")
+        return 130
+    finally:
+        for process in (shown, *watched):
+            process.kill()
+    if failed and not begun.is_set():
+        _forget(fleet, run)
+        raise HostError("\n".join(failed))
+    if status == NO_CONNECTION:
+        raise HostError(f"{first.name}: the connection was lost; the run goes on: gradstream attach {run}")
+    finish(fleet, run)
+    if status == RESUMABLE:
+        say(f"stopped, and a checkpoint is in {run}")
+    return status
+
+
+def finish(fleet: Fleet, run: Path) -> None:
+    """Brings what the run has left, and removes its folders on the machines."""
+    fleet.collect(run)
+    fleet.clean()
+    (run / FILE).unlink()
+    say(f"collected in {run}; nothing is left on {', '.join(fleet.hosts)}")
+
+
+def stop(fleet: Fleet, run: Path, *options: str) -> None:
+    """Ends the run with a checkpoint, brings what it has left, and cleans up."""
+    say(f"{fleet.hosts[0]}: {fleet.stop(*options)}")
+    finish(fleet, run)
+
+
+def show_states(fleet: Fleet) -> None:
+    """Prints a line for each machine."""
+    width = max(map(len, fleet.hosts))
+    for name, state in fleet.states().items():
+        click.echo(f"{name:{width}}  {state}")
+
+
+def show_logs(fleet: Fleet, only: str | None) -> None:
+    """Prints the log of each machine, or of one."""
+    hosts = [host for host in fleet.machines if only in (None, host.name)]
+    if not hosts:
+        raise ConfigError(f"the run has no machine {only!r}; expected one of {', '.join(fleet.hosts)}")
+    for host in hosts:
+        if only is None:
+            click.echo(f"==> {host.name}")
+        subprocess.run(fleet.log(host, follow=False), stdin=subprocess.DEVNULL, check=False)
+
+
+def _watch(
+    fleet: Fleet, host: Host, begun: threading.Event, failed: list[str], shown: subprocess.Popen[str]
+) -> subprocess.Popen[str]:
+    """Says when the process of another machine ends before the run does; before the first step, ends the run."""
+    words = fleet.log(host, follow=True)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+
+    def wait() -> None:
+        assert process.stdout is not None
+        last = deque((line.strip() for line in process.stdout if line.strip()), maxlen=1)
+        status = process.wait()
+        if status <= 0 or shown.poll() is not None:
+            return
+        how = "the connection was lost" if status == NO_CONNECTION else f"ended with {status}"
+        text = f"{host.name}: {how}" + (f": {last[0]}" if last else "")
+        if begun.is_set():
+            say(text)
+        else:
+            failed.append(text)
+            shown.kill()
+
+    threading.Thread(target=wait, daemon=True).start()
+    return process
+
+
+def _forget(fleet: Fleet, run: Path) -> None:
+    """Removes the traces of a run that did not begin."""
+    try:
+        fleet.clean()
+    except HostError as error:
+        say(str(error))
+    (run / FILE).unlink(missing_ok=True)
+    if run.is_dir() and not any(run.iterdir()):
+        run.rmdir()

@@ -1,0 +1,302 @@
+"""A job on several machines that ssh reaches: looked at, started, followed, stopped, collected, cleaned up.
+
+The first machine trains and the others join it, as `run/place.py` describes. This process only starts them: the run
+goes on without it. Everything on a machine is in one folder of its own:
+
+    JOB.py, modules     what the job needs
+    token               what admits the machines to the run; only its owner can read it
+    log, status         what `gradstream train` says, and its exit status when it has ended
+    runs/NAME           the run directory
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self, TypeVar
+
+from gradstream._version import __version__
+from gradstream.errors import ConfigError
+from gradstream.run.place import HOST, NODE, NODES, PORT, RUN
+from gradstream.run.ssh.host import Host, HostError, last_line
+from gradstream.run.ssh.sources import file_sum, packed, unpacked
+
+FILE = "hosts.json"
+"""In the local folder of a run: the machines on which it is."""
+
+NO_PROGRAM, NO_GRADSTREAM, IS_THERE = 41, 42, 43
+"""Exit statuses of the script that looks at a machine."""
+
+END_S = 20.0
+"""Longest wait for the processes of a machine, once the run has ended."""
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """The machines of a run.
+
+    Args:
+        name: name of the run.
+        hosts: the machines, at least 2; the first one trains, and must be reachable by the others.
+        ssh: the ssh client and its options.
+        python: program on the machines that has gradstream.
+        folder: folder for runs there.
+        port: port of the first machine at which they meet.
+        job: name of the job file.
+        arguments: options of `gradstream train`, and arguments of the job file.
+        data: whether data was brought along.
+    """
+
+    name: str
+    hosts: Sequence[str]
+    ssh: Sequence[str]
+    python: str
+    folder: str
+    port: int
+    job: str
+    arguments: Sequence[str]
+    data: bool = False
+
+    @classmethod
+    def of(cls, run: Path) -> Self | None:
+        """The machines of a run whose local folder this is; None if it is no run on machines."""
+        try:
+            said = json.loads((run / FILE).read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read {run / FILE}: {error}") from None
+        return cls(**said)
+
+    def keep(self, run: Path) -> None:
+        """Writes which machines a run is on, so that other commands find them."""
+        try:
+            run.mkdir(parents=True)
+            (run / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot make {run}: {error.strerror}; take another --name") from None
+
+    @property
+    def machines(self) -> list[Host]:
+        """The machines."""
+        return [Host(name, tuple(self.ssh)) for name in self.hosts]
+
+    def home(self, host: Host) -> str:
+        """The folder of this run on a machine. Machines may share a disk, so each has its own."""
+        return f"{self.folder}/{self.name}/{host.name.replace('/', '_')}"
+
+    def inside(self, host: Host, script: str) -> str:
+        """A script that runs in the folder of this run. The shell expands a ~ at its beginning."""
+        home = self.home(host)
+        quoted = f"~/{shlex.quote(home[2:])}" if home.startswith("~/") else shlex.quote(home)
+        return f"cd {quoted} && {script}"
+
+    def at_once(
+        self, task: Callable[[Host], Answer], hosts: Sequence[Host] | None = None
+    ) -> dict[str, Answer]:
+        """Does something with all machines, or some, at the same time.
+
+        Raises:
+            HostError: it failed on some of them: the message has a line for each.
+        """
+        with ThreadPoolExecutor(len(self.hosts)) as pool:
+            tasks = {
+                host.name: pool.submit(task, host) for host in self.machines if hosts is None or host in hosts
+            }
+        errors = [error for one in tasks.values() if (error := one.exception())]
+        for error in errors:
+            if not isinstance(error, HostError):
+                raise error
+        if errors:
+            raise HostError("\n".join(map(str, errors)))
+        return {name: one.result() for name, one in tasks.items()}
+
+    # ---- before the start -----------------------------------------------------------------
+
+    def look(self) -> dict[str, str]:
+        """Makes the folders, and looks at every machine. Returns the doctor's warnings, by machine.
+
+        Raises:
+            HostError: a machine lacks something. Nothing but empty folders is left on any.
+        """
+        made: list[Host] = []
+        try:
+            found = self.at_once(lambda host: self._look(host, made))
+            self.at_once(self._reach)
+        except HostError:
+            self.clean(made)
+            raise
+        return found
+
+    def _look(self, host: Host, made: list[Host]) -> str:
+        home, python = self.home(host), shlex.quote(self.python)
+        quoted = f"~/{shlex.quote(home[2:])}" if home.startswith("~/") else shlex.quote(home)
+        says = "import gradstream._version as v; print(v.__version__)"
+        done = host.ask(
+            f"umask 077; mkdir -p $(dirname {quoted}) || exit 1; mkdir {quoted} || exit {IS_THERE}; "
+            f"cd {quoted}; command -v {python} >&2 || exit {NO_PROGRAM}; "
+            f"{python} -c {shlex.quote(says)} || exit {NO_GRADSTREAM}; {python} -m gradstream doctor"
+        )
+        if done.returncode == IS_THERE:
+            raise HostError(
+                f"{host.name}: {home} is there, from another run of that name; take another --name, or remove it"
+            )
+        if done.returncode != 1:
+            made.append(host)
+        text = done.stdout.decode(errors="replace")
+        version, _, checks = text.partition("\n")
+        if done.returncode == NO_PROGRAM:
+            raise HostError(
+                f"{host.name}: there is no program {self.python!r}; install Python 3.11 or newer there, or --python"
+            )
+        if done.returncode == NO_GRADSTREAM:
+            raise HostError(
+                f"{host.name}: {self.python} has no gradstream ({last_line(done.stderr)}); `ssh {host.name} "
+                f"{self.python} -m pip install gradstream=={__version__}`, or --python"
+            )
+        if version != __version__:
+            raise HostError(
+                f"{host.name}: has gradstream {version}, and this machine {__version__}; install the same one"
+            )
+        bad = [" ".join(line[1:].split()) for line in checks.splitlines() if line.startswith("✗")]
+        if done.returncode:
+            raise HostError(f"{host.name}: {'; '.join(bad) or last_line(done.stderr)}")
+        return "; ".join(" ".join(line[1:].split()) for line in checks.splitlines() if line.startswith("!"))
+
+    def _reach(self, host: Host) -> None:
+        """Connects from a machine to the first one, at the port where they will meet."""
+        first, python = self.machines[0], shlex.quote(self.python)
+        if host.name == first.name:
+            listen = f"import socket, time; s = socket.create_server(('', {self.port})); s.settimeout(20)\n"
+            listen += f"for _ in range({len(self.hosts) - 1}): s.accept()"
+            done = first.ask(f"{python} -c {shlex.quote(listen)}")
+            if done.returncode and b"timed out" not in done.stderr:
+                raise HostError(
+                    f"{first.name}: port {self.port}: {last_line(done.stderr)}; take another --port"
+                )
+            return
+        dial = (
+            "import socket, sys, time\nfor last in range(19, -1, -1):\n"
+            f"    try: socket.create_connection(({first.address!r}, {self.port}), 5); break\n"
+            "    except ConnectionRefusedError as e: time.sleep(0.5); why = e\n"
+            "    except OSError as e: sys.exit(str(e))\n"
+            "else: sys.exit(str(why))"
+        )
+        done = host.ask(f"{python} -c {shlex.quote(dial)}")
+        if done.returncode:
+            raise HostError(
+                f"{host.name}: does not reach {first.address}:{self.port}: {last_line(done.stderr)}; name {first.name} "
+                "as the others know it, open the port in its firewall, or take another --port"
+            )
+
+    def send(self, files: Mapping[str, Path]) -> None:
+        """Brings the files of the job, and a new token."""
+        archive = packed(files, {"token": secrets.token_hex(16).encode() + b"\n"})
+        self.at_once(lambda host: host.do(self.inside(host, "umask 077; tar -xzf -"), archive, 600.0))
+
+    def send_data(self, folder: Path) -> None:
+        """Brings a folder of data, which GRADSTREAM_DATA will name, and compares checksums there."""
+        sums = {path: file_sum(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+        listed = "".join(
+            f"{digest}  data/{path.relative_to(folder)}\n" for path, digest in sums.items()
+        ).encode()
+
+        def bring(host: Host) -> None:
+            with subprocess.Popen(
+                ["tar", "-cf", "-", "-C", str(folder), "."], stdout=subprocess.PIPE
+            ) as archive:
+                assert archive.stdout is not None
+                into = self.inside(host, "umask 077; mkdir -p data && tar -xf - -C data")
+                host.do(into, archive.stdout, 3600.0)
+            host.do(self.inside(host, "sha256sum --check --quiet -"), listed, 600.0)
+
+        self.at_once(bring)
+
+    # ---- the run --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the run on all machines. It goes on without this process."""
+        first = self.machines[0]
+        for rank, host in enumerate(self.machines):
+            place = {NODES: len(self.hosts), NODE: rank, HOST: first.address, PORT: self.port, RUN: self.name}
+            place |= {"GRADSTREAM_TOKEN_FILE": "token"} | ({"GRADSTREAM_DATA": "data"} if self.data else {})
+            words = ["env", *(f"{name}={value}" for name, value in place.items())]
+            words += [self.python, "-m", "gradstream", "train", self.job, *self.arguments]
+            inner = (
+                f"echo $$ > group; {shlex.join(words)} > log 2>&1; echo $? > status.new; mv status.new status"
+            )
+            script = f"rm -f status; setsid nohup sh -c {shlex.quote(inner)} > /dev/null 2>&1 < /dev/null &"
+            host.do(self.inside(host, f"{{ {script} }}"))
+
+    def log(self, host: Host, *, follow: bool) -> list[str]:
+        """The command line that prints the log of a machine; with `follow`, until its process has ended."""
+        show = "cat log"
+        if follow:
+            show = (
+                "while [ ! -s group ]; do sleep 0.1; done; tail -n +1 -F --pid=$(cat group) log 2>/dev/null; "
+                "exit $(cat status 2>/dev/null || echo 1)"
+            )
+        return host.words(self.inside(host, show))
+
+    def states(self) -> dict[str, str]:
+        """What each machine says: its process trains, or has ended; and the last line of its log."""
+        script = (
+            "if [ -s status ]; then echo ended with $(cat status); elif kill -0 $(cat group) 2>/dev/null; "
+            "then echo runs; else echo gone; fi; tail -n 1 log"
+        )
+
+        def state(host: Host) -> str:
+            try:
+                done = host.ask(self.inside(host, script), timeout_s=30.0)
+            except HostError as error:
+                return str(error).removeprefix(f"{host.name}: ")
+            said = done.stdout.decode(errors="replace").splitlines()
+            return ": ".join(filter(None, said)) or last_line(done.stderr)
+
+        return self.at_once(state)
+
+    def stop(self, *options: str) -> str:
+        """Ends the run, with a checkpoint if the job has any. Returns what `gradstream stop` says there."""
+        first = self.machines[0]
+        words = [self.python, "-m", "gradstream", "stop", f"runs/{self.name}", *options]
+        done = first.ask(self.inside(first, shlex.join(words)), timeout_s=600.0)
+        return last_line(done.stdout) or last_line(done.stderr)
+
+    # ---- after its end --------------------------------------------------------------------
+
+    def collect(self, run: Path) -> None:
+        """Brings what the first machine has in its run directory, and the log of each machine, into a local folder."""
+        first = self.machines[0]
+
+        def bring(host: Host) -> None:
+            into = run / "hosts" / host.name.replace("/", "_")
+            into.mkdir(parents=True, exist_ok=True)
+            unpacked(
+                host.do(self.inside(host, "tar -cf - $(ls -d log status 2>/dev/null)"), timeout_s=600.0), into
+            )
+            if host.name == first.name:
+                inner = f"tar -cf - -C runs/{shlex.quote(self.name)} ."
+                unpacked(host.do(self.inside(host, inner), timeout_s=3600.0), run)
+
+        self.at_once(bring)
+
+    def clean(self, hosts: Sequence[Host] | None = None) -> None:
+        """Ends what is left of the run on all machines, or some, and removes its folders there."""
+        script = (
+            'group=$(cat group 2>/dev/null); for _ in $(seq {tries}); do [ -n "$group" ] && [ ! -s status ] && '
+            'kill -0 $group 2>/dev/null || break; sleep 0.1; done; [ -n "$group" ] && kill -9 -- -$group 2>/dev/null; '
+            'here=$(pwd); cd / && rm -rf "$here" && rmdir "$(dirname "$here")" 2>/dev/null; true'
+        ).replace("{tries}", str(int(END_S / 0.1)))
+
+        def remove(host: Host) -> None:
+            host.ask(self.inside(host, script), timeout_s=2 * END_S)
+
+        self.at_once(remove, hosts)

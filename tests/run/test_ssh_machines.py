@@ -1,0 +1,168 @@
+"""`gradstream launch --hosts`: machines with an address and a server of ssh each, a driver beside them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradstream.testing.machines import Machines, unavailable
+
+SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+JOB = """
+import gradstream as gs
+from helper import rows
+
+def job():
+    model, data = rows()
+    return gs.Job(model, data, optimizer=gs.optim.SGD(lr=0.05), batch_size=8, epochs=2)
+"""
+HELPER = """
+import os
+from gradstream.testing.runs import slow
+
+def rows():
+    assert os.path.exists(os.path.join(os.environ["GRADSTREAM_DATA"], "deep", "numbers"))
+    return slow(400, pause_s=0.002)
+"""
+
+
+class Cluster:
+    """Machines with ssh, and a folder on the first one from which commands are typed."""
+
+    def __init__(self, machines: Machines, folder: Path) -> None:
+        self.machines, self.folder = machines, folder
+        key, host_key = folder / "key", folder / "host_key"
+        for path in (key, host_key):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
+        Path("/run/sshd").mkdir(exist_ok=True)
+        for machine in machines.machines:
+            config = folder / f"sshd_{machine.name}"
+            config.write_text(
+                f"ListenAddress {machine.address}\nHostKey {host_key}\nAuthorizedKeysFile {key}.pub\nStrictModes no\n"
+                f"PasswordAuthentication no\nPidFile none\nUsePAM no\nPermitRootLogin yes\n"
+            )
+            log = folder / f"sshd_{machine.name}.log"
+            machine.start([SSHD, "-D", "-E", str(log), "-f", str(config)], cwd=folder)
+            machine.start(
+                ["sh", "-c", f"until grep -sq listening {log}; do sleep 0.05; done"], cwd=folder
+            ).wait(20)
+        options = "-o LogLevel=ERROR -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
+        self.ssh = f"ssh -F none -i {key} {options}"
+
+    @property
+    def hosts(self) -> list[str]:
+        return [machine.address for machine in self.machines.machines]
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """A command, typed on the first machine."""
+        pipe = subprocess.PIPE
+        words = (sys.executable, "-m", "gradstream", *words)
+        return self.machines[0].start(list(words), cwd=self.folder, stdout=pipe, stderr=subprocess.STDOUT)
+
+    def run(self, *words: str, timeout_s: float = 100.0) -> tuple[int, str]:
+        process = self.start(*words)
+        said, _ = process.communicate(timeout=timeout_s)
+        return process.returncode, said
+
+    def launch(self, *words: str, hosts: list[str] | None = None) -> list[str]:
+        ours = ["--ssh", self.ssh, "--python", sys.executable, "--folder", str(self.folder / "there")]
+        return ["launch", "--hosts", ",".join(hosts or self.hosts), *ours, "job.py", *words]
+
+    def left(self) -> list[str]:
+        """Processes of gradstream on the machines, and folders there."""
+        spaces = [machine.pids() for machine in self.machines.machines]
+        found = [
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            for one in spaces
+            for pid in one
+        ]
+        return [line for line in found if "gradstream" in line] + [
+            str(p) for p in self.folder.glob("there/*")
+        ]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    if reason := unavailable():
+        pytest.skip(reason)
+    if not Path(SSHD).exists():
+        pytest.skip("no server of ssh: apt-get install openssh-server")
+    (tmp_path / "job.py").write_text(JOB)
+    (tmp_path / "helper.py").write_text(HELPER)
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    (tmp_path / "data" / "deep" / "numbers").write_text("1 2 3")
+    with Machines(3) as machines:
+        yield Cluster(machines, tmp_path)
+
+
+def test_one_command_brings_starts_collects_and_cleans_up(cluster: Cluster) -> None:
+    status, said = cluster.run(*cluster.launch("--data", "data", "--strategy", "allreduce"))
+    assert status == 0, said
+    assert "3 machines are ready; 2 files to bring" in said
+    assert "3 workers" in said and "800 samples" in said
+    run = cluster.folder / "runs" / "job"
+    assert "AllReduce" in (run / "run.json").read_text() or "allreduce" in (run / "config.toml").read_text()
+    assert list(run.glob("checkpoints/*"))
+    assert [(run / "hosts" / host / "status").read_text() for host in cluster.hosts] == ["0\n"] * 3
+    assert cluster.left() == []
+
+
+def test_what_a_machine_lacks_is_said_in_a_line_and_nothing_is_left(cluster: Cluster) -> None:
+    a, b, c = cluster.hosts
+    away = "10.77.0.99"
+    status, said = cluster.run(*cluster.launch("--data", "data", hosts=[a, b, away]))
+    assert (status, said.count("\n")) == (3, 1), said
+    assert f"{away}: ssh: connect to host" in said and f"try `ssh {away} true`" in said
+    status, said = cluster.run(*cluster.launch("--python", "python9.9"))
+    assert status == 3
+    assert [line.partition(" there is no program 'python9.9'")[1] != "" for line in said.splitlines()] == [
+        True
+    ] * 3
+    status, said = cluster.run(*cluster.launch("--eppochs", "2"))
+    assert status == 2 and "--eppochs" in said
+    with cluster.machines.wall(0):
+        status, said = cluster.run(*cluster.launch())
+    assert status == 3
+    assert {f"{one}: does not reach {a}:29400" in said for one in (b, c)} == {True}, said
+    assert cluster.left() == []
+    assert not (cluster.folder / "runs").exists()
+
+
+def test_a_run_goes_on_without_the_terminal_and_without_a_machine_and_stop_leaves_nothing(
+    cluster: Cluster,
+) -> None:
+    a, b, c = cluster.hosts
+    launch = cluster.launch("--data", "data", "--strategy", "allreduce", "--epochs", "1000", "--detach")
+    status, said = cluster.run(*launch)
+    assert status == 0 and "gradstream stop runs/job" in said
+    status, said = cluster.run(*launch)
+    assert status == 3 and f"{a}: " in said and "another run of that name; take another --name" in said
+    attached = cluster.start("attach", "runs/job")
+    assert attached.stdout is not None
+    next(line for line in attached.stdout if line.startswith("step "))
+    for pid in cluster.machines[2].pids():
+        if Path(f"/proc/{pid}/comm").read_text().strip() not in ("sshd", "sh", "tail", "nohup"):
+            os.kill(pid, signal.SIGKILL)
+    told = next(line for line in attached.stdout if line.startswith(f"{c}: ended with"))
+    assert "137" in told
+    next(line for line in attached.stdout if line.startswith("step "))
+    attached.send_signal(signal.SIGINT)
+    said, _ = attached.communicate(timeout=30)
+    assert attached.returncode == 130 and "the run goes on" in said
+    status, said = cluster.run("status", "runs/job")
+    assert [line.split()[:2] for line in said.splitlines()] == [[a, "runs:"], [b, "runs:"], [c, "ended"]]
+    status, said = cluster.run("logs", "runs/job", b)
+    assert status == 0 and "worker-1" in said
+    status, said = cluster.run("stop", "runs/job")
+    assert status == 0 and "nothing is left on" in said, said
+    assert list((cluster.folder / "runs" / "job").glob("checkpoints/*"))
+    assert cluster.left() == []
+    status, said = cluster.run("status", "runs/job")
+    assert status == 2 and "the run is over and collected" in said
