@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from gradstream.testing.machines import Machines, unavailable
+from gradstream.testing.ssh_machines import SSHD, SshMachines
 
-SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 JOB = """
 import gradstream as gs
 from helper import rows
@@ -38,27 +37,8 @@ class Cluster:
 
     def __init__(self, machines: Machines, folder: Path) -> None:
         self.machines, self.folder = machines, folder
-        key, host_key = folder / "key", folder / "host_key"
-        for path in (key, host_key):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
-        Path("/run/sshd").mkdir(exist_ok=True)
-        for machine in machines.machines:
-            config = folder / f"sshd_{machine.name}"
-            config.write_text(
-                f"ListenAddress {machine.address}\nHostKey {host_key}\nAuthorizedKeysFile {key}.pub\nStrictModes no\n"
-                f"PasswordAuthentication no\nPidFile none\nUsePAM no\nPermitRootLogin yes\n"
-            )
-            log = folder / f"sshd_{machine.name}.log"
-            machine.start([SSHD, "-D", "-E", str(log), "-f", str(config)], cwd=folder)
-            machine.start(
-                ["sh", "-c", f"until grep -sq listening {log}; do sleep 0.05; done"], cwd=folder
-            ).wait(20)
-        options = "-o LogLevel=ERROR -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
-        self.ssh = f"ssh -F none -i {key} {options}"
-
-    @property
-    def hosts(self) -> list[str]:
-        return [machine.address for machine in self.machines.machines]
+        self.there = SshMachines(machines, folder)
+        self.hosts = self.there.hosts
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """A command, typed on the first machine."""
@@ -72,7 +52,7 @@ class Cluster:
         return process.returncode, said
 
     def launch(self, *words: str, hosts: list[str] | None = None) -> list[str]:
-        ours = ["--ssh", self.ssh, "--python", sys.executable, "--folder", str(self.folder / "there")]
+        ours = ["--ssh", self.there.ssh, "--python", sys.executable, "--folder", str(self.folder / "there")]
         return ["launch", "--hosts", ",".join(hosts or self.hosts), *ours, "job.py", *words]
 
     def left(self) -> list[str]:
@@ -92,7 +72,7 @@ class Cluster:
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     if reason := unavailable():
         pytest.skip(reason)
-    if not Path(SSHD).exists():
+    if not SSHD:
         pytest.skip("no server of ssh: apt-get install openssh-server")
     (tmp_path / "job.py").write_text(JOB)
     (tmp_path / "helper.py").write_text(HELPER)
@@ -158,6 +138,15 @@ def test_a_run_goes_on_without_the_terminal_and_without_a_machine_and_stop_leave
     assert attached.returncode == 130 and "the run goes on" in said
     status, said = cluster.run("status", "runs/job")
     assert [line.split()[:2] for line in said.splitlines()] == [[a, "runs:"], [b, "runs:"], [c, "ended"]]
+    status, said = cluster.run("replace", "runs/job", b, c)
+    assert status == 2 and f"{c} has a part in the run already" in said
+    status, said = cluster.run("replace", "runs/job", c, c)
+    assert status == 0, said
+    attached = cluster.start("attach", "runs/job")
+    assert attached.stdout is not None
+    next(line for line in attached.stdout if "worker-2 is back" in line)
+    attached.send_signal(signal.SIGINT)
+    attached.communicate(timeout=30)
     status, said = cluster.run("logs", "runs/job", b)
     assert status == 0 and "worker-1" in said
     status, said = cluster.run("stop", "runs/job")

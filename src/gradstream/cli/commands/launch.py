@@ -16,7 +16,7 @@ from gradstream.run.place import DEFAULT_PORT
 
 
 @click.command(cls=JobCommand, context_settings={"ignore_unknown_options": True})
-@click.argument("job", metavar="JOB.py", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("job", metavar="JOB.py[:FUNCTION]")
 @click.argument("words", metavar="[OPTIONS OF TRAIN]", nargs=-1, type=click.UNPROCESSED)
 @click.option(
     "--hosts", metavar="A,B,…", help="Machines that ssh reaches: run the job there. The first one trains."
@@ -67,7 +67,7 @@ from gradstream.run.place import DEFAULT_PORT
     help="--emit: file to write, in place of the terminal.",
 )
 def launch(
-    job: Path, words: tuple[str, ...], hosts: str | None, engine: str | None, name: str | None, **given: Any
+    job: str, words: tuple[str, ...], hosts: str | None, engine: str | None, name: str | None, **given: Any
 ) -> None:
     """Runs a job on machines that ssh reaches, or prints a file with which another engine runs it.
 
@@ -91,16 +91,17 @@ def launch(
         raise ConfigError(
             "expected --hosts A,B,… to run the job on these machines, or --emit ENGINE to print a file"
         )
-    name = name or job.stem.lower().replace("_", "-")
+    file, _, function = job.partition(":")
+    name = name or (function or Path(job).stem).lower().replace("_", "-")
     if hosts is not None:
-        _on_hosts(job, words, hosts, name, **given)
+        _on_hosts(Path(file), function, words, hosts, name, **given)
     elif words:
         raise ConfigError(f"--emit: unknown option {words[0]}; arguments of the job file follow after --")
     else:
-        _emit(job, str(engine), name, **given)
+        _emit(Path(job), str(engine), name, **given)
 
 
-def _on_hosts(job: Path, words: tuple[str, ...], hosts: str, name: str, **given: Any) -> None:
+def _on_hosts(job: Path, function: str, words: tuple[str, ...], hosts: str, name: str, **given: Any) -> None:
     from gradstream.cli.commands.train import train
     from gradstream.cli.hosts import launch_on
     from gradstream.run.ssh.fleet import Fleet
@@ -124,7 +125,7 @@ def _on_hosts(job: Path, words: tuple[str, ...], hosts: str, name: str, **given:
         python=given["python"],
         folder=given["folder"].rstrip("/"),
         port=given["port"],
-        job=job.name,
+        job=f"{job.name}:{function}" if function else job.name,
         arguments=[*words, *(["--", *arguments] if arguments else [])],
         data=data is not None,
     )

@@ -17,7 +17,7 @@ import shlex
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -224,17 +224,61 @@ class Fleet:
 
     def start(self) -> None:
         """Starts the run on all machines. It goes on without this process."""
-        first = self.machines[0]
-        for rank, host in enumerate(self.machines):
-            place = {NODES: len(self.hosts), NODE: rank, HOST: first.address, PORT: self.port, RUN: self.name}
-            place |= {"GRADSTREAM_TOKEN_FILE": "token"} | ({"GRADSTREAM_DATA": "data"} if self.data else {})
-            words = ["env", *(f"{name}={value}" for name, value in place.items())]
-            words += [self.python, "-m", "gradstream", "train", self.job, *self.arguments]
-            inner = (
-                f"echo $$ > group; {shlex.join(words)} > log 2>&1; echo $? > status.new; mv status.new status"
+        self.at_once(self._start)
+
+    def _start(self, host: Host) -> None:
+        first, rank = self.machines[0], self.hosts.index(host.name)
+        place = {NODES: len(self.hosts), NODE: rank, HOST: first.address, PORT: self.port, RUN: self.name}
+        place |= {"GRADSTREAM_TOKEN_FILE": "token"} | ({"GRADSTREAM_DATA": "data"} if self.data else {})
+        words = ["env", *(f"{name}={value}" for name, value in place.items())]
+        words += [self.python, "-m", "gradstream", "train", self.job, *self.arguments]
+        inner = f"echo $$ > group; {shlex.join(words)} > log 2>&1; echo $? > status.new; mv status.new status"
+        script = f"rm -f status; setsid nohup sh -c {shlex.quote(inner)} > /dev/null 2>&1 < /dev/null &"
+        host.do(self.inside(host, f"{{ {script} }}"))
+
+    def replaced(self, old: str, new: str, run: Path) -> Self:
+        """Has another machine, or the same one anew, take the place of one whose process is gone.
+
+        Args:
+            old: name of the machine that is gone; not the first one.
+            new: name of the machine that takes its place.
+            run: the local folder of the run, where the new list of machines is written.
+
+        Raises:
+            ConfigError: there is no such machine, or its process runs.
+            HostError: the new one lacks something; the run is as before.
+        """
+        if old not in self.hosts[1:]:
+            raise ConfigError(
+                f"the run has no machine {old!r} that joined it; expected one of {', '.join(self.hosts[1:])}"
             )
-            script = f"rm -f status; setsid nohup sh -c {shlex.quote(inner)} > /dev/null 2>&1 < /dev/null &"
-            host.do(self.inside(host, f"{{ {script} }}"))
+        if new != old and new in self.hosts:
+            raise ConfigError(f"{new} has a part in the run already; name another machine")
+        if self.states()[old].startswith("runs"):
+            raise ConfigError(
+                f"{old} trains; end its `gradstream train` there before another machine takes its place"
+            )
+        first = self.machines[0]
+        after = replace(self, hosts=[new if name == old else name for name in self.hosts])
+        host = after.machines[after.hosts.index(new)]
+        if new == old:
+            self.clean([host])
+        made: list[Host] = []
+        try:
+            after._look(host, made)
+            with subprocess.Popen(
+                first.words(self.inside(first, "tar -cf - $(ls | grep -vxE 'log|status|group|runs')")),
+                stdout=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+            ) as archive:
+                assert archive.stdout is not None
+                host.do(after.inside(host, "umask 077; tar -xf -"), archive.stdout, 3600.0)
+            after._start(host)
+        except HostError:
+            after.clean(made)
+            raise
+        (run / FILE).write_text(json.dumps(asdict(after), indent=1) + "\n")
+        return after
 
     def log(self, host: Host, *, follow: bool) -> list[str]:
         """The command line that prints the log of a machine; with `follow`, until its process has ended."""

@@ -1,0 +1,123 @@
+"""Question: how soon do eight machines train Caltech-101 together, from nothing, and what is left of it afterwards?
+
+Makes nine machines as network namespaces of this one: an address, 1 Gbit/s, a server of ssh, and a limit of memory
+each. From the first one `gradstream launch --hosts` starts a job on eight of them. One is asked to go (SIGTERM), one is
+killed, the ninth takes its place, and the run is stopped. Takes root, `ip`, `tc`, `sshd` and GRADSTREAM_DATA.
+
+    python bench/eight_machines.py        # about ten minutes of two cores; writes bench/results/eight-machines.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gradstream.testing.machines import Machine, Machines, unavailable
+from gradstream.testing.ssh_machines import SSHD, SshMachines
+from records import RESULTS, ROOT, command_line, origin
+
+
+class Console:
+    """Commands that are typed on the first machine."""
+
+    def __init__(self, machine: Machine, folder: Path) -> None:
+        self._machine, self._folder = machine, folder
+
+    def lines(self, *words: str) -> Iterator[str]:
+        """What a command prints."""
+        process = self._machine.start(
+            [sys.executable, "-m", "gradstream", *words],
+            cwd=self._folder,
+            env={"PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(f"  {line.rstrip()}", flush=True)
+            yield line
+        process.wait()
+
+    def until(self, words: list[str], said: str) -> float:
+        """Seconds until a command prints something; it is left then, by Ctrl-C."""
+        begun = time.monotonic()
+        lines = self.lines(*words)
+        if not any(said in line for line in lines):
+            raise SystemExit(f"{words[0]} ended without {said!r}")
+        return time.monotonic() - begun
+
+
+def processes(machine: Machine) -> list[int]:
+    """Those of the run."""
+    kept = ("sshd", "sh", "tail", "nohup")
+    return [pid for pid in machine.pids() if Path(f"/proc/{pid}/comm").read_text().strip() not in kept]
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--job", default="small", help="a function of examples/caltech101.py")
+    parser.add_argument(
+        "--out", default=str(RESULTS / "eight-machines.json"), help='the record; "" for nowhere'
+    )
+    given = parser.parse_args()
+    if reason := unavailable() or ("" if SSHD else "no server of ssh"):
+        raise SystemExit(reason)
+    with tempfile.TemporaryDirectory() as name, Machines(9, rate="1gbit") as machines:
+        folder = Path(name)
+        there = SshMachines(machines, folder)
+        console = Console(machines[0], folder)
+        (folder / "caltech101.py").write_text((ROOT / "examples" / "caltech101.py").read_text())
+        segments = set(os.listdir("/dev/shm"))
+        ours = ["--ssh", there.ssh, "--python", sys.executable, "--folder", str(folder / "there")]
+        job = [f"caltech101.py:{given.job}", "--data", os.environ["GRADSTREAM_DATA"], "--detach"]
+        training = [
+            "--strategy",
+            "local-sgd",
+            "--set",
+            "strategy.every=10",
+            "--batch-size",
+            "32",
+            "--epochs",
+            "1000",
+        ]
+        run = f"runs/{given.job}"
+        found: dict[str, Any] = {"machines": 8, "job": given.job}
+        begun = time.monotonic()
+        list(console.lines("launch", "--hosts", ",".join(there.hosts[:8]), *ours, *job, *training))
+        found["started_s"] = time.monotonic() - begun
+        console.until(["attach", run], "step 1/")
+        found["first_step_s"] = time.monotonic() - begun
+        for pid in processes(machines[3]):
+            if b"gradstream train" in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" "):
+                os.kill(pid, signal.SIGTERM)
+        found["preempted_s"] = console.until(["attach", run], f"{there.hosts[3]}: ended with")
+        for pid in processes(machines[5]):
+            os.kill(pid, signal.SIGKILL)
+        found["killed_s"] = console.until(["attach", run], "lost worker-5")
+        begun = time.monotonic()
+        list(console.lines("replace", run, there.hosts[5], there.hosts[8]))
+        console.until(["attach", run], "worker-5 is back")
+        found["replaced_s"] = time.monotonic() - begun
+        begun = time.monotonic()
+        list(console.lines("stop", run))
+        found["stopped_s"] = time.monotonic() - begun
+        found["processes_left"] = sum(len(processes(machine)) for machine in machines.machines)
+        found["folders_left"] = len(list(folder.glob("there/*")))
+        found["segments_left"] = len(set(os.listdir("/dev/shm")) - segments)
+        found["checkpoints"] = len(list((folder / run / "checkpoints").iterdir()))
+    record = {"question": (__doc__ or "").splitlines()[0], **found, **origin()}
+    print(json.dumps(record, indent=1))
+    if given.out:
+        Path(given.out).write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Machines of `gradstream.testing.machines` with a server of ssh each, and a key for whoever made them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+from gradstream.testing.machines import Machines
+
+SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin:/sbin:/bin") or ""
+"""The server of ssh; "" if there is none (Debian: openssh-server)."""
+
+START_S = 20.0
+
+
+class SshMachines:
+    """Starts a server of ssh on each machine. They end with the machines.
+
+    Args:
+        machines: the machines.
+        folder: for keys and settings; everybody who reads it gets in.
+
+    Attributes:
+        hosts: addresses of the machines.
+        ssh: the client's command line, for `gradstream launch --ssh`.
+    """
+
+    def __init__(self, machines: Machines, folder: Path) -> None:
+        key, host_key = folder / "key", folder / "host_key"
+        for path in (key, host_key):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)], check=True)
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd insists on it
+        for machine in machines.machines:
+            settings, log = folder / f"sshd_{machine.name}", folder / f"sshd_{machine.name}.log"
+            settings.write_text(
+                f"ListenAddress {machine.address}\nHostKey {host_key}\nAuthorizedKeysFile {key}.pub\nStrictModes no\n"
+                "PasswordAuthentication no\nPidFile none\nUsePAM no\nPermitRootLogin yes\nMaxStartups 100\n"
+            )
+            machine.start([SSHD, "-D", "-E", str(log), "-f", str(settings)], cwd=folder)
+            ready = f"until grep -sq listening {log}; do sleep 0.05; done"
+            machine.start(["sh", "-c", ready], cwd=folder).wait(START_S)
+        self.hosts = [machine.address for machine in machines.machines]
+        options = "-o LogLevel=ERROR -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
+        self.ssh = f"ssh -F none -i {key} {options}"
