@@ -69,7 +69,7 @@ def test_no_hole_is_left(job: Path, engine: str, options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("options", [{}, FULL], ids=["plain", "full"])
-@pytest.mark.parametrize("engine", ["torchrun", "slurm"])
+@pytest.mark.parametrize("engine", ["torchrun", "slurm", "gce"])
 def test_shells_parse_them(job: Path, engine: str, options: dict[str, Any]) -> None:
     text = file_of(job, **options).render(engine)
     done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
@@ -152,12 +152,23 @@ def test_a_file_is_not_written_over(job: Path) -> None:
     assert "mine.sbatch is not written: File exists" in again.output
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def samples_of_both(processes: list[subprocess.Popen[str]], run: Path) -> int:
+    """The samples in a run's model, once both processes have ended as they should."""
+    ended = [(one.communicate(timeout=90)[0], one.returncode) for one in processes]
+    assert [status for _, status in ended] == [0, 0], ended
+    return int(gs.Run.load(run).summary["samples_accounted"])
+
+
 @pytest.mark.process
 def test_the_file_for_torchrun_trains(job: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.sh").write_text(file_of(job, cpus=1).render("torchrun"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     programs = Path(sys.executable).parent
     if not (programs / "torchrun").exists() or shutil.which("openssl") is None:
         pytest.skip("needs torchrun and openssl")
@@ -169,6 +180,91 @@ def test_the_file_for_torchrun_trains(job: Path, tmp_path: Path) -> None:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     words = [["bash", "mine.sh", str(number), "127.0.0.1"] for number in range(2)]
     both = [subprocess.Popen(one, **options, **pipes) for one in words]
-    ended = [(one.communicate(timeout=90)[0], one.returncode) for one in both]
-    assert [status for _, status in ended] == [0, 0], ended
+    assert samples_of_both(both, tmp_path / "runs" / "mine") == 800
+
+
+@pytest.mark.process
+def test_what_skypilot_is_to_run_trains(job: Path, tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML, of the extra dev")
+    task = yaml.safe_load(file_of(job).render("skypilot"))
+    assert (task["num_nodes"], task["secrets"], task["workdir"]) == (2, {"GRADSTREAM_TOKEN": None}, ".")
+    programs = Path(sys.executable).parent
+    common = {
+        **os.environ,
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": SOURCE,
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",
+        "GRADSTREAM_TOKEN": "0123456789abcdef0123456789abcdef",
+        "GRADSTREAM_PORT": str(free_port()),
+    }
+    both = [
+        subprocess.Popen(
+            ["bash", "-c", task["run"]],
+            cwd=tmp_path,
+            env=common | {"SKYPILOT_NODE_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert samples_of_both(both, tmp_path / "runs" / "mine") == 800
+
+
+GCLOUD = """#!/usr/bin/env bash
+# A recorder in the place of Google's: an instance is a folder in which its start-up script runs.
+all="$*"
+echo "$all" >> "$CLOUD/calls"
+case "$all" in
+*"secrets create"*) cat > "$CLOUD/secret" ;;
+*"secrets versions access"*) cat "$CLOUD/secret" ;;
+*"instance-templates create"*)
+    said=${all##*--metadata-from-file=startup-script=}
+    cp "${said%%,*}" "$CLOUD/startup" && cp "${said##*,job=}" "$CLOUD/job" ;;
+*create-instance*)
+    name=${all##*--instance=}
+    mkdir -p "$CLOUD/$name/env/bin" && ln -s "$(command -v gradstream)" "$CLOUD/$name/env/bin/"
+    sed -i 's/GRADSTREAM_HOST=mine-0/GRADSTREAM_HOST=127.0.0.1/' "$CLOUD/startup"
+    NAME=$name JOB_HOME="$CLOUD/$name" bash "$CLOUD/startup" > "$CLOUD/$name/log" 2>&1 &
+    echo $! >> "$CLOUD/pids" ;;
+*scp*) mkdir -p runs && cp -r "$CLOUD/mine-0/runs/mine" runs/mine ;;
+esac
+"""
+CURL = """#!/usr/bin/env bash
+case "$*" in *attributes/job) cat "$CLOUD/job" ;; *name) echo "$NAME" ;; esac
+"""
+SYSTEMD_RUN = """#!/usr/bin/env bash
+while [[ "$1" == --* ]]; do [[ "$1" == --setenv=* ]] && export "${1#--setenv=}"; shift; done
+exec "$@"
+"""
+
+
+@pytest.mark.process
+def test_the_script_for_gce_starts_what_trains(job: Path, tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    cloud, fake = tmp_path / "cloud", tmp_path / "fake"
+    for folder in (cloud, fake):
+        folder.mkdir()
+    for name, text in (("gcloud", GCLOUD), ("curl", CURL), ("systemd-run", SYSTEMD_RUN)):
+        (fake / name).write_text(text)
+        (fake / name).chmod(0o755)
+    (tmp_path / "mine.sh").write_text(file_of(job, spot=True).render("gce"))
+    path = f"{fake}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    more = {"PATH": path, "PYTHONPATH": SOURCE, "CLOUD": str(cloud), "GRADSTREAM_PORT": str(free_port())}
+    options: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, **more}, "text": True}
+    refused = subprocess.run(["bash", "mine.sh", "up"], input="n\n", check=False, **options)
+    assert refused.returncode == 1 and not (cloud / "secret").exists()
+    subprocess.run(["bash", "mine.sh", "up"], input="y\n", check=True, timeout=90, **options)
+    run = cloud / "mine-0" / "runs" / "mine"
+    for pid in (cloud / "pids").read_text().split():
+        subprocess.run(["tail", f"--pid={pid}", "-f", "/dev/null"], check=True, timeout=90)
+    said = [(cloud / f"mine-{rank}" / "log").read_text() for rank in range(2)]
+    assert gs.Run.load(run).summary["samples_accounted"] == 800, said
+    assert (cloud / "mine-1" / "token").stat().st_mode & 0o077 == 0
+    subprocess.run(["bash", "mine.sh", "down"], check=True, timeout=90, **options)
+    calls = (cloud / "calls").read_text()
+    for part in ("--provisioning-model=SPOT", "delete mine --quiet", "secrets delete mine-token"):
+        assert part in calls
     assert gs.Run.load(tmp_path / "runs" / "mine").summary["samples_accounted"] == 800

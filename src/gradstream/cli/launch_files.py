@@ -12,9 +12,12 @@ from pathlib import Path
 
 from gradstream.errors import ConfigError
 
-ENGINES = ("torchrun", "slurm", "kubernetes", "compose")
+ENGINES = ("torchrun", "slurm", "kubernetes", "skypilot", "gce", "compose")
 MOST_SOURCE_BYTES = 900_000
 """A ConfigMap of Kubernetes has at most 1 MiB."""
+
+MIN_DISK_GIB = 50
+"""Of a machine of a cloud: system and packages take 10."""
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
 _HOLE = re.compile(r"@(\w+)@")
@@ -112,6 +115,18 @@ class LaunchFile:
             else "",
             "stage_srun": f"srun --ntasks-per-node=1 {fetch}  # once a node\n" if fetch else "",
             "stage_init": _INIT.format(image=json.dumps(self.image), data=self.data) if fetch else "",
+            "fetch": f"{fetch}\n  " if fetch and engine == "skypilot" else f"{fetch}\n" if fetch else "",
+            "disk": str(max(self.storage, MIN_DISK_GIB)),
+            "machine": f"{'n1' if self.gpus else 'n2'}-custom-{max(2, self.cpus + self.cpus % 2)}-{1024 * self.memory}",
+            "gpus_sky": f"  accelerators: {{L4: {self.gpus}, A10G: {self.gpus}, T4: {self.gpus}}}  # any of them\n"
+            if self.gpus
+            else "",
+            "gpus_gce": f"--accelerator=type=nvidia-tesla-t4,count={self.gpus} --maintenance-policy=TERMINATE "
+            if self.gpus
+            else "",
+            "spot_sky": "  use_spot: true\n" if self.spot else "",
+            "spot_gce": "--provisioning-model=SPOT --instance-termination-action=STOP " if self.spot else "",
+            "spot_word": " that can be taken away" if self.spot else "",
             "gpus_slurm": f"#SBATCH --gpus-per-task={self.gpus}\n" if self.gpus else "",
             "gpus_kubernetes": f'              nvidia.com/gpu: "{self.gpus}"\n' if self.gpus else "",
             "spot": _SPOT if self.spot else "",
