@@ -134,6 +134,23 @@ def test_what_does_not_fit_is_named(job: Path, options: dict[str, Any], message:
         LaunchFile(job=job, name="mine").render("kubernetes")
 
 
+def test_the_container_file_copies_what_there_is() -> None:
+    root = Path(__file__).resolve().parents[2]
+    lines = (root / "deploy" / "Containerfile").read_text().splitlines()
+    copied = [line.split()[1:-1] for line in lines if line.startswith("COPY") and "--from" not in line]
+    kept = {line[1:] for line in (root / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert {name for names in copied for name in names} == kept
+    assert all((root / name).exists() for name in kept)
+
+
+def test_a_plain_machine_gets_what_launch_needs() -> None:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML, of the extra dev")
+    text = (Path(__file__).resolve().parents[2] / "deploy" / "cloud-init.yaml").read_text()
+    assert text.startswith("#cloud-config\n")
+    (command,) = yaml.safe_load(text)["runcmd"]
+    assert subprocess.run(["bash", "-n", "-c", command[-1]], check=False).returncode == 0
+
+
 def test_a_command_line_stays_in_its_comment(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["launch", "--emit", "slurm", str(job), "--", "a\nrm b"]
     monkeypatch.setattr(sys, "argv", ["gradstream", *words])

@@ -83,8 +83,8 @@ class LaunchFile:
         """
         if engine in ("kubernetes", "compose") and not self.image:
             raise ConfigError(
-                f"--emit {engine} needs --image, a container image with gradstream. No registry has one yet: build it "
-                "FROM python:3.12-slim with `pip install gradstream`"
+                f"--emit {engine} needs --image, a container image with gradstream. No registry has one yet: "
+                "deploy/Containerfile in the repository builds it"
             )
         if not self.job.is_file():
             raise ConfigError(f"there is no job file {self.job}; `gradstream new` writes one")
