@@ -31,7 +31,7 @@ for long vectors among algorithms that the formulas hardly tell apart."""
 
 SHORT_ELEMS = 1
 FIRST_ELEMS = 1 << 14  # 64 KiB: short enough for any network
-LONG_ELEMS = 1 << 18  # 1 MiB, unless the first already takes long
+LONG_ELEMS = 1 << 18  # 1 MiB, or as many as take `PATIENCE_S`
 PATIENCE_S = 0.02
 TIMES = 8  # even: see `_typical`
 
@@ -148,9 +148,10 @@ async def measure(
 
 
 async def _affordable(communicator: Communicator, around: Callable[[int], Schedule]) -> tuple[int, int]:
-    """(elements, repetitions) of long messages: fewer where the network is slow."""
+    """(elements, repetitions) of long messages: fewer where the network is slow, and its bytes count."""
     first_s = max(await _all_gather_s(communicator, await _exchange_s(communicator, around(FIRST_ELEMS), 2)))
-    return (LONG_ELEMS, 6) if first_s < PATIENCE_S else (FIRST_ELEMS, 4)
+    elems = min(LONG_ELEMS, max(FIRST_ELEMS, int(FIRST_ELEMS * PATIENCE_S / max(first_s, 1e-9))))
+    return elems, 6 if elems == LONG_ELEMS else 4
 
 
 def _around(rank: int, size: int) -> Callable[[int], Schedule]:
