@@ -164,6 +164,8 @@ def main() -> None:
             out.write_text(json.dumps(record, indent=1) + "\n")
     for task in TASKS:
         table(record["rows"], task, link)
+    if out is not None:
+        plot(record["rows"], link, out.with_name(f"{out.stem}-{given.rate}.png"))
 
 
 def measured(given: argparse.Namespace, task: str, name: str, seed: int, limit_s: float) -> dict[str, Any]:
@@ -291,7 +293,7 @@ def shown(row: Mapping[str, Any]) -> str:
 def table(rows: Mapping[str, Any], task: str, link: str) -> None:
     """Medians over the seeds."""
     for name in [*OURS, *PEERS]:
-        found = [row for key, row in rows.items() if key.startswith(f"{task}, {link}, {name}, ")]
+        found = [row for key, row in rows.items() if key.rpartition(", ")[0] == f"{task}, {link}, {name}"]
         if not found:
             continue
         times = [row["reached_s"] or math.inf for row in found]
@@ -301,6 +303,28 @@ def table(rows: Mapping[str, Any], task: str, link: str) -> None:
         print(
             f"{task:6s} {name:28s} {statistics.median(times):8.1f} s ({spread})  {speed:.2f}/s  {sent_mb:.0f} MB"
         )
+
+
+def plot(rows: Mapping[str, Any], link: str, to: Path) -> None:
+    """Accuracy on held-back data over seconds, of the first seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(TASKS), figsize=(15, 5), sharey=True)
+    for axis, (task, about) in zip(axes, TASKS.items(), strict=True):
+        for name in [*OURS, *PEERS]:
+            if row := rows.get(", ".join((task, link, name, "0"))):
+                points = [(seconds, right) for seconds, _, right in row["curve"]]
+                style = "-" if name in OURS else ":"
+                axis.plot(*zip(*points, strict=True), style, label=name) if points else None
+                axis.legend(fontsize=7)
+        axis.axhline(about.goal, color="grey", linewidth=0.5)
+        axis.set(title=f"{task}, {link}", xlabel="seconds", xscale="log")
+    axes[0].set_ylabel("accuracy on held-back data")
+    figure.tight_layout()
+    figure.savefig(to, dpi=80)
 
 
 if __name__ == "__main__":
