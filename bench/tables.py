@@ -8,6 +8,7 @@ After a measurement. Words around a table are not rewritten: read them again.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -489,7 +490,43 @@ def codecs() -> Places:
     head = ["codec", "of the bytes", "encode", "decode", "pays below"]
     peers = ", ".join(f"{name} {speed:.2g}" for name, speed in record["torch_gb_s"].items())
     state = f"Medians of {record['repeats']}, one thread {where(record)}. Beside them: {peers}."
-    return {"codec-speed": f"{table(head, rows)}\n\n{state}"}
+    places = {"codec-speed": f"{table(head, rows)}\n\n{state}"}
+    return {**places, **slow_links()}
+
+
+def slow_links(link: str = "100mbit, 0 ms") -> Places:
+    """Seconds until four machines have a network at its accuracy, by task."""
+    record = recorded("slow-links")
+    tasks, names, seeds = list[str](), list[str](), 0
+    found: dict[tuple[str, str], list[Record]] = {}
+    for key, row in record["rows"].items():
+        if f", {link}, " not in key:
+            continue
+        task, name = key.split(f", {link}, ")
+        name, _, seed = name.rpartition(", ")
+        tasks, names = [*dict.fromkeys([*tasks, task])], [*dict.fromkeys([*names, name])]
+        found.setdefault((task, name), []).append(row)
+        seeds = max(seeds, int(seed) + 1)
+    cells = [[name, *(_time_to(found.get((task, name), [])) for task in tasks)] for name in names]
+    peers = ("torch", "hivemind")
+    rows = sorted(cells, key=lambda row: row[0].startswith(peers))
+    one = next(iter(found.values()))[0]
+    state = (
+        f"Seconds (MB sent by all machines); medians of {seeds} seed{'s' * (seeds > 1)}, {where(one)}. "
+        "> : cut there, without the accuracy. Empty: not measured."
+    )
+    return {"slow-links": f"{table(['', *(f'`{task}`' for task in tasks)], rows)}\n\n{state}"}
+
+
+def _time_to(rows: list[Record]) -> str:
+    """The median of some runs."""
+    if not rows:
+        return ""
+    sent_mb = statistics.median(row["sent_bytes"] for row in rows) / 1e6
+    times = [row["reached_s"] for row in rows]
+    if None in times:
+        return f"> {max(row['limit_s'] for row in rows):.0f} ({sent_mb:,.0f})"
+    return f"{statistics.median(times):.0f} ({sent_mb:,.0f})"
 
 
 # ---- large batches -------------------------------------------------------------------------------
