@@ -19,11 +19,13 @@ from gradstream.errors import ConfigError, UnknownNameError
 from gradstream.job.plugins import GROUPS
 from gradstream.job.registry import (
     OPTIMIZERS,
+    STRATEGIES,
     class_of,
     describe,
     find_dataset,
     find_optimizer,
     find_strategy,
+    name_of,
 )
 from gradstream.testing.runs import least_squares
 
@@ -263,3 +265,9 @@ def test_every_rule_travels_as_json(name: str) -> None:
     rule = find_optimizer(name, {"lr": 0.1})
     text = json.dumps(describe(rule))
     assert find_optimizer(json.loads(text)["class"], json.loads(text)["fields"]) == rule
+
+
+def test_a_strategy_has_the_name_by_which_it_is_found() -> None:
+    assert {name for name in STRATEGIES if name_of(find_strategy(name)) != name} == set()
+    assert name_of(gs.optim.AdamW()) == "adamw"
+    assert name_of(least_squares(8, 1)[1]) == "arraydataset"

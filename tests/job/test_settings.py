@@ -111,6 +111,17 @@ def test_epochs_take_back_steps_of_layers_below() -> None:
     assert (both.steps, both.epochs) == (5, 2)  # for the job to refuse
 
 
+def test_the_automatic_strategy_has_no_options() -> None:
+    for word, message in (
+        ("strategy.every=4", "the strategy, auto, has no 'every'; it is an option of"),
+        ("evry=1", "unknown key `evry`"),
+    ):
+        with pytest.raises(gs.errors.ConfigError, match=message):
+            under(a_job(), ["strategy=auto", word])
+    given = under(a_job(), ["strategy=auto", "optimizer.lr=0.5"]).optimizer
+    assert isinstance(given, gs.optim.SGD) and given.lr == 0.5
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [

@@ -77,7 +77,7 @@ def follow(fleet: Fleet, run: Path) -> int:
         for line in shown.stdout:
             if line.startswith("step "):
                 begun.set()
-            sys.stderr.write(line)
+            say(line.rstrip("\n"))
         status = shown.wait()
     except KeyboardInterrupt:
         say(f"the run goes on: gradstream attach {run}, gradstream stop {run}")
@@ -98,10 +98,12 @@ def follow(fleet: Fleet, run: Path) -> int:
 
 def finish(fleet: Fleet, run: Path) -> None:
     """Brings what the run has left, and removes its folders on the machines."""
-    fleet.collect(run)
-    fleet.clean()
+    lacking = fleet.collect(run)
+    left = fleet.clean()
     (run / FILE).unlink()
-    say(f"collected in {run}; nothing is left on {', '.join(fleet.hosts)}")
+    for line in [*lacking, *left]:
+        say(line)
+    say(f"collected in {run}" + ("" if left else f"; nothing is left on {', '.join(fleet.hosts)}"))
 
 
 def stop(fleet: Fleet, run: Path, *options: str) -> None:
@@ -155,10 +157,8 @@ def _watch(
 
 def _forget(fleet: Fleet, run: Path) -> None:
     """Removes the traces of a run that did not begin."""
-    try:
-        fleet.clean()
-    except HostError as error:
-        say(str(error))
+    for line in fleet.clean():
+        say(line)
     (run / FILE).unlink(missing_ok=True)
     if run.is_dir() and not any(run.iterdir()):
         run.rmdir()

@@ -15,6 +15,7 @@ import json
 import secrets
 import shlex
 import subprocess
+import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +33,9 @@ FILE = "hosts.json"
 
 NO_PROGRAM, NO_GRADSTREAM, IS_THERE = 41, 42, 43
 """Exit statuses of the script that looks at a machine."""
+
+NOT_IN_TIME = 4
+"""Exit status of `gradstream stop`."""
 
 END_S = 20.0
 """Longest wait for the processes of a machine, once the run has ended."""
@@ -308,39 +312,75 @@ class Fleet:
         return self.at_once(state)
 
     def stop(self, *options: str) -> str:
-        """Ends the run, with a checkpoint if the job has any. Returns what `gradstream stop` says there."""
+        """Ends the run, with a checkpoint if the job has any. Returns what `gradstream stop` says there.
+
+        Raises:
+            HostError: it has not ended in time; it may still.
+        """
         first = self.machines[0]
         words = [self.python, "-m", "gradstream", "stop", f"runs/{self.name}", *options]
-        done = first.ask(self.inside(first, shlex.join(words)), timeout_s=600.0)
-        return last_line(done.stdout) or last_line(done.stderr)
+        done = first.ask(self.inside(first, shlex.join(words)), timeout_s=3600.0)
+        said = last_line(done.stdout) or last_line(done.stderr)
+        if done.returncode == NOT_IN_TIME:
+            raise HostError(f"{first.name}: {said}")
+        return said
 
     # ---- after its end --------------------------------------------------------------------
 
-    def collect(self, run: Path) -> None:
-        """Brings what the first machine has in its run directory, and the log of each machine, into a local folder."""
-        first = self.machines[0]
+    def collect(self, run: Path) -> list[str]:
+        """Brings what the first machine has in its run directory, and the log of each machine, into a local folder.
 
-        def bring(host: Host) -> None:
+        Returns:
+            Why the logs of some machines are not there, a line for each.
+
+        Raises:
+            HostError: the run directory could not be brought.
+        """
+        home = shlex.quote(f"runs/{self.name}")
+        first, *_ = self.machines
+        _bring(first, self.inside(first, f"mkdir -p {home} && tar -cf - -C {home} ."), run)
+
+        def logs(host: Host) -> str:
             into = run / "hosts" / host.name.replace("/", "_")
             into.mkdir(parents=True, exist_ok=True)
-            unpacked(
-                host.do(self.inside(host, "tar -cf - $(ls -d log status 2>/dev/null)"), timeout_s=600.0), into
-            )
-            if host.name == first.name:
-                inner = f"tar -cf - -C runs/{shlex.quote(self.name)} ."
-                unpacked(host.do(self.inside(host, inner), timeout_s=3600.0), run)
+            try:
+                _bring(host, self.inside(host, "tar -cf - $(ls -d log status 2>/dev/null)"), into)
+            except HostError as error:
+                return str(error)
+            return ""
 
-        self.at_once(bring)
+        return list(filter(None, self.at_once(logs).values()))
 
-    def clean(self, hosts: Sequence[Host] | None = None) -> None:
-        """Ends what is left of the run on all machines, or some, and removes its folders there."""
+    def clean(self, hosts: Sequence[Host] | None = None) -> list[str]:
+        """Ends what is left of the run on all machines, or some, and removes its folders there.
+
+        Returns:
+            On which machines that was not possible, and why, a line for each.
+        """
         script = (
             'group=$(cat group 2>/dev/null); for _ in $(seq {tries}); do [ -n "$group" ] && [ ! -s status ] && '
             'kill -0 $group 2>/dev/null || break; sleep 0.1; done; [ -n "$group" ] && kill -9 -- -$group 2>/dev/null; '
             'here=$(pwd); cd / && rm -rf "$here" && rmdir "$(dirname "$here")" 2>/dev/null; true'
         ).replace("{tries}", str(int(END_S / 0.1)))
 
-        def remove(host: Host) -> None:
-            host.ask(self.inside(host, script), timeout_s=2 * END_S)
+        def remove(host: Host) -> str:
+            try:
+                host.ask(self.inside(host, script), timeout_s=2 * END_S)
+            except HostError as error:
+                return f"{error}; {self.home(host)} is left there"
+            return ""
 
-        self.at_once(remove, hosts)
+        return list(filter(None, self.at_once(remove, hosts).values()))
+
+
+def _bring(host: Host, script: str, into: Path) -> None:
+    """Unpacks the archive that a script prints."""
+    words = host.words(script)
+    with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as archive:
+        assert archive.stdout is not None
+        try:
+            unpacked(archive.stdout, into)
+        except (OSError, tarfile.TarError) as error:
+            raise HostError(f"{host.name}: cannot unpack what it has sent in {into}: {error}") from None
+    if archive.returncode:
+        raise HostError(f"{host.name}: its files did not come: exit status {archive.returncode} of ssh")

@@ -8,6 +8,7 @@ import tarfile
 from collections.abc import Iterable, Mapping
 from modulefinder import ModuleFinder
 from pathlib import Path
+from typing import IO
 
 from gradstream.errors import ConfigError
 
@@ -68,7 +69,7 @@ def packed(files: Mapping[str, Path], secrets: Mapping[str, bytes]) -> bytes:
     return made.getvalue()
 
 
-def unpacked(archive: bytes, into: Path) -> None:
+def unpacked(archive: IO[bytes], into: Path) -> None:
     """Unpacks what a machine has sent: files and folders inside of `into` alone, no links to elsewhere, no devices."""
-    with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
+    with tarfile.open(fileobj=archive, mode="r|") as opened:
         opened.extractall(into, filter="data")
