@@ -91,6 +91,12 @@ def train(given: argparse.Namespace, machines: Machines, folder: Path) -> dict[s
     }
 
 
+ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
+)
+"""The machines share the cores of this one; by itself each would take all of them."""
+
+
 def run_on(machines: Machines, folder: Path, job: str, *options: str) -> Run:
     """A run on all of some machines, from the launcher's first word to the last."""
     first = machines[0]
@@ -115,7 +121,10 @@ def start(machine: Machine, folder: Path, *arguments: str) -> subprocess.Popen[s
     process = machine.start(
         [sys.executable, "-m", "gradstream", *arguments],
         cwd=folder,
-        env={"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])},
+        env={
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+            **ONE_THREAD,
+        },
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
