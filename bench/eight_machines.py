@@ -9,6 +9,7 @@ killed, the ninth takes its place, and the run is stopped. Takes root, `ip`, `tc
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Console:
     def __init__(self, machine: Machine, folder: Path) -> None:
         self._machine, self._folder = machine, folder
 
-    def lines(self, *words: str) -> Iterator[str]:
+    def lines(self, *words: str) -> Generator[str, None, None]:
         """What a command prints."""
         process = self._machine.start(
             [sys.executable, "-m", "gradstream", *words],
@@ -41,24 +42,33 @@ class Console:
             stderr=subprocess.STDOUT,
         )
         assert process.stdout is not None
-        for line in process.stdout:
-            print(f"  {line.rstrip()}", flush=True)
-            yield line
-        process.wait()
+        try:
+            for line in process.stdout:
+                print(f"  {line.rstrip()}", flush=True)
+                yield line
+        finally:
+            process.send_signal(signal.SIGINT)  # of one that goes on; it leaves the run alone
+            process.wait()
 
     def until(self, words: list[str], said: str) -> float:
         """Seconds until a command prints something; it is left then, by Ctrl-C."""
         begun = time.monotonic()
         lines = self.lines(*words)
-        if not any(said in line for line in lines):
+        found = any(said in line for line in lines)
+        lines.close()
+        if not found:
             raise SystemExit(f"{words[0]} ended without {said!r}")
         return time.monotonic() - begun
 
 
 def processes(machine: Machine) -> list[int]:
     """Those of the run."""
-    kept = ("sshd", "sh", "tail", "nohup")
-    return [pid for pid in machine.pids() if Path(f"/proc/{pid}/comm").read_text().strip() not in kept]
+    kept, found = ("sshd", "sh", "tail", "nohup"), []
+    for pid in machine.pids():
+        with contextlib.suppress(FileNotFoundError):  # it has just ended
+            if Path(f"/proc/{pid}/comm").read_text().strip() not in kept:
+                found.append(pid)
+    return found
 
 
 def main() -> None:
@@ -101,7 +111,7 @@ def main() -> None:
         found["preempted_s"] = console.until(["attach", run], f"{there.hosts[3]}: ended with")
         for pid in processes(machines[5]):
             os.kill(pid, signal.SIGKILL)
-        found["killed_s"] = console.until(["attach", run], "lost worker-5")
+        found["killed_s"] = console.until(["attach", run], f"{there.hosts[5]}: ended with 137")
         begun = time.monotonic()
         list(console.lines("replace", run, there.hosts[5], there.hosts[8]))
         console.until(["attach", run], "worker-5 is back")

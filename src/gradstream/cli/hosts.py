@@ -55,19 +55,26 @@ def launch_on(
     if detach:
         say(f"the run goes on without this terminal: gradstream attach {run}, gradstream stop {run}")
         return
-    sys.exit(follow(fleet, run))
+    sys.exit(follow(fleet, run, starts=True))
 
 
-def follow(fleet: Fleet, run: Path) -> int:
+def follow(fleet: Fleet, run: Path, *, starts: bool = False) -> int:
     """Shows the run until its end, and brings what it has left. Returns its exit status.
 
     Ctrl-C leaves it alone.
 
+    Args:
+        fleet: its machines.
+        run: its local folder.
+        starts: it was started just now: if a machine fails before the first step, all are stopped.
+
     Raises:
-        HostError: a machine could not begin; the others were stopped.
+        HostError: a machine could not begin; or the connection to the first one was lost.
     """
     first, *others = fleet.machines
     begun, failed = threading.Event(), list[str]()
+    if not starts:
+        begun.set()
     shown = subprocess.Popen(
         fleet.log(first, follow=True), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
     )

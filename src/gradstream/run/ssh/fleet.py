@@ -282,6 +282,8 @@ class Fleet:
             after.clean(made)
             raise
         (run / FILE).write_text(json.dumps(asdict(after), indent=1) + "\n")
+        if new != old:
+            self.clean([self.machines[self.hosts.index(old)]])  # if it can be reached
         return after
 
     def log(self, host: Host, *, follow: bool) -> list[str]:
