@@ -39,6 +39,7 @@ OTHER_COMMANDS = {
     "bash",
     "cd",
     "docker",
+    "sky",
     "eval",
     "export",
     "git",

@@ -13,7 +13,7 @@ import click
 
 from gradstream.errors import RESUMABLE, ConfigError
 from gradstream.run.ssh.fleet import FILE, Fleet
-from gradstream.run.ssh.host import NO_CONNECTION, Host, HostError
+from gradstream.run.ssh.host import NO_CONNECTION, HostError, SshHost
 from gradstream.run.ssh.sources import sources_of
 from gradstream.untrusted import say
 
@@ -138,7 +138,7 @@ def show_logs(fleet: Fleet, only: str | None) -> None:
 
 
 def _watch(
-    fleet: Fleet, host: Host, begun: threading.Event, failed: list[str], shown: subprocess.Popen[str]
+    fleet: Fleet, host: SshHost, begun: threading.Event, failed: list[str], shown: subprocess.Popen[str]
 ) -> subprocess.Popen[str]:
     """Says when the process of another machine ends before the run does; before the first step, ends the run."""
     words = fleet.log(host, follow=True)

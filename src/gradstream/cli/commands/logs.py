@@ -8,7 +8,7 @@ import click
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
 @click.argument("host", required=False)
 def logs(run: Path, host: str | None) -> None:
     """Prints what the machines of `gradstream launch --hosts` have said so far.

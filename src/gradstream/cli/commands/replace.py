@@ -8,7 +8,7 @@ import click
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
 @click.argument("gone")
 @click.argument("host")
 def replace(run: Path, gone: str, host: str) -> None:

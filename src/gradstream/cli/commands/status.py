@@ -8,7 +8,7 @@ import click
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.argument("run", type=click.Path(path_type=Path, file_okay=False))
 def status(run: Path) -> None:
     """Says how a run is on each machine on which `gradstream launch --hosts` has started it.
 

@@ -25,7 +25,7 @@ from typing import Self, TypeVar
 from gradstream._version import __version__
 from gradstream.errors import ConfigError
 from gradstream.run.place import HOST, NODE, NODES, PORT, RUN
-from gradstream.run.ssh.host import Host, HostError, last_line
+from gradstream.run.ssh.host import HostError, SshHost, last_line
 from gradstream.run.ssh.sources import file_sum, packed, unpacked
 
 FILE = "hosts.json"
@@ -89,22 +89,22 @@ class Fleet:
             raise ConfigError(f"cannot make {run}: {error.strerror}; take another --name") from None
 
     @property
-    def machines(self) -> list[Host]:
+    def machines(self) -> list[SshHost]:
         """The machines."""
-        return [Host(name, tuple(self.ssh)) for name in self.hosts]
+        return [SshHost(name, tuple(self.ssh)) for name in self.hosts]
 
-    def home(self, host: Host) -> str:
+    def home(self, host: SshHost) -> str:
         """The folder of this run on a machine. Machines may share a disk, so each has its own."""
         return f"{self.folder}/{self.name}/{host.name.replace('/', '_')}"
 
-    def inside(self, host: Host, script: str) -> str:
+    def inside(self, host: SshHost, script: str) -> str:
         """A script that runs in the folder of this run. The shell expands a ~ at its beginning."""
         home = self.home(host)
         quoted = f"~/{shlex.quote(home[2:])}" if home.startswith("~/") else shlex.quote(home)
         return f"cd {quoted} && {script}"
 
     def at_once(
-        self, task: Callable[[Host], Answer], hosts: Sequence[Host] | None = None
+        self, task: Callable[[SshHost], Answer], hosts: Sequence[SshHost] | None = None
     ) -> dict[str, Answer]:
         """Does something with all machines, or some, at the same time.
 
@@ -131,7 +131,7 @@ class Fleet:
         Raises:
             HostError: a machine lacks something. Nothing but empty folders is left on any.
         """
-        made: list[Host] = []
+        made: list[SshHost] = []
         try:
             found = self.at_once(lambda host: self._look(host, made))
             self.at_once(self._reach)
@@ -140,7 +140,7 @@ class Fleet:
             raise
         return found
 
-    def _look(self, host: Host, made: list[Host]) -> str:
+    def _look(self, host: SshHost, made: list[SshHost]) -> str:
         home, python = self.home(host), shlex.quote(self.python)
         quoted = f"~/{shlex.quote(home[2:])}" if home.startswith("~/") else shlex.quote(home)
         says = "import gradstream._version as v; print(v.__version__)"
@@ -175,7 +175,7 @@ class Fleet:
             raise HostError(f"{host.name}: {'; '.join(bad) or last_line(done.stderr)}")
         return "; ".join(" ".join(line[1:].split()) for line in checks.splitlines() if line.startswith("!"))
 
-    def _reach(self, host: Host) -> None:
+    def _reach(self, host: SshHost) -> None:
         """Connects from a machine to the first one, at the port where they will meet."""
         first, python = self.machines[0], shlex.quote(self.python)
         if host.name == first.name:
@@ -213,7 +213,7 @@ class Fleet:
             f"{digest}  data/{path.relative_to(folder)}\n" for path, digest in sums.items()
         ).encode()
 
-        def bring(host: Host) -> None:
+        def bring(host: SshHost) -> None:
             with subprocess.Popen(
                 ["tar", "-cf", "-", "-C", str(folder), "."], stdout=subprocess.PIPE
             ) as archive:
@@ -230,7 +230,7 @@ class Fleet:
         """Starts the run on all machines. It goes on without this process."""
         self.at_once(self._start)
 
-    def _start(self, host: Host) -> None:
+    def _start(self, host: SshHost) -> None:
         first, rank = self.machines[0], self.hosts.index(host.name)
         place = {NODES: len(self.hosts), NODE: rank, HOST: first.address, PORT: self.port, RUN: self.name}
         place |= {"GRADSTREAM_TOKEN_FILE": "token"} | ({"GRADSTREAM_DATA": "data"} if self.data else {})
@@ -267,7 +267,7 @@ class Fleet:
         host = after.machines[after.hosts.index(new)]
         if new == old:
             self.clean([host])
-        made: list[Host] = []
+        made: list[SshHost] = []
         try:
             after._look(host, made)
             with subprocess.Popen(
@@ -286,7 +286,7 @@ class Fleet:
             self.clean([self.machines[self.hosts.index(old)]])  # if it can be reached
         return after
 
-    def log(self, host: Host, *, follow: bool) -> list[str]:
+    def log(self, host: SshHost, *, follow: bool) -> list[str]:
         """The command line that prints the log of a machine; with `follow`, until its process has ended."""
         show = "cat log"
         if follow:
@@ -303,7 +303,7 @@ class Fleet:
             "then echo runs; else echo gone; fi; tail -n 1 log"
         )
 
-        def state(host: Host) -> str:
+        def state(host: SshHost) -> str:
             try:
                 done = host.ask(self.inside(host, script), timeout_s=30.0)
             except HostError as error:
@@ -342,7 +342,7 @@ class Fleet:
         first, *_ = self.machines
         _bring(first, self.inside(first, f"mkdir -p {home} && tar -cf - -C {home} ."), run)
 
-        def logs(host: Host) -> str:
+        def logs(host: SshHost) -> str:
             into = run / "hosts" / host.name.replace("/", "_")
             into.mkdir(parents=True, exist_ok=True)
             try:
@@ -353,7 +353,7 @@ class Fleet:
 
         return list(filter(None, self.at_once(logs).values()))
 
-    def clean(self, hosts: Sequence[Host] | None = None) -> list[str]:
+    def clean(self, hosts: Sequence[SshHost] | None = None) -> list[str]:
         """Ends what is left of the run on all machines, or some, and removes its folders there.
 
         Returns:
@@ -365,7 +365,7 @@ class Fleet:
             'here=$(pwd); cd / && rm -rf "$here" && rmdir "$(dirname "$here")" 2>/dev/null; true'
         ).replace("{tries}", str(int(END_S / 0.1)))
 
-        def remove(host: Host) -> str:
+        def remove(host: SshHost) -> str:
             try:
                 host.ask(self.inside(host, script), timeout_s=2 * END_S)
             except HostError as error:
@@ -375,7 +375,7 @@ class Fleet:
         return list(filter(None, self.at_once(remove, hosts).values()))
 
 
-def _bring(host: Host, script: str, into: Path) -> None:
+def _bring(host: SshHost, script: str, into: Path) -> None:
     """Unpacks the archive that a script prints."""
     words = host.words(script)
     with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as archive:

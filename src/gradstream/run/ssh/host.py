@@ -24,7 +24,7 @@ class HostError(GradstreamError):
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class SshHost:
     """A machine.
 
     Args:
