@@ -114,7 +114,7 @@ def test_epochs_take_back_steps_of_layers_below() -> None:
 def test_the_automatic_strategy_has_no_options() -> None:
     for word, message in (
         ("strategy.every=4", "the strategy, auto, has no 'every'; it is an option of"),
-        ("evry=1", "unknown key `evry`"),
+        ("zzz=1", "unknown key `zzz`"),
     ):
         with pytest.raises(gs.errors.ConfigError, match=message):
             under(a_job(), ["strategy=auto", word])
