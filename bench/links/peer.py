@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
@@ -92,7 +91,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def gloo(asked: Asked, model: nn.Module, optimizer: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """DDP, plain, with bf16 or PowerSGD; or local steps and averages, as post-local SGD has them after its start."""
+    """DDP, plain or with PowerSGD; or local steps and averages, as post-local SGD has them after its start."""
     url = f"tcp://{asked.addresses[0]}:{PORT}"
     dist.init_process_group("gloo", init_method=url, rank=asked.rank, world_size=WORLD)
     if asked.method == "post-local":
@@ -105,8 +104,6 @@ def gloo(asked: Asked, model: nn.Module, optimizer: Any) -> Iterator[tuple[nn.Mo
             dist.group.WORLD, matrix_approximation_rank=rank, start_powerSGD_iter=2
         )
         ddp.register_comm_hook(state, powersgd.powerSGD_hook)
-    elif asked.method == "bf16":
-        ddp.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
     yield ddp, optimizer
 
 
@@ -187,7 +184,7 @@ def torchft(asked: Asked, model: nn.Module, optimizer: Any) -> Iterator[tuple[nn
 
 
 METHODS = {
-    **dict.fromkeys(("ddp", "bf16", "powersgd-1", "powersgd-2", "powersgd-4", "post-local"), gloo),
+    **dict.fromkeys(("ddp", "powersgd-1", "powersgd-2", "powersgd-4", "post-local"), gloo),
     "hivemind": hivemind,
     "torchft": torchft,
 }

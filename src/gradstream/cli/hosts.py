@@ -39,11 +39,16 @@ def launch_on(
         ConfigError: files are missing.
     """
     files = sources_of(job, more)
-    for name, warning in fleet.look().items():
+    fleet.keep(run)  # a run of that name, here or there, is left alone
+    try:
+        warnings = fleet.look()
+    except BaseException:
+        _forget_here(run)
+        raise
+    for name, warning in warnings.items():
         if warning:
             say(f"{name}: {warning}")
     try:
-        fleet.keep(run)
         say(f"{len(fleet.hosts)} machines are ready; {len(files)} files to bring")
         fleet.send(files)
         if data is not None:
@@ -166,6 +171,10 @@ def _forget(fleet: Fleet, run: Path) -> None:
     """Removes the traces of a run that did not begin."""
     for line in fleet.clean():
         say(line)
+    _forget_here(run)
+
+
+def _forget_here(run: Path) -> None:
     (run / FILE).unlink(missing_ok=True)
     if run.is_dir() and not any(run.iterdir()):
         run.rmdir()

@@ -19,7 +19,7 @@ MOST_SOURCE_BYTES = 900_000
 MIN_DISK_GIB = 50
 """Of a machine of a cloud: system and packages take 10."""
 
-_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
+NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
 _HOLE = re.compile(r"@(\w+)@")
 
 
@@ -61,7 +61,7 @@ class LaunchFile:
     command: str = "gradstream launch"
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not NAME.fullmatch(self.name):
             raise ConfigError(
                 f"--name {self.name!r}: expected small letters, digits and dashes, at most 52, since engines make host "
                 "names of it: --name mine"

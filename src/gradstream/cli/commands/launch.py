@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from gradstream.cli.launch_files import ENGINES, LaunchFile
+from gradstream.cli.launch_files import ENGINES, NAME, LaunchFile
 from gradstream.cli.options import JobCommand, arguments_of_job
 from gradstream.errors import ConfigError
 from gradstream.run.place import DEFAULT_PORT
@@ -111,6 +111,8 @@ def _on_hosts(job: Path, function: str, words: tuple[str, ...], hosts: str, name
         raise ConfigError(f"--hosts {hosts}: expected two machines or more, each one once: --hosts a,b")
     if any(one.startswith("-") for one in names):
         raise ConfigError(f"--hosts {hosts}: a name that begins with - would be an option of ssh")
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"--name {name!r}: expected small letters, digits and dashes: --name mine")
     if not job.is_file():
         raise ConfigError(f"there is no job file {job}; `gradstream new` writes one")
     data = Path(given["data"]).expanduser() if given["data"] else None

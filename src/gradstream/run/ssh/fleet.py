@@ -31,7 +31,7 @@ from gradstream.run.ssh.sources import file_sum, packed, unpacked
 FILE = "hosts.json"
 """In the local folder of a run: the machines on which it is."""
 
-NO_PROGRAM, NO_GRADSTREAM, IS_THERE = 41, 42, 43
+NO_PROGRAM, NO_GRADSTREAM, IS_THERE, NO_FOLDER = 41, 42, 43, 44
 """Exit statuses of the script that looks at a machine."""
 
 NOT_IN_TIME = 4
@@ -98,10 +98,13 @@ class Fleet:
         return f"{self.folder}/{self.name}/{host.name.replace('/', '_')}"
 
     def inside(self, host: SshHost, script: str) -> str:
-        """A script that runs in the folder of this run. The shell expands a ~ at its beginning."""
+        """A script that runs in the folder of this run, and not at all if that is not there."""
+        return f"cd {self._quoted(host)} && {{ {script}\n}}"
+
+    def _quoted(self, host: SshHost) -> str:
+        """The folder of this run for the shell, which expands a ~ at its beginning."""
         home = self.home(host)
-        quoted = f"~/{shlex.quote(home[2:])}" if home.startswith("~/") else shlex.quote(home)
-        return f"cd {quoted} && {script}"
+        return f"~/{shlex.quote(home[2:])}" if home.startswith("~/") else shlex.quote(home)
 
     def at_once(
         self, task: Callable[[SshHost], Answer], hosts: Sequence[SshHost] | None = None
@@ -141,20 +144,21 @@ class Fleet:
         return found
 
     def _look(self, host: SshHost, made: list[SshHost]) -> str:
-        home, python = self.home(host), shlex.quote(self.python)
-        quoted = f"~/{shlex.quote(home[2:])}" if home.startswith("~/") else shlex.quote(home)
+        quoted, python = self._quoted(host), shlex.quote(self.python)
         says = "import gradstream._version as v; print(v.__version__)"
         done = host.ask(
-            f"umask 077; mkdir -p $(dirname {quoted}) || exit 1; mkdir {quoted} || exit {IS_THERE}; "
-            f"cd {quoted}; command -v {python} >&2 || exit {NO_PROGRAM}; "
+            f'umask 077; mkdir -p "$(dirname {quoted})" || exit {NO_FOLDER}; [ ! -e {quoted} ] || exit {IS_THERE}; '
+            f"mkdir {quoted} && cd {quoted} || exit {NO_FOLDER}; command -v {python} >&2 || exit {NO_PROGRAM}; "
             f"{python} -c {shlex.quote(says)} || exit {NO_GRADSTREAM}; {python} -m gradstream doctor"
         )
+        if done.returncode == NO_FOLDER:
+            raise HostError(f"{host.name}: {last_line(done.stderr)}; take another --folder")
         if done.returncode == IS_THERE:
             raise HostError(
-                f"{host.name}: {home} is there, from another run of that name; take another --name, or remove it"
+                f"{host.name}: {self.home(host)} is there, from another run of that name; take another --name, or "
+                "remove it"
             )
-        if done.returncode != 1:
-            made.append(host)
+        made.append(host)
         text = done.stdout.decode(errors="replace")
         version, _, checks = text.partition("\n")
         if done.returncode == NO_PROGRAM:
@@ -238,7 +242,7 @@ class Fleet:
         words += [self.python, "-m", "gradstream", "train", self.job, *self.arguments]
         inner = f"echo $$ > group; {shlex.join(words)} > log 2>&1; echo $? > status.new; mv status.new status"
         script = f"rm -f status; setsid nohup sh -c {shlex.quote(inner)} > /dev/null 2>&1 < /dev/null &"
-        host.do(self.inside(host, f"{{ {script} }}"))
+        host.do(self.inside(host, script))
 
     def replaced(self, old: str, new: str, run: Path) -> Self:
         """Has another machine, or the same one anew, take the place of one whose process is gone.
@@ -362,12 +366,13 @@ class Fleet:
         script = (
             'group=$(cat group 2>/dev/null); for _ in $(seq {tries}); do [ -n "$group" ] && [ ! -s status ] && '
             'kill -0 $group 2>/dev/null || break; sleep 0.1; done; [ -n "$group" ] && kill -9 -- -$group 2>/dev/null; '
-            'here=$(pwd); cd / && rm -rf "$here" && rmdir "$(dirname "$here")" 2>/dev/null; true'
+            'cd / && rm -rf {home} && rmdir "$(dirname {home})" 2>/dev/null; true'
         ).replace("{tries}", str(int(END_S / 0.1)))
 
         def remove(host: SshHost) -> str:
             try:
-                host.ask(self.inside(host, script), timeout_s=2 * END_S)
+                ending = script.replace("{home}", self._quoted(host))
+                host.ask(self.inside(host, ending), timeout_s=2 * END_S)
             except HostError as error:
                 return f"{error}; {self.home(host)} is left there"
             return ""

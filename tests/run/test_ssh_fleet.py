@@ -1,0 +1,57 @@
+"""What scripts do on a machine, where a shell stands for ssh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradstream.run.ssh.fleet import Fleet
+
+SSH = """#!/bin/sh
+for last; do :; done
+cd "$(dirname "$0")/home" && HOME=$PWD exec sh -c "$last"
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "ssh").write_text(SSH)
+    (tmp_path / "ssh").chmod(0o755)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "precious").write_text("kept")
+    return tmp_path / "home"
+
+
+def fleet(home: Path, folder: str = "~/some where") -> Fleet:
+    ssh = [str(home.parent / "ssh")]
+    return Fleet(
+        name="mine",
+        hosts=["a", "b"],
+        ssh=ssh,
+        python="python3",
+        folder=folder,
+        port=1,
+        job="j.py",
+        arguments=[],
+    )
+
+
+def test_cleaning_removes_the_folder_of_the_run_and_nothing_where_there_is_none(home: Path) -> None:
+    machines = fleet(home)
+    for name in ("a", "b"):
+        (home / "some where" / "mine" / name).mkdir(parents=True)
+        (home / "some where" / "mine" / name / "log").write_text("")
+    assert machines.clean([machines.machines[0]]) == []
+    assert [path.name for path in (home / "some where" / "mine").iterdir()] == ["b"]
+    for _ in range(2):
+        assert machines.clean() == []
+        assert sorted(path.name for path in home.iterdir()) == ["precious", "some where"]
+        assert list((home / "some where").iterdir()) == []
+
+
+def test_a_script_runs_in_its_folder_or_not_at_all(home: Path) -> None:
+    machines = fleet(home)
+    (host, _) = machines.machines
+    done = host.ask(machines.inside(host, "false; touch made"))
+    assert done.returncode and sorted(path.name for path in home.iterdir()) == ["precious"]
