@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gradstream.run.ssh.fleet import Fleet
+from gradstream.run.ssh.host import HostError
 
 SSH = """#!/bin/sh
 for last; do :; done
@@ -48,6 +49,16 @@ def test_cleaning_removes_the_folder_of_the_run_and_nothing_where_there_is_none(
         assert machines.clean() == []
         assert sorted(path.name for path in home.iterdir()) == ["precious", "some where"]
         assert list((home / "some where").iterdir()) == []
+
+
+def test_another_run_of_that_name_is_left_alone(home: Path) -> None:
+    theirs = home / "some where" / "mine" / "a"
+    theirs.mkdir(parents=True)
+    (theirs / "log").write_text("theirs")
+    with pytest.raises(HostError, match="a: ~/some where/mine/a is there, from another run of that name"):
+        fleet(home).look()
+    assert (theirs / "log").read_text() == "theirs"
+    assert [path.name for path in theirs.parent.iterdir()] == ["a"]
 
 
 def test_a_script_runs_in_its_folder_or_not_at_all(home: Path) -> None:
