@@ -144,7 +144,12 @@ def test_a_run_goes_on_without_the_terminal_and_without_a_machine_and_stop_leave
     assert status == 0, said
     attached = cluster.start("attach", "runs/job")
     assert attached.stdout is not None
-    next(line for line in attached.stdout if "worker-2 is back" in line)
+    lines = list[str]()
+    for line in attached.stdout:
+        lines.append(line)
+        if "worker-2 is back" in line:
+            break
+    assert "worker-2 is back" in lines[-1], lines[-12:]
     attached.send_signal(signal.SIGINT)
     attached.communicate(timeout=30)
     status, said = cluster.run("logs", "runs/job", b)
