@@ -1,4 +1,4 @@
-"""Question: how soon do four machines behind slow links have a network at a fixed accuracy on held-back data?
+"""Question: how soon do four machines behind slow links have a network at a fixed accuracy or loss on held-back data?
 
 Makes the machines as network namespaces of this one (`tc tbf`), which share its cores. Each row trains one of the
 networks of `links/tasks.py` on all of them with one thread each: gradstream's strategies with codecs, torch's DDP over
@@ -169,7 +169,7 @@ def main() -> None:
 
 
 def measured(given: argparse.Namespace, task: str, name: str, seed: int, limit_s: float) -> dict[str, Any]:
-    """One run: (seconds, minibatches of each machine, accuracy) at its evaluations, and what the cards sent."""
+    """One run: (seconds, minibatches of each machine, accuracy or loss) at its evaluations, and what cards sent."""
     link = {"rate": given.rate, "latency_s": given.latency_ms / 1e3}
     with tempfile.TemporaryDirectory() as folder, Machines(WORLD, **link) as machines:
         if name in OURS:
@@ -177,13 +177,14 @@ def measured(given: argparse.Namespace, task: str, name: str, seed: int, limit_s
         else:
             curve = peer(PEERS[name], task, seed, machines, Path(folder), limit_s, given.peers)
         sent_bytes = sum(sent(machine, Path(folder)) for machine in machines.machines)
-    reached = next((seconds for seconds, _, right in curve if right >= TASKS[task].goal), None)
+    reached = next((seconds for seconds, _, found in curve if TASKS[task].reached(found)), None)
+    sign = 1 if TASKS[task].goal[0] == "accuracy" else -1
     last_s, steps, _ = curve[-1] if curve else (math.nan, 0, 0.0)
     return {
         "reached_s": reached,
         "steps": steps,
         "steps_per_s": steps / last_s,
-        "best": max((right for *_, right in curve), default=0.0),
+        "best": max((found for *_, found in curve), default=math.nan, key=lambda one: sign * one),
         "sent_bytes": sent_bytes,
         "curve": curve,
     }
@@ -194,12 +195,15 @@ Curve = list[tuple[float, float, float]]
 
 def ours(row: Ours, task: str, seed: int, machines: Machines, folder: Path, limit_s: float) -> Curve:
     """A run of gradstream."""
-    until = ("--set", f"until.seconds={limit_s:g}", "--set", f"until.accuracy={TASKS[task].goal}")
+    measure, goal = TASKS[task].goal
+    until = ("--set", f"until.seconds={limit_s:g}", "--set", f"until.{measure}={goal}")
     words = [*row.words(), *until, "--lr", str(rate(task, row.family)), "--seed", str(seed), "--json"]
     run = run_on(machines, folder, f"{JOB}:{task}", *words)
     per_s = run.summary["samples_per_s"] / (WORLD * TASKS[task].batch)
     found = [event for event in run.events if event["event"] == "evaluated"]
-    return [(event["time_s"], per_s * event["time_s"], event["accuracy"]) for event in found]
+    return [
+        (event["time_s"], per_s * event["time_s"], event[measure.removeprefix("test_")]) for event in found
+    ]
 
 
 def peer(
@@ -218,7 +222,6 @@ def peer(
         "addresses": [machine.address for machine in machines.machines],
         "folder": str(folder),
         "seconds": limit_s,
-        "goal": TASKS[task].goal,
         "lr": rate(task, row.family),
         "period": row.period,
         "delay": row.delay,
@@ -306,13 +309,13 @@ def table(rows: Mapping[str, Any], task: str, link: str) -> None:
 
 
 def plot(rows: Mapping[str, Any], link: str, to: Path) -> None:
-    """Accuracy on held-back data over seconds, of the first seed."""
+    """Accuracy or loss on held-back data over seconds, of the first seed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(TASKS), figsize=(15, 5), sharey=True)
+    figure, axes = pyplot.subplots(1, len(TASKS), figsize=(15, 5))
     for axis, (task, about) in zip(axes, TASKS.items(), strict=True):
         for name in [*OURS, *PEERS]:
             if row := rows.get(", ".join((task, link, name, "0"))):
@@ -320,9 +323,8 @@ def plot(rows: Mapping[str, Any], link: str, to: Path) -> None:
                 style = "-" if name in OURS else ":"
                 axis.plot(*zip(*points, strict=True), style, label=name) if points else None
                 axis.legend(fontsize=7)
-        axis.axhline(about.goal, color="grey", linewidth=0.5)
-        axis.set(title=f"{task}, {link}", xlabel="seconds", xscale="log")
-    axes[0].set_ylabel("accuracy on held-back data")
+        axis.axhline(about.goal[1], color="grey", linewidth=0.5)
+        axis.set(title=f"{task}, {link}", xlabel="seconds", ylabel=about.goal[0], xscale="log")
     figure.tight_layout()
     figure.savefig(to, dpi=80)
 

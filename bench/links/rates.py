@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from links.tasks import TASKS, Task, accuracy
+from links.tasks import TASKS, Task, score
 from records import RESULTS, command_line, origin
 
 WORKERS, PERIOD, LOOK = 4, 20, 10
@@ -71,7 +71,7 @@ def minibatches(task: Task, family: str, rate: float, most: int) -> int | None:
             optimizer.step()
         if family != "joined" and step % PERIOD == 0:
             _exchange(models, outer)
-        if step % look == 0 and accuracy(task, first, data) >= task.goal:
+        if step % look == 0 and task.reached(score(task, first, data)):
             return step
         if step >= most:
             break

@@ -19,7 +19,7 @@ from gradstream.coordinator.phases import LossTolerance
 from gradstream.coordinator.stopping import FEWEST, StoppingCriterion, Until
 from gradstream.data.ledger import Ledger
 from gradstream.data.plan import RoundPlan
-from gradstream.errors import ConfigError
+from gradstream.errors import ConfigError, UserCodeError
 from gradstream.job.overrides import overrides, with_overrides
 from gradstream.runtime.simulation import Cost, Exponential, Link, LogNormal, Network, SimulationConfig
 from gradstream.telemetry.events import FinishedEvent, StartedEvent
@@ -36,7 +36,7 @@ def step(loss: float | None, samples: int = 4) -> dict[str, Any]:
 
 
 def evaluated(accuracy: float | None) -> dict[str, Any]:
-    return {"event": "evaluated", "accuracy": accuracy, "step": 30}
+    return {"event": "evaluated", "accuracy": accuracy, "loss": None, "step": 30}
 
 
 def test_accuracy_is_that_of_an_evaluation() -> None:
@@ -45,6 +45,14 @@ def test_accuracy_is_that_of_an_evaluation() -> None:
     assert not criterion.event(evaluated(0.89))
     assert not criterion.event(evaluated(None))
     assert criterion.event(evaluated(0.9)) == "accuracy 0.9 >= 0.9 after step 30"
+
+
+def test_the_test_loss_is_that_of_an_evaluation() -> None:
+    criterion = StoppingCriterion(gs.until(test_loss=2.4))
+    assert not criterion.event(step(0.0))
+    assert not criterion.event(evaluated(1.0))
+    assert not criterion.event({**evaluated(None), "loss": 2.41})
+    assert criterion.event({**evaluated(None), "loss": 2.4}) == "test loss 2.4 <= 2.4 after step 30"
 
 
 def test_the_loss_is_a_moving_mean_of_enough_minibatches() -> None:
@@ -74,6 +82,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"accuracy": 1.5}, r"accuracy is 1.5; expected a number in \(0, 1\]"),
     ({"accuracy": True}, "accuracy is True"),
     ({"loss": float("nan")}, "loss is nan"),
+    ({"test_loss": True}, "test_loss is True; expected a finite number"),
     ({"seconds": 0}, "seconds is 0"),
     ({"samples": -5}, "samples is -5"),
 ]
@@ -91,6 +100,26 @@ def test_accuracy_needs_somebody_who_looks() -> None:
         simulate(model, data, workers=1, epochs=1, until=gs.until(accuracy=0.9))
     with pytest.raises(ConfigError, match=r"expected gradstream\.until"):
         simulate(model, data, workers=1, epochs=1, until=0.9)  # type: ignore[arg-type]
+
+
+def regression() -> tuple[gs.Model, gs.data.Dataset]:
+    """With samples held out."""
+    model, data = least_squares(32, 3)
+    batch = data.batch(np.arange(32))
+    return model, gs.data.from_arrays(
+        batch.inputs[:24], batch.targets[:24], batch.inputs[24:], batch.targets[24:]
+    )
+
+
+def test_a_goal_that_no_evaluation_has_is_refused_at_the_first_one() -> None:
+    options: Any = {"workers": 2, "batch_size": 4, "epochs": 9, "evaluate_every": 2}
+    model, data = regression()
+    with pytest.raises(
+        UserCodeError, match=r"until\(accuracy=…\) would never end.*Give until\(test_loss=…\)"
+    ):
+        simulate(model, data, until=gs.until(accuracy=0.9), **options)
+    run = simulate(model, data, until=gs.until(test_loss=1e9), **options)
+    assert str(run.summary["reason"]).startswith("test loss ")
 
 
 def test_it_travels_as_a_table() -> None:

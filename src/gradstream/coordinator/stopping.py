@@ -24,6 +24,7 @@ class Until:
     Args:
         accuracy: smallest accuracy on held-out samples, in (0, 1]. Needs `evaluate_every`.
         loss: largest training loss, as the moving mean over about 20 minibatches of all workers.
+        test_loss: largest loss on held-out samples. Needs `evaluate_every`.
         seconds: training time.
         samples: number of samples in the model.
 
@@ -33,26 +34,34 @@ class Until:
 
     accuracy: float | None = None
     loss: float | None = None
+    test_loss: float | None = None
     seconds: float | None = None
     samples: int | None = None
 
     def __post_init__(self) -> None:
         given = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         if not given:
-            raise ConfigError("until: no criterion; expected accuracy, loss, seconds or samples")
+            raise ConfigError("until: no criterion; expected accuracy, loss, test_loss, seconds or samples")
         for name, value in given.items():
             number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or (name != "loss" and value <= 0) or (name == "accuracy" and value > 1):
-                expected = {"accuracy": "a number in (0, 1]", "loss": "a finite number"}.get(
-                    name, "a number > 0"
-                )
+            of_loss = name in ("loss", "test_loss")
+            if not number or (value <= 0 and not of_loss) or (name == "accuracy" and value > 1):
+                expected = "a finite number" if of_loss else "a number > 0"
+                expected = "a number in (0, 1]" if name == "accuracy" else expected
                 raise ConfigError(f"until: {name} is {value!r}; expected {expected}")
+
+    @property
+    def evaluated(self) -> dict[str, float]:
+        """The criteria that only evaluations can reach."""
+        both = {"accuracy": self.accuracy, "test_loss": self.test_loss}
+        return {name: value for name, value in both.items() if value is not None}
 
 
 def until(
     *,
     accuracy: float | None = None,
     loss: float | None = None,
+    test_loss: float | None = None,
     seconds: float | None = None,
     samples: int | None = None,
 ) -> Until:
@@ -60,9 +69,9 @@ def until(
 
     Example:
         >>> until(accuracy=0.9, seconds=3600)
-        Until(accuracy=0.9, loss=None, seconds=3600, samples=None)
+        Until(accuracy=0.9, loss=None, test_loss=None, seconds=3600, samples=None)
     """
-    return Until(accuracy=accuracy, loss=loss, seconds=seconds, samples=samples)
+    return Until(accuracy=accuracy, loss=loss, test_loss=test_loss, seconds=seconds, samples=samples)
 
 
 class StoppingCriterion:
@@ -85,14 +94,14 @@ class StoppingCriterion:
     @property
     def needs_events(self) -> bool:
         """Whether `event` must be called with all events."""
-        return self.until.accuracy is not None or self.until.loss is not None
+        return bool(self.until.evaluated) or self.until.loss is not None
 
     def event(self, event: Mapping[str, Any]) -> str:
         """Takes an event of any node, as it is in `events.jsonl`."""
         match event["event"]:
             case "step" if event["loss"] is not None and event["samples"]:
                 return self._stepped(event["loss"])
-            case "evaluated" if self.until.accuracy is not None:
+            case "evaluated":
                 return self._evaluated(event)
             case _:
                 return ""
@@ -107,9 +116,12 @@ class StoppingCriterion:
 
     def _evaluated(self, event: Mapping[str, Any]) -> str:
         accuracy, wanted = event["accuracy"], self.until.accuracy
-        if accuracy is None or wanted is None or accuracy < wanted:
-            return ""
-        return f"accuracy {accuracy:.4g} >= {wanted:g} after step {event['step']}"
+        if accuracy is not None and wanted is not None and accuracy >= wanted:
+            return f"accuracy {accuracy:.4g} >= {wanted:g} after step {event['step']}"
+        loss, largest = event["loss"], self.until.test_loss
+        if loss is not None and largest is not None and loss <= largest:
+            return f"test loss {loss:.4g} <= {largest:g} after step {event['step']}"
+        return ""
 
     def counted(self, samples: int | None) -> str:
         """Takes the number of samples in the model; None in a stream that does not count them."""

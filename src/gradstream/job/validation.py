@@ -113,9 +113,9 @@ def _check_evaluation(job: Job) -> None:
     if job.until is not None and not isinstance(job.until, Until):
         raise ConfigError(f"until={job.until!r}: expected gradstream.until(accuracy=0.9), for example")
     if every is None:
-        if job.until is not None and job.until.accuracy is not None:
+        for name, value in job.until.evaluated.items() if job.until is not None else ():
             raise ConfigError(
-                f"until(accuracy={job.until.accuracy}) needs evaluations during the run; give evaluate_every, "
+                f"until({name}={value}) needs evaluations during the run; give evaluate_every, "
                 "evaluate_every='epoch' for example"
             )
         return

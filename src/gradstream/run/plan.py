@@ -480,6 +480,8 @@ def _plan_job(
     if job.fetch_codec is not None:
         check_fetch_codec(job, strategy)
     check_split(job, strategy, optimizer)
+    ends = (job.until, None if of is None else of[0].phases[of[1].number].until)
+    goals = sorted({name for until in ends if until is not None for name in until.evaluated})
     plan = RunPlan(
         id=run_id,
         job=job,
@@ -489,7 +491,7 @@ def _plan_job(
         chunk_elems=_chunk_elems(job, strategy, resume),
         codec=codec,
         groups=groups_of(job.groups, optimizer),
-        evaluation=EvaluationPlan(job.evaluate_every, metrics_of(job)),
+        evaluation=EvaluationPlan(job.evaluate_every, metrics_of(job), goals),
         policy=policy if keeps else None,
         resume=resume,
     )

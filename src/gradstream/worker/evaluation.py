@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -109,6 +109,22 @@ def check_outputs(model: Model, parameters: torch.Tensor, data: Dataset) -> None
     if getattr(model, "calls_itself", False):
         with _users_code("module, called with the inputs alone as metrics need it (spread=True may help),"):
             model.outputs(parameters, data.test_batch(np.zeros(1, np.int64)).inputs)
+
+
+def check_goals(found: Evaluation, goals: Collection[str]) -> None:
+    """Checks that an evaluation has what ends the run: "accuracy", "test_loss".
+
+    Raises:
+        UserCodeError: it has not, so the run would never reach its goal.
+    """
+    for goal, value in (("accuracy", found.accuracy), ("test_loss", found.loss)):
+        if goal in goals and value is None:
+            other = "test_loss" if goal == "accuracy" else "accuracy"
+            raise UserCodeError(
+                f"until({goal}=…) would never end the run: its evaluations have no {goal}. Give until({other}=…). "
+                "Classifiers have an accuracy, if outputs have one score for each class along their last axis; "
+                "other models a loss"
+            )
 
 
 def _check_not_broadcast(model: Any, parameters: torch.Tensor, batch: Batch, outputs: torch.Tensor) -> None:
@@ -281,10 +297,12 @@ class EvaluationPlan:
     Args:
         every: see `Every`; None for never.
         metrics: the user's metrics, by name.
+        goals: what of an evaluation ends the run: "accuracy", "test_loss".
     """
 
     every: Every | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    goals: Collection[str] = ()
 
     def period(self, position: Position) -> int | None:
         """Number of steps between two evaluations; None for no evaluations."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from gradstream.coordinator.client.member import Member
 from gradstream.data.base import BatchRef
@@ -13,7 +14,7 @@ from gradstream.telemetry.events import EvaluatedEvent
 from gradstream.worker.buffer_averager import BufferAverager
 from gradstream.worker.config import WorkerConfig
 from gradstream.worker.due_evaluations import DueEvaluations
-from gradstream.worker.evaluation import Evaluation, check_outputs, evaluate
+from gradstream.worker.evaluation import Evaluation, check_goals, check_outputs, evaluate
 from gradstream.worker.parts.worker import Lead
 from gradstream.worker.replica.base import Replica
 from gradstream.worker.schedule import Schedule
@@ -112,10 +113,11 @@ class Evaluator:
         )
 
         def look(_: object) -> Evaluation:
-            if given is not None:
-                return evaluate(given, parameters, data, config.evaluation.metrics)
-            with with_buffers(config.model, buffers):
-                return evaluate(config.model, parameters, data, config.evaluation.metrics)
+            model = config.model if given is None else given
+            with nullcontext() if given is not None else with_buffers(config.model, buffers):
+                found = evaluate(model, parameters, data, config.evaluation.metrics)
+            check_goals(found, config.evaluation.goals)
+            return found
 
         found = await self._runtime.compute(
             look,
