@@ -146,8 +146,8 @@ export class Member {
   }
 
   #hear(bytes) {
-    this.notice = decode("Notice", bytes);
-    const heard = Number(this.notice.heard);
+    const notice = decode("Notice", bytes), heard = Number(notice.heard);
+    if (!notice.unchanged) this.notice = notice;
     this.unheard = this.unheard.filter((beat) => beat.number > heard);
     while (this.settling[0]?.beat <= heard) this.settled = this.settling.shift().sequence;
     if (this.notice.phase === "TRAINING") this.begunAt_ms ??= performance.now();

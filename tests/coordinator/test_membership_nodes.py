@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from gradstream._version import __version__
 from gradstream.coordinator import Member, RunAbortedError
+from gradstream.coordinator.presence_service import PresenceService
 from gradstream.errors import PeerLostError, RefusedError
 from gradstream.runtime import Network, Partition
 from gradstream.transport.base import Identity
@@ -77,6 +79,37 @@ def test_members_hear_of_certificates_that_are_revoked(monkeypatch: pytest.Monke
     cluster.run(shard, worker(0, diligent), worker(1, dies))
     expected = (frozenset({b"digest of worker-1"}), {"shard-0", "worker-0"})
     assert seen == dict.fromkeys(["coordinator", "shard-0", "worker-0"], expected)
+
+
+async def waits(cluster: Cluster, member: Member) -> None:
+    await member.training()
+    await cluster.virtual.runtime(member.node.name).sleep(20 * DEADLINES.notice_s)
+    await diligent(cluster, member)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_signs_of_life_do_not_repeat_the_notice(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    """Of 2,000 nodes it has 100 kB. `whole`: the planted fault."""
+    told: list[bytes] = []
+    send = StreamCore.send
+
+    async def note(stream: StreamCore, frame: v1.Frame, *given: Any, **named: Any) -> None:
+        if stream.opened.method == "join" and stream.peer.startswith("worker"):
+            told.append(frame.body.data)
+        await send(stream, frame, *given, **named)
+
+    monkeypatch.setattr(StreamCore, "send", note)
+    if whole:
+        newest = PresenceService._newest
+        monkeypatch.setattr(PresenceService, "_newest", lambda service: replace(newest(service)))
+    cluster = Cluster()
+    cluster.run(shard, worker(0, waits), worker(1, waits))
+    assert cluster.outcome is not None and cluster.outcome.failed is None
+    notices = [v1.Notice.FromString(data) for data in told]
+    unchanged = [one for one in notices if one.unchanged]
+    assert all(not one.nodes and one.epoch == 0 for one in unchanged)
+    assert len(notices) >= 40
+    assert (len(unchanged) > 0.7 * len(notices)) is not whole
 
 
 async def expects_abort(cluster: Cluster, member: Member) -> None:

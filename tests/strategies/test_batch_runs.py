@@ -13,10 +13,12 @@ import pytest
 import gradstream as gs
 from batch_problems import OneProcess, Softmax, naive_lbfgs
 from gradstream.errors import ConfigError, Interrupted
+from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.storage import MemoryStorage
 from gradstream.server.aggregation import PushHeader
 from gradstream.server.shard.passes import ChunkProcedure
 from gradstream.testing.runs import kill_at
+from gradstream.transport.stream import StreamCore
 
 pytestmark = pytest.mark.sim
 
@@ -260,3 +262,22 @@ def test_bytes_of_vectors_do_not_depend_on_m() -> None:
 def test_what_a_batch_method_cannot_do_is_refused(options: dict[str, Any], wanted: str) -> None:
     with pytest.raises(ConfigError, match=wanted):
         run_of(Softmax(), **options)
+
+
+@pytest.mark.parametrize("hasty", [False, True])
+def test_workers_that_wait_hear_why_seldom(monkeypatch: pytest.MonkeyPatch, hasty: bool) -> None:
+    """And not at each portion of the others: of 2,000 nodes that would be 2,000 messages. `hasty`: planted fault."""
+    told = list[int]()
+    waiting = StreamCore.waiting
+
+    async def note(stream: StreamCore, on: Any) -> None:
+        told.append(len(list(on)))
+        await waiting(stream, on)
+
+    monkeypatch.setattr(StreamCore, "waiting", note)
+    if hasty:
+        monkeypatch.setattr(Deadlines, "notice_s", property(lambda _: 2e-3))
+    workers, problem = 12, Softmax()
+    run_of(problem, workers=workers, batch_size=2)
+    assert len(told) > workers
+    assert (len(told) < workers * (ITERATIONS + 2)) is not hasty

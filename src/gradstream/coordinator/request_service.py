@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from gradstream.coordinator.context import CoordinatorContext
@@ -61,14 +60,15 @@ class RequestService:
         """Answers once there is a decision; until then tells the worker which others it waits for."""
         who, wakeup, context = stream.opened.sender, Wakeup(), self._context
         self._waiting[wakeup] = None
-        told_s, told = -math.inf, list[v1.Node]()
+        told_ns, told = 0, list[v1.Node]()
+        runtime, notice_s = context.runtime, context.deadlines.notice_s
         try:
             while (answer := decide()) is None:
-                others, now_s = context.membership.nodes.workers, context.runtime.now()
-                if others is not told or now_s >= told_s + context.deadlines.notice_s:
-                    await stream.waiting([node.name for node in others if node.name != who])
-                    told_s, told = now_s, others
-                await wakeup.rung(context.runtime, context.deadlines.notice_s)
+                others = context.membership.nodes.workers
+                if others is not told or runtime.left_s(told_ns, notice_s) <= 0:
+                    await stream.waiting(node.name for node in others if node.name != who)
+                    told_ns, told = runtime.now(), others
+                await wakeup.rung(runtime, notice_s)
         finally:
             del self._waiting[wakeup]
         context.keeper.changed()

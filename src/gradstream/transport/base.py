@@ -199,8 +199,8 @@ class Stream(Protocol):
         """
         ...
 
-    async def waiting(self, on: list[str]) -> None:
-        """Tells the peer that the answer has to wait for other nodes, named in `on`."""
+    async def waiting(self, on: Iterable[str]) -> None:
+        """Tells the peer that the answer has to wait for other nodes; it hears the first names in `on`."""
         ...
 
     async def end(self) -> None:

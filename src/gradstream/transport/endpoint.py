@@ -160,9 +160,9 @@ class EndpointCore(ABC):
         """See `Endpoint.members_changed`."""
         self.identity.revoked = frozenset(revoked)
         if members != self.identity.members:
-            self.identity.members = dict(members)
+            self.identity.members = kept = dict(members)
             if self.identity.epoch:  # training has begun
-                self._tensors.members_changed(members)
+                self._tensors.members_changed(kept)
             self.access.members_changed()
 
     def know(self, peer: str, address: str) -> None:

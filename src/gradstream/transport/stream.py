@@ -15,8 +15,9 @@ The two directions of a stream end separately; `_State` says which are over, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import islice
 
 import torch
 
@@ -36,6 +37,9 @@ from gradstream.wire.frames import FrameError
 
 EXPIRED = "deadline: "
 """Prefix of the reason that a peer receives when it was silent for too long."""
+
+NAMES = 8
+"""The most nodes that a peer hears it waits for: thousands may wait for thousands."""
 
 PATIENCE_S = 1.0
 """A carrier takes a payload over in less time; it copies the payload where the peer does not read."""
@@ -218,10 +222,13 @@ class StreamCore:
             raise self._state.recv_failure()
         return None
 
-    async def waiting(self, on: list[str]) -> None:
+    async def waiting(self, on: Iterable[str]) -> None:
         """See `Stream.waiting`."""
         self._check_sending()
-        self._carrier.transmit(v1.Frame(waiting=v1.Waiting(on=on)), None)
+        names = list(islice(on, NAMES + 1))
+        if len(names) > NAMES:
+            names[NAMES] = "others"
+        self._carrier.transmit(v1.Frame(waiting=v1.Waiting(on=names)), None)
 
     async def end(self) -> None:
         """See `Stream.end`. A second call does nothing."""

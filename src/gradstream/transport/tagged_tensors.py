@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
 import torch
@@ -50,16 +50,16 @@ class Mailbox:
         self._arrivals: dict[_Key, deque[ReceivedTensor]] = {}
         self._receives: dict[_Key, deque[asyncio.Future[ReceivedTensor]]] = {}
         self._windows: dict[Caller, SequenceWindow] = {}  # numbers of the tensors that came
-        self._members: frozenset[Caller] | None = None
+        self._members: Mapping[str, int] | None = None
 
-    def keep_senders(self, members: Collection[Caller]) -> None:
-        """Sets the members of the run, and frees what is kept for other senders."""
-        self._members = frozenset(members)
-        self._windows = {sender: one for sender, one in self._windows.items() if sender in self._members}
+    def keep_senders(self, members: Mapping[str, int]) -> None:
+        """Sets the incarnations of the run's members, and frees what is kept for other senders."""
+        self._members = members
+        self._windows = {sender: one for sender, one in self._windows.items() if self.knows(*sender)}
 
     def knows(self, sender: str, incarnation: int) -> bool:
         """Whether a sender is a member; before the members are known, every sender is."""
-        return self._members is None or Caller(sender, incarnation) in self._members
+        return self._members is None or self._members.get(sender) == incarnation
 
     def first_time(self, sender: str, incarnation: int, sequence: int) -> bool:
         """Notes a transfer; whether it was not delivered before."""
@@ -122,8 +122,12 @@ class TaggedTensors:
         self._sequences: Counter[str] = Counter()
 
     def members_changed(self, members: Mapping[str, int]) -> None:
-        """Forgets what was kept for senders that are no longer members: `members` has each one's incarnation."""
-        self._mailbox.keep_senders({Caller(*member) for member in members.items()})
+        """Forgets what was kept for senders that are no longer members.
+
+        Args:
+            members: incarnations by name. They are kept, not copied: of 2,000 nodes each knows all others.
+        """
+        self._mailbox.keep_senders(members)
 
     async def send(
         self,

@@ -49,6 +49,7 @@ class Presence:
         self._unheard: deque[v1.Beat] = deque()
         self._saying = asyncio.Lock()
         self._answer: v1.Notice | None = None  # first notice of a resumed presence, not returned yet
+        self._latest: dict[Stream, v1.Notice] = {}  # of each stream
         self._attempt = 0
         self._resuming = False
         self.num_receipts = 0
@@ -83,7 +84,7 @@ class Presence:
                     raise
 
     async def hear(self) -> v1.Notice:
-        """Returns the next notice.
+        """Returns the next notice; the same object again where nothing has changed.
 
         Raises:
             GradstreamError: the coordinator is silent for `Deadlines.patience_s`, or the stream is over.
@@ -134,7 +135,12 @@ class Presence:
         notice.ClearField("ruling")
         while self._unheard and self._unheard[0].number <= notice.heard:
             self.num_receipts += len(self._unheard.popleft().receipts)
+        if notice.unchanged:
+            if (latest := self._latest.get(stream)) is None:
+                raise PeerLostError(COORDINATOR, "says that nothing has changed, before its first notice")
+            return latest
         notice.ClearField("heard")
+        self._latest[stream] = notice
         return notice
 
     async def resume(self) -> None:
@@ -169,7 +175,7 @@ class Presence:
             raise
         self._stream.cancel("resumed over another connection")  # so that a waiting `say` releases the lock
         async with self._saying:
-            self._stream, self._answer = stream, answer
+            self._stream, self._answer, self._latest = stream, answer, {stream: answer}
             for beat in list(self._unheard):
                 await _send(stream, beat)
 

@@ -42,7 +42,7 @@ class WaitNotifier:
             await self._runtime.within(self._every_s, wake.wait())
         except TimeoutError:
             if waited := sorted(chunks):
-                await stream.waiting(list(self._state.awaited(waited, min_clock)))
+                await stream.waiting(self._state.awaited(waited, min_clock))
             return False
         wake.clear()
         return True
