@@ -35,6 +35,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from gradstream.data.base import BatchRef
 from gradstream.data.hands import Copy, Unassigned
 from gradstream.data.joined import unjoined
@@ -42,6 +45,8 @@ from gradstream.data.ledger import Ledger
 from gradstream.data.queue_plan import QueuePlan
 from gradstream.data.shares import WorkerSpeed, better
 from gradstream.telemetry.events import SharesEvent
+
+Floats = npt.NDArray[np.float64]
 
 FEW = 2
 """Minibatches: the one that a worker computes, and the next one, while it asks for more."""
@@ -69,7 +74,7 @@ class BatchAssignment:
     KEPT = ("_sizes", "_speeds", "_only_first", "_denied_s", "_given")
     """See `durable.state`."""
 
-    CACHES = ("_changes", "_of", "_each", "_due")
+    CACHES = ("_changes", "_of", "_each", "_due", "_held")
     """What follows from other attributes, and is made anew where it is missing."""
 
     def __init__(self, ledger: Ledger, num_workers: int, lead_s: float, *, copies: bool = True) -> None:
@@ -90,6 +95,7 @@ class BatchAssignment:
         self._of: Sequence[int] = ()  # the workers of what is kept below, each with what it follows from
         self._each: tuple[int, dict[int, float]] = (-1, {})
         self._due: tuple[object, list[tuple[float, Copy]]] = (None, [])
+        self._held: tuple[object, tuple[Floats, Floats, Floats]] | None = None
 
     def joined(self, rank: int) -> None:
         """Forgets the speed of a worker, whose place a new process has taken."""
@@ -207,25 +213,32 @@ class BatchAssignment:
         """Whether the others can complete all that is left before this worker completes one more."""
         if self._speeds[rank].per_s is None or len(present) < 2 or not self._ledger.hands.helping:
             return False
-        each_s = self._each_s(present)
-        done_s = (in_hand + 1) * each_s[rank]
-        left = left_over.run
-        for worker in present:
-            if worker != rank:
-                more = math.ceil(done_s / each_s[worker]) - 1 - self._ledger.hands.in_hand(worker)
-                left -= max(0, more) * max(1, self._sizes[worker])
-        if left > 0:
+        each_s, in_hands, sizes = self._in_hands_of(present)
+        own = present.index(rank)
+        done_s = (in_hand + 1) * each_s[own]
+        more = np.maximum(np.ceil(done_s / each_s) - 1 - in_hands, 0)
+        more[own] = 0
+        if left_over.run > float(more @ sizes):
             return False
         if in_hand:  # the worker is busy meanwhile
             return True
-        return at_s - self._denied_s.setdefault(rank, at_s) <= each_s[rank]
+        return at_s - self._denied_s.setdefault(rank, at_s) <= float(each_s[own])
+
+    def _in_hands_of(self, present: Sequence[int]) -> tuple[Floats, Floats, Floats]:
+        """Seconds of a minibatch of each worker, how many it has without a receipt, and the size of each."""
+        hands, each_s = self._ledger.hands, self._each_s(present)
+        if self._held is None or self._held[0] != hands.version:
+            in_hands = np.array([hands.in_hand(rank) for rank in present], np.float64)
+            sizes = np.array([max(1, self._sizes[rank]) for rank in present], np.float64)
+            self._held = hands.version, (np.array(list(each_s.values())), in_hands, sizes)
+        return self._held[1]
 
     def _each_s(self, present: Sequence[int]) -> dict[int, float]:
         """Seconds of each worker's next minibatch."""
         if self._of is not present or self._each[0] != self._changes:
             per_s = self._per_s(present)
             each_s = {worker: max(1, self._sizes[worker]) / per_s[worker] for worker in present}
-            self._of, self._each, self._due = present, (self._changes, each_s), (None, [])
+            self._of, self._each, self._due, self._held = present, (self._changes, each_s), (None, []), None
         return self._each[1]
 
     def _per_s(self, present: Sequence[int]) -> dict[int, float]:

@@ -1,0 +1,103 @@
+"""Question: how many bytes does local SGD with one bit send for the accuracy of synchronous float32?
+
+Four machines, as network namespaces of this one, train 784-256-10 (203,530 parameters) on Fashion-MNIST's subset, eight
+samples of each a step, for as many epochs each. Bytes are what the four network cards have sent from the first join to
+the end: connections, first parameters, heartbeats and checkpoint are in it. Takes root, `ip` and `tc`.
+
+    python bench/link_bytes.py            # some ten minutes; its times mean nothing
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+import gradstream as gs
+from four_machines import run_on
+from gradstream.testing.machines import Machines, unavailable
+from records import RESULTS, command_line, origin
+from slow_links import sent
+
+WORLD, BATCH, LR = 4, 8, 0.05
+METHODS = {
+    "allreduce, float32": ("allreduce", ("strategy.factors=false",)),
+    **{
+        f"local-sgd, one-bit, H = {every}": ("local-sgd", (f"strategy.every={every}", "codec=one-bit"))
+        for every in (32, 64, 128)
+    },
+}
+
+
+def network() -> nn.Module:
+    """784-256-10, with ReLU."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def job() -> gs.Job:
+    """Strategy, codec and epochs come from the command line."""
+    return gs.Job(
+        gs.from_torch(network, nn.functional.cross_entropy),
+        gs.data.fashion_mnist(),
+        workers=WORLD,
+        batch_size=BATCH,
+        optimizer=gs.optim.SGD(lr=LR),
+        epochs=1,
+        checkpoint_every=None,
+        record_machine=False,
+    )
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--out", default=str(RESULTS / "link-bytes.json"), help='the record; "" for nowhere')
+    given = parser.parse_args()
+    if reason := unavailable():
+        raise SystemExit(reason)
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in METHODS}
+    for seed in range(given.seeds):
+        for name, found in rows.items():
+            found.append(measured(name, seed, given.epochs))
+            print(f"{name:30s} {found[-1]}", flush=True)
+    first = next(iter(rows.values()))
+    for name, found in rows.items():
+        sent_bytes = statistics.mean(row["sent_bytes"] for row in found)
+        fewer = statistics.mean(row["sent_bytes"] for row in first) / sent_bytes
+        lost = [100 * (one["accuracy"] - row["accuracy"]) for one, row in zip(first, found, strict=True)]
+        error = statistics.stdev(lost) / len(lost) ** 0.5 if len(lost) > 1 else 0.0
+        print(
+            f"{name:30s} {sent_bytes / 1e6:9.1f} MB, {fewer:6.1f} times fewer; "
+            f"{statistics.mean(lost):+.2f} ± {error:.2f} points lost"
+        )
+    if given.out:
+        record = {
+            "question": (__doc__ or "").splitlines()[0],
+            "epochs": given.epochs,
+            "rows": rows,
+            **origin(),
+        }
+        Path(given.out).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def measured(name: str, seed: int, epochs: int) -> dict[str, Any]:
+    """Accuracy of the final parameters on all held-back samples, and the bytes of all cards."""
+    strategy, settings = METHODS[name]
+    words = ["--strategy", strategy, "--epochs", str(epochs), "--seed", str(seed), "--json"]
+    for setting in settings:
+        words += ["--set", setting]
+    with tempfile.TemporaryDirectory() as folder, Machines(WORLD, rate="1gbit") as machines:
+        run = run_on(machines, Path(folder), f"{__file__}:job", *words)
+        sent_bytes = sum(sent(machine, Path(folder)) for machine in machines.machines)
+        whole = job()
+        accuracy = gs.Run.load(Path(folder) / "run", model=whole.model, data=whole.data).evaluate().accuracy
+    return {"accuracy": accuracy, "sent_bytes": sent_bytes, "steps": run.summary["steps"]}
+
+
+if __name__ == "__main__":
+    main()
