@@ -30,7 +30,7 @@ from study import ledger, page, plots, subject
 from study.findings import findings
 from study.methods import BY_NAME
 from study.runs import Key, row_of
-from study.scenes import COUNTS, FIGURE_4, SCENES, Scene, warm_start
+from study.scenes import BATCH_COUNTS, FIGURE_4, SCENES, Scene, warm_start
 
 PAGES = ROOT / "docs" / "strategies"
 
@@ -104,7 +104,7 @@ def draw(record: dict[str, Any], folder: Path) -> None:
     by_rule = {
         title: [
             (count, one["seconds"], one["seconds_deviation"])
-            for count in COUNTS
+            for count in BATCH_COUNTS
             if (one := five.get(f"{rule}-{count}", {})).get("seconds") is not None
         ]
         for rule, title in page.RULES.items()

@@ -65,24 +65,35 @@ def main() -> None:
         for name, found in rows.items():
             found.append(measured(name, seed, given.epochs))
             print(f"{name:30s} {found[-1]}", flush=True)
-    first = next(iter(rows.values()))
-    for name, found in rows.items():
-        sent_bytes = statistics.mean(row["sent_bytes"] for row in found)
-        fewer = statistics.mean(row["sent_bytes"] for row in first) / sent_bytes
-        lost = [100 * (one["accuracy"] - row["accuracy"]) for one, row in zip(first, found, strict=True)]
-        error = statistics.stdev(lost) / len(lost) ** 0.5 if len(lost) > 1 else 0.0
-        print(
-            f"{name:30s} {sent_bytes / 1e6:9.1f} MB, {fewer:6.1f} times fewer; "
-            f"{statistics.mean(lost):+.2f} ± {error:.2f} points lost"
-        )
+    for name, found in compared(rows).items():
+        print(f"{name:30s} {found}")
     if given.out:
         record = {
             "question": (__doc__ or "").splitlines()[0],
             "epochs": given.epochs,
             "rows": rows,
+            "compared": compared(rows),
             **origin(),
         }
         Path(given.out).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def compared(rows: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Means over the seeds: megabytes, and the points of accuracy that are lost, with their standard error."""
+    first, table = next(iter(rows.values())), {}
+    for name, found in rows.items():
+        lost = [100 * (one["accuracy"] - row["accuracy"]) for one, row in zip(first, found, strict=True)]
+        sent_bytes, most_bytes = (
+            statistics.mean(one["sent_bytes"] for one in all_) for all_ in (found, first)
+        )
+        table[name] = {
+            "accuracy": statistics.mean(row["accuracy"] for row in found),
+            "sent_mb": sent_bytes / 1e6,
+            "fewer": most_bytes / sent_bytes,
+            "lost_points": statistics.mean(lost),
+            "error_points": statistics.stdev(lost) / len(lost) ** 0.5 if len(lost) > 1 else 0.0,
+        }
+    return table
 
 
 def measured(name: str, seed: int, epochs: int) -> dict[str, Any]:

@@ -491,7 +491,26 @@ def codecs() -> Places:
     peers = ", ".join(f"{name} {speed:.2g}" for name, speed in record["torch_gb_s"].items())
     state = f"Medians of {record['repeats']}, one thread {where(record)}. Beside them: {peers}."
     places = {"codec-speed": f"{table(head, rows)}\n\n{state}"}
-    return {**places, **slow_links()}
+    return {**places, **slow_links(), **_link_bytes()}
+
+
+def _link_bytes() -> Places:
+    """What four cards send for an accuracy."""
+    record = recorded("link-bytes")
+    rows = [
+        [
+            name,
+            f"{100 * one['accuracy']:.1f} %",
+            f"{one['lost_points']:+.2f} ± {one['error_points']:.2f}",
+            f"{one['sent_mb']:,.1f}",
+            f"{one['fewer']:,.0f}",
+        ]
+        for name, one in record["compared"].items()
+    ]
+    seeds = len(next(iter(record["rows"].values())))
+    head = ["", "accuracy", "points lost", "MB", "times fewer"]
+    state = f"Means of {seeds} seeds, {record['epochs']} epochs, {where(record)}."
+    return {"link-bytes": f"{table(head, rows)}\n\n{state}"}
 
 
 def slow_links(link: str = "100mbit, 0 ms") -> Places:

@@ -9,7 +9,7 @@ from marks import table
 from study import subject
 from study.findings import ITERATION, NEAR
 from study.methods import EXPONENTS
-from study.scenes import COUNTS
+from study.scenes import BATCH_COUNTS
 
 Found = Mapping[str, Any]
 Units = Mapping[str, Found]
@@ -274,11 +274,11 @@ def _figure_4(units: Units) -> str:
 def _figure_5(units: Units, target: float) -> str:
     rows = []
     for rule, title in RULES.items() if units else ():
-        found = [units.get(f"{rule}-{count}") for count in COUNTS]
+        found = [units.get(f"{rule}-{count}") for count in BATCH_COUNTS]
         rows.append([title, *(_seconds(one) for one in found)])
         if rule != "lbfgs":
             rows.append(["at rate", *(_rate(one) if one else "" for one in found)])
-    return _rows([f"seconds to {100 * target:.0f} %, replicas:", *map(str, COUNTS)], rows)
+    return _rows([f"seconds to {100 * target:.0f} %, replicas:", *(f"{count:,}" for count in BATCH_COUNTS)], rows)
 
 
 def _seconds(one: Found | None) -> str:

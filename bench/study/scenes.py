@@ -22,6 +22,7 @@ TUNING_SEED = 0
 SHARDS = 10
 """Machines of DistBelief's parameter server: 200 replicas would wait for the card of one."""
 COUNTS = (1, 5, 20, 60, 200)
+BATCH_COUNTS = (*COUNTS, 2000)
 FIGURE_4 = (
     downpour(1, adagrad=False),
     downpour(20, adagrad=False),
@@ -142,7 +143,7 @@ def _replicas(*counts: int) -> tuple[Method, ...]:
 FIGURE_5 = Scene(
     "figure-5",
     "DistBelief's Figure 5",
-    (*_replicas(*COUNTS), *(sandblaster(count, 6 if count < 200 else 3) for count in COUNTS)),
+    (*_replicas(*COUNTS), *(sandblaster(count, 6 if count < 200 else 3) for count in BATCH_COUNTS)),
     1.5,
     rates=LOW_RATES,
     rungs=((1.0, 1),),

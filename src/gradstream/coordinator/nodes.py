@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from gradstream.wire import v1
 from gradstream.wire.parts import member_name, replica_of
 from gradstream.wire.placement import Placement
 
 COORDINATOR = "coordinator"
 """The name of the coordinator, which every endpoint knows."""
+
+
+class _Workers(NamedTuple):
+    """The workers among some members, by rank: looked up at each beat of thousands."""
+
+    members: list[v1.Node]
+    nodes: list[v1.Node]
+    names: list[str]
 
 
 class Nodes:
@@ -50,7 +60,7 @@ class Nodes:
     )
     """See `durable.state`."""
 
-    CACHES = ("_in_order", "_workers")
+    CACHES = ("_in_order", "_workers", "_incarnations")
     """What follows from other attributes, and is made anew where it is missing."""
 
     def __init__(
@@ -69,7 +79,8 @@ class Nodes:
         self._replicas = [member_name(part, rank) for part in range(parts) for rank in range(num_workers)]
         self._nodes: dict[str, v1.Node] = {}  # in the order of joining
         self._in_order: list[v1.Node] | None = None  # cache of `as_notice`
-        self._workers: tuple[list[v1.Node], list[v1.Node]] = ([], [])  # that list, and the workers in it
+        self._workers = _Workers([], [], [])
+        self._incarnations: tuple[list[v1.Node], dict[str, int]] = ([], {})
         self._finished: set[str] = set()
         self.leaving: set[str] = set()
         self.entering: set[str] = set()
@@ -127,8 +138,11 @@ class Nodes:
 
     @property
     def incarnations(self) -> dict[str, int]:
-        """The incarnation of every member, by name."""
-        return {name: node.incarnation for name, node in self._nodes.items()}
+        """The incarnation of every member, by name: the same until a member comes or goes."""
+        members = self.as_notice()
+        if self._incarnations[0] is not members:
+            self._incarnations = members, {node.name: node.incarnation for node in members}
+        return self._incarnations[1]
 
     @property
     def names(self) -> list[str]:
@@ -138,15 +152,18 @@ class Nodes:
     @property
     def workers(self) -> list[v1.Node]:
         """The workers that are in, by rank: the same list until a member comes or goes."""
-        members = self.as_notice()
-        if self._workers[0] is not members:
-            self._workers = members, [node for node in members if node.role == "worker"]
-        return self._workers[1]
+        return self._workers_of(self.as_notice()).nodes
 
     @property
     def worker_names(self) -> list[str]:
-        """Names of the workers that are in, by rank."""
-        return [node.name for node in self.workers]
+        """Names of the workers that are in, by rank: the same list until a member comes or goes."""
+        return self._workers_of(self.as_notice()).names
+
+    def _workers_of(self, members: list[v1.Node]) -> _Workers:
+        if self._workers.members is not members:
+            workers = [node for node in members if node.role == "worker"]
+            self._workers = _Workers(members, workers, [node.name for node in workers])
+        return self._workers
 
     @property
     def holders(self) -> list[str]:
