@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -29,6 +30,10 @@ from gradstream.worker.parts.node import PartNode
 
 EVENTS_AGAIN = 1 << 14
 """Lines of events that a new process of the coordinator can look at."""
+
+
+EACH_OBJECTS = 50
+"""New objects, for each node, between two collections of garbage."""
 
 
 class SimulatedCluster:
@@ -85,12 +90,17 @@ class SimulatedCluster:
         make_store: Callable[[str], StateStore] | None = getattr(script, "store", None)
         if make_store is not None:
             self.store = make_store(self.plan.id)
-        threads = torch.get_num_threads()
+        threads, collected = torch.get_num_threads(), gc.get_threshold()
         torch.set_num_threads(1)  # results must not depend on this machine's cores
+        # Each collection of garbage walks the objects of all nodes: with 2,000 of them that took half of the time.
+        gc.set_threshold(
+            collected[0] and max(collected[0], EACH_OBJECTS * len(self.plan.node_names)), *collected[1:]
+        )
         try:
             self.virtual.run(self._main(script))
         finally:
             torch.set_num_threads(threads)
+            gc.set_threshold(*collected)
         return self._outcome
 
     def kill(self, name: str) -> None:
