@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import gradstream
 from gradstream.testing.machines import Machine, Machines, unavailable
 from gradstream.testing.ssh_machines import SSHD, SshMachines
 
@@ -34,10 +33,10 @@ def rows():
 """
 
 PYTHON = """#!/bin/sh
-# Python with the source of these tests, which sshd would not pass on. On some machines it is another one.
-[ -e {there}/bare ] && exec {python} -I -S "$@"
+# A machine with one of these files has another Python.
+[ -e {there}/bare ] && exec {bare} -I -S "$@"
 [ -e {there}/older ] && case "$*" in *_version*) echo 0.0.1; exit ;; esac
-PYTHONPATH={source} exec {python} "$@"
+exec {usual} "$@"
 """
 
 
@@ -49,9 +48,9 @@ class Cluster:
         disks = [folder / "there", folder / "data"]
         self.there = SshMachines(machines, folder, own=disks, own_bytes=1 << 27)
         self.hosts = self.there.hosts
-        self.python = folder / "python"
-        source = Path(gradstream.__file__).resolve().parents[1]
-        self.python.write_text(PYTHON.format(there=folder / "there", source=source, python=sys.executable))
+        self.python = folder / "a-python"
+        places = {"there": folder / "there", "bare": sys.executable, "usual": self.there.python}
+        self.python.write_text(PYTHON.format(**places))
         self.python.chmod(0o755)
 
     def on(self, index: int, name: str) -> Path:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import gradstream
 from gradstream.testing.machines import Machines
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin:/sbin:/bin") or ""
@@ -28,6 +30,7 @@ class SshMachines:
     Attributes:
         hosts: addresses of the machines.
         ssh: the client's command line, for `gradstream launch --ssh`.
+        python: this Python with the source of this gradstream, which a server of ssh would not pass on.
     """
 
     def __init__(
@@ -63,6 +66,10 @@ class SshMachines:
             self._servers.append(machine.start(server, cwd=folder))
             ready = f"until grep -sq listening {log}; do sleep 0.05; done"
             machine.start(["sh", "-c", ready], cwd=folder).wait(START_S)
+        source = Path(gradstream.__file__).resolve().parents[1]
+        self.python = folder / "python"
+        self.python.write_text(f'#!/bin/sh\nPYTHONPATH={source} exec {sys.executable} "$@"\n')
+        self.python.chmod(0o755)
         self.hosts = [machine.address for machine in machines.machines]
         options = "-o LogLevel=ERROR -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null"
         self.ssh = f"ssh -F none -i {key} {options}"

@@ -132,13 +132,11 @@ class DataDelivery:
         pipe = subprocess.PIPE
         with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as server:
             assert server.stdout is not None and server.stderr is not None
-            late = threading.Timer(SERVE_S, server.kill)
-            late.start()
-            certificate, line = b"", server.stdout.readline()
-            while line and not line.startswith(READY.encode()):
-                certificate += line
-                line = server.stdout.readline()
-            late.cancel()
+            with _ended_after(SERVE_S, server):
+                certificate, line = b"", server.stdout.readline()
+                while line and not line.startswith(READY.encode()):
+                    certificate += line
+                    line = server.stdout.readline()
             if not line:
                 why = last_line(server.stderr.read()) or f"not ready in {SERVE_S:g} s"
                 raise HostError(f"{first.name}: cannot serve the data: {why}")
@@ -149,22 +147,19 @@ class DataDelivery:
 
     def _send(self, folder: Path, host: SshHost) -> None:
         """Sends the files of a folder from here."""
-        words = [*host.words(self.fleet.inside(host, self._command("receive")))]
+        words = host.words(self.fleet.inside(host, self._command("receive")))
         with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             assert process.stdin is not None and process.stderr is not None
-            late = threading.Timer(LONGEST_S, process.kill)
-            late.start()
-            try:
-                write_archive(files_in(folder), process.stdin)
-            except BrokenPipeError:
-                pass  # the machine says why
-            except OSError as error:  # one of the files here; the machine finds the archive too short
-                self.say(f"{folder}: {error}")
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-            said = process.stderr.read()
-            status = process.wait()
-            late.cancel()
+            with _ended_after(LONGEST_S, process):
+                try:
+                    write_archive(files_in(folder), process.stdin)
+                except BrokenPipeError:
+                    pass  # the machine says why
+                except OSError as error:  # one of the files here; the machine finds the archive too short
+                    self.say(f"{folder}: {error}")
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+                said, status = process.stderr.read(), process.wait()
         if status:
             raise HostError(f"{host.name}: {last_line(said) or f'exit status {status}'}")
 
@@ -180,3 +175,15 @@ class DataDelivery:
     def _command(self, *words: str) -> str:
         """A command of `data_copy` for the shell of a machine."""
         return f"{self.fleet.program} {shlex.join(['-m', 'gradstream.run.ssh.data_copy', *words])}"
+
+
+@contextlib.contextmanager
+def _ended_after(seconds: float, process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Kills a process if the context lasts longer than so many seconds."""
+    late = threading.Timer(seconds, process.kill)
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
