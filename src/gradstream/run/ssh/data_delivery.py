@@ -20,7 +20,7 @@ from typing import IO
 from gradstream.run.ssh.data_copy import COPY, LIST, NO_ROOM, READY
 from gradstream.run.ssh.file_list import FileList, files_in
 from gradstream.run.ssh.file_server import write_archive
-from gradstream.run.ssh.fleet import Fleet
+from gradstream.run.ssh.fleet import Fleet, for_shell
 from gradstream.run.ssh.host import HostError, SshHost, last_line
 
 LONGEST_S = 3600.0
@@ -93,7 +93,7 @@ class DataDelivery:
         there = self._command("there", self.fleet.data)
 
         def lacks(host: SshHost) -> bool:
-            script = f"cat > {LIST} || exit {NO_ROOM}; {there}"
+            script = f"cat > {LIST} || exit {NO_ROOM}; [ -d {for_shell(self.fleet.data)} ] && {there}"
             done = host.ask(self.fleet.inside(host, script), files, LONGEST_S)
             if done.returncode == NO_ROOM:
                 raise HostError(f"{host.name}: {last_line(done.stderr)}; make room, or take another --folder")

@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from gradstream.errors import PeerLostError, RefusedError
+from gradstream.run.remote.certificates import self_signed
 
 SILENCE_S = 30.0
 """A connection on which nothing moves for so long is closed."""
+
+PIECE_BYTES = 1 << 20
 
 
 class FileServer:
@@ -44,15 +47,12 @@ class FileServer:
     """
 
     def __init__(self, files: Mapping[str, Path], token: str, port: int) -> None:
-        from gradstream.run.remote.certificate_authority import CertificateAuthority  # imports torch
-
-        tls = CertificateAuthority().join_service_tls
-        self.certificate = tls.authority
+        self.certificate, key = self_signed("file-server")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         with (
             tempfile.NamedTemporaryFile() as both
         ):  # `ssl` reads keys from files alone; only the owner can read it
-            both.write(tls.authority + (tls.key or b""))
+            both.write(self.certificate + key)
             both.flush()
             context.load_cert_chain(both.name)
         self._server = _Server(("", port), _Answer)
@@ -135,7 +135,9 @@ class _Answer(http.server.BaseHTTPRequestHandler):
 
 def write_archive(files: Mapping[str, Path], into: IO[bytes] | BufferedIOBase) -> None:
     """Writes files as a tar archive. What a link leads to goes in its place, since no other machine has that."""
-    with tarfile.open(fileobj=into, mode="w|", dereference=True, bufsize=1 << 20) as archive:
+    with tarfile.open(
+        fileobj=into, mode="w|", dereference=True, bufsize=PIECE_BYTES, copybufsize=PIECE_BYTES
+    ) as archive:
         for name, path in files.items():
             archive.add(os.path.realpath(path), name, recursive=False)
 

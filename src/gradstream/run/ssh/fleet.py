@@ -106,11 +106,11 @@ class Fleet:
     def program(self) -> str:
         """The program that has gradstream, for the shell. A script may run it in any folder."""
         relative = "/" in self.python and not self.python.startswith(("/", "~/"))
-        return _for_shell(f"~/{self.python}" if relative else self.python)
+        return for_shell(f"~/{self.python}" if relative else self.python)
 
     def place(self, host: SshHost) -> str:
         """The folder of this run, for the shell."""
-        return _for_shell(self.home(host))
+        return for_shell(self.home(host))
 
     def at_once(
         self, task: Callable[[SshHost], Answer], hosts: Sequence[SshHost] | None = None
@@ -247,7 +247,7 @@ class Fleet:
         return list(filter(None, self.at_once(remove, hosts).values()))
 
 
-def _for_shell(path: str) -> str:
+def for_shell(path: str) -> str:
     """A path for the shell, which expands a ~ at its beginning."""
     return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
 
