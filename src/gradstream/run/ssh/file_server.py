@@ -135,9 +135,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
 
 def write_archive(files: Mapping[str, Path], into: IO[bytes] | BufferedIOBase) -> None:
     """Writes files as a tar archive. What a link leads to goes in its place, since no other machine has that."""
-    with tarfile.open(
-        fileobj=into, mode="w|", dereference=True, bufsize=PIECE_BYTES, copybufsize=PIECE_BYTES
-    ) as archive:
+    with tarfile.open(fileobj=into, mode="w|", dereference=True, bufsize=PIECE_BYTES) as archive:
         for name, path in files.items():
             archive.add(os.path.realpath(path), name, recursive=False)
 
