@@ -74,14 +74,13 @@ class Cluster:
 
     def left(self) -> list[str]:
         """Processes of gradstream on the machines, and folders there."""
-        spaces = [machine.pids() for machine in self.machines.machines]
-        found = [
-            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            for one in spaces
-            for pid in one
-        ]
         folders = [path for index in range(len(self.hosts)) for path in self.on(index, ".").glob("*")]
-        return [line for line in found if "gradstream" in line] + [str(path) for path in folders]
+        found = [str(path) for path in folders]
+        for pid in [pid for machine in self.machines.machines for pid in machine.pids()]:
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found += [line] * ("gradstream" in line)
+        return found
 
 
 @contextmanager
