@@ -12,6 +12,9 @@ from gradstream.run.ssh.host import HostError, SshHost, last_line
 NO_PROGRAM, NO_GRADSTREAM, IS_THERE, NO_FOLDER = 41, 42, 43, 44
 """Exit statuses of the script that looks at a machine."""
 
+LOOK_S = 120.0
+"""Longest time for a look: Python, torch and the doctor take seconds, and a minute on a machine that is busy."""
+
 
 def inspect(fleet: Fleet) -> dict[str, str]:
     """Makes the folders of a run, and looks at every machine. Returns the doctor's warnings, by machine.
@@ -45,7 +48,8 @@ def inspect_machine(fleet: Fleet, host: SshHost, made: list[SshHost]) -> str:
     done = host.ask(
         f'umask 077; mkdir -p "$(dirname {quoted})" || exit {NO_FOLDER}; [ ! -e {quoted} ] || exit {IS_THERE}; '
         f"mkdir {quoted} && cd {quoted} || exit {NO_FOLDER}; command -v {python} >&2 || exit {NO_PROGRAM}; "
-        f"{python} -c {shlex.quote(says)} || exit {NO_GRADSTREAM}; {python} -m gradstream doctor"
+        f"{python} -c {shlex.quote(says)} || exit {NO_GRADSTREAM}; {python} -m gradstream doctor",
+        timeout_s=LOOK_S,
     )
     if done.returncode == NO_FOLDER:
         raise HostError(f"{host.name}: {last_line(done.stderr)}; make room, or take another --folder")
