@@ -15,6 +15,8 @@ import pytest
 from gradstream.testing.machines import Machine, Machines, unavailable
 from gradstream.testing.ssh_machines import SSHD, SshMachines
 
+pytestmark = pytest.mark.limit_s(300)  # many processes that import torch, on cores that others may use too
+
 JOB = """
 import gradstream as gs
 from helper import rows
@@ -63,7 +65,7 @@ class Cluster:
         words = (sys.executable, "-m", "gradstream", *words)
         return self.machines[0].start(list(words), cwd=self.folder, stdout=pipe, stderr=subprocess.STDOUT)
 
-    def run(self, *words: str, timeout_s: float = 100.0) -> tuple[int, str]:
+    def run(self, *words: str, timeout_s: float = 200.0) -> tuple[int, str]:
         process = self.start(*words)
         said, _ = process.communicate(timeout=timeout_s)
         return process.returncode, said
