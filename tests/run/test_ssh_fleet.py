@@ -8,6 +8,7 @@ import pytest
 
 from gradstream.run.ssh.fleet import Fleet
 from gradstream.run.ssh.host import HostError
+from gradstream.run.ssh.inspection import inspect
 
 SSH = """#!/bin/sh
 for last; do :; done
@@ -56,7 +57,7 @@ def test_another_run_of_that_name_is_left_alone(home: Path) -> None:
     theirs.mkdir(parents=True)
     (theirs / "log").write_text("theirs")
     with pytest.raises(HostError, match="a: ~/some where/mine/a is there, from another run of that name"):
-        fleet(home).look()
+        inspect(fleet(home))
     assert (theirs / "log").read_text() == "theirs"
     assert [path.name for path in theirs.parent.iterdir()] == ["a"]
 

@@ -7,12 +7,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from gradstream.testing.machines import Machines, unavailable
+from gradstream.testing.machines import Machine, Machines, unavailable
 from gradstream.testing.ssh_machines import SSHD, SshMachines
+
+pytestmark = pytest.mark.limit_s(300)  # many processes that import torch, on cores that others may use too
 
 JOB = """
 import gradstream as gs
@@ -20,7 +23,7 @@ from helper import rows
 
 def job():
     model, data = rows()
-    return gs.Job(model, data, optimizer=gs.optim.SGD(lr=0.05), batch_size=8, epochs=2)
+    return gs.Job(model, data, optimizer=gs.optim.SGD(lr=1e-6), batch_size=8, epochs=2)
 """
 HELPER = """
 import os
@@ -31,14 +34,30 @@ def rows():
     return slow(400, pause_s=0.002)
 """
 
+PYTHON = """#!/bin/sh
+# A machine with one of these files has another Python.
+[ -e {there}/bare ] && exec {bare} -I -S "$@"
+[ -e {there}/older ] && case "$*" in *_version*) echo 0.0.1; exit ;; esac
+exec {usual} "$@"
+"""
+
 
 class Cluster:
     """Machines with ssh, and a folder on the first one from which commands are typed."""
 
     def __init__(self, machines: Machines, folder: Path) -> None:
         self.machines, self.folder = machines, folder
-        self.there = SshMachines(machines, folder)
+        disks = [folder / "there", folder / "data"]
+        self.there = SshMachines(machines, folder, own=disks, own_bytes=1 << 27)
         self.hosts = self.there.hosts
+        self.python = folder / "a-python"
+        places = {"there": folder / "there", "bare": sys.executable, "usual": self.there.python}
+        self.python.write_text(PYTHON.format(**places))
+        self.python.chmod(0o755)
+
+    def on(self, index: int, name: str) -> Path:
+        """A file in the folder of runs of a machine, on its own disk."""
+        return self.there.path(index, self.folder / "there" / name)
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         """A command, typed on the first machine."""
@@ -46,40 +65,45 @@ class Cluster:
         words = (sys.executable, "-m", "gradstream", *words)
         return self.machines[0].start(list(words), cwd=self.folder, stdout=pipe, stderr=subprocess.STDOUT)
 
-    def run(self, *words: str, timeout_s: float = 100.0) -> tuple[int, str]:
+    def run(self, *words: str, timeout_s: float = 200.0) -> tuple[int, str]:
         process = self.start(*words)
         said, _ = process.communicate(timeout=timeout_s)
         return process.returncode, said
 
     def launch(self, *words: str, hosts: list[str] | None = None) -> list[str]:
-        ours = ["--ssh", self.there.ssh, "--python", sys.executable, "--folder", str(self.folder / "there")]
+        ours = ["--ssh", self.there.ssh, "--python", str(self.python), "--folder", str(self.folder / "there")]
         return ["launch", "--hosts", ",".join(hosts or self.hosts), *ours, "job.py", *words]
 
     def left(self) -> list[str]:
         """Processes of gradstream on the machines, and folders there."""
-        spaces = [machine.pids() for machine in self.machines.machines]
-        found = [
-            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            for one in spaces
-            for pid in one
-        ]
-        return [line for line in found if "gradstream" in line] + [
-            str(p) for p in self.folder.glob("there/*")
-        ]
+        folders = [path for index in range(len(self.hosts)) for path in self.on(index, ".").glob("*")]
+        found = [str(path) for path in folders]
+        for pid in [pid for machine in self.machines.machines for pid in machine.pids()]:
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found += [line] * ("gradstream" in line)
+        return found
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+@contextmanager
+def machines_with_ssh(folder: Path, count: int) -> Iterator[Cluster]:
     if reason := unavailable():
         pytest.skip(reason)
     if not SSHD:
         pytest.skip("no server of ssh: apt-get install openssh-server")
-    (tmp_path / "job.py").write_text(JOB)
-    (tmp_path / "helper.py").write_text(HELPER)
-    (tmp_path / "data" / "deep").mkdir(parents=True)
-    (tmp_path / "data" / "deep" / "numbers").write_text("1 2 3")
-    with Machines(3) as machines:
-        yield Cluster(machines, tmp_path)
+    (folder / "job.py").write_text(JOB)
+    (folder / "helper.py").write_text(HELPER)
+    (folder / "there").mkdir()
+    (folder / "data" / "deep").mkdir(parents=True)
+    (folder / "data" / "deep" / "numbers").write_text("1 2 3")
+    with Machines(count) as machines:
+        yield Cluster(machines, folder)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with machines_with_ssh(tmp_path, 3) as made:
+        yield made
 
 
 def test_one_command_brings_starts_collects_and_cleans_up(cluster: Cluster) -> None:
@@ -115,11 +139,61 @@ def test_what_a_machine_lacks_is_said_in_a_line_and_nothing_is_left(cluster: Clu
     assert list((cluster.folder / "runs").iterdir()) == []
 
 
+def test_what_is_amiss_on_one_machine_is_said_with_its_name_and_the_remedy(cluster: Cluster) -> None:
+    a, b, c = cluster.hosts
+    cluster.on(0, "bare").touch()
+    with suppress(OSError), cluster.on(1, "everything").open("wb") as file:
+        while True:
+            file.write(bytes(1 << 20))
+    cluster.on(2, "older").touch()
+    status, said = cluster.run(*cluster.launch())
+    lines = said.splitlines()
+    assert (status, len(lines)) == (3, 3), said
+    assert (
+        f"{a}: {cluster.python} has no gradstream" in lines[0] and "-m pip install gradstream==" in lines[0]
+    )
+    assert f"{b}: " in lines[1] and "No space left on device; make room, or take another --folder" in lines[1]
+    assert f"{c}: has gradstream 0.0.1" in lines[2] and "install the same one" in lines[2]
+    cluster.on(0, "bare").unlink()
+    cluster.on(2, "older").unlink()
+    with cluster.on(1, "everything").open("r+b") as file:
+        file.truncate((1 << 27) - (40 << 20))
+    (cluster.folder / "data" / "large").write_bytes(os.urandom(60 << 20))
+    status, said = cluster.run(*cluster.launch("--data", "data"))
+    assert status == 3
+    assert f"{b}: " in said and "and the data takes 63 MB; make room, or take another --folder" in said
+    cluster.on(1, "everything").unlink()
+    assert cluster.left() == []
+
+
+def test_data_leaves_the_driver_once_for_all_machines(tmp_path: Path) -> None:
+    size = 30_000_000
+    with machines_with_ssh(tmp_path, 4) as cluster:
+        (tmp_path / "data" / "large").write_bytes(os.urandom(size))
+        before = [sent_bytes(one) for one in cluster.machines.machines]
+        _, a, b, c = cluster.hosts
+        status, said = cluster.run(*cluster.launch("--data", "data", hosts=[a, b, c]))
+        assert status == 0, said
+        assert f"30 MB of data: from here to {a}" in said
+        assert f"30 MB of data: from {a} to {b}, {c}" in said
+        sent = [sent_bytes(one) - was for one, was in zip(cluster.machines.machines, before, strict=True)]
+        assert size < sent[0] < 1.3 * size, sent
+        assert 2 * size < sent[1], sent
+        assert cluster.left() == []
+
+
+def sent_bytes(machine: Machine) -> int:
+    """Bytes that have left a machine by its network card."""
+    words = ["cat", "/sys/class/net/eth0/statistics/tx_bytes"]
+    said, _ = machine.start(words, cwd=Path("/"), stdout=subprocess.PIPE).communicate(timeout=20)
+    return int(said)
+
+
 def test_a_run_goes_on_without_the_terminal_and_without_a_machine_and_stop_leaves_nothing(
     cluster: Cluster,
 ) -> None:
     a, b, c = cluster.hosts
-    launch = cluster.launch("--data", "data", "--strategy", "allreduce", "--epochs", "1000", "--detach")
+    launch = cluster.launch("--data", "data", "--strategy", "allreduce", "--epochs", "100000", "--detach")
     status, said = cluster.run(*launch)
     assert status == 0 and "gradstream stop runs/job" in said
     status, said = cluster.run(*launch)

@@ -16,14 +16,9 @@ import pytest
 
 import gradstream
 from gradstream.errors import PeerLostError, RefusedError
-from gradstream.run.remote import certificate_authority as authority_module
-from gradstream.run.remote.certificate_authority import (
-    LAUNCHER,
-    LIFE,
-    CertificateAuthority,
-    Key,
-    fingerprint_of,
-)
+from gradstream.run.remote import certificates
+from gradstream.run.remote.certificate_authority import LAUNCHER, CertificateAuthority, fingerprint_of
+from gradstream.run.remote.certificates import LIFE, Key
 from gradstream.runtime import RealRuntime
 from gradstream.testing.endpoints import CHECKS, Check, run_check
 from gradstream.testing.pairs import SECRET, grpc_pairs
@@ -389,7 +384,7 @@ def test_a_certificate_that_expires_while_its_connection_is_open(
 def test_a_certificate_that_has_expired_makes_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     old = CertificateAuthority()
     with monkeypatch.context() as patch:
-        patch.setattr(authority_module, "LIFE", -datetime.timedelta(minutes=1))
+        patch.setattr(certificates, "LIFE", -datetime.timedelta(minutes=1))
         expired = old.issue("worker-0")
     with pytest.raises(PeerLostError, match="coordinator: "):
         call(endpoint("worker-0", expired), endpoint("coordinator", old.issue("coordinator")))

@@ -12,8 +12,11 @@ from pathlib import Path
 import click
 
 from gradstream.errors import RESUMABLE, ConfigError
+from gradstream.run.ssh.data_delivery import DataDelivery
 from gradstream.run.ssh.fleet import FILE, Fleet
 from gradstream.run.ssh.host import NO_CONNECTION, HostError, SshHost
+from gradstream.run.ssh.inspection import inspect
+from gradstream.run.ssh.replacement import replace_machine
 from gradstream.run.ssh.sources import sources_of
 from gradstream.untrusted import say
 
@@ -41,7 +44,7 @@ def launch_on(
     files = sources_of(job, more)
     fleet.keep(run)  # a run of that name, here or there, is left alone
     try:
-        warnings = fleet.look()
+        warnings = inspect(fleet)
     except BaseException:
         _forget_here(run)
         raise
@@ -52,7 +55,7 @@ def launch_on(
         say(f"{len(fleet.hosts)} machines are ready; {len(files)} files to bring")
         fleet.send(files)
         if data is not None:
-            fleet.send_data(data)
+            DataDelivery(fleet, say).bring(data)
         fleet.start()
     except BaseException:
         _forget(fleet, run)
@@ -122,6 +125,12 @@ def stop(fleet: Fleet, run: Path, *options: str) -> None:
     """Ends the run with a checkpoint, brings what it has left, and cleans up."""
     say(f"{fleet.hosts[0]}: {fleet.stop(*options)}")
     finish(fleet, run)
+
+
+def replace_on(fleet: Fleet, run: Path, gone: str, host: str) -> None:
+    """Has a machine take the place of one that is gone. Raises as `replace_machine` does."""
+    replace_machine(fleet, gone, host, run, say)
+    click.echo(f"{host} joins in the place of {gone}; gradstream status {run}")
 
 
 def show_states(fleet: Fleet) -> None:

@@ -129,11 +129,19 @@ def _on_hosts(job: Path, function: str, words: tuple[str, ...], hosts: str, name
         port=given["port"],
         job=f"{job.name}:{function}" if function else job.name,
         arguments=[*words, *(["--", *arguments] if arguments else [])],
-        data=data is not None,
+        data=_place_there(data) if data else "",
     )
     launch_on(
         fleet, Path("runs") / name, job, [Path(one) for one in given["more"]], data, detach=given["detach"]
     )
+
+
+def _place_there(data: Path) -> str:
+    """Where the machines may have the data already: at the same path, under the home folder where it is there."""
+    try:
+        return f"~/{data.resolve().relative_to(Path.home().resolve())}"
+    except ValueError:
+        return str(data.resolve())
 
 
 def _emit(job: Path, engine: str, name: str, output: Path | None, **given: Any) -> None:

@@ -22,7 +22,6 @@ def replace(run: Path, gone: str, host: str) -> None:
       gradstream replace runs/mine c i
       gradstream replace runs/mine b b
     """
-    from gradstream.cli.hosts import fleet_of
+    from gradstream.cli.hosts import fleet_of, replace_on
 
-    fleet_of(run).replaced(gone, host, run)
-    click.echo(f"{host} joins in the place of {gone}; gradstream status {run}")
+    replace_on(fleet_of(run), run, gone, host)

@@ -15,7 +15,8 @@ from gradstream.errors import ConfigError, JoinRefusedError, PeerLostError, Refu
 from gradstream.job.job import Job, is_script
 from gradstream.run.local.machine import num_cores
 from gradstream.run.remote.address import Address, local_address, new_token
-from gradstream.run.remote.certificate_authority import LAUNCHER, Key
+from gradstream.run.remote.certificate_authority import LAUNCHER
+from gradstream.run.remote.certificates import Key
 from gradstream.run.remote.facts import facts_of, file_hash
 from gradstream.run.remote.join_service import JOB
 from gradstream.run.remote.places import moved

@@ -1,10 +1,11 @@
-"""A job on several machines that ssh reaches: looked at, started, followed, stopped, collected, cleaned up.
+"""A job on several machines that ssh reaches: started, followed, stopped, collected, cleaned up.
 
 The first machine trains and the others join it, as `run/place.py` describes. This process only starts them: the run
 goes on without it. Everything on a machine is in one folder of its own:
 
     JOB.py, modules     what the job needs
     token               what admits the machines to the run; only its owner can read it
+    data, data.json     the data, or a link to where it was already, and the list of its files
     log, status         what `gradstream train` says, and its exit status when it has ended
     runs/NAME           the run directory
 """
@@ -18,21 +19,17 @@ import subprocess
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self, TypeVar
 
-from gradstream._version import __version__
 from gradstream.errors import ConfigError
 from gradstream.run.place import HOST, NODE, NODES, PORT, RUN
 from gradstream.run.ssh.host import HostError, SshHost, last_line
-from gradstream.run.ssh.sources import file_sum, packed, unpacked
+from gradstream.run.ssh.sources import packed, unpacked
 
 FILE = "hosts.json"
 """In the local folder of a run: the machines on which it is."""
-
-NO_PROGRAM, NO_GRADSTREAM, IS_THERE, NO_FOLDER = 41, 42, 43, 44
-"""Exit statuses of the script that looks at a machine."""
 
 NOT_IN_TIME = 4
 """Exit status of `gradstream stop`."""
@@ -51,12 +48,12 @@ class Fleet:
         name: name of the run.
         hosts: the machines, at least 2; the first one trains, and must be reachable by the others.
         ssh: the ssh client and its options.
-        python: program on the machines that has gradstream.
+        python: program on the machines that has gradstream; a relative path is in the home folder there.
         folder: folder for runs there.
         port: port of the first machine at which they meet.
         job: name of the job file.
         arguments: options of `gradstream train`, and arguments of the job file.
-        data: whether data was brought along.
+        data: where the data of the run may be on the machines already; "" for a run without any.
     """
 
     name: str
@@ -67,7 +64,7 @@ class Fleet:
     port: int
     job: str
     arguments: Sequence[str]
-    data: bool = False
+    data: str = ""
 
     @classmethod
     def of(cls, run: Path) -> Self | None:
@@ -84,9 +81,13 @@ class Fleet:
         """Writes which machines a run is on, so that other commands find them."""
         try:
             run.mkdir(parents=True)
-            (run / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+            self.write(run)
         except OSError as error:
             raise ConfigError(f"cannot make {run}: {error.strerror}; take another --name") from None
+
+    def write(self, run: Path) -> None:
+        """Writes the list of machines into the local folder of the run."""
+        (run / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @property
     def machines(self) -> list[SshHost]:
@@ -99,12 +100,17 @@ class Fleet:
 
     def inside(self, host: SshHost, script: str) -> str:
         """A script that runs in the folder of this run, and not at all if that is not there."""
-        return f"cd {self._quoted(host)} && {{ {script}\n}}"
+        return f"cd {self.place(host)} && {{ {script}\n}}"
 
-    def _quoted(self, host: SshHost) -> str:
-        """The folder of this run for the shell, which expands a ~ at its beginning."""
-        home = self.home(host)
-        return f"~/{shlex.quote(home[2:])}" if home.startswith("~/") else shlex.quote(home)
+    @property
+    def program(self) -> str:
+        """The program that has gradstream, for the shell. A script may run it in any folder."""
+        relative = "/" in self.python and not self.python.startswith(("/", "~/"))
+        return for_shell(f"~/{self.python}" if relative else self.python)
+
+    def place(self, host: SshHost) -> str:
+        """The folder of this run, for the shell."""
+        return for_shell(self.home(host))
 
     def at_once(
         self, task: Callable[[SshHost], Answer], hosts: Sequence[SshHost] | None = None
@@ -126,169 +132,30 @@ class Fleet:
             raise HostError("\n".join(map(str, errors)))
         return {name: one.result() for name, one in tasks.items()}
 
-    # ---- before the start -----------------------------------------------------------------
-
-    def look(self) -> dict[str, str]:
-        """Makes the folders, and looks at every machine. Returns the doctor's warnings, by machine.
-
-        Raises:
-            HostError: a machine lacks something. Nothing but empty folders is left on any.
-        """
-        made: list[SshHost] = []
-        try:
-            found = self.at_once(lambda host: self._look(host, made))
-            self.at_once(self._reach)
-        except HostError:
-            self.clean(made)
-            raise
-        return found
-
-    def _look(self, host: SshHost, made: list[SshHost]) -> str:
-        quoted, python = self._quoted(host), shlex.quote(self.python)
-        says = "import gradstream._version as v; print(v.__version__)"
-        done = host.ask(
-            f'umask 077; mkdir -p "$(dirname {quoted})" || exit {NO_FOLDER}; [ ! -e {quoted} ] || exit {IS_THERE}; '
-            f"mkdir {quoted} && cd {quoted} || exit {NO_FOLDER}; command -v {python} >&2 || exit {NO_PROGRAM}; "
-            f"{python} -c {shlex.quote(says)} || exit {NO_GRADSTREAM}; {python} -m gradstream doctor"
-        )
-        if done.returncode == NO_FOLDER:
-            raise HostError(f"{host.name}: {last_line(done.stderr)}; take another --folder")
-        if done.returncode == IS_THERE:
-            raise HostError(
-                f"{host.name}: {self.home(host)} is there, from another run of that name; take another --name, or "
-                "remove it"
-            )
-        made.append(host)
-        text = done.stdout.decode(errors="replace")
-        version, _, checks = text.partition("\n")
-        if done.returncode == NO_PROGRAM:
-            raise HostError(
-                f"{host.name}: there is no program {self.python!r}; install Python 3.11 or newer there, or --python"
-            )
-        if done.returncode == NO_GRADSTREAM:
-            raise HostError(
-                f"{host.name}: {self.python} has no gradstream ({last_line(done.stderr)}); `ssh {host.name} "
-                f"{self.python} -m pip install gradstream=={__version__}`, or --python"
-            )
-        if version != __version__:
-            raise HostError(
-                f"{host.name}: has gradstream {version}, and this machine {__version__}; install the same one"
-            )
-        bad = [" ".join(line[1:].split()) for line in checks.splitlines() if line.startswith("✗")]
-        if done.returncode:
-            raise HostError(f"{host.name}: {'; '.join(bad) or last_line(done.stderr)}")
-        return "; ".join(" ".join(line[1:].split()) for line in checks.splitlines() if line.startswith("!"))
-
-    def _reach(self, host: SshHost) -> None:
-        """Connects from a machine to the first one, at the port where they will meet."""
-        first, python = self.machines[0], shlex.quote(self.python)
-        if host.name == first.name:
-            listen = f"import socket, time; s = socket.create_server(('', {self.port})); s.settimeout(20)\n"
-            listen += f"for _ in range({len(self.hosts) - 1}): s.accept()"
-            done = first.ask(f"{python} -c {shlex.quote(listen)}")
-            if done.returncode and b"timed out" not in done.stderr:
-                raise HostError(
-                    f"{first.name}: port {self.port}: {last_line(done.stderr)}; take another --port"
-                )
-            return
-        dial = (
-            "import socket, sys, time\nfor last in range(19, -1, -1):\n"
-            f"    try: socket.create_connection(({first.address!r}, {self.port}), 5); break\n"
-            "    except ConnectionRefusedError as e: time.sleep(0.5); why = e\n"
-            "    except OSError as e: sys.exit(str(e))\n"
-            "else: sys.exit(str(why))"
-        )
-        done = host.ask(f"{python} -c {shlex.quote(dial)}")
-        if done.returncode:
-            raise HostError(
-                f"{host.name}: does not reach {first.address}:{self.port}: {last_line(done.stderr)}; name {first.name} "
-                "as the others know it, open the port in its firewall, or take another --port"
-            )
+    # ---- the start ------------------------------------------------------------------------
 
     def send(self, files: Mapping[str, Path]) -> None:
         """Brings the files of the job, and a new token."""
         archive = packed(files, {"token": secrets.token_hex(16).encode() + b"\n"})
         self.at_once(lambda host: host.do(self.inside(host, "umask 077; tar -xzf -"), archive, 600.0))
 
-    def send_data(self, folder: Path) -> None:
-        """Brings a folder of data, which GRADSTREAM_DATA will name, and compares checksums there."""
-        sums = {path: file_sum(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-        listed = "".join(
-            f"{digest}  data/{path.relative_to(folder)}\n" for path, digest in sums.items()
-        ).encode()
-
-        def bring(host: SshHost) -> None:
-            with subprocess.Popen(
-                ["tar", "-cf", "-", "-C", str(folder), "."], stdout=subprocess.PIPE
-            ) as archive:
-                assert archive.stdout is not None
-                into = self.inside(host, "umask 077; mkdir -p data && tar -xf - -C data")
-                host.do(into, archive.stdout, 3600.0)
-            host.do(self.inside(host, "sha256sum --check --quiet -"), listed, 600.0)
-
-        self.at_once(bring)
-
-    # ---- the run --------------------------------------------------------------------------
-
     def start(self) -> None:
         """Starts the run on all machines. It goes on without this process."""
-        self.at_once(self._start)
+        self.at_once(self.start_on)
 
-    def _start(self, host: SshHost) -> None:
+    def start_on(self, host: SshHost) -> None:
+        """Starts the process of one machine."""
         first, rank = self.machines[0], self.hosts.index(host.name)
         place = {NODES: len(self.hosts), NODE: rank, HOST: first.address, PORT: self.port, RUN: self.name}
         place |= {"GRADSTREAM_TOKEN_FILE": "token"} | ({"GRADSTREAM_DATA": "data"} if self.data else {})
         words = ["env", *(f"{name}={value}" for name, value in place.items())]
-        words += [self.python, "-m", "gradstream", "train", self.job, *self.arguments]
-        inner = f"echo $$ > group; {shlex.join(words)} > log 2>&1; echo $? > status.new; mv status.new status"
+        train = ["-m", "gradstream", "train", self.job, *self.arguments]
+        command = f"{shlex.join(words)} {self.program} {shlex.join(train)}"
+        inner = f"echo $$ > group; {command} > log 2>&1; echo $? > status.new; mv status.new status"
         script = f"rm -f status; setsid nohup sh -c {shlex.quote(inner)} > /dev/null 2>&1 < /dev/null &"
         host.do(self.inside(host, script))
 
-    def replaced(self, old: str, new: str, run: Path) -> Self:
-        """Has another machine, or the same one anew, take the place of one whose process is gone.
-
-        Args:
-            old: name of the machine that is gone; not the first one.
-            new: name of the machine that takes its place.
-            run: the local folder of the run, where the new list of machines is written.
-
-        Raises:
-            ConfigError: there is no such machine, or its process runs.
-            HostError: the new one lacks something; the run is as before.
-        """
-        if old not in self.hosts[1:]:
-            raise ConfigError(
-                f"the run has no machine {old!r} that joined it; expected one of {', '.join(self.hosts[1:])}"
-            )
-        if new != old and new in self.hosts:
-            raise ConfigError(f"{new} has a part in the run already; name another machine")
-        if self.states()[old].startswith("runs"):
-            raise ConfigError(
-                f"{old} trains; end its `gradstream train` there before another machine takes its place"
-            )
-        first = self.machines[0]
-        after = replace(self, hosts=[new if name == old else name for name in self.hosts])
-        host = after.machines[after.hosts.index(new)]
-        if new == old:
-            self.clean([host])
-        made: list[SshHost] = []
-        try:
-            after._look(host, made)
-            with subprocess.Popen(
-                first.words(self.inside(first, "tar -cf - $(ls | grep -vxE 'log|status|group|runs')")),
-                stdout=subprocess.PIPE,
-                stdin=subprocess.DEVNULL,
-            ) as archive:
-                assert archive.stdout is not None
-                host.do(after.inside(host, "umask 077; tar -xf -"), archive.stdout, 3600.0)
-            after._start(host)
-        except HostError:
-            after.clean(made)
-            raise
-        (run / FILE).write_text(json.dumps(asdict(after), indent=1) + "\n")
-        if new != old:
-            self.clean([self.machines[self.hosts.index(old)]])  # if it can be reached
-        return after
+    # ---- the run --------------------------------------------------------------------------
 
     def log(self, host: SshHost, *, follow: bool) -> list[str]:
         """The command line that prints the log of a machine; with `follow`, until its process has ended."""
@@ -324,8 +191,8 @@ class Fleet:
             HostError: it has not ended in time; it may still.
         """
         first = self.machines[0]
-        words = [self.python, "-m", "gradstream", "stop", f"runs/{self.name}", *options]
-        done = first.ask(self.inside(first, shlex.join(words)), timeout_s=3600.0)
+        words = shlex.join(["-m", "gradstream", "stop", f"runs/{self.name}", *options])
+        done = first.ask(self.inside(first, f"{self.program} {words}"), timeout_s=3600.0)
         said = last_line(done.stdout) or last_line(done.stderr)
         if done.returncode == NOT_IN_TIME:
             raise HostError(f"{first.name}: {said}")
@@ -371,13 +238,18 @@ class Fleet:
 
         def remove(host: SshHost) -> str:
             try:
-                ending = script.replace("{home}", self._quoted(host))
+                ending = script.replace("{home}", self.place(host))
                 host.ask(self.inside(host, ending), timeout_s=2 * END_S)
             except HostError as error:
                 return f"{error}; {self.home(host)} is left there"
             return ""
 
         return list(filter(None, self.at_once(remove, hosts).values()))
+
+
+def for_shell(path: str) -> str:
+    """A path for the shell, which expands a ~ at its beginning."""
+    return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
 
 
 def _bring(host: SshHost, script: str, into: Path) -> None:

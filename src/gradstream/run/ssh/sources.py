@@ -71,5 +71,5 @@ def packed(files: Mapping[str, Path], secrets: Mapping[str, bytes]) -> bytes:
 
 def unpacked(archive: IO[bytes], into: Path) -> None:
     """Unpacks what a machine has sent: files and folders inside of `into` alone, no links to elsewhere, no devices."""
-    with tarfile.open(fileobj=archive, mode="r|") as opened:
+    with tarfile.open(fileobj=archive, mode="r|", bufsize=1 << 20) as opened:
         opened.extractall(into, filter="data")

@@ -1,0 +1,86 @@
+"""`FileList`: the files of a folder with their SHA-256, by which machines compare their copies of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Self
+
+from gradstream.errors import ConfigError
+from gradstream.run.ssh.sources import file_sum
+
+
+@dataclass(frozen=True, slots=True)
+class FileList:
+    """The files of a folder and of the folders in it. Links count as the files to which they lead.
+
+    Args:
+        files: length in bytes and SHA-256 of each file, by its name: "deep/numbers".
+    """
+
+    files: Mapping[str, tuple[int, str]]
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """The list of a folder. Raises ConfigError if a file cannot be read."""
+        try:
+            return cls(
+                {name: (path.stat().st_size, file_sum(path)) for name, path in files_in(folder).items()}
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads what `str` has written. Raises ConfigError if it is no such list, or leads out of the folder."""
+        try:
+            read = json.loads(text)
+            files = {str(name): (int(length), str(digest)) for name, (length, digest) in read.items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"the list of files cannot be read: {error}") from None
+        for name in files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts:
+                raise ConfigError(f"the list of files names {name!r}, which is outside of its folder")
+        return cls(files)
+
+    def __str__(self) -> str:
+        return json.dumps(self.files)
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of all files together."""
+        return sum(length for length, _ in self.files.values())
+
+    def difference(self, folder: Path) -> str:
+        """The first difference of a folder from this list; "" if it has these files, and no others."""
+        try:
+            found = files_in(folder)
+            if others := sorted(found.keys() ^ self.files.keys()):
+                name = others[0]
+                return f"{name} is {'not expected' if name in found else 'missing'}"
+            for name, (length, _) in self.files.items():
+                if (bytes_there := found[name].stat().st_size) != length:
+                    return f"{name} has {bytes_there:,} bytes, expected {length:,}"
+            for name, (_, digest) in self.files.items():
+                if file_sum(found[name]) != digest:
+                    return f"{name} has another SHA-256"
+        except OSError as error:
+            return f"{error.filename}: {error.strerror}"
+        return ""
+
+
+def files_in(folder: Path) -> dict[str, Path]:
+    """The files of a folder by name. It follows links to folders, but not back to one in which it is already."""
+    found: dict[str, Path] = {}
+    pending: list[tuple[str, Path, tuple[Path, ...]]] = [("", folder, (folder.resolve(),))]
+    while pending:
+        prefix, here, above = pending.pop()
+        for entry in here.iterdir():
+            if entry.is_file():
+                found[prefix + entry.name] = entry
+            elif entry.is_dir() and (real := entry.resolve()) not in above:
+                pending.append((f"{prefix}{entry.name}/", entry, (*above, real)))
+    return dict(sorted(found.items()))

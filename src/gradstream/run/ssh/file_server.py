@@ -1,0 +1,144 @@
+"""`FileServer`: gives the files of one folder to machines of the same run, over TLS.
+
+The standard library's HTTPS suffices: a caller proves by the token of the run that it belongs to it, and gets all files
+as one tar archive. The certificate is made for this server alone and its key never leaves the process. Callers get the
+certificate by ssh, and trust no other.
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.client
+import http.server
+import os
+import ssl
+import tarfile
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from io import BufferedIOBase
+from pathlib import Path
+from typing import IO, Any, Self
+
+from gradstream.errors import PeerLostError, RefusedError
+from gradstream.run.remote.certificates import self_signed
+
+SILENCE_S = 30.0
+"""A connection on which nothing moves for so long is closed."""
+
+PIECE_BYTES = 1 << 20
+
+
+class FileServer:
+    """A context manager: files are served while it is open.
+
+    Args:
+        files: the files, by their names in the archive.
+        token: token of the run.
+        port: port at which to listen; 0 takes a free one.
+
+    Attributes:
+        certificate: of this server, PEM.
+        port: at which it listens.
+
+    Raises:
+        OSError: the port is in use.
+    """
+
+    def __init__(self, files: Mapping[str, Path], token: str, port: int) -> None:
+        self.certificate, key = self_signed("file-server")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        with (
+            tempfile.NamedTemporaryFile() as both
+        ):  # `ssl` reads keys from files alone; only the owner can read it
+            both.write(self.certificate + key)
+            both.flush()
+            context.load_cert_chain(both.name)
+        self._server = _Server(("", port), _Answer)
+        self._server.given, self._server.authorization = files, _authorization(token)
+        self._server.tls = context
+        self.port = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, name="file-server", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@contextmanager
+def served_archive(host: str, port: int, certificate: str, token: str) -> Iterator[IO[bytes]]:
+    """The archive that a server gives, as it comes. It may end early: compare what it had with a list.
+
+    Args:
+        host: host name or address of the server.
+        port: its port.
+        certificate: its certificate, PEM. No other server is believed.
+        token: token of the run.
+
+    Raises:
+        PeerLostError: the server cannot be reached, is silent, or has another certificate.
+        RefusedError: the token is not its own.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # the certificate names no machine: it is the only one that is believed
+    context.load_verify_locations(cadata=certificate)
+    who = f"{host}:{port}"
+    with closing(http.client.HTTPSConnection(host, port, timeout=SILENCE_S, context=context)) as connection:
+        try:
+            connection.request("GET", "/", headers={"Authorization": _authorization(token)})
+            answer = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise PeerLostError(who, str(error) or type(error).__name__) from None
+        if answer.status != http.client.OK:
+            raise RefusedError(who, "BAD_SECRET", f"{answer.status} {answer.reason}")
+        yield answer
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True  # those that hang do not keep it from ending
+    given: Mapping[str, Path]
+    authorization: str
+    tls: ssl.SSLContext
+
+    def get_request(self) -> tuple[Any, Any]:
+        """A connection, whose handshake its own thread makes: a silent caller keeps no other one waiting."""
+        connection, address = super().get_request()
+        return self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Is silent: the caller says what it has missed."""
+
+
+class _Answer(http.server.BaseHTTPRequestHandler):
+    timeout = SILENCE_S
+    server: _Server
+
+    def do_GET(self) -> None:
+        """Sends all files to whoever knows the token."""
+        shown = self.headers.get("Authorization", "")
+        if not hmac.compare_digest(shown.encode(errors="replace"), self.server.authorization.encode()):
+            self.send_error(http.client.UNAUTHORIZED)
+            return
+        self.send_response(http.client.OK)
+        self.end_headers()
+        write_archive(self.server.given, self.wfile)
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing: standard error is for the reason why a server cannot begin."""
+
+
+def write_archive(files: Mapping[str, Path], into: IO[bytes] | BufferedIOBase) -> None:
+    """Writes files as a tar archive. What a link leads to goes in its place, since no other machine has that."""
+    with tarfile.open(fileobj=into, mode="w|", dereference=True, bufsize=PIECE_BYTES) as archive:
+        for name, path in files.items():
+            archive.add(os.path.realpath(path), name, recursive=False)
+
+
+def _authorization(token: str) -> str:
+    return f"Bearer {token}"
