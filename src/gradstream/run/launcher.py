@@ -157,7 +157,8 @@ class Launcher:
         """Starts the nodes, or, of a run whose launcher has died, those that it has not started."""
         there = self._adopted() if self._options.adopts else set()
         if COORDINATOR not in there:
-            self._start_node(COORDINATOR)
+            absent = [] if self._machines is None else self._machines.absent
+            self._start_node(COORDINATOR, *(["--without", ",".join(absent)] if absent else []))
         address = self._address_of_coordinator()
         if self._machines is not None:
             self._machines.join_service.go(int(address.rpartition(":")[2]))
