@@ -104,9 +104,6 @@ def test_training_begins_without_a_worker_that_may_come_later() -> None:
         assert isinstance(answer, v1.Assigned)
         batches += answer.batches
     assert batches == [*receipts(0), *receipts(1)]
-    assert events(membership.join(ask("worker-1"), 0.0)) == []  # it asks again once there are receipts
-    membership.beat("worker-0", v1.Beat(receipts=receipts(0)), 1.0)
-    assert [event.name for event in events(membership.join(ask("worker-1"), 2.0))] == ["joined"]
 
 
 def test_the_run_finishes_with_the_last_receipt_and_the_last_worker() -> None:

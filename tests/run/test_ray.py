@@ -272,7 +272,7 @@ def test_files_are_brought_where_no_disk_is_shared(
     monkeypatch.setattr(Path, "touch", lambda path: None)  # so the first node does not see the driver's mark
     run = gs.train(job, engine="ray", epochs=1, run_dir=tmp_path / "run")
     assert TokenAudit.of(run, SAMPLES, 1).exact
-    assert {path.name for path in run.path.iterdir()} >= {"events.jsonl", "run.json", "logs"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"events.jsonl", "run.json", "logs"}
     assert [one["event"] for one in run.events].count("finished") == 1
 
 
@@ -358,7 +358,8 @@ def test_a_loop_of_ray_train_makes_the_steps_of_one_process(cluster: Any, tmp_pa
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for at in range(0, 64, 16):
         optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(inputs[at : at + 16]), targets[at : at + 16]).backward()
+        loss: Any = torch.nn.functional.mse_loss(model(inputs[at : at + 16]), targets[at : at + 16])
+        loss.backward()
         optimizer.step()
     expected = [p.tolist() for p in model.parameters()]
     for rank in "01":

@@ -100,9 +100,9 @@ def test_what_each_node_asks_for() -> None:
 
 def test_the_number_of_nodes_that_is_wanted() -> None:
     engine = RayEngine()
-    assert engine.wanted is None
+    before = engine.wanted
     engine.scale(2)
-    assert engine.wanted == 2
+    assert (before, engine.wanted) == (None, 2)
     with pytest.raises(ConfigError, match="nodes=0; expected at least 1"):
         engine.scale(0)
 

@@ -115,6 +115,6 @@ def test_a_run_that_takes_in_nobody_is_refused_before_it_begins(tmp_path: Path) 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    status, said = Process(tmp_path, 0, port, "bsp", "--strategy", "allreduce", "--record").end()
+    status, said = Process(tmp_path, 0, port, "downpour", "--record").end()
     assert status == 2, said
     assert "least=2: no worker can join this run after its beginning: a recording has one file" in said

@@ -65,6 +65,7 @@ class RayNode:
     """
 
     def __init__(self) -> None:
+        self._cwd = os.getcwd()
         self._folder = Path(tempfile.mkdtemp(prefix="gradstream-"))
         self._run_dir = self._folder
         self._process: subprocess.Popen[bytes] | None = None
@@ -121,6 +122,7 @@ class RayNode:
                     str(os.getpid()),
                     *(own if word == OWN_FOLDER else word for word in words),
                 ],
+                cwd=self._cwd,  # by name: another node of Ray on this machine may have made the folder anew
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -103,6 +103,9 @@ class RayRun:
         """
         most = self.engine.nodes_for(self.workers)
         self._token = secrets.token_hex(16)
+        wanted = job_files(
+            self.job
+        )  # before Ray has anything to do with this program's own working directory
         with (
             StopSignals() as signals,
             RayCluster(self.engine.address, folder_of(self.job), self.engine.wait_s) as found,
@@ -112,7 +115,7 @@ class RayRun:
             bundles = [self.engine.bundle(rank) for rank in range(least)]
             if not self._cluster.place(bundles, lambda: signals.asked):
                 raise Ending(run_dir=self.run_dir, last={}).interrupted
-            self._look()
+            self._look(wanted)
             status, said = self._follow(signals, most, least)
             self._let_leave(0.0 if status else LEAVE_S)
             self._let_leave(LEAVE_S, ask=True)
@@ -123,17 +126,17 @@ class RayRun:
 
     # ---- the beginning --------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Starts the actor of the first node, and looks at its machine."""
+    def _look(self, wanted: tuple[list[str], str, str]) -> None:
+        """Starts the actor of the first node, and looks at its machine for the job file: see `job_files`."""
         self._nodes[0] = first = _Node(self._cluster.start(0, self.engine.bundle(0)))
         mark = self.run_dir.with_name(f".gradstream-{secrets.token_hex(8)}")
         mark.touch()
-        files, digest, function = job_files(self.job)
+        files, digest, function = wanted
         try:
             asked = first.actor.look.remote(files, digest, str(self.run_dir), mark.name)
             self._view = self._cluster.answer(asked, "node 0")
         except self._cluster.ray.exceptions.RayError as error:
-            text = escaped(str(error)[-ERROR_BYTES:], newlines=True)
+            text = escaped(str(error)[-ERROR_BYTES:], 2 * ERROR_BYTES, newlines=True)
             raise ConfigError(f"node 0: Ray cannot start its actor: {text}") from error
         finally:
             mark.unlink(missing_ok=True)

@@ -31,6 +31,10 @@ def job_files(job: str) -> tuple[list[str], str, str]:
     return [*near, file.name, str(file)], digest_of_file(file), colon + function
 
 
+NAME_BYTES = 256
+"""Longest name of a file in a message."""
+
+
 class RunFiles:
     """The files of a run, which come in pieces that are too small for Ray's object store.
 
@@ -74,7 +78,7 @@ class RunFiles:
         for name in self._cluster.answer(self._actor.files.remote(), "node 0", ANSWER_S):
             path = (run_dir / name).resolve()
             if not path.is_relative_to(run_dir.resolve()):
-                raise ConfigError(f"node 0 names a file outside of its run: {escaped(name)}")
+                raise ConfigError(f"node 0 names a file outside of its run: {escaped(name, NAME_BYTES)}")
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("wb") as file:
                 while data := self._cluster.answer(
