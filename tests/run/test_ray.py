@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import gradstream as gs
-from gradstream.errors import ConfigError, DeadlineError, UserCodeError
+from gradstream.errors import ConfigError, DeadlineError, PeerLostError, UserCodeError
 from gradstream.job.files import load_job
 from gradstream.run.ray.engine import RayEngine
 from gradstream.testing import TokenAudit
@@ -58,12 +58,15 @@ NODE_ARGUMENTS = {"num_cpus": 2, "object_store_memory": 80_000_000}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Three nodes of Ray on this machine."""
-    made = Cluster(
-        initialize_head=True,
-        head_node_args={**NODE_ARGUMENTS, "include_dashboard": False, "ray_client_server_port": CLIENT_PORT},
-    )
-    for _ in range(2):
+    """Three nodes of Ray on this machine, beside one for this program that has no CPUs, as heads often have none."""
+    head = {
+        **NODE_ARGUMENTS,
+        "num_cpus": 0,
+        "include_dashboard": False,
+        "ray_client_server_port": CLIENT_PORT,
+    }
+    made = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(3):
         made.add_node(**NODE_ARGUMENTS)
     before = os.environ.get("RAY_ADDRESS")
     os.environ["RAY_ADDRESS"] = made.address
@@ -92,19 +95,20 @@ def tree(pid: int) -> list[int]:
     return [pid, *(found for child in children for found in tree(child))]
 
 
-def node_with(cluster: Any, rank: int) -> tuple[Any, list[int]]:
-    """The Ray node on which a node of the run is, and the processes there."""
+def kill_node_with(cluster: Any, rank: int) -> Any:
+    """Kills the Ray node on which a node of the run is with all processes there, as a machine that loses its power."""
     for node in cluster.list_all_nodes():
         (raylet,) = node.all_processes["raylet"]
         there = tree(raylet.process.pid)
         for pid in there:
             try:
-                if f"GRADSTREAM_NODE={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(
-                    b"\0"
-                ):
-                    return node, there
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             except OSError:
                 continue
+            if f"GRADSTREAM_NODE={rank}".encode() in variables:
+                for one in there:
+                    os.kill(one, signal.SIGKILL)
+                return node
     raise AssertionError(f"node {rank} is nowhere")
 
 
@@ -135,9 +139,7 @@ def test_a_lost_ray_node_stops_nobody_and_its_worker_comes_back_on_another(
         def look(self, event: Mapping[str, Any]) -> None:
             steps = len(self.told)
             if not self.killed and self.steps("worker-1") > 2:
-                self.node, there = node_with(cluster, 1)
-                for pid in there:  # a machine that loses its power: everything at once
-                    os.kill(pid, signal.SIGKILL)
+                self.node = kill_node_with(cluster, 1)
                 self.killed = steps
             if not self.lost and event["event"] == "left" and event["who"] == "worker-1":
                 self.lost = steps
@@ -157,6 +159,30 @@ def test_a_lost_ray_node_stops_nobody_and_its_worker_comes_back_on_another(
     assert len(meanwhile) > 10, "the others have waited for Ray"
     cluster.remove_node(story.node)
     cluster.add_node(**NODE_ARGUMENTS)
+
+
+@pytest.mark.limit_s(140)
+def test_the_loss_of_the_first_node_is_named_and_the_same_call_goes_on(
+    cluster: Any, job: gs.Job, tmp_path: Path
+) -> None:
+    class Kills(Story):
+        node: Any = None
+
+        def look(self, event: Mapping[str, Any]) -> None:
+            if self.node is None and event["event"] == "checkpoint":
+                self.node = kill_node_with(cluster, 0)
+
+    story = Kills()
+    given: Any = {"engine": "ray", "run_dir": tmp_path / "run", "checkpoint_every": 20}
+    with pytest.raises(PeerLostError, match="node 0: was lost with its machine, and with it the parameters"):
+        gs.train(job, **given, on_event=story)
+    cluster.remove_node(story.node)
+    cluster.add_node(**NODE_ARGUMENTS)
+    (tmp_path / "hurry").touch()
+    run = gs.train(job, **given)
+    assert [one["event"] for one in run.events].count("resumed") == 1
+    assert run.summary["samples_accounted"] == EPOCHS * SAMPLES
+    assert TokenAudit.of(run, SAMPLES, EPOCHS).exact
 
 
 @pytest.mark.limit_s(140)

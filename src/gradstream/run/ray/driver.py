@@ -103,9 +103,7 @@ class RayRun:
         """
         most = self.engine.nodes_for(self.workers)
         self._token = secrets.token_hex(16)
-        wanted = job_files(
-            self.job
-        )  # before Ray has anything to do with this program's own working directory
+        wanted = job_files(self.job)  # Ray may make the working directory of this program anew
         with (
             StopSignals() as signals,
             RayCluster(self.engine.address, folder_of(self.job), self.engine.wait_s) as found,
