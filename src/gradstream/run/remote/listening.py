@@ -112,6 +112,18 @@ class Listening:
         for number in range(2 if self.address.port else 1):  # join service, coordinator
             self.address.at(self.address.port + number).check_free()
 
+    def check_losses(self, obstacle: str) -> None:
+        """Raises ConfigError if training is to begin without some machines, and no worker can join later.
+
+        Args:
+            obstacle: why none can; "" if they can: see `LossTolerance`.
+        """
+        if self.fewest < self.machines and obstacle:
+            raise ConfigError(
+                f"least={self.least}: no worker can join this run after its beginning: {obstacle}; leave least out, or "
+                "take another strategy"
+            )
+
     def _check_least(self) -> None:
         if not 1 <= self.fewest <= self.machines:
             raise ConfigError(

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from gradstream.coordinator.nodes import COORDINATOR
-from gradstream.errors import ConfigError, DeadlineError, exit_code
+from gradstream.errors import DeadlineError, exit_code
 from gradstream.run.followed_events import FollowedEvents
 from gradstream.run.losses import losses_of_all
 from gradstream.run.plan import RunPlan
@@ -77,11 +77,6 @@ class MachineRendezvous:
             losses=losses_of_all(plan),
         )
         self.absent: list[str] = []
-        if listening.fewest < listening.machines and (why := losses_of_all(plan).obstacle):
-            raise ConfigError(
-                f"least={listening.least}: no worker can join this run after its beginning: {why}; leave least out, or "
-                "take another strategy"
-            )
         hashes = {path.name: file_hash(path) for path in files_of(spec)}
         invitation = Invitation(
             json.dumps(spec), hashes, job.deadlines, listening.port_of, lambda: events.zero_ns
