@@ -29,9 +29,9 @@ test-long: $(READY)  ## those of which a case takes 2.5 seconds or more: one in 
 test-fast: $(READY)  ## unit tests and quick simulations, in a minute; tests/slow.txt names what is left out
 	$(PYTEST) -m "not slow"
 
-test-extras: $(READY)  ## with the real trackers, and trainers of transformers, lightning and accelerate
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[lightning,transformers,wandb,mlflow,trackio]'
-	$(BIN)/pytest -q tests/integrations/test_integrations.py tests/trackers/test_trackers.py
+test-extras: $(READY)  ## with the real trackers, trainers of transformers, lightning and accelerate, and Ray
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[lightning,transformers,wandb,mlflow,trackio,ray]' 'ray[train]'
+	$(BIN)/pytest -q tests/integrations/test_integrations.py tests/trackers/test_trackers.py tests/run/test_ray.py
 
 check: lint types layers pages
 

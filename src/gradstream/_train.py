@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import secrets
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -27,6 +28,8 @@ from gradstream.run.local import LocalCluster
 from gradstream.run.nodes import check_model
 from gradstream.run.plan import RunPlan, plan_run
 from gradstream.run.preparation import LaunchOptions, OnAddress, Preparation
+from gradstream.run.ray.driver import RayRun
+from gradstream.run.ray.engine import RayEngine, words_of
 from gradstream.run.remote.address import Address
 from gradstream.run.remote.listening import Listening
 from gradstream.run.result import Run
@@ -51,6 +54,7 @@ def train(
     listen: str | Listening | None = None,
     wait: int = 2,
     detach: bool = False,
+    engine: str | RayEngine | None = None,
     **options: Unpack[JobOptions],
 ) -> Run:
     """Trains a model with worker and server processes, on this machine or on several.
@@ -68,6 +72,8 @@ def train(
         wait: number of machines, this one included, with `listen`. Each has one worker and, unless `servers`
             is given, one shard of the parameter server.
         detach: whether to return at once, while the run goes on without this process: see `gradstream.runs.attach`.
+        engine: has another program run the nodes: "ray", or a `RayEngine`, which says more. The job is in a file, or
+            in the script that calls this, and the nodes read it there.
         options: fields of `Job`: strategy, optimizer, workers, batch_size, epochs, ... Where `model` is a
             job, they replace its own; `steps` also replaces its `epochs`, or the other way round.
 
@@ -93,6 +99,15 @@ def train(
     kept = intercept(job)
     if kept is not None:
         return load_run(kept, job)
+    if engine is not None:
+        for name, value in (("processes", processes), ("listen", listen), ("detach", detach or None)):
+            if value is not None:
+                raise ConfigError(
+                    f"train(engine=..., {name}={value!r}): the engine runs the nodes, on machines of its choice; leave "
+                    f"{name} out"
+                )
+        words = [] if job.spec is None else words_of({k: v for k, v in options.items() if k != "run_dir"})
+        return train_by_engine(job, engine, words, on_event=on_event)
     if is_script(job):
         check_script(job)
         if processes is False:
@@ -125,6 +140,45 @@ def train(
     check_trackers(job.trackers)
     run_dir = make_run_dir(job)
     return launch(plan, run_dir, on_event=on_event, as_threads=as_threads, listening=listening, detach=detach)
+
+
+def train_by_engine(
+    job: Job, engine: str | RayEngine, words: Sequence[str], *, on_event: OnEvent | None = None
+) -> Run:
+    """Trains a job on the nodes of an engine, and returns the finished run; see `train`.
+
+    Args:
+        job: the job.
+        engine: an engine, or its name and options as `RayEngine.parse` reads them.
+        words: options of `gradstream train` with which the nodes read the job's file.
+        on_event: called with each event of the run.
+    """
+    asked = RayEngine.parse(engine) if isinstance(engine, str) else engine
+    spec, argv = job.spec or script_of_caller(), list(job.argv or sys.argv)[1:]
+    place, colon, function = spec.partition(":")
+    if job.spec is None and spec in _made:
+        raise ConfigError(
+            "train(engine=...): this script has made another run before this one, and the nodes would read that one's "
+            "job: put the job of this run into a file of its own"
+        )
+    job = dataclasses.replace(job, name=job.name or Path(place).name.removesuffix(".py"))
+    begun = job.run_dir is not None and (Path(job.run_dir) / "run.json").is_file()
+    run = RayRun(
+        engine=asked,
+        job=f"{Path(place).resolve()}{colon}{function}" if place.endswith(".py") else spec,
+        words=[*words, *(["--", *argv] if argv else [])],
+        workers=job.workers * job.split,
+        run_dir=Path(str(job.run_dir)).resolve() if begun else make_run_dir(job),
+        on_event=on_event,
+    )
+    try:
+        run.run()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            run.run_dir.rmdir()  # where nothing has begun it is empty
+        raise
+    _made.setdefault(spec, []).append(run.run_dir)
+    return load_run(run.run_dir, job)
 
 
 def launch(

@@ -90,6 +90,22 @@ def test_training_begins_when_the_last_has_joined() -> None:
     assert membership.notice.model == SPEC
 
 
+def test_training_begins_without_a_worker_that_may_come_later() -> None:
+    membership = make()
+    membership.nodes.gone = frozenset(["worker-1"])
+    membership.join(ask("shard-0"), 0.0)
+    assert membership.phases.phase == v1.Notice.GATHERING
+    out = membership.join(ask("worker-0"), 0.0)
+    assert membership.phases.phase == v1.Notice.TRAINING
+    assert not [event for event in events(out) if isinstance(event, LeftEvent)]  # it was not there
+    batches: list[v1.Receipt] = []  # all that there is to do
+    for number in range(1, 5):
+        answer = membership.replies.assign("worker-0", ask_of(number), 0.0)
+        assert isinstance(answer, v1.Assigned)
+        batches += answer.batches
+    assert batches == [*receipts(0), *receipts(1)]
+
+
 def test_the_run_finishes_with_the_last_receipt_and_the_last_worker() -> None:
     membership = gathered()
     assert not membership.beat("worker-0", v1.Beat(receipts=receipts(0), finished=True), 1.0)

@@ -49,6 +49,7 @@ OTHER_COMMANDS = {
     "pip",
     "pytest",
     "python",
+    "ray",
     "sbatch",
     "scp",
     "ssh",

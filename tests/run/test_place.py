@@ -42,6 +42,15 @@ KUBERNETES = {"JOB_COMPLETION_INDEX": "0", "GRADSTREAM_NODES": "2", "GRADSTREAM_
             KUBERNETES | {"GRADSTREAM_RUN": "mine"},
             Place(engine="Kubernetes", rank=0, size=2, host="mine-0.mine", port=29400, job="mine"),
         ),
+        (
+            {
+                "GRADSTREAM_NODE": "3",
+                "GRADSTREAM_NODES": "4",
+                "GRADSTREAM_HOST": "10.0.0.1",
+                "GRADSTREAM_LEAST": "2",
+            },
+            Place(engine="Ray", rank=3, size=4, host="10.0.0.1", port=29400, least=2),
+        ),
     ],
 )
 def test_each_engine_says_where_a_process_is(environment: dict[str, str], place: Place) -> None:

@@ -208,6 +208,20 @@ def test_a_machine_takes_the_place_of_one_that_was_lost_while_others_train() -> 
     assert isinstance(state.enrol(ask("b")), v1.Refuse)
 
 
+def test_training_begins_with_the_machines_that_are_here_and_the_others_may_come() -> None:
+    state = members(machines=4, servers_on="launcher")
+    b = state.enrol(ask("b"))
+    assert isinstance(b, Seat)
+    assert state.here == 2
+    assert state.begin() == ["worker-2", "worker-3"]
+    assert [state.is_there(f"worker-{rank}") for rank in range(4)] == [True, True, False, False]
+    c = state.enrol(ask("c"))
+    assert isinstance(c, Seat)
+    assert c.nodes == ("worker-2",)
+    state.left(c)
+    assert state.enrol(ask("c")) == c
+
+
 def test_nobody_takes_the_place_of_a_shard_or_where_the_run_forbids_it() -> None:
     state, (b, c) = seated(shards=2)  # shard-1 is on b
     state.left(b)
@@ -311,6 +325,8 @@ def test_workers_that_do_not_divide(numbers: tuple[int, int | None, int]) -> Non
         ({"machines": 0}, "wait=0"),
         ({"workers_per_machine": 2}, "2 machines with 2 workers each have 4"),
         ({"servers_on": "each"}, "servers_on='each': expected one of 'all', 'launcher'"),
+        ({"least": 3}, "least=3: expected a number of machines from 1 to 2"),
+        ({"least": 1}, "least=1 with servers_on='all': a machine that joins later cannot have a shard"),
     ],
 )
 def test_what_cannot_be_listened_for(linear: Path, options: dict[str, Any], part: str) -> None:

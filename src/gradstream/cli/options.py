@@ -43,6 +43,58 @@ def arguments_of_job() -> list[str]:
     return [] if context is None else context.meta.get(ARGUMENTS, [])
 
 
+def words_beside(spec: str, config: Path | None) -> list[str]:
+    """The option --config for another machine, which has the folder of the job file.
+
+    Raises:
+        ConfigError: the file is elsewhere.
+    """
+    from gradstream.errors import ConfigError
+
+    if config is None:
+        return []
+    folder = Path(spec.partition(":")[0]).resolve().parent
+    try:
+        return ["--config", str(config.resolve().relative_to(folder))]
+    except ValueError:
+        raise ConfigError(
+            f"--config {config}: the nodes get {folder}, the folder of the job file, and it is not in there; copy it"
+        ) from None
+
+
+def words_given(*, without: Sequence[str], not_with: str, refused: Sequence[str]) -> list[str]:
+    """The options of the current command that are on its command line, as words.
+
+    Args:
+        without: names of options that are left out.
+        not_with: an option with which others cannot be given.
+        refused: names of these.
+
+    Raises:
+        ConfigError: one of them is given.
+    """
+    from gradstream.errors import ConfigError
+
+    words: list[str] = []
+    context = click.get_current_context()
+    for one in context.command.params:
+        name = str(one.name)
+        typed = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if not isinstance(one, click.Option) or not typed or name in without:
+            continue
+        if name in refused:
+            raise ConfigError(
+                f"{one.opts[0]} with {not_with}: the engine decides that; leave one of the two out"
+            )
+        value = context.params[name]
+        if one.is_flag:
+            words.append(one.opts[0])
+            continue
+        for each in value if one.multiple else [value]:
+            words += [one.opts[0], str(each)]
+    return words
+
+
 def job_options(command: Command) -> Command:
     """Adds the argument JOB and the options of a command that runs a job; see `load_job_with`."""
     options = [

@@ -2,6 +2,7 @@
 
 nodes join ──▶ all are in ───────────────────────────────────▶ begin
 the rest was lost in the phase before ────────▶ begin without it, if the run survives that
+the rest may come later (`Listening.least`) ──▶ the same
 `join_s` is over, in a phase that follows ────▶ the same
 `join_s` is over, in a run that begins ───────▶ abort, and name those that are missing
 """
@@ -54,10 +55,10 @@ class Gathering:
 
     def proceed(self, at_s: float) -> list[Instruction]:
         """Begins the training if nobody else is waited for."""
-        missing, continues = self._nodes.missing, self._phases.stretch.continues
+        missing = self._nodes.missing
         if not missing:
             return self._begin(at_s)
-        enough = continues and self._nodes.gone.issuperset(missing) and self._phases.can_begin
+        enough = self._nodes.gone.issuperset(missing) and self._phases.can_begin
         return self._begin_without(missing, at_s) if enough else []
 
     def overdue(self, at_s: float) -> list[Instruction]:
@@ -85,7 +86,7 @@ class Gathering:
         return list(map(Emit, events))
 
     def _begin_without(self, missing: list[str], at_s: float) -> list[Instruction]:
-        """Begins the training without workers that have been there in the phase before."""
+        """Begins the training without workers that were lost in the phase before, or may come later."""
         out, reason = self._begin(at_s), "it did not come back for this phase of the job"
         ledger = self._progress.ledger
         for who in missing:

@@ -34,7 +34,7 @@ class Nodes:
         newcomers: the shards that are about to take their place; None while none are.
         handing_over: whether they get the parameters now: nothing is updated meanwhile.
         absent: names of the nodes that were missing when a phase of the job ended.
-        gone: the same of the phase before: nobody waits for these.
+        gone: the same of the phase before, and the nodes that may come later: the beginning does not wait for these.
         revoked: SHA-256 of the certificates of lost members. A node that shows one is not admitted again.
         epoch: the membership epoch: 0 while gathering, `first_epoch` when training begins, one more after each loss,
             each worker that joins later, and each group that has failed without a loss.

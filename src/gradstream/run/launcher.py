@@ -77,7 +77,10 @@ class Launcher:
         self._machines: MachineRendezvous | None = None  # the other machines, where there are any
         self._credentials_file: Path | None = None  # for workers that another program starts
         kept = not (options.as_threads or options.is_trial)
-        self._comebacks = Comebacks(losses_of_all(plan), plan.job.max_restarts, Succession(kept))
+        losses = losses_of_all(plan)
+        if options.listening is not None:
+            options.listening.check_losses(losses.obstacle)
+        self._comebacks = Comebacks(losses, plan.job.max_restarts, Succession(kept))
         self._begins_again = False  # a resumed script would begin from its start
         elsewhere = [worker_name(rank) for rank in range(plan.most_workers)] if options.on_address else []
         self._others = [name for name in plan.node_names if name not in (COORDINATOR, *elsewhere)]
@@ -157,7 +160,8 @@ class Launcher:
         """Starts the nodes, or, of a run whose launcher has died, those that it has not started."""
         there = self._adopted() if self._options.adopts else set()
         if COORDINATOR not in there:
-            self._start_node(COORDINATOR)
+            absent = [] if self._machines is None else self._machines.absent
+            self._start_node(COORDINATOR, *(["--without", ",".join(absent)] if absent else []))
         address = self._address_of_coordinator()
         if self._machines is not None:
             self._machines.join_service.go(int(address.rpartition(":")[2]))

@@ -143,6 +143,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--again", action="store_true", help="of the coordinator: go on where an earlier process died"
     )
     parser.add_argument(
+        "--without", default="", help="of the coordinator: nodes with which training does not wait to begin"
+    )
+    parser.add_argument(
         "--clock",
         type=int,
         help="of a node that takes another's place: zero of the run's clock, in ns",
@@ -222,8 +225,9 @@ async def _run(
             with machine_lock(Path(spec.run_dir) / LOCK, doing="running it", wait_s=LOCK_S):
                 kept = _Kept(root, plan.id, given.again) if durable and core is None else None
                 spread = not _is_local(given.listen)
+                without = [name for name in given.without.split(",") if name]
                 return await _coordinate(
-                    plan, runtime, endpoint, say, when_asked or _on_sigterm, kept, spread
+                    plan, runtime, endpoint, say, when_asked or _on_sigterm, kept, spread, without
                 )
         if given.coordinator is None:
             raise ConfigError(f"{name}: --coordinator is missing; expected the address of the coordinator")
@@ -323,6 +327,7 @@ async def _coordinate(
     when_asked: WhenAsked,
     kept: _Kept | None,
     spread: bool,
+    without: Sequence[str],
 ) -> int:
     log = EventLog(
         runtime.storage, EVENTS, node=COORDINATOR, now=runtime.now, tell=lambda text: say(disk=text)
@@ -338,6 +343,7 @@ async def _coordinate(
 
     leader = PhaseLeader(plan, runtime, endpoint, keeper, spread=spread, on_coordinator=begins)
     coordinator = leader.coordinator
+    coordinator.membership.nodes.gone |= frozenset(without)
     if coordinator.clock.zero_ns is not None:  # it goes on after another process, which has said so
         say(zero_ns=coordinator.clock.zero_ns)  # a launcher that comes later hears of the last process alone
     when_asked(leader.stop)

@@ -4,6 +4,7 @@
     Slurm        SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST, SLURM_JOB_ID, SLURM_RESTART_COUNT  (by srun)
     Kubernetes   JOB_COMPLETION_INDEX; GRADSTREAM_NODES, GRADSTREAM_HOST, GRADSTREAM_RUN  (from the manifest)
     ssh          GRADSTREAM_NODE; GRADSTREAM_NODES, GRADSTREAM_HOST, GRADSTREAM_RUN  (`gradstream launch --hosts`)
+    Ray          the same, and GRADSTREAM_LEAST  (`--engine ray`)
 
 Process 0 starts the run, and the others join it. They meet at a port of its machine.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from gradstream.errors import ConfigError
 
 PORT, NODES, HOST, RUN = "GRADSTREAM_PORT", "GRADSTREAM_NODES", "GRADSTREAM_HOST", "GRADSTREAM_RUN"  # names
-NODE = "GRADSTREAM_NODE"
+NODE, LEAST = "GRADSTREAM_NODE", "GRADSTREAM_LEAST"
 DEFAULT_PORT = 29400
 SLURM_PORTS = (20000, 10000)
 """First port, and number of ports, of which a job of Slurm takes one by its number: jobs share machines."""
@@ -28,13 +29,15 @@ class Place:
     """The place of this process.
 
     Args:
-        engine: name of the program that has started it: "torchrun", "Slurm", "Kubernetes", "gradstream launch".
+        engine: name of the program that has started it: "torchrun", "Slurm", "Kubernetes", "gradstream launch", "Ray".
         rank: its number, from 0.
         size: number of processes, at least 2.
         host: host name or address of process 0.
         port: port on that host at which the processes meet.
         job: the engine's name for this job, the same when the job is started again; "" if it has none.
         restarts: how often the engine has started this job before.
+        least: number of processes with which the run begins, where the engine may start others later, on any machine;
+            0 where it has started all of them.
     """
 
     engine: str
@@ -44,6 +47,7 @@ class Place:
     port: int
     job: str = ""
     restarts: int = 0
+    least: int = 0
 
 
 def place_of(environment: Mapping[str, str]) -> Place | None:
@@ -109,15 +113,16 @@ def _of_nodes(environment: Mapping[str, str]) -> Place | None:
     """Where a manifest or a launcher says how many are one run: the pods of an indexed Job may be so many runs."""
     if NODES not in environment:
         return None
-    ours = NODE in environment
+    ours, by_ray = NODE in environment, LEAST in environment
     rank = NODE if ours else "JOB_COMPLETION_INDEX"
     return Place(
-        engine="gradstream launch" if ours else "Kubernetes",
+        engine="Ray" if by_ray else "gradstream launch" if ours else "Kubernetes",
         rank=_number(environment, rank, "Kubernetes, in the pods of an indexed Job"),
         size=_number(environment, NODES, "the manifest"),
         host=_text(environment, HOST, "the manifest: the name of the first pod, JOB-0.SERVICE"),
         port=_number(environment, PORT, "the manifest", str(DEFAULT_PORT)),
         job=environment.get(RUN, ""),
+        least=_number(environment, LEAST, "Ray") if by_ray else 0,
     )
 
 

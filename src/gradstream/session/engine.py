@@ -19,7 +19,7 @@ from gradstream.errors import ConfigError
 from gradstream.job.job import Job
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.place import Place
-from gradstream.run.remote.address import Address
+from gradstream.run.remote.address import Address, local_address
 from gradstream.run.remote.join import Joining, join
 from gradstream.run.remote.listening import Listening, ServersOn, workers_each
 from gradstream.run.remote.members import name_of_rank
@@ -78,10 +78,10 @@ class Together:
 
     def _listening(self, rendezvous: StoreRendezvous, workers: int | None) -> Listening:
         token = rendezvous.token()
-        away = [one["address"] for one in rendezvous.others() if one["host"] != host_id()]
         return Listening(
-            address=rendezvous.own_address(away[0]) if away else Address("127.0.0.1"),
+            address=self._address(rendezvous),
             machines=self.place.size,
+            least=self.place.least or None,
             workers_per_machine=workers_each(self.place.size, self.workers_per_machine, workers),
             servers_on=self.servers_on,
             token=token,
@@ -89,13 +89,27 @@ class Together:
             on_open=rendezvous.say_where,
         )
 
-    def follow(self, job: str, arguments: Sequence[str], on_note: Callable[[str], None]) -> int:
+    def _address(self, rendezvous: StoreRendezvous) -> Address:
+        """The address of this machine at which the others reach it; loopback where all are here."""
+        if self.place.least:  # others may come from other machines later
+            return Address(local_address(Address(self.place.host)))
+        away = [one["address"] for one in rendezvous.others() if one["host"] != host_id()]
+        return rendezvous.own_address(away[0]) if away else Address("127.0.0.1")
+
+    def follow(
+        self,
+        job: str,
+        arguments: Sequence[str],
+        on_note: Callable[[str], None],
+        run_dir: Path | None = None,
+    ) -> int:
         """Takes part as another process. Returns the exit status of the run.
 
         Args:
             job: place of the job file.
             arguments: command-line arguments of the job file.
             on_note: called with sentences on what is going on.
+            run_dir: folder for logs; None makes one.
 
         Raises:
             ConfigError: process 0 could not begin the run, or its message is not signed with the token.
@@ -111,5 +125,6 @@ class Together:
             fingerprint=fingerprint,
             arguments=arguments,
             machine=name_of_rank(self.place.rank, socket.gethostname()),
+            run_dir=run_dir,
         )
         return join(joining, on_note)

@@ -26,6 +26,8 @@ class Listening:
             at P, the coordinator at P + 1 and shard i at P + 2 + i of its machine; the process group of a
             script with S shards meets at P + 2 + S. With port 0 all take free ports.
         machines: number of machines, this one included.
+        least: number of machines, this one included, with which training begins; the others may join later, and take
+            their share of the minibatches then. None waits for all.
         workers_per_machine: number of workers on each machine; of a split model, of parts of replicas.
         servers_on: where the shards of the parameter server run. "all": shard i on machine i mod `machines`
             (the launcher's is machine 0), by default one on each machine. "launcher": all of them on the
@@ -41,6 +43,7 @@ class Listening:
 
     address: Address
     machines: int
+    least: int | None = None
     workers_per_machine: int = 1
     servers_on: ServersOn = "all"
     insecure: bool = False
@@ -48,6 +51,11 @@ class Listening:
     wait_s: float = 600.0
     on_invitation: Callable[[str], None] | None = None
     on_open: Callable[[str, str], None] | None = None
+
+    @property
+    def fewest(self) -> int:
+        """Number of machines with which training begins."""
+        return self.machines if self.least is None else self.least
 
     def check(self, job: Job, *, earlier: bool) -> None:
         """Raises ConfigError if machines, strategy and job do not fit, or this machine cannot listen there."""
@@ -59,6 +67,7 @@ class Listening:
             raise ConfigError(
                 f"servers_on={self.servers_on!r}: expected one of {', '.join(map(repr, get_args(ServersOn)))}"
             )
+        self._check_least()
         total = self.machines * self.workers_per_machine
         if job.split > 1 and job.workers * job.split != total:
             raise ConfigError(
@@ -102,6 +111,29 @@ class Listening:
             )
         for number in range(2 if self.address.port else 1):  # join service, coordinator
             self.address.at(self.address.port + number).check_free()
+
+    def check_losses(self, obstacle: str) -> None:
+        """Raises ConfigError if training is to begin without some machines, and no worker can join later.
+
+        Args:
+            obstacle: why none can; "" if they can: see `LossTolerance`.
+        """
+        if self.fewest < self.machines and obstacle:
+            raise ConfigError(
+                f"least={self.least}: no worker can join this run after its beginning: {obstacle}; leave least out, or "
+                "take another strategy"
+            )
+
+    def _check_least(self) -> None:
+        if not 1 <= self.fewest <= self.machines:
+            raise ConfigError(
+                f"least={self.least}: expected a number of machines from 1 to {self.machines}, which are all"
+            )
+        if self.fewest < self.machines and self.servers_on == "all":
+            raise ConfigError(
+                f"least={self.least} with servers_on='all': a machine that joins later cannot have a shard, since "
+                "training begins with all parameters; expected servers_on='launcher'"
+            )
 
     def spread_servers(self, job: Job) -> Job:
         """The job with at least one shard for each machine, where shards are spread and their number is not given.

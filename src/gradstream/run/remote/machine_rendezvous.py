@@ -46,6 +46,9 @@ class MachineRendezvous:
         spec: description of the plan for the nodes, as JSON holds it.
         on_message: see `JoinService`; the caller gives those about machines to `note`.
         events: the run's events, to which this adds, and its clock.
+
+    Attributes:
+        absent: names of the nodes without which training begins, since their machines may come later.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class MachineRendezvous:
             servers_on=listening.servers_on,
             losses=losses_of_all(plan),
         )
+        self.absent: list[str] = []
         hashes = {path.name: file_hash(path) for path in files_of(spec)}
         invitation = Invitation(
             json.dumps(spec), hashes, job.deadlines, listening.port_of, lambda: events.zero_ns
@@ -112,13 +116,13 @@ class MachineRendezvous:
         return shlex.join([*words, "--", *arguments] if arguments else words)
 
     def wait(self, handle: Callable[[], None]) -> None:
-        """Prints the invitation, and returns when all machines have joined.
+        """Prints the invitation, and returns when enough machines have joined for the training to begin.
 
         Args:
             handle: waits for a moment, and handles messages.
 
         Raises:
-            DeadlineError: some machines did not join in time.
+            DeadlineError: too few machines joined in time.
         """
         if self._listening.on_open is not None:
             assert self._authority is not None
@@ -130,7 +134,7 @@ class MachineRendezvous:
             sys.stderr.flush()
         begun = reminded = time.monotonic()
         self._emit(WaitingEvent(state=self.members.state))
-        while self.members.missing:
+        while self.members.here < self._listening.fewest:
             handle()
             now = time.monotonic()
             if now > begun + self._listening.wait_s:
@@ -139,7 +143,7 @@ class MachineRendezvous:
             if now > reminded + REMIND_S:
                 reminded = now
                 self._emit(WaitingEvent(state=self.members.state))
-        self.members.begun = True
+        self.absent = self.members.begin()
 
     def note(self, message: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         """Records what the join service has said about a machine.

@@ -95,6 +95,24 @@ class MachineMembers:
             return f"all {self._machines} {self.kind} are here: {here}"
         return f"waiting for {self.missing} of {self._machines} {self.kind} (here: {here})"
 
+    @property
+    def here(self) -> int:
+        """Number of machines that are members at present, the launcher's included."""
+        return len(self._taken)
+
+    def begin(self) -> list[str]:
+        """Lets training begin. Returns the nodes of machines that are not here, and whose places others may take."""
+        self.begun = True
+        absent: list[str] = []
+        for index in range(self._machines):
+            seat = Seat("", "", self.nodes_of(index))
+            self._gone.add(index)  # before the seat is there: the join service's thread may take it at once
+            if self._seats.setdefault(index, seat) is seat:
+                absent += seat.nodes
+            else:
+                self._gone.discard(index)
+        return absent
+
     def nodes_of(self, index: int) -> tuple[str, ...]:
         """Names of the shards and workers of machine `index`; the launcher's machine is 0."""
         ranks = range(index, self._shards, self._hosts) if index < self._hosts else ()

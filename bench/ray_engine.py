@@ -1,0 +1,180 @@
+"""Question: what does it cost that Ray places the processes of a run, beside starting the same processes by hand?
+
+Three nodes of a Ray cluster on this machine train Caltech-101 with the small network, over TLS; then the same three
+processes are started without Ray, with the variables that `gradstream launch --hosts` sets; by turns. In the last run a
+Ray node is killed with all its processes. Takes GRADSTREAM_DATA, and `pip install ray`.
+
+    python bench/ray_engine.py            # about ten minutes of two cores; writes bench/results/ray-engine.json
+    python bench/ray_engine.py --turns 1 --without-kill --more       # adds turns to the record
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gradstream as gs
+from gradstream.job.files import load_job
+from gradstream.run.ray.engine import RayEngine
+from records import RESULTS, ROOT, command_line, origin
+
+JOB = ROOT / "examples" / "caltech101.py"
+NODES, NODE_MEMORY = 3, 100_000_000
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--turns", type=int, default=3, help="runs of each kind")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--network", default="cnn", help="function of examples/caltech101.py")
+    parser.add_argument("--strategy", default="downpour")
+    parser.add_argument(
+        "--niceness", type=int, default=15, help="of processes of Ray's workers; 15 is Ray's default"
+    )
+    parser.add_argument("--without-kill", action="store_true")
+    parser.add_argument("--more", action="store_true", help="add to the record, which has the same options")
+    given = parser.parse_args()
+    os.environ.update({"RAY_worker_niceness": str(given.niceness)})
+    options = {"strategy": given.strategy, "epochs": given.epochs, "batch_size": 64}
+    from ray.cluster_utils import Cluster
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    path = RESULTS / ("ray-engine.json" if given.niceness else "ray-engine-not-nice.json")
+    record: dict[str, Any] = {"network": given.network, **options, "nodes": NODES, "niceness": given.niceness}
+    record |= {"ray": [], "by hand": []}
+    if given.more and path.is_file():
+        before = json.loads(path.read_text())
+        assert all(before[name] == record[name] for name in ("network", "nodes", *options)), "other options"
+        record |= before
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 2, "include_dashboard": False, "object_store_memory": NODE_MEMORY},
+    )
+    for _ in range(NODES - 1):
+        cluster.add_node(num_cpus=2, object_store_memory=NODE_MEMORY)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    spec = f"{JOB}:{given.network}"
+    try:
+        for _ in range(given.turns):
+            record["ray"].append(by_ray(spec, options))
+            record["by hand"].append(by_hand(spec, options))
+            print(json.dumps({kind: record[kind][-1] for kind in ("ray", "by hand")}), flush=True)
+        if not given.without_kill:
+            record["killed"] = killed(cluster, spec, options)
+            print(json.dumps(record["killed"]), flush=True)
+    finally:
+        cluster.shutdown()
+    rates = {kind: [one["samples_per_s"] for one in record[kind]] for kind in ("ray", "by hand")}
+    record["ray of by hand"] = statistics.median(rates["ray"]) / statistics.median(rates["by hand"])
+    path.write_text(json.dumps({**record, **origin({})}, indent=1) + "\n")
+    print(f"{path}: with Ray {record['ray of by hand']:.3f} of the samples/s without; {rates}")
+
+
+def figures(run: gs.Run, begun_s: float) -> dict[str, Any]:
+    """What a record keeps of a run."""
+    kept = ("samples_per_s", "train_s", "samples_accounted", "workers_lost", "carriers")
+    return {**{name: run.summary[name] for name in kept}, "whole_s": time.monotonic() - begun_s}
+
+
+def by_ray(spec: str, options: Mapping[str, Any], on_event: Any = None) -> dict[str, Any]:
+    """The run with its processes in actors of Ray."""
+    with tempfile.TemporaryDirectory() as folder:
+        begun_s = time.monotonic()
+        run = gs.train(
+            load_job(spec, argv=["caltech101.py"]),
+            engine=RayEngine(),
+            workers=NODES,
+            run_dir=Path(folder) / "run",
+            on_event=on_event,
+            **options,
+        )
+        return figures(run, begun_s)
+
+
+def by_hand(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The run with the same processes, started here."""
+    from ray.util import get_node_ip_address
+
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+        free.close()
+        words = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
+        place = {"NODES": NODES, "LEAST": NODES, "HOST": get_node_ip_address(), "PORT": port}
+        place["TOKEN"] = secrets.token_hex(16)
+        begun_s = time.monotonic()
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "gradstream", "train", spec, *words, "--run-dir", f"{folder}/{rank}"],
+                cwd=folder,
+                env={**os.environ, **{f"GRADSTREAM_{k}": str(v) for k, v in {**place, "NODE": rank}.items()}},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            for rank in range(NODES)
+        ]
+        assert [one.wait() for one in processes] == [0] * NODES
+        return figures(gs.Run.load(Path(folder) / "0"), begun_s)
+
+
+def killed(cluster: Any, spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The run, in which the Ray node of worker 1 is killed with all its processes."""
+    times: dict[str, float] = {}
+    steps = 0
+
+    def look(event: Mapping[str, Any]) -> None:
+        nonlocal steps
+        if event["event"] == "step" and event["node"] == "worker-1" and "killed" not in times:
+            times["killed"] = event["time_s"]
+            for pid in processes_with(cluster, 1):
+                os.kill(pid, signal.SIGKILL)
+        if event.get("who") == "worker-1" and event["event"] == "left":
+            times.setdefault("noticed", event["time_s"])
+        if event.get("who") == "worker-1" and event["event"] == "joined" and "noticed" in times:
+            times.setdefault("back", event["time_s"])
+        steps += event["event"] == "step" and "noticed" in times and "back" not in times
+
+    longer = {**options, "epochs": 4 * options["epochs"]}
+    return {**by_ray(spec, longer, look), "times_s": times, "steps of the others meanwhile": steps}
+
+
+def processes_with(cluster: Any, rank: int) -> list[int]:
+    """The processes of the Ray node on which a node of the run is."""
+    for node in cluster.list_all_nodes():
+        there = tree(node.all_processes["raylet"][0].process.pid)
+        if any(f"GRADSTREAM_NODE={rank}" in variables(pid) for pid in there):
+            return there
+    raise AssertionError(f"node {rank} is nowhere")
+
+
+def tree(pid: int) -> list[int]:
+    """A process, and all that it has started."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(one) for thread in threads for one in (thread / "children").read_text().split()]
+    except OSError:
+        return []
+    return [pid, *(found for child in children for found in tree(child))]
+
+
+def variables(pid: int) -> list[str]:
+    """The environment of a process."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    main()
