@@ -278,7 +278,9 @@ def _figure_5(units: Units, target: float) -> str:
         rows.append([title, *(_seconds(one) for one in found)])
         if rule != "lbfgs":
             rows.append(["at rate", *(_rate(one) if one else "" for one in found)])
-    return _rows([f"seconds to {100 * target:.0f} %, replicas:", *(f"{count:,}" for count in BATCH_COUNTS)], rows)
+    return _rows(
+        [f"seconds to {100 * target:.0f} %, replicas:", *(f"{count:,}" for count in BATCH_COUNTS)], rows
+    )
 
 
 def _seconds(one: Found | None) -> str:

@@ -27,7 +27,7 @@ from gradstream.server.shard.state import ShardState
 from gradstream.strategies.dc_asgd import Compensation
 from gradstream.testing.pairs import memory_pairs
 from gradstream.testing.runs import QUICK, kill_at, least_squares
-from gradstream.transport.base import Caller, Handler, Identity, Received
+from gradstream.transport.base import Handler, Identity, Received
 from gradstream.transport.tagged_tensors import Mailbox
 from gradstream.wire import v1
 from gradstream.wire.chunks import ChunkMap
@@ -119,7 +119,7 @@ def test_the_state_of_a_correction_is_freed() -> None:
 def test_numbers_of_transfers_are_freed() -> None:
     mailbox = Mailbox()
     for incarnation in range(MANY):
-        mailbox.keep_senders({Caller("worker-0", incarnation), Caller("worker-1", 1)})
+        mailbox.keep_senders({"worker-0": incarnation, "worker-1": 1})
         assert mailbox.first_time("worker-0", incarnation, 1)
         assert not mailbox.first_time("worker-0", incarnation, 1)
         assert len(mailbox._windows) == 1
@@ -161,7 +161,7 @@ class Streamed:
     async def send(self, frame: v1.Frame) -> None:
         self.answers.append(frame)
 
-    async def waiting(self, names: list[str]) -> None:
+    async def waiting(self, names: Iterable[str]) -> None:
         del names
 
     @property
