@@ -46,9 +46,12 @@ class SshMachines:
         self._servers: list[subprocess.Popen[str]] = []
         for machine in machines.machines:
             settings, log = folder / f"sshd_{machine.name}", folder / f"sshd_{machine.name}.log"
+            # Its own home folder: what the user's shell does as it starts may wait for others that start.
+            (home := folder / f"home_{machine.name}").mkdir()
             settings.write_text(
                 f"ListenAddress {machine.address}\nHostKey {host_key}\nAuthorizedKeysFile {key}.pub\nStrictModes no\n"
                 "PasswordAuthentication no\nPidFile none\nUsePAM no\nPermitRootLogin yes\nMaxStartups 100\n"
+                f"SetEnv HOME={home}\n"
             )
             # Each program that `ip netns exec` starts has mounts of its own, so nobody else sees these disks.
             server = [
