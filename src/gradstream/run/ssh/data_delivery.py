@@ -31,7 +31,7 @@ SERVE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class DataSource:
+class DataServer:
     """A machine that serves the data.
 
     Args:
@@ -126,7 +126,7 @@ class DataDelivery:
             self.fleet.at_once(get, others)
 
     @contextlib.contextmanager
-    def _served(self, first: SshHost, port: int) -> Iterator[DataSource]:
+    def _served(self, first: SshHost, port: int) -> Iterator[DataServer]:
         """The first machine serves the data inside the context: as long as the standard input of its server is open."""
         words = first.words(self.fleet.inside(first, self._command("serve", str(port))))
         pipe = subprocess.PIPE
@@ -141,7 +141,7 @@ class DataDelivery:
                 why = last_line(server.stderr.read()) or f"not ready in {SERVE_S:g} s"
                 raise HostError(f"{first.name}: cannot serve the data: {why}")
             try:
-                yield DataSource(first.address, int(line.split()[1]), certificate)
+                yield DataServer(first.address, int(line.split()[1]), certificate)
             finally:
                 server.communicate()  # ends its standard input, and waits: the run needs the port
 
