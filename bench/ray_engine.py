@@ -120,11 +120,14 @@ def by_hand(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
                 cwd=folder,
                 env={**os.environ, **{f"GRADSTREAM_{k}": str(v) for k, v in {**place, "NODE": rank}.items()}},
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=(Path(folder) / f"log{rank}").open("w"),
             )
             for rank in range(NODES)
         ]
-        assert [one.wait() for one in processes] == [0] * NODES
+        statuses = [one.wait() for one in processes]
+        if any(statuses):
+            logs = [(Path(folder) / f"log{rank}").read_text()[-2000:] for rank in range(NODES)]
+            raise SystemExit("\n".join(logs))
         return figures(gs.Run.load(Path(folder) / "0"), begun_s)
 
 
