@@ -27,6 +27,7 @@ from typing import Any
 import gradstream as gs
 from gradstream.job.files import load_job
 from gradstream.run.ray.engine import RayEngine
+from gradstream.testing.process_tree import process_tree
 from records import RESULTS, ROOT, command_line, origin
 
 JOB = ROOT / "examples" / "caltech101.py"
@@ -155,20 +156,10 @@ def killed(cluster: Any, spec: str, options: Mapping[str, Any]) -> dict[str, Any
 def processes_with(cluster: Any, rank: int) -> list[int]:
     """The processes of the Ray node on which a node of the run is."""
     for node in cluster.list_all_nodes():
-        there = tree(node.all_processes["raylet"][0].process.pid)
+        there = process_tree(node.all_processes["raylet"][0].process.pid)
         if any(f"GRADSTREAM_NODE={rank}" in variables(pid) for pid in there):
             return there
     raise AssertionError(f"node {rank} is nowhere")
-
-
-def tree(pid: int) -> list[int]:
-    """A process, and all that it has started."""
-    try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(one) for thread in threads for one in (thread / "children").read_text().split()]
-    except OSError:
-        return []
-    return [pid, *(found for child in children for found in tree(child))]
 
 
 def variables(pid: int) -> list[str]:

@@ -22,6 +22,7 @@ from gradstream.errors import ConfigError, DeadlineError, PeerLostError, UserCod
 from gradstream.job.files import load_job
 from gradstream.run.ray.engine import RayEngine
 from gradstream.testing import TokenAudit
+from gradstream.testing.process_tree import process_tree
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'gradstream[ray]'")
 from ray.cluster_utils import Cluster
@@ -85,21 +86,11 @@ def job(tmp_path: Path) -> gs.Job:
     return load_job(str(folder / "job.py"), argv=["job.py", str(tmp_path / "hurry")])
 
 
-def tree(pid: int) -> list[int]:
-    """A process and all that it has started, of those that still run."""
-    try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-        children = [int(one) for thread in threads for one in (thread / "children").read_text().split()]
-    except OSError:
-        return []
-    return [pid, *(found for child in children for found in tree(child))]
-
-
 def kill_node_with(cluster: Any, rank: int) -> Any:
     """Kills the Ray node on which a node of the run is with all processes there, as a machine that loses its power."""
     for node in cluster.list_all_nodes():
         (raylet,) = node.all_processes["raylet"]
-        there = tree(raylet.process.pid)
+        there = process_tree(raylet.process.pid)
         for pid in there:
             try:
                 variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
