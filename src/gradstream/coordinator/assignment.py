@@ -92,7 +92,7 @@ class BatchAssignment:
             int, tuple[float, int]
         ] = {}  # by rank, when it was given some, and how many it had then
         self._changes = 0  # of speeds, sizes and `_given`
-        self._of: Sequence[int] = ()  # the workers of what is kept below, each with what it follows from
+        self._of: tuple[int, ...] = ()  # the workers of what is kept below, each with what it follows from
         self._each: tuple[int, dict[int, float]] = (-1, {})
         self._due: tuple[object, list[tuple[float, Copy]]] = (None, [])
         self._held: tuple[object, tuple[Floats, Floats, Floats]] | None = None
@@ -235,10 +235,11 @@ class BatchAssignment:
 
     def _each_s(self, present: Sequence[int]) -> dict[int, float]:
         """Seconds of each worker's next minibatch."""
-        if self._of is not present or self._each[0] != self._changes:
+        workers = tuple(present)  # a caller may change its list; tuples of the same objects compare fast
+        if self._of != workers or self._each[0] != self._changes:
             per_s = self._per_s(present)
             each_s = {worker: max(1, self._sizes[worker]) / per_s[worker] for worker in present}
-            self._of, self._each, self._due, self._held = present, (self._changes, each_s), (None, []), None
+            self._of, self._each, self._due, self._held = workers, (self._changes, each_s), (None, []), None
         return self._each[1]
 
     def _per_s(self, present: Sequence[int]) -> dict[int, float]:
