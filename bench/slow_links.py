@@ -81,6 +81,8 @@ class Peer:
     delay: int = 0
 
 
+TICKS_S = (5, 10, 20, 50, 100, 200, 300)
+
 EVERY = {"every": PERIOD}
 OURS = {
     "local-sgd, one-bit": Ours("local", "local-sgd", "one-bit", 1, EVERY),
@@ -145,8 +147,8 @@ def main() -> None:
     tasks = [given.task] if given.task else list(TASKS)
     order = [
         (seed, task, name)
-        for seed in range(given.seeds)
         for variants in (False, True)
+        for seed in range(given.seeds)
         for task in tasks
         for name in names
         if (name in VARIANTS) is variants
@@ -325,6 +327,8 @@ def plot(rows: Mapping[str, Any], link: str, to: Path) -> None:
                 axis.legend(fontsize=7)
         axis.axhline(about.goal[1], color="grey", linewidth=0.5)
         axis.set(title=f"{task}, {link}", xlabel="seconds", ylabel=about.goal[0], xscale="log")
+        axis.set_xticks(TICKS_S, map(str, TICKS_S))
+        axis.minorticks_off()
     figure.tight_layout()
     figure.savefig(to, dpi=80)
 
