@@ -8,7 +8,8 @@ later, when it would be accepted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from gradstream.collectives.group import GroupMembers
@@ -51,7 +52,8 @@ class Rendezvous:
         self._runtime = runtime
         self._endpoint = endpoint
         self._members = members
-        self._names = tuple(members.names)
+        self._names = members.names
+        self._digest = digest(members.names)
         self._rank = members.rank
         self._me = members.me
         self._on_stream = on_stream
@@ -84,7 +86,7 @@ class Rendezvous:
     async def _open(self, rank: int, begun_ns: int) -> None:
         """Opens the stream to a higher rank; tries again until that rank has come."""
         name = self._names[rank]
-        request = v1.Exchange(epoch=self._members.epoch, rank=self._rank, names=self._names)
+        request = v1.Exchange(epoch=self._members.epoch, rank=self._rank, members=self._digest)
         retry_s = RETRY_S
         while True:
             left_s = self._runtime.left_s(begun_ns, self._members.silence_s)
@@ -132,10 +134,13 @@ class Rendezvous:
                 f"{self._me} is in the group of epoch {self._members.epoch}, not in that of {request.epoch}"
             )
             raise RefusedError(self._me, "NOT_MEMBER", message)
-        if tuple(request.names) != self._names or not request.rank < self._rank:
-            theirs, ours = ", ".join(request.names), ", ".join(self._names)
-            message = f"{stream.peer} is rank {request.rank} of a group of {theirs}: expected one of {ours}"
-            raise RefusedError(self._me, "BAD_REQUEST", message)
+        if request.members != self._digest or not request.rank < self._rank:
+            raise RefusedError(
+                self._me,
+                "BAD_REQUEST",
+                f"{stream.peer} is rank {request.rank} of a group of other ranks, or of this one: expected a rank "
+                f"below {self._rank} of {', '.join(self._names)}",
+            )
         if self._names[request.rank] != stream.opened.sender:
             message = f"{stream.opened.sender} says that it is {self._names[request.rank]}"
             raise RefusedError(self._me, "BAD_REQUEST", message)
@@ -154,3 +159,8 @@ class Rendezvous:
         self.streams[rank] = stream
         self._on_stream(rank, stream)
         self._new_stream.ring()
+
+
+def digest(names: Sequence[str]) -> bytes:
+    """What stands for the members of a group: a thousand ranks would each send a thousand names to a thousand."""
+    return hashlib.sha256("".join(f"{name}\0" for name in names).encode()).digest()

@@ -301,14 +301,14 @@ class Tensor(_message.Message):
     def __init__(self, tag: _Optional[int] = ..., elems: _Optional[int] = ..., dtype: _Optional[_Union[DType, str]] = ..., sequence: _Optional[int] = ...) -> None: ...
 
 class Exchange(_message.Message):
-    __slots__ = ("epoch", "rank", "names")
+    __slots__ = ("epoch", "rank", "members")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
-    NAMES_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     rank: int
-    names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+    members: bytes
+    def __init__(self, epoch: _Optional[int] = ..., rank: _Optional[int] = ..., members: _Optional[bytes] = ...) -> None: ...
 
 class Tunnel(_message.Message):
     __slots__ = ("peer", "ticket", "port", "back")
