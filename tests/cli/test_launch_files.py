@@ -84,7 +84,7 @@ def test_directives_of_slurm_come_before_the_first_command(job: Path) -> None:
     assert not any(line.startswith("#SBATCH") for line in lines[begin:])
 
 
-@pytest.mark.parametrize("options", [{}, FULL], ids=["plain", "full"])
+@pytest.mark.parametrize("options", [{}, FULL, {"nodes": 8, "least": 2}], ids=["plain", "full", "elastic"])
 def test_kubernetes_accepts_the_objects(job: Path, options: dict[str, Any]) -> None:
     yaml = pytest.importorskip("yaml", reason="needs PyYAML and kubernetes-validate, of the extra dev")
     validate = pytest.importorskip("kubernetes_validate")
@@ -96,10 +96,12 @@ def test_kubernetes_accepts_the_objects(job: Path, options: dict[str, Any]) -> N
     pod = objects[3]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     environment = {one["name"]: one.get("value") for one in container["env"]}
-    assert environment["GRADSTREAM_NODES"] == str(objects[3]["spec"]["completions"])
+    pods = environment.get("GRADSTREAM_LEAST", environment["GRADSTREAM_NODES"])
+    assert pods == str(objects[3]["spec"]["completions"]) == str(objects[3]["spec"]["parallelism"])
+    assert ("GRADSTREAM_LEAST" in environment) == ("least" in options)
     assert environment["GRADSTREAM_HOST"] == f"mine-0.{pod['subdomain']}"
     assert container["command"][-3:] == (
-        ["--", *FULL["arguments"]] if options else [*container["command"][-3:]]
+        ["--", *FULL["arguments"]] if options is FULL else [*container["command"][-3:]]
     )
     mounted = {one["name"] for one in container["volumeMounts"]}
     assert mounted == {one["name"] for one in pod["volumes"]}
@@ -122,6 +124,7 @@ def test_a_compose_file_has_a_service_for_each_node(job: Path) -> None:
         ({"name": "Mine_1"}, "--name 'Mine_1': expected small letters"),
         ({"nodes": 1}, "--nodes 1: expected at least 2"),
         ({"memory": 0}, "--memory 0: expected at least 1"),
+        ({"least": 3}, "--least 3: expected a number from 1 to --nodes 2"),
         ({"job": Path("a b.py")}, "expected a job file NAME.py"),
     ],
 )
@@ -130,6 +133,8 @@ def test_what_does_not_fit_is_named(job: Path, options: dict[str, Any], message:
         dataclasses.replace(file_of(job), **options)
     with pytest.raises(ConfigError, match=r"there is no job file .*other\.py"):
         dataclasses.replace(file_of(job), job=job.with_name("other.py")).render("slurm")
+    with pytest.raises(ConfigError, match="--emit slurm --least: this engine starts all nodes at once"):
+        dataclasses.replace(file_of(job), least=1).render("slurm")
     with pytest.raises(ConfigError, match="--emit kubernetes needs --image"):
         LaunchFile(job=job, name="mine").render("kubernetes")
 

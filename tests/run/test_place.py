@@ -49,7 +49,11 @@ KUBERNETES = {"JOB_COMPLETION_INDEX": "0", "GRADSTREAM_NODES": "2", "GRADSTREAM_
                 "GRADSTREAM_HOST": "10.0.0.1",
                 "GRADSTREAM_LEAST": "2",
             },
-            Place(engine="Ray", rank=3, size=4, host="10.0.0.1", port=29400, least=2),
+            Place(engine="gradstream", rank=3, size=4, host="10.0.0.1", port=29400, least=2),
+        ),
+        (
+            KUBERNETES | {"GRADSTREAM_LEAST": "1"},
+            Place(engine="Kubernetes", rank=0, size=2, host="mine-0.mine", port=29400, least=1),
         ),
     ],
 )

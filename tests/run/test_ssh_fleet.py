@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,43 @@ def test_cleaning_removes_the_folder_of_the_run_and_nothing_where_there_is_none(
         assert machines.clean() == []
         assert sorted(path.name for path in home.iterdir()) == ["precious", "some where"]
         assert list((home / "some where").iterdir()) == []
+
+
+def running(home: Path, *words: str) -> subprocess.Popen[bytes]:
+    """A program in the place of machine a's process of the run."""
+    process = subprocess.Popen(words, start_new_session=True)
+    folder = home / "some where" / "mine" / "a"
+    folder.mkdir(parents=True)
+    (folder / "group").write_text(f"{process.pid}\n")
+    return process
+
+
+def test_what_does_not_end_by_itself_is_killed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradstream.run.ssh.fleet.END_S", 0.2)
+    process = running(home, "sleep", "1000")
+    machines = fleet(home)
+    assert machines.clean([machines.machines[0]]) == []
+    assert process.wait(timeout=10) == -signal.SIGKILL
+
+
+def test_a_machine_that_is_to_leave_gets_sigterm_and_some_time(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradstream.run.ssh.fleet.LEAVE_S", 0.5)
+    deaf = running(home, "sh", "-c", "trap '' TERM; while :; do sleep 0.05; done")
+    machines = fleet(home)
+    assert not machines.leave(machines.machines[0])
+    deaf.kill()
+    deaf.wait()
+    (home / "some where" / "mine" / "a" / "group").unlink()
+    (home / "some where" / "mine" / "a").rmdir()
+    monkeypatch.setattr("gradstream.run.ssh.fleet.LEAVE_S", 10.0)
+    process = running(home, "sleep", "1000")
+    killed = threading.Thread(target=process.wait)  # else it stays, as a zombie
+    killed.start()
+    assert machines.leave(machines.machines[0])
+    killed.join()
+    assert process.returncode == -signal.SIGTERM
 
 
 def test_another_run_of_that_name_is_left_alone(home: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -180,6 +181,42 @@ def test_data_leaves_the_driver_once_for_all_machines(tmp_path: Path) -> None:
         assert size < sent[0] < 1.3 * size, sent
         assert 2 * size < sent[1], sent
         assert cluster.left() == []
+
+
+def test_machines_join_and_leave_while_the_others_train(cluster: Cluster) -> None:
+    a, b, c = cluster.hosts
+    words = ["--data", "data", "--strategy", "downpour", "--epochs", "100000", "--detach", "--room", "1"]
+    status, said = cluster.run(*cluster.launch(*words, hosts=[a, b]))
+    assert status == 0, said
+    status, said = cluster.run("add", "runs/job", b)
+    assert status == 2 and f"{b} has a part in the run already" in said
+    status, said = cluster.run("add", "runs/job", c)
+    assert status == 0 and f"{c} joins" in said, said
+    attached = cluster.start("attach", "runs/job")
+    assert attached.stdout is not None
+    next(line for line in attached.stdout if "worker-2" in line)
+    status, said = cluster.run("add", "runs/job", "another")
+    assert status == 2 and "the run has no free place" in said and "--room N" in said
+    status, said = cluster.run("remove", "runs/job", a)
+    assert status == 2 and f"no machine '{a}' that joined it; expected one of {b}, {c}" in said
+    status, said = cluster.run("remove", "runs/job", b)
+    assert status == 0 and f"{b} has left, and nothing of the run is on it" in said, said
+    assert not list(cluster.on(1, ".").glob("*"))
+    assert (cluster.folder / "runs" / "job" / "hosts" / b / "log").is_file()
+    status, said = cluster.run("status", "runs/job")
+    assert [line.split()[0] for line in said.splitlines()] == [a, c, "room"], said
+    status, said = cluster.run("add", "runs/job", b)
+    assert status == 0, said
+    next(line for line in attached.stdout if "has joined with worker-1" in line)
+    attached.send_signal(signal.SIGINT)
+    attached.communicate(timeout=30)
+    status, said = cluster.run("stop", "runs/job")
+    assert status == 0 and "nothing is left on" in said, said
+    assert cluster.left() == []
+    events = [
+        json.loads(line) for line in (cluster.folder / "runs/job/events.jsonl").read_text().splitlines()
+    ]
+    assert [one["event"] for one in events].count("started") == 1
 
 
 def sent_bytes(machine: Machine) -> int:

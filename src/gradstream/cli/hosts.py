@@ -16,7 +16,7 @@ from gradstream.run.ssh.data_delivery import DataDelivery
 from gradstream.run.ssh.fleet import FILE, Fleet
 from gradstream.run.ssh.host import NO_CONNECTION, HostError, SshHost
 from gradstream.run.ssh.inspection import inspect
-from gradstream.run.ssh.replacement import replace_machine
+from gradstream.run.ssh.places import add_machine, remove_machine, replace_machine
 from gradstream.run.ssh.sources import sources_of
 from gradstream.untrusted import say
 
@@ -52,7 +52,7 @@ def launch_on(
         if warning:
             say(f"{name}: {warning}")
     try:
-        say(f"{len(fleet.hosts)} machines are ready; {len(files)} files to bring")
+        say(f"{len(fleet.names)} machines are ready; {len(files)} files to bring")
         fleet.send(files)
         if data is not None:
             DataDelivery(fleet, say).bring(data)
@@ -118,7 +118,7 @@ def finish(fleet: Fleet, run: Path) -> None:
     (run / FILE).unlink()
     for line in [*lacking, *left]:
         say(line)
-    say(f"collected in {run}" + ("" if left else f"; nothing is left on {', '.join(fleet.hosts)}"))
+    say(f"collected in {run}" + ("" if left else f"; nothing is left on {', '.join(fleet.names)}"))
 
 
 def stop(fleet: Fleet, run: Path, *options: str) -> None:
@@ -133,18 +133,32 @@ def replace_on(fleet: Fleet, run: Path, gone: str, host: str) -> None:
     click.echo(f"{host} joins in the place of {gone}; gradstream status {run}")
 
 
+def add_on(fleet: Fleet, run: Path, host: str) -> None:
+    """Has a machine join in a free place. Raises as `add_machine` does."""
+    add_machine(fleet, host, run, say)
+    click.echo(f"{host} joins; gradstream status {run}")
+
+
+def remove_from(fleet: Fleet, run: Path, host: str) -> None:
+    """Has a machine leave. Raises as `remove_machine` does."""
+    remove_machine(fleet, host, run, say)
+    click.echo(f"{host} has left, and nothing of the run is on it; gradstream status {run}")
+
+
 def show_states(fleet: Fleet) -> None:
     """Prints a line for each machine."""
     width = max(map(len, fleet.hosts))
     for name, state in fleet.states().items():
         click.echo(f"{name:{width}}  {state}")
+    if free := len(fleet.hosts) - len(fleet.names):
+        click.echo(f"room for {free} more: gradstream add")
 
 
 def show_logs(fleet: Fleet, only: str | None) -> None:
     """Prints the log of each machine, or of one."""
     hosts = [host for host in fleet.machines if only in (None, host.name)]
     if not hosts:
-        raise ConfigError(f"the run has no machine {only!r}; expected one of {', '.join(fleet.hosts)}")
+        raise ConfigError(f"the run has no machine {only!r}; expected one of {', '.join(fleet.names)}")
     for host in hosts:
         if only is None:
             click.echo(f"==> {host.name}")

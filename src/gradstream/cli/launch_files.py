@@ -31,6 +31,7 @@ class LaunchFile:
         job: the job file.
         name: name of the run: small letters, digits and dashes.
         nodes: number of machines, nodes, pods or containers, at least 2.
+        least: number of pods with which training begins, where the Job may be made larger later; 0 for all.
         cpus: cores of each.
         memory: memory of each, in GiB.
         gpus: GPUs of each.
@@ -49,6 +50,7 @@ class LaunchFile:
     job: Path
     name: str
     nodes: int = 2
+    least: int = 0
     cpus: int = 4
     memory: int = 8
     gpus: int = 0
@@ -75,6 +77,9 @@ class LaunchFile:
             if getattr(self, option) < least:
                 raise ConfigError(f"--{option} {getattr(self, option)}: expected at least {least}")
 
+        if self.least and not 1 <= self.least <= self.nodes:
+            raise ConfigError(f"--least {self.least}: expected a number from 1 to --nodes {self.nodes}")
+
     def render(self, engine: str) -> str:
         """The text of the file for an engine.
 
@@ -85,6 +90,11 @@ class LaunchFile:
             raise ConfigError(
                 f"--emit {engine} needs --image, a container image with gradstream. No registry has one yet: "
                 "deploy/Containerfile in the repository builds it"
+            )
+        if self.least and engine != "kubernetes":
+            raise ConfigError(
+                f"--emit {engine} --least: this engine starts all nodes at once; expected --emit kubernetes, or "
+                "`gradstream launch --hosts A,B --room N`, or `gradstream train --engine 'ray?least=N'`"
             )
         if not self.job.is_file():
             raise ConfigError(f"there is no job file {self.job}; `gradstream new` writes one")
@@ -100,6 +110,11 @@ class LaunchFile:
             "job": self.job.name,
             "name": self.name,
             "nodes": str(self.nodes),
+            "pods": str(self.least or self.nodes),
+            "elastic": _ELASTIC.format(name=self.name, nodes=self.nodes) if self.least else "",
+            "least": f'            - name: GRADSTREAM_LEAST\n              value: "{self.least}"\n'
+            if self.least
+            else "",
             "cpus": str(self.cpus),
             "memory": str(self.memory),
             "storage": str(self.storage),
@@ -153,6 +168,14 @@ _SERVICE = """\
     environment:
       <<: *place
       JOB_COMPLETION_INDEX: "{number}"
+"""
+
+_ELASTIC = """\
+#
+# While it trains, completions and parallelism may change, together, up to {nodes}: new pods join, and those with the
+# highest numbers hand in what they have, and leave. The others go on.
+#
+#     kubectl patch job {name} --type merge -p '{{"spec": {{"completions": {nodes}, "parallelism": {nodes}}}}}'
 """
 
 _SPOT = """\

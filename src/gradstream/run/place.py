@@ -3,8 +3,9 @@
     torchrun     RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     Slurm        SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST, SLURM_JOB_ID, SLURM_RESTART_COUNT  (by srun)
     Kubernetes   JOB_COMPLETION_INDEX; GRADSTREAM_NODES, GRADSTREAM_HOST, GRADSTREAM_RUN  (from the manifest)
-    ssh          GRADSTREAM_NODE; GRADSTREAM_NODES, GRADSTREAM_HOST, GRADSTREAM_RUN  (`gradstream launch --hosts`)
-    Ray          the same, and GRADSTREAM_LEAST  (`--engine ray`)
+    ssh, Ray     GRADSTREAM_NODE; the same  (from `gradstream launch --hosts` and `--engine ray`)
+
+Where GRADSTREAM_LEAST is set too, so many processes begin, and the engine may start the others later.
 
 Process 0 starts the run, and the others join it. They meet at a port of its machine.
 """
@@ -29,7 +30,7 @@ class Place:
     """The place of this process.
 
     Args:
-        engine: name of the program that has started it: "torchrun", "Slurm", "Kubernetes", "gradstream launch", "Ray".
+        engine: name of the program that has started it: "torchrun", "Slurm", "Kubernetes", "gradstream".
         rank: its number, from 0.
         size: number of processes, at least 2.
         host: host name or address of process 0.
@@ -113,16 +114,16 @@ def _of_nodes(environment: Mapping[str, str]) -> Place | None:
     """Where a manifest or a launcher says how many are one run: the pods of an indexed Job may be so many runs."""
     if NODES not in environment:
         return None
-    ours, by_ray = NODE in environment, LEAST in environment
+    ours = NODE in environment
     rank = NODE if ours else "JOB_COMPLETION_INDEX"
     return Place(
-        engine="Ray" if by_ray else "gradstream launch" if ours else "Kubernetes",
+        engine="gradstream" if ours else "Kubernetes",
         rank=_number(environment, rank, "Kubernetes, in the pods of an indexed Job"),
         size=_number(environment, NODES, "the manifest"),
         host=_text(environment, HOST, "the manifest: the name of the first pod, JOB-0.SERVICE"),
         port=_number(environment, PORT, "the manifest", str(DEFAULT_PORT)),
         job=environment.get(RUN, ""),
-        least=_number(environment, LEAST, "Ray") if by_ray else 0,
+        least=_number(environment, LEAST, "the manifest", "0"),
     )
 
 

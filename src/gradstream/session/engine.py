@@ -25,6 +25,7 @@ from gradstream.run.remote.listening import Listening, ServersOn, workers_each
 from gradstream.run.remote.members import name_of_rank
 from gradstream.run.result import FINAL_MODEL, Run
 from gradstream.session.rendezvous import StoreRendezvous
+from gradstream.transport.addresses import is_loopback
 from gradstream.transport.socket.unix import host_id
 
 
@@ -92,7 +93,9 @@ class Together:
     def _address(self, rendezvous: StoreRendezvous) -> Address:
         """The address of this machine at which the others reach it; loopback where all are here."""
         if self.place.least:  # others may come from other machines later
-            return Address(local_address(Address(self.place.host)))
+            own = local_address(Address(self.place.host))
+            if is_loopback(self.place.host) or not is_loopback(own):
+                return Address(own)
         away = [one["address"] for one in rendezvous.others() if one["host"] != host_id()]
         return rendezvous.own_address(away[0]) if away else Address("127.0.0.1")
 

@@ -72,8 +72,9 @@ class StoreRendezvous:
     # ---- process 0 ----------------------------------------------------------------------
 
     def others(self) -> list[dict[str, str]]:
-        """Host id and address of each other process, once all are there."""
-        found = [json.loads(self._wait_for(_key_of(rank), rank)) for rank in range(1, self.place.size)]
+        """Host id and address of each other process with which the run begins, once all are there."""
+        ranks = range(1, self.place.least or self.place.size)
+        found = [json.loads(self._wait_for(_key_of(rank), rank)) for rank in ranks]
         return [{key: str(one[key]) for key in ("host", "address")} for one in found]
 
     def own_address(self, away: str) -> Address:

@@ -42,9 +42,23 @@ from gradstream.run.place import DEFAULT_PORT
 )
 @click.option("--port", type=int, default=DEFAULT_PORT, show_default=True, help="--hosts: where they meet.")
 @click.option("--ssh", default="ssh", help='--hosts: the client and its options: "ssh -p 2222".')
+@click.option(
+    "--room",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="--hosts: places for N machines more, which `gradstream add` has join while the others train.",
+)
 @click.option("--detach", is_flag=True, help="--hosts: return when the run has started.")
 @click.option(
     "--nodes", type=int, default=2, show_default=True, help="--emit: machines, nodes, pods or containers."
+)
+@click.option(
+    "--least",
+    type=int,
+    default=0,
+    metavar="N",
+    help="--emit kubernetes: begin with N of them; the Job is made larger and smaller meanwhile.",
 )
 @click.option("--cpus", type=int, default=4, show_default=True, help="--emit: cores of each.")
 @click.option("--memory", type=int, default=8, show_default=True, help="--emit: memory of each, in GiB.")
@@ -122,7 +136,8 @@ def _on_hosts(job: Path, function: str, words: tuple[str, ...], hosts: str, name
     arguments = arguments_of_job()
     fleet = Fleet(
         name=name,
-        hosts=names,
+        hosts=[*names, *[""] * given["room"]],
+        least=len(names) if given["room"] else 0,
         ssh=shlex.split(given["ssh"]),
         python=given["python"],
         folder=given["folder"].rstrip("/"),
@@ -149,7 +164,7 @@ def _emit(job: Path, engine: str, name: str, output: Path | None, **given: Any) 
         "gradstream",
         *(" ".join(word.split()) for word in sys.argv[1:]),
     ]  # it goes into a comment of one line
-    kept = ("nodes", "cpus", "memory", "gpus", "hours", "storage", "image", "data", "spot")
+    kept = ("nodes", "least", "cpus", "memory", "gpus", "hours", "storage", "image", "data", "spot")
     file = LaunchFile(
         job=job,
         name=name,

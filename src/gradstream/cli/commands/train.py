@@ -82,7 +82,8 @@ def train(job: str, as_json: bool, engine: str | None, dry_run: bool, detach: bo
         from gradstream.untrusted import say
 
         if together.place.rank:
-            own = chosen.run_dir if together.place.least else None
+            place = together.place  # Ray names no job, but a folder for each process
+            own = chosen.run_dir if place.least and not place.job else None
             sys.exit(together.follow(job, arguments_of_job(), say, own))
         run_and_show(lambda on_event: together.lead(chosen, workers=workers, on_event=on_event), as_json)
         return

@@ -39,6 +39,9 @@ LEAVE_S = 30.0
 LOUD_S = 60.0
 """Seconds between two warnings that a run is in plain text."""
 
+LEFT = "LEFT"
+"""Code of the end of a machine that has closed its line in good order."""
+
 REFUSED_BYTES, HEAD_BYTES = 16, 120
 """Longest name and address of a refused machine; bytes of the other fields of its event line."""
 
@@ -226,7 +229,8 @@ class JoinService:
             await self._send(stream, v1.Order(grant=grant))
             await self._runtime.gather(self._listen(stream, seat), self._tell(stream, machine))
         except GradstreamError as error:
-            reason = str(error).removeprefix(f"{stream.peer}: ")
+            left = isinstance(error, RefusedError) and error.code == LEFT
+            reason = "its processes have ended" if left else str(error).removeprefix(f"{stream.peer}: ")
             raise
         finally:
             del self._there[machine]
@@ -279,7 +283,7 @@ class JoinService:
                 )
             self._on_message({"exited": report.who, "status": report.status})
         if self._over is None:
-            raise RefusedError(stream.peer, "LEFT", "it has left the run")
+            raise RefusedError(stream.peer, LEFT, "it has left the run")
 
     def _report_refused(self, refused: tuple[Seat, str], more: int) -> None:
         seat, reason = refused

@@ -6,6 +6,7 @@ goes on without it. Everything on a machine is in one folder of its own:
     JOB.py, modules     what the job needs
     token               what admits the machines to the run; only its owner can read it
     data, data.json     the data, or a link to where it was already, and the list of its files
+    group               number of its process group
     log, status         what `gradstream train` says, and its exit status when it has ended
     runs/NAME           the run directory
 """
@@ -20,11 +21,12 @@ import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
 from gradstream.errors import ConfigError
-from gradstream.run.place import HOST, NODE, NODES, PORT, RUN
+from gradstream.run.place import HOST, LEAST, NODE, NODES, PORT, RUN
 from gradstream.run.ssh.host import HostError, SshHost, last_line
 from gradstream.run.ssh.sources import packed, unpacked
 
@@ -37,6 +39,9 @@ NOT_IN_TIME = 4
 END_S = 20.0
 """Longest wait for the processes of a machine, once the run has ended."""
 
+LEAVE_S = 60.0
+"""Longest wait for a machine that was asked to leave."""
+
 Answer = TypeVar("Answer")
 
 
@@ -46,7 +51,8 @@ class Fleet:
 
     Args:
         name: name of the run.
-        hosts: the machines, at least 2; the first one trains, and must be reachable by the others.
+        hosts: the machines, at least 2; the first one trains, and must be reachable by the others. "" is a free place,
+            for a machine that joins later.
         ssh: the ssh client and its options.
         python: program on the machines that has gradstream; a relative path is in the home folder there.
         folder: folder for runs there.
@@ -54,6 +60,7 @@ class Fleet:
         job: name of the job file.
         arguments: options of `gradstream train`, and arguments of the job file.
         data: where the data of the run may be on the machines already; "" for a run without any.
+        least: number of machines with which training begins; 0 for all.
     """
 
     name: str
@@ -65,6 +72,7 @@ class Fleet:
     job: str
     arguments: Sequence[str]
     data: str = ""
+    least: int = 0
 
     @classmethod
     def of(cls, run: Path) -> Self | None:
@@ -92,7 +100,12 @@ class Fleet:
     @property
     def machines(self) -> list[SshHost]:
         """The machines."""
-        return [SshHost(name, tuple(self.ssh)) for name in self.hosts]
+        return [SshHost(name, tuple(self.ssh)) for name in self.names]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the machines, without free places."""
+        return list(filter(None, self.hosts))
 
     def home(self, host: SshHost) -> str:
         """The folder of this run on a machine. Machines may share a disk, so each has its own."""
@@ -148,10 +161,13 @@ class Fleet:
         first, rank = self.machines[0], self.hosts.index(host.name)
         place = {NODES: len(self.hosts), NODE: rank, HOST: first.address, PORT: self.port, RUN: self.name}
         place |= {"GRADSTREAM_TOKEN_FILE": "token"} | ({"GRADSTREAM_DATA": "data"} if self.data else {})
+        place |= {LEAST: self.least} if self.least else {}
         words = ["env", *(f"{name}={value}" for name, value in place.items())]
         train = ["-m", "gradstream", "train", self.job, *self.arguments]
         command = f"{shlex.join(words)} {self.program} {shlex.join(train)}"
-        inner = f"echo $$ > group; {command} > log 2>&1; echo $? > status.new; mv status.new status"
+        inner = (
+            f"trap : TERM; echo $$ > group; {command} > log 2>&1; echo $? > status.new; mv status.new status"
+        )
         script = f"rm -f status; setsid nohup sh -c {shlex.quote(inner)} > /dev/null 2>&1 < /dev/null &"
         host.do(self.inside(host, script))
 
@@ -213,16 +229,25 @@ class Fleet:
         first, *_ = self.machines
         _bring(first, self.inside(first, f"mkdir -p {home} && tar -cf - -C {home} ."), run)
 
-        def logs(host: SshHost) -> str:
-            into = run / "hosts" / host.name.replace("/", "_")
-            into.mkdir(parents=True, exist_ok=True)
-            try:
-                _bring(host, self.inside(host, "tar -cf - $(ls -d log status 2>/dev/null)"), into)
-            except HostError as error:
-                return str(error)
-            return ""
+        return list(filter(None, self.at_once(partial(self.bring_log, run)).values()))
 
-        return list(filter(None, self.at_once(logs).values()))
+    def bring_log(self, run: Path, host: SshHost) -> str:
+        """Brings the log of a machine into the local folder of the run. Returns why it could not; "" if it has."""
+        into = run / "hosts" / host.name.replace("/", "_")
+        into.mkdir(parents=True, exist_ok=True)
+        try:
+            _bring(host, self.inside(host, "tar -cf - $(ls -d log status 2>/dev/null)"), into)
+        except HostError as error:
+            return str(error)
+        return ""
+
+    def leave(self, host: SshHost) -> bool:
+        """Asks the process of a machine to hand in what it has, and to leave. Returns whether it has ended in time."""
+        script = (
+            f"group=$(cat group); kill -s TERM -- -$group; for _ in $(seq {int(LEAVE_S / 0.1)}); do "
+            f"[ ! -s status ] && kill -0 $group 2>/dev/null || exit 0; sleep 0.1; done; exit {NOT_IN_TIME}"
+        )
+        return host.ask(self.inside(host, script), timeout_s=LEAVE_S + END_S).returncode != NOT_IN_TIME
 
     def clean(self, hosts: Sequence[SshHost] | None = None) -> list[str]:
         """Ends what is left of the run on all machines, or some, and removes its folders there.
@@ -232,7 +257,8 @@ class Fleet:
         """
         script = (
             'group=$(cat group 2>/dev/null); for _ in $(seq {tries}); do [ -n "$group" ] && [ ! -s status ] && '
-            'kill -0 $group 2>/dev/null || break; sleep 0.1; done; [ -n "$group" ] && kill -9 -- -$group 2>/dev/null; '
+            "kill -0 $group 2>/dev/null || break; sleep 0.1; done; "
+            '[ -n "$group" ] && kill -s KILL -- -$group 2>/dev/null; '
             'cd / && rm -rf {home} && rmdir "$(dirname {home})" 2>/dev/null; true'
         ).replace("{tries}", str(int(END_S / 0.1)))
 

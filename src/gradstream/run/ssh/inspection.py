@@ -88,7 +88,7 @@ def _reach(fleet: Fleet, host: SshHost) -> None:
     first, python, port = fleet.machines[0], fleet.program, fleet.port
     if host.name == first.name:
         listen = f"import socket, time; s = socket.create_server(('', {port})); s.settimeout(20)\n"
-        listen += f"for _ in range({len(fleet.hosts) - 1}): s.accept()"
+        listen += f"for _ in range({len(fleet.names) - 1}): s.accept()"
         done = first.ask(f"{python} -c {shlex.quote(listen)}")
         if done.returncode and b"timed out" not in done.stderr:
             raise HostError(f"{first.name}: port {port}: {last_line(done.stderr)}; take another --port")

@@ -1,4 +1,8 @@
-"""Has another machine, or the same one anew, take the place of one that is gone, while the others train."""
+"""Changes the machines of a run while it trains: one takes the place of another, joins in a free one, or leaves.
+
+A run has as many places as it began with, and those for which it made room. A machine that joins later needs nothing of
+this one: job, token and data come from the first machine.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,6 @@ NOT_ITS_JOB = "log|status|group|runs|data|data.json"
 def replace_machine(fleet: Fleet, old: str, new: str, run: Path, say: Callable[[str], object]) -> Fleet:
     """Has another machine, or the same one anew, take the place of one whose process is gone.
 
-    Job, token and data come from the first machine: this one need not have them any more.
-
     Args:
         fleet: the machines of the run.
         old: name of the machine that is gone; not the first one.
@@ -36,21 +38,77 @@ def replace_machine(fleet: Fleet, old: str, new: str, run: Path, say: Callable[[
         ConfigError: there is no such machine, or its process runs.
         HostError: the new one lacks something; the run is as before.
     """
-    if old not in fleet.hosts[1:]:
-        raise ConfigError(
-            f"the run has no machine {old!r} that joined it; expected one of {', '.join(fleet.hosts[1:])}"
-        )
-    if new != old and new in fleet.hosts:
-        raise ConfigError(f"{new} has a part in the run already; name another machine")
+    rank = _rank_of(fleet, old)
+    if new != old:
+        _check_new(fleet, new)
     if fleet.states()[old].startswith("runs"):
         raise ConfigError(
             f"{old} trains; end its `gradstream train` there before another machine takes its place"
         )
-    after = replace(fleet, hosts=[new if name == old else name for name in fleet.hosts])
-    host = after.machines[after.hosts.index(new)]
     if new == old:
-        fleet.clean([host])
-    made: list[SshHost] = []
+        fleet.clean([_machine(fleet, old)])
+    after = _begun(fleet, rank, new, say)
+    after.write(run)
+    if new != old:
+        fleet.clean([_machine(fleet, old)])  # if it can be reached
+    return after
+
+
+def add_machine(fleet: Fleet, new: str, run: Path, say: Callable[[str], object]) -> Fleet:
+    """Has a machine join in a free place. Arguments, result and errors as for `replace_machine`."""
+    _check_new(fleet, new)
+    if "" not in fleet.hosts:
+        raise ConfigError(
+            f"the run has no free place: its machines are {', '.join(fleet.names)}; start it with --room N for N "
+            "machines more, or take one out first: gradstream remove"
+        )
+    after = _begun(fleet, list(fleet.hosts).index(""), new, say)
+    after.write(run)
+    return after
+
+
+def remove_machine(fleet: Fleet, old: str, run: Path, say: Callable[[str], object]) -> Fleet:
+    """Has a machine hand in what it has computed, and leave; its place is free then.
+
+    Arguments, result and errors as for `replace_machine`. Its log comes into the local folder of the run.
+    """
+    rank, host = _rank_of(fleet, old), _machine(fleet, old)
+    if not fleet.leave(host):
+        say(f"{old} has not left in time, and is ended: the others compute its last minibatches again")
+    for line in filter(None, [fleet.bring_log(run, host), *fleet.clean([host])]):
+        say(line)
+    after = _with(fleet, rank, "")
+    after.write(run)
+    return after
+
+
+def _rank_of(fleet: Fleet, name: str) -> int:
+    if not name or name not in fleet.hosts[1:]:
+        raise ConfigError(
+            f"the run has no machine {name!r} that joined it; expected one of {', '.join(fleet.names[1:])}"
+        )
+    return list(fleet.hosts).index(name)
+
+
+def _check_new(fleet: Fleet, name: str) -> None:
+    if name in fleet.names:
+        raise ConfigError(f"{name} has a part in the run already; name another machine")
+    if not name or name.startswith("-"):
+        raise ConfigError(f"{name!r} is no name of a machine that ssh takes")
+
+
+def _machine(fleet: Fleet, name: str) -> SshHost:
+    return fleet.machines[fleet.names.index(name)]
+
+
+def _with(fleet: Fleet, rank: int, name: str) -> Fleet:
+    return replace(fleet, hosts=[*fleet.hosts[:rank], name, *fleet.hosts[rank + 1 :]])
+
+
+def _begun(fleet: Fleet, rank: int, name: str, say: Callable[[str], object]) -> Fleet:
+    """Looks at a machine, brings what it needs, and starts its process in a place. Raises HostError."""
+    after, made = _with(fleet, rank, name), list[SshHost]()
+    host = _machine(after, name)
     try:
         inspect_machine(after, host, made)
         _bring_job(after, host)
@@ -60,9 +118,6 @@ def replace_machine(fleet: Fleet, old: str, new: str, run: Path, say: Callable[[
     except HostError:
         after.clean(made)
         raise
-    after.write(run)
-    if new != old:
-        fleet.clean([fleet.machines[fleet.hosts.index(old)]])  # if it can be reached
     return after
 
 
