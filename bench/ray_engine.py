@@ -1,8 +1,9 @@
 """Question: what does it cost that Ray places the processes of a run, beside starting the same processes by hand?
 
 Three nodes of a Ray cluster on this machine train Caltech-101 with the small network, over TLS; then the same three
-processes are started without Ray, with the variables that `gradstream launch --hosts` sets; by turns. In the last run a
-Ray node is killed with all its processes. Takes GRADSTREAM_DATA, and `pip install ray`.
+processes are started without Ray, with the variables that `gradstream launch --hosts` sets; by turns. Counts what the
+processes of the run, those of Ray and this one use of the machine's cores. In the last run a Ray node is killed with
+all its processes. Takes GRADSTREAM_DATA, and `pip install ray`.
 
     python bench/ray_engine.py            # about ten minutes of two cores; writes bench/results/ray-engine.json
     python bench/ray_engine.py --turns 1 --without-kill --more       # adds turns to the record
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,16 +84,65 @@ def main() -> None:
     print(f"{path}: with Ray {record['ray of by hand']:.3f} of the samples/s without; {rates}")
 
 
-def figures(run: gs.Run, begun_s: float) -> dict[str, Any]:
+class Cores:
+    """Counts what the cores do while a run trains: for its own processes, for those of Ray, for this one, for others.
+
+    Looks every second, so what a process uses in its last second is missing.
+    """
+
+    def __init__(self) -> None:
+        self._used_s: dict[
+            tuple[str, int, str], list[float]
+        ] = {}  # by kind, process and its start: first and last
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._over.wait(1.0):
+            for folder in Path("/proc").iterdir():
+                if folder.name.isdigit():
+                    self._count(folder)
+
+    def _count(self, folder: Path) -> None:
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            kind = self._kind(folder)
+        except OSError:  # it has ended
+            return
+        used_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        times = self._used_s.setdefault((kind, int(folder.name), fields[19]), [used_s, used_s])
+        times[1] = used_s
+
+    def _kind(self, folder: Path) -> str:
+        if folder.name == str(os.getpid()):
+            return "driver"
+        command = (folder / "cmdline").read_bytes()
+        if "GRADSTREAM_NODE=" in (folder / "environ").read_text(errors="replace"):
+            return "run"
+        return "ray" if b"ray" in command else "other"
+
+    def end(self) -> dict[str, float]:
+        """Seconds of a core since the beginning, by kind of process."""
+        self._over.set()
+        self._thread.join()
+        sums: dict[str, float] = {}
+        for (kind, _, _), (first_s, last_s) in self._used_s.items():
+            sums[kind] = round(sums.get(kind, 0.0) + last_s - first_s, 2)
+        return sums
+
+
+def figures(run: gs.Run, begun_s: float, cores: Cores) -> dict[str, Any]:
     """What a record keeps of a run."""
     kept = ("samples_per_s", "train_s", "samples_accounted", "workers_lost", "carriers")
-    return {**{name: run.summary[name] for name in kept}, "whole_s": time.monotonic() - begun_s}
+    summary = {name: run.summary[name] for name in kept}
+    return {**summary, "whole_s": time.monotonic() - begun_s, "core_s": cores.end()}
 
 
 def by_ray(spec: str, options: Mapping[str, Any], on_event: Any = None) -> dict[str, Any]:
     """The run with its processes in actors of Ray."""
     with tempfile.TemporaryDirectory() as folder:
-        begun_s = time.monotonic()
+        begun_s, cores = time.monotonic(), Cores()
         run = gs.train(
             load_job(spec, argv=["caltech101.py"]),
             engine=RayEngine(),
@@ -100,7 +151,7 @@ def by_ray(spec: str, options: Mapping[str, Any], on_event: Any = None) -> dict[
             on_event=on_event,
             **options,
         )
-        return figures(run, begun_s)
+        return figures(run, begun_s, cores)
 
 
 def by_hand(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +165,7 @@ def by_hand(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
         words = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
         place = {"NODES": NODES, "LEAST": NODES, "HOST": get_node_ip_address(), "PORT": port}
         place["TOKEN"] = secrets.token_hex(16)
-        begun_s = time.monotonic()
+        begun_s, cores = time.monotonic(), Cores()
         processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "gradstream", "train", spec, *words, "--run-dir", f"{folder}/{rank}"],
@@ -129,7 +180,7 @@ def by_hand(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
         if any(statuses):
             logs = [(Path(folder) / f"log{rank}").read_text()[-2000:] for rank in range(NODES)]
             raise SystemExit("\n".join(logs))
-        return figures(gs.Run.load(Path(folder) / "0"), begun_s)
+        return figures(gs.Run.load(Path(folder) / "0"), begun_s, cores)
 
 
 def killed(cluster: Any, spec: str, options: Mapping[str, Any]) -> dict[str, Any]:

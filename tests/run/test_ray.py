@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from gradstream.errors import ConfigError, DeadlineError, PeerLostError, UserCod
 from gradstream.job.files import load_job
 from gradstream.run.ray.engine import RayEngine
 from gradstream.testing import TokenAudit
+from gradstream.testing.machines import Machine, Machines, unavailable
 from gradstream.testing.process_tree import process_tree
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'gradstream[ray]'")
@@ -383,3 +385,96 @@ def test_a_loop_of_ray_train_makes_the_steps_of_one_process(cluster: Any, tmp_pa
         found = ast.literal_eval((tmp_path / rank).read_text())
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs))
+
+
+OWN_RAY_FOLDER = 'mkdir -p /tmp/ray && mount --bind "$1" /tmp/ray && shift && exec "$@"'
+
+
+@pytest.mark.limit_s(200)
+def test_ray_started_by_hand_on_machines_of_their_own(tmp_path: Path) -> None:
+    """The driver, and three machines with CPUs. One of them is killed, and another is started in its place."""
+    reason = unavailable()
+    if reason:
+        pytest.skip(reason)
+    (folder := tmp_path / "job").mkdir()  # Ray packs it: its own folders must not be in it
+    (folder / "job.py").write_text(JOB)
+    with Machines(4) as machines, (tmp_path / "log").open("w") as log:
+        head = machines[0].address
+        given: Any = {
+            "cwd": folder,
+            "env": {"PYTHONPATH": SOURCE, "RAY_ADDRESS": f"{head}:6379", "COLUMNS": "200"},
+            "stdout": log,
+            "stderr": log,
+        }
+
+        def run(machine: Machine, *words: str) -> subprocess.Popen[str]:
+            """Runs a program on a machine, which has a folder /tmp/ray of its own."""
+            (tmp_path / machine.name).mkdir(exist_ok=True)
+            own = ["sh", "-c", OWN_RAY_FOLDER, "sh", str(tmp_path / machine.name)]
+            return machine.start([*own, sys.executable, "-m", *words], **given)
+
+        def start(machine: Machine, cpus: int, *words: str) -> None:
+            sizes = [
+                f"--num-cpus={cpus}",
+                "--object-store-memory=80000000",
+                f"--node-ip-address={machine.address}",
+            ]
+            run(machine, "ray.scripts.scripts", "start", "--block", *words, *sizes)
+
+        start(machines[0], 0, "--head", "--port=6379", "--include-dashboard=false")
+        while "Ray runtime started" not in (tmp_path / "log").read_text():  # the limit of the test ends it
+            time.sleep(0.1)
+        for machine in machines.machines[1:]:
+            start(machine, 2, f"--address={head}:6379")
+        words = ["train", "job.py", "--engine", "ray", "--workers", "3", "--run-dir", str(tmp_path / "run")]
+        driver = run(machines[0], "gradstream", *words, "--", str(tmp_path / "hurry"))
+        lost = ""
+        for event in events(tmp_path / "run" / "events.jsonl", driver):
+            if event["event"] == "step" and event["node"] == "worker-2" and not lost:
+                (victim,) = (one for one in machines.machines[1:] if has_node(one, 2))
+                lost = victim.name
+                victim.kill()
+            if event["event"] == "left" and event["who"] == "worker-2":
+                start(victim, 2, f"--address={head}:6379")
+            if event["event"] == "joined" and event["who"] == "worker-2" and lost:
+                (tmp_path / "hurry").touch()
+        assert driver.wait() == 0, (tmp_path / "log").read_text()[-5000:]
+    run = gs.Run.load(tmp_path / "run")
+    assert run.summary["workers_lost"] == ["worker-2"]
+    assert run.summary["samples_accounted"] == EPOCHS * SAMPLES
+    assert TokenAudit.of(run, SAMPLES, EPOCHS).exact
+
+
+def has_node(machine: Machine, rank: int) -> bool:
+    """Whether a node of the run is on a machine."""
+    for pid in machine.pids():
+        try:
+            if f"GRADSTREAM_NODE={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return True
+        except OSError:  # it has ended
+            continue
+    return False
+
+
+def events(file: Path, driver: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    """The events of a run as they come, until its driver has ended."""
+    read = 0
+    while True:
+        ended = driver.poll() is not None
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        for text in lines[read:]:
+            if text.endswith("\n"):
+                read += 1
+                yield json.loads(text)
+        if ended:
+            return
+        time.sleep(0.1)
+
+
+def test_a_folder_that_is_too_large_is_refused_before_ray_packs_it(
+    cluster: Any, job: gs.Job, tmp_path: Path
+) -> None:
+    with (Path(str(job.spec)).parent / "data").open("wb") as large:
+        large.truncate(1 << 30)
+    with pytest.raises(ConfigError, match=r"the folder of the job, .*, has more than 500 MiB"):
+        gs.train(job, engine="ray", run_dir=tmp_path / "run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
@@ -12,8 +13,17 @@ from typing import Any, Self
 from gradstream.errors import ConfigError, DeadlineError
 from gradstream.run.ray.actor import RayNode
 
-NOT_SENT = ["runs", ".git", ".venv", "**/__pycache__"]
+RAY_SESSION = "session_[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]_*"
+"""Folder of a Ray node: Ray packs the folder of a job into it, and would pack the growing package into itself."""
+
+NOT_SENT = ["runs", ".git", ".venv", "**/__pycache__", f"**/{RAY_SESSION}"]
 """What is not brought to the nodes with the folder of a job."""
+
+OWN_LISTS = (".rayignore", ".gitignore")
+"""Files by which Ray leaves out more."""
+
+MOST_BYTES = 500 << 20
+"""The largest package that Ray brings to its nodes. It packs all first, on this machine's disk."""
 
 LOOK_S = 1.0
 """Seconds between two looks whether the user has stopped the run, while it waits for room."""
@@ -59,6 +69,8 @@ class RayCluster:
         return self
 
     def _connect(self) -> None:
+        if JOB_VARIABLE not in os.environ:
+            _check_size(self._folder)
         package = Path(__file__).resolve().parents[2]
         brought = {"working_dir": str(self._folder), "py_modules": [str(package)], "excludes": NOT_SENT}
         try:
@@ -153,6 +165,25 @@ class RayCluster:
         """Those of the references whose answers are there, after up to `wait_s`; at once when there is one."""
         found: list[Any] = self.ray.wait(list(references), num_returns=1, timeout=wait_s)[0]
         return found
+
+
+def _check_size(folder: Path) -> None:
+    """Raises ConfigError if the folder of a job is too large for Ray. Ray would fill the disk before it said so."""
+    if any((folder / name).exists() for name in OWN_LISTS):
+        return
+    left_bytes = MOST_BYTES
+    for root, folders, files in os.walk(folder):
+        folders[:] = [
+            name for name in folders if not any(fnmatch(name, one.rpartition("/")[2]) for one in NOT_SENT)
+        ]
+        for name in files:
+            left_bytes -= os.lstat(os.path.join(root, name)).st_size
+        if left_bytes < 0:
+            raise ConfigError(
+                f"engine: the folder of the job, {folder}, has more than {MOST_BYTES >> 20} MiB, which is the most "
+                "that Ray brings to its nodes; put the job file into a folder of its own, or name in .rayignore what "
+                "the nodes do not need, and in GRADSTREAM_DATA a folder of data that all machines have"
+            )
 
 
 def _words(resources: Mapping[str, float]) -> str:
