@@ -38,10 +38,10 @@ NODES, NODE_MEMORY = 3, 100_000_000
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--turns", type=int, default=3, help="runs of each kind")
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=2, help="runs of each kind")
+    parser.add_argument("--epochs", type=int, default=10, help="some 50 s on two cores")
     parser.add_argument("--network", default="cnn", help="function of examples/caltech101.py")
-    parser.add_argument("--strategy", default="downpour")
+    parser.add_argument("--strategy", default="synchronous")
     parser.add_argument(
         "--niceness", type=int, default=15, help="of processes of Ray's workers; 15 is Ray's default"
     )
@@ -73,11 +73,17 @@ def main() -> None:
             record["ray"].append(by_ray(spec, options))
             record["by hand"].append(by_hand(spec, options))
             print(json.dumps({kind: record[kind][-1] for kind in ("ray", "by hand")}), flush=True)
+            keep(record, path)
         if not given.without_kill:
             record["killed"] = killed(cluster, spec, options)
             print(json.dumps(record["killed"]), flush=True)
+            keep(record, path)
     finally:
         cluster.shutdown()
+
+
+def keep(record: dict[str, Any], path: Path) -> None:
+    """Writes the record."""
     rates = {kind: [one["samples_per_s"] for one in record[kind]] for kind in ("ray", "by hand")}
     record["ray of by hand"] = statistics.median(rates["ray"]) / statistics.median(rates["by hand"])
     path.write_text(json.dumps({**record, **origin({})}, indent=1) + "\n")
@@ -184,33 +190,36 @@ def by_hand(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def killed(cluster: Any, spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The run, in which the Ray node of worker 1 is killed with all its processes."""
+    """The run, in which a Ray node without the first node of the run is killed with all its processes."""
     times: dict[str, float] = {}
-    steps = 0
+    steps, victim = 0, ""
 
     def look(event: Mapping[str, Any]) -> None:
-        nonlocal steps
-        if event["event"] == "step" and event["node"] == "worker-1" and "killed" not in times:
+        nonlocal steps, victim
+        if event["event"] == "step" and not victim and event["node"] == "worker-1":
             times["killed"] = event["time_s"]
-            for pid in processes_with(cluster, 1):
+            rank, pids = away_from_the_first(cluster)
+            victim = f"worker-{rank}"
+            for pid in pids:
                 os.kill(pid, signal.SIGKILL)
-        if event.get("who") == "worker-1" and event["event"] == "left":
+        if event.get("who") == victim and event["event"] == "left":
             times.setdefault("noticed", event["time_s"])
-        if event.get("who") == "worker-1" and event["event"] == "joined" and "noticed" in times:
+        if event.get("who") == victim and event["event"] == "joined" and "noticed" in times:
             times.setdefault("back", event["time_s"])
         steps += event["event"] == "step" and "noticed" in times and "back" not in times
 
-    longer = {**options, "epochs": 4 * options["epochs"]}
-    return {**by_ray(spec, longer, look), "times_s": times, "steps of the others meanwhile": steps}
+    return {**by_ray(spec, options, look), "times_s": times, "steps of the others meanwhile": steps}
 
 
-def processes_with(cluster: Any, rank: int) -> list[int]:
-    """The processes of the Ray node on which a node of the run is."""
-    for node in cluster.list_all_nodes():
+def away_from_the_first(cluster: Any) -> tuple[int, list[int]]:
+    """A node of the run on a Ray node without the first one and without this program, and that Ray node's processes."""
+    for node in cluster.worker_nodes:
         there = process_tree(node.all_processes["raylet"][0].process.pid)
-        if any(f"GRADSTREAM_NODE={rank}" in variables(pid) for pid in there):
-            return there
-    raise AssertionError(f"node {rank} is nowhere")
+        names = {f"GRADSTREAM_NODE={rank}": rank for rank in range(NODES)}
+        ranks = {names[one] for pid in there for one in variables(pid) if one in names}
+        if ranks and 0 not in ranks:
+            return min(ranks), there
+    raise AssertionError("all nodes are on the Ray node of the first one")
 
 
 def variables(pid: int) -> list[str]:
