@@ -407,7 +407,7 @@ def test_ray_started_by_hand_on_machines_of_their_own(tmp_path: Path) -> None:
             "stderr": log,
         }
 
-        def run(machine: Machine, *words: str) -> subprocess.Popen[str]:
+        def program(machine: Machine, *words: str) -> subprocess.Popen[str]:
             """Runs a program on a machine, which has a folder /tmp/ray of its own."""
             (tmp_path / machine.name).mkdir(exist_ok=True)
             own = ["sh", "-c", OWN_RAY_FOLDER, "sh", str(tmp_path / machine.name)]
@@ -419,7 +419,7 @@ def test_ray_started_by_hand_on_machines_of_their_own(tmp_path: Path) -> None:
                 "--object-store-memory=80000000",
                 f"--node-ip-address={machine.address}",
             ]
-            run(machine, "ray.scripts.scripts", "start", "--block", *words, *sizes)
+            program(machine, "ray.scripts.scripts", "start", "--block", *words, *sizes)
 
         start(machines[0], 0, "--head", "--port=6379", "--include-dashboard=false")
         while "Ray runtime started" not in (tmp_path / "log").read_text():  # the limit of the test ends it
@@ -427,7 +427,7 @@ def test_ray_started_by_hand_on_machines_of_their_own(tmp_path: Path) -> None:
         for machine in machines.machines[1:]:
             start(machine, 2, f"--address={head}:6379")
         words = ["train", "job.py", "--engine", "ray", "--workers", "3", "--run-dir", str(tmp_path / "run")]
-        driver = run(machines[0], "gradstream", *words, "--", str(tmp_path / "hurry"))
+        driver = program(machines[0], "gradstream", *words, "--", str(tmp_path / "hurry"))
         lost = ""
         for event in events(tmp_path / "run" / "events.jsonl", driver):
             if event["event"] == "step" and event["node"] == "worker-2" and not lost:
