@@ -103,8 +103,24 @@ def test_kubernetes_accepts_the_objects(job: Path, options: dict[str, Any]) -> N
     assert container["command"][-3:] == (
         ["--", *FULL["arguments"]] if options is FULL else [*container["command"][-3:]]
     )
+    (there,) = (one for one in container["volumeMounts"] if one["mountPath"] == container["workingDir"])
+    (volume,) = (one for one in pod["volumes"] if one["name"] == there["name"])
+    assert "persistentVolumeClaim" in volume  # joined pods write their logs there
     mounted = {one["name"] for one in container["volumeMounts"]}
     assert mounted == {one["name"] for one in pod["volumes"]}
+
+
+def test_a_config_map_has_the_modules_that_the_job_imports(job: Path) -> None:
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML, of the extra dev")
+    job.write_text("import near\nimport torch\n" + JOB)
+    job.with_name("near.py").write_text("x = 1\n")
+    _, _, config, _ = yaml.safe_load_all(file_of(job).render("kubernetes"))
+    assert config["data"] == {"mine.py": job.read_text(), "near.py": "x = 1\n"}
+    job.with_name("inner").mkdir()
+    (job.with_name("inner") / "__init__.py").write_text("")
+    job.write_text("import inner\n" + JOB)
+    with pytest.raises(ConfigError, match=r"imports inner/__init__\.py, and a ConfigMap has no folders"):
+        file_of(job).render("kubernetes")
 
 
 def test_a_compose_file_has_a_service_for_each_node(job: Path) -> None:

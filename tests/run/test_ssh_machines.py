@@ -107,7 +107,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield made
 
 
-def test_one_command_brings_starts_collects_and_cleans_up(cluster: Cluster) -> None:
+def test_one_command_brings_starts_collects_and_cleans_up(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     status, said = cluster.run(*cluster.launch("--data", "data", "--strategy", "allreduce"))
     assert status == 0, said
     assert "3 machines are ready; 2 files to bring" in said
@@ -117,6 +119,10 @@ def test_one_command_brings_starts_collects_and_cleans_up(cluster: Cluster) -> N
     assert list(run.glob("checkpoints/*"))
     assert [(run / "hosts" / host / "status").read_text() for host in cluster.hosts] == ["0\n"] * 3
     assert cluster.left() == []
+    assert sorted(path.name for path in (run / "job").iterdir()) == ["helper.py", "job.py"]
+    monkeypatch.setenv("GRADSTREAM_DATA", str(cluster.folder / "data"))
+    status, said = cluster.run("evaluate", "runs/job")
+    assert "has no held-out samples" in said, said  # so it has read the job again
 
 
 def test_what_a_machine_lacks_is_said_in_a_line_and_nothing_is_left(cluster: Cluster) -> None:
@@ -198,7 +204,9 @@ def test_machines_join_and_leave_while_the_others_train(cluster: Cluster) -> Non
     status, said = cluster.run("add", "runs/job", "another")
     assert status == 2 and "the run has no free place" in said and "--room N" in said
     status, said = cluster.run("remove", "runs/job", a)
-    assert status == 2 and f"no machine '{a}' that joined it; expected one of {b}, {c}" in said
+    assert status == 2 and f"{a} is the first machine, which has the parameters" in said
+    status, said = cluster.run("remove", "runs/job", "another")
+    assert status == 2 and f"no machine 'another' that joined it; expected one of {b}, {c}" in said
     status, said = cluster.run("remove", "runs/job", b)
     assert status == 0 and f"{b} has left, and nothing of the run is on it" in said, said
     assert not list(cluster.on(1, ".").glob("*"))

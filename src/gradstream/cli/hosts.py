@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -86,7 +87,7 @@ def follow(fleet: Fleet, run: Path, *, starts: bool = False) -> int:
     shown = subprocess.Popen(
         fleet.log(first, follow=True), stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
     )
-    watched = [_watch(fleet, host, begun, failed, shown) for host in others]
+    watched = [_watch(fleet, run, host, begun, failed, shown) for host in others]
     try:
         assert shown.stdout is not None
         for line in shown.stdout:
@@ -105,7 +106,7 @@ def follow(fleet: Fleet, run: Path, *, starts: bool = False) -> int:
         raise HostError("\n".join(failed))
     if status == NO_CONNECTION:
         raise HostError(f"{first.name}: the connection was lost; the run goes on: gradstream attach {run}")
-    finish(fleet, run)
+    finish(Fleet.of(run) or fleet, run)  # machines may have come and gone meanwhile
     if status == RESUMABLE:
         say(f"stopped, and a checkpoint is in {run}")
     return status
@@ -123,7 +124,8 @@ def finish(fleet: Fleet, run: Path) -> None:
 
 def stop(fleet: Fleet, run: Path, *options: str) -> None:
     """Ends the run with a checkpoint, brings what it has left, and cleans up."""
-    say(f"{fleet.hosts[0]}: {fleet.stop(*options)}")
+    said = re.sub(rf"\S*/runs/{re.escape(fleet.name)}\b", lambda place: str(run), fleet.stop(*options))
+    say(f"{fleet.hosts[0]}: {said}")  # what is there comes here now
     finish(fleet, run)
 
 
@@ -166,7 +168,12 @@ def show_logs(fleet: Fleet, only: str | None) -> None:
 
 
 def _watch(
-    fleet: Fleet, host: SshHost, begun: threading.Event, failed: list[str], shown: subprocess.Popen[str]
+    fleet: Fleet,
+    run: Path,
+    host: SshHost,
+    begun: threading.Event,
+    failed: list[str],
+    shown: subprocess.Popen[str],
 ) -> subprocess.Popen[str]:
     """Says when the process of another machine ends before the run does; before the first step, ends the run."""
     words = fleet.log(host, follow=True)
@@ -177,6 +184,9 @@ def _watch(
         last = deque((line.strip() for line in process.stdout if line.strip()), maxlen=1)
         status = process.wait()
         if status <= 0 or shown.poll() is not None:
+            return
+        if status == RESUMABLE or host.name not in (Fleet.of(run) or fleet).names:
+            say(f"{host.name} has left; the others train on")
             return
         how = "the connection was lost" if status == NO_CONNECTION else f"ended with {status}"
         text = f"{host.name}: {how}" + (f": {last[0]}" if last else "")

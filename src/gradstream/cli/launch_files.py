@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from gradstream.errors import ConfigError
+from gradstream.run.ssh.sources import sources_of
 
 ENGINES = ("torchrun", "slurm", "kubernetes", "skypilot", "gce", "compose")
 MOST_SOURCE_BYTES = 900_000
@@ -145,21 +146,27 @@ class LaunchFile:
             "gpus_slurm": f"#SBATCH --gpus-per-task={self.gpus}\n" if self.gpus else "",
             "gpus_kubernetes": f'              nvidia.com/gpu: "{self.gpus}"\n' if self.gpus else "",
             "spot": _SPOT if self.spot else "",
-            "source": self._source() if engine == "kubernetes" else "",
+            "sources": self._sources() if engine == "kubernetes" else "",
             "services": "".join(_SERVICE.format(number=number) for number in range(self.nodes)),
         }
 
-    def _source(self) -> str:
-        """The job file as a block of YAML."""
-        try:
-            text = self.job.read_text()
-        except OSError as error:
-            raise ConfigError(f"cannot read {self.job}: {error.strerror}") from None
+    def _sources(self) -> str:
+        """The job file, and the modules beside it that it imports, as blocks of YAML."""
+        text = ""
+        for name, path in sources_of(self.job).items():
+            if "/" in name:
+                raise ConfigError(
+                    f"{self.job} imports {name}, and a ConfigMap has no folders: put the job into an image, or the "
+                    "module beside the job file"
+                )
+            text += f"  {name}: |\n"
+            text += "".join(f"    {line}\n" if line else "\n" for line in path.read_text().splitlines())
         if len(text.encode()) > MOST_SOURCE_BYTES:
             raise ConfigError(
-                f"{self.job} has {len(text):,} characters, and a ConfigMap at most 1 MiB: put the job into an image"
+                f"{self.job} has {len(text):,} characters with its modules, and a ConfigMap at most 1 MiB: put the "
+                "job into an image"
             )
-        return "\n".join(f"    {line}" if line else "" for line in text.splitlines())
+        return text
 
 
 _SERVICE = """\

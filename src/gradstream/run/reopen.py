@@ -14,7 +14,7 @@ from gradstream.checkpoint.model_file import load_file
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DataError
 from gradstream.job.job import Job, build_model
-from gradstream.run.node_spec import NodeSpec
+from gradstream.run.node_spec import JOB, NodeSpec
 from gradstream.run.plan import metrics_of
 from gradstream.run.result import FINAL_MODEL, Run
 from gradstream.runtime.storage import DiskStorage
@@ -61,6 +61,10 @@ def spec_of_run(path: Path) -> NodeSpec:
     try:
         spec = NodeSpec.read(path / "nodes.json")
         check_name(spec.id, f"{path / 'nodes.json'}: the run's id")
+        place, colon, function = spec.job.partition(":")
+        brought = path / JOB / Path(place).name
+        if not Path(place).exists() and brought.is_file():
+            return dataclasses.replace(spec, job=f"{brought}{colon}{function}")
         return spec
     except FileNotFoundError:
         raise ConfigError(f"{path} is not the directory of a run: it has no nodes.json") from None

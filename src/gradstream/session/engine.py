@@ -27,6 +27,7 @@ from gradstream.run.result import FINAL_MODEL, Run
 from gradstream.session.rendezvous import StoreRendezvous
 from gradstream.transport.addresses import is_loopback
 from gradstream.transport.socket.unix import host_id
+from gradstream.untrusted import say
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,11 @@ class Together:
             listening = self._listening(rendezvous, workers)
             if run_dir is None or not (run_dir / "run.json").is_file():
                 options = {} if workers is None else {"workers": workers}
+                total = listening.machines * listening.workers_per_machine
+                if workers is None and not job.phases and job.workers * job.split not in (1, total):
+                    say(
+                        f"{total} workers: workers={job.workers} of the job is for one machine, and here are more"
+                    )
                 job = dataclasses.replace(job, run_dir=run_dir)
                 return train(job, on_event=on_event, listen=listening, **options)  # type: ignore[arg-type]
             if (run_dir / FINAL_MODEL).is_file():

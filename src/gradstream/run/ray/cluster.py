@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from gradstream.errors import ConfigError, DeadlineError
 from gradstream.run.ray.actor import RayNode
+from gradstream.untrusted import say
 
 RAY_SESSION = "session_[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]_*"
 """Folder of a Ray node: Ray packs the folder of a job into it, and would pack the growing package into itself."""
@@ -108,18 +109,25 @@ class RayCluster:
             DeadlineError: there is no room for all of them.
         """
         self._shared = self.ray.util.placement_group([dict(one) for one in bundles], strategy="SPREAD")
-        give_up_s, there = time.monotonic() + self._wait_s, False
+        give_up_s, there, said = time.monotonic() + self._wait_s, False, False
         while not there and not stopped() and (left_s := give_up_s - time.monotonic()) > 0:
             there = self._shared.wait(min(LOOK_S, left_s))
+            if not there and not said:
+                say(f"waiting up to {self._wait_s:g} s for room in the Ray cluster. {self._lack(bundles)}")
+                said = True
         if not there and not stopped():
-            asked = "; ".join(_words(one) for one in bundles)
             raise DeadlineError(
                 "ray",
-                f"has no room for {len(bundles)} nodes after {self._wait_s:g} s. They ask for {asked}. Free are "
-                f"{_words(self.ray.available_resources())}, of {_words(self.ray.cluster_resources())}. Ask for less "
+                f"has no room for {len(bundles)} nodes after {self._wait_s:g} s. {self._lack(bundles)}. Ask for less "
                 "(cpus, gpus, memory_gib, workers), begin with fewer (least), or add machines to the cluster",
             )
         return there
+
+    def _lack(self, bundles: Sequence[Mapping[str, float]]) -> str:
+        """What the nodes ask for, and what there is."""
+        asked = "; ".join(_words(one) for one in bundles)
+        free, all_of_them = self.ray.available_resources(), self.ray.cluster_resources()
+        return f"They ask for {asked}. Free are {_words(free)}, of {_words(all_of_them)}"
 
     def start(self, rank: int, bundle: Mapping[str, float]) -> Any:
         """Starts the actor of a node. Ray starts it again, on another machine if need be, unless it is the first."""

@@ -205,7 +205,12 @@ class _Machine:
         path = (self._joining.run_dir or Path("runs") / f"{stamp}-{called}").resolve()
         if not again and path.exists() and any(path.iterdir()):
             raise ConfigError(f"run directory {path} exists and is not empty: name another one")
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make {path}, for logs: {error.strerror}; start in another folder"
+            ) from None
         return path
 
     # ---- following ----------------------------------------------------------------------

@@ -26,12 +26,16 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from gradstream.errors import ConfigError
+from gradstream.run.node_spec import JOB
 from gradstream.run.place import HOST, LEAST, NODE, NODES, PORT, RUN
 from gradstream.run.ssh.host import HostError, SshHost, last_line
 from gradstream.run.ssh.sources import packed, unpacked
 
 FILE = "hosts.json"
 """In the local folder of a run: the machines on which it is."""
+
+NOT_ITS_JOB = "log|status|group|runs|data|data.json|__pycache__"
+"""What the folder of a machine has besides the files of the job and the token, as `grep -E` takes it."""
 
 NOT_IN_TIME = 4
 """Exit status of `gradstream stop`."""
@@ -219,6 +223,8 @@ class Fleet:
     def collect(self, run: Path) -> list[str]:
         """Brings what the first machine has in its run directory, and the log of each machine, into a local folder.
 
+        The files of the job come too: what is done with the run later reads them.
+
         Returns:
             Why the logs of some machines are not there, a line for each.
 
@@ -229,6 +235,8 @@ class Fleet:
         first, *_ = self.machines
         _bring(first, self.inside(first, f"mkdir -p {home} && tar -cf - -C {home} ."), run)
 
+        (run / JOB).mkdir(exist_ok=True)
+        _bring(first, self.inside(first, f"tar -cf - $(ls | grep -vxE '{NOT_ITS_JOB}|token')"), run / JOB)
         return list(filter(None, self.at_once(partial(self.bring_log, run)).values()))
 
     def bring_log(self, run: Path, host: SshHost) -> str:

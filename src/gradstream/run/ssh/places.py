@@ -13,12 +13,9 @@ from pathlib import Path
 
 from gradstream.errors import ConfigError
 from gradstream.run.ssh.data_delivery import DataDelivery
-from gradstream.run.ssh.fleet import Fleet
+from gradstream.run.ssh.fleet import NOT_ITS_JOB, Fleet
 from gradstream.run.ssh.host import HostError, SshHost
 from gradstream.run.ssh.inspection import inspect_machine
-
-NOT_ITS_JOB = "log|status|group|runs|data|data.json"
-"""What the folder of the first machine has besides the files of the job, as `grep -E` takes it."""
 
 
 def replace_machine(fleet: Fleet, old: str, new: str, run: Path, say: Callable[[str], object]) -> Fleet:
@@ -75,14 +72,16 @@ def remove_machine(fleet: Fleet, old: str, run: Path, say: Callable[[str], objec
     rank, host = _rank_of(fleet, old), _machine(fleet, old)
     if not fleet.leave(host):
         say(f"{old} has not left in time, and is ended: the others compute its last minibatches again")
-    for line in filter(None, [fleet.bring_log(run, host), *fleet.clean([host])]):
-        say(line)
     after = _with(fleet, rank, "")
     after.write(run)
+    for line in filter(None, [fleet.bring_log(run, host), *fleet.clean([host])]):
+        say(line)
     return after
 
 
 def _rank_of(fleet: Fleet, name: str) -> int:
+    if name == fleet.hosts[0]:
+        raise ConfigError(f"{name} is the first machine, which has the parameters: the run ends without it")
     if not name or name not in fleet.hosts[1:]:
         raise ConfigError(
             f"the run has no machine {name!r} that joined it; expected one of {', '.join(fleet.names[1:])}"
