@@ -44,7 +44,7 @@ def stages_of(build: Callable[[], nn.Module], parts: int) -> tuple[Stages, Batch
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_both_halves_have_the_bits_of_the_whole(parts: int) -> None:
+def test_both_halves_are_the_whole(parts: int) -> None:
     stages, batch = stages_of(wide, parts)
     loss, whole = stages.gradient(stages.init(), batch)
     found: list[torch.Tensor | None] = []
@@ -57,7 +57,9 @@ def test_both_halves_have_the_bits_of_the_whole(parts: int) -> None:
     with patch.object(Operations, "_wide_input", noted):
         assert stages.gradient(stages.init(), batch, halves=True)[0] == loss
     assert sum(one is not None for one in found) == (parts == 1), "one layer is wide, and two parts divide it"
-    assert torch.equal(stages.gradient(stages.init(), batch, halves=True)[1], whole)
+    # Adding a product to a gradient may round once less than making it first, as without AVX-512.
+    halves = stages.gradient(stages.init(), batch, halves=True)[1]
+    torch.testing.assert_close(halves, whole, rtol=1e-13, atol=1e-16)
 
 
 def test_what_is_written_between_the_halves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,8 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
             servers, batch_size, accumulate, samples (in the model at its beginning), time_s; [] without phases.
         steps: number of minibatches of all workers, without those that a resumed run has computed again; under
             `local-sgd` and strategies of pairs number of rounds of all workers, of up to `every` minibatches each.
-        samples: number of samples in them; a sample counts each time.
+        samples: number of samples in them; a sample counts each time. Minibatches that others have computed for a lost
+            worker, or for a place that was empty, are in samples_accounted alone.
         samples_accounted: number of samples with a receipt, which are in the model; None if the run did not finish.
         samples_dropped: number of samples that updates left out: with backup workers, or of refused gradients.
         gradients_refused: by worker, number of gradients that were not finite.
@@ -121,7 +122,8 @@ def summary_of(events: Sequence[EventDict]) -> dict[str, Any]:
         shares: by worker, samples of a round at the end; empty if shares are not measured.
         reason: why the run finished before its data was used up (`until`), or None.
         samples_reassigned: number of minibatches that were assigned again because their first worker was lost.
-        train_s: seconds from the first gradient to the last receipt. samples_per_s: `samples` / `train_s`.
+        train_s: seconds from the first gradient to the last receipt. samples_per_s: the larger of
+            `samples` and `samples_accounted`, divided by `train_s`.
         loss: mean over the samples of the last data epoch.
         logged: figures that the user's loop has logged, name -> latest value; NaN if that was not finite.
         logged_dropped: number of logged values that were dropped because there were too many names.
@@ -255,7 +257,7 @@ def _progress(events: Sequence[EventDict]) -> dict[str, Any]:
         "reason": finished.get("reason") or None,
         "samples_reassigned": sum(event["reassigned"] for event in _of(events, "ledger")),
         "train_s": train_s,
-        "samples_per_s": samples / train_s if train_s else None,
+        "samples_per_s": max(samples, finished.get("samples") or 0) / train_s if train_s else None,
         "loss": _last_epoch_loss(steps),
         "compute_s": math.fsum(step["compute_s"] for step in steps),
         "wait_s": math.fsum(step["wait_s"] for step in steps),

@@ -17,7 +17,7 @@ def remove(run: Path, host: str) -> None:
     on, and its place is free for another one (`gradstream add`).
 
     \b
-    Example:
+    Examples:
       gradstream remove runs/job c
     """
     from gradstream.cli.hosts import fleet_of, remove_from
