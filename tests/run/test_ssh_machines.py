@@ -114,6 +114,7 @@ def test_one_command_brings_starts_collects_and_cleans_up(
     assert status == 0, said
     assert "3 machines are ready; 2 files to bring" in said
     assert "3 workers" in said and "800 samples" in said
+    assert f"run directory {Path('runs') / 'job'}" in " ".join(said.split()) and "/runs/job" not in said
     run = cluster.folder / "runs" / "job"
     assert "AllReduce" in (run / "run.json").read_text() or "allreduce" in (run / "config.toml").read_text()
     assert list(run.glob("checkpoints/*"))
@@ -257,6 +258,8 @@ def test_a_run_goes_on_without_the_terminal_and_without_a_machine_and_stop_leave
     assert attached.returncode == 130 and "the run goes on" in said
     status, said = cluster.run("status", "runs/job")
     assert [line.split()[:2] for line in said.splitlines()] == [[a, "runs:"], [b, "runs:"], [c, "ended"]]
+    status, said = cluster.run("resume", "runs/job")
+    assert status == 2 and "this run goes on on other machines" in said, said
     status, said = cluster.run("replace", "runs/job", b, c)
     assert status == 2 and f"{c} has a part in the run already" in said
     status, said = cluster.run("replace", "runs/job", c, c)

@@ -93,7 +93,7 @@ def follow(fleet: Fleet, run: Path, *, starts: bool = False) -> int:
         for line in shown.stdout:
             if line.startswith("step "):
                 begun.set()
-            say(line.rstrip("\n"))
+            say(_as_here(line.rstrip("\n"), fleet, run))
         status = shown.wait()
     except KeyboardInterrupt:
         say(f"the run goes on: gradstream attach {run}, gradstream stop {run}")
@@ -124,8 +124,7 @@ def finish(fleet: Fleet, run: Path) -> None:
 
 def stop(fleet: Fleet, run: Path, *options: str) -> None:
     """Ends the run with a checkpoint, brings what it has left, and cleans up."""
-    said = re.sub(rf"\S*/runs/{re.escape(fleet.name)}\b", lambda place: str(run), fleet.stop(*options))
-    say(f"{fleet.hosts[0]}: {said}")  # what is there comes here now
+    say(f"{fleet.hosts[0]}: {_as_here(fleet.stop(*options), fleet, run)}")
     finish(fleet, run)
 
 
@@ -198,6 +197,11 @@ def _watch(
 
     threading.Thread(target=wait, daemon=True).start()
     return process
+
+
+def _as_here(text: str, fleet: Fleet, run: Path) -> str:
+    """What the first machine says, with the local folder in the place of its run directory, which is brought here."""
+    return re.sub(rf"\S*/runs/{re.escape(fleet.name)}\b", lambda place: str(run), text)
 
 
 def _forget(fleet: Fleet, run: Path) -> None:

@@ -17,6 +17,7 @@ from gradstream.job.job import Job, build_model
 from gradstream.run.node_spec import JOB, NodeSpec
 from gradstream.run.plan import metrics_of
 from gradstream.run.result import FINAL_MODEL, Run
+from gradstream.run.ssh.fleet import FILE as HOSTS
 from gradstream.runtime.storage import DiskStorage
 from gradstream.untrusted.names import check_name
 
@@ -67,6 +68,10 @@ def spec_of_run(path: Path) -> NodeSpec:
             return dataclasses.replace(spec, job=f"{brought}{colon}{function}")
         return spec
     except FileNotFoundError:
+        if (path / HOSTS).is_file():
+            raise ConfigError(
+                f"{path}: this run goes on on other machines: gradstream status, attach and stop take it"
+            ) from None
         raise ConfigError(f"{path} is not the directory of a run: it has no nodes.json") from None
 
 
