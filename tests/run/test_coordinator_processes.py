@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -106,10 +107,17 @@ def test_a_killed_coordinator_is_followed_by_another(job: Path, strategy: str, t
 
 
 def test_before_training_its_death_ends_the_run(job: Path, tmp_path: Path) -> None:
-    def kill(event: Mapping[str, Any]) -> None:
-        if event["event"] == "joined" and "coordinator" in cluster.running:
-            os.kill(cluster.running["coordinator"], signal.SIGKILL)
+    def kill() -> None:
+        while "coordinator" not in cluster.running and not over.wait(0.01):
+            pass  # events come too late: training may have begun by then
+        os.kill(cluster.running["coordinator"], signal.SIGKILL)
 
+    over, killer = threading.Event(), threading.Thread(target=kill)
     cluster = LocalCluster(tmp_path / "logs", node_environment(2), shards=True)
-    with cluster, pytest.raises(gs.errors.GradstreamError):
-        train(job, tmp_path / "killed", cluster, "downpour", kill)
+    killer.start()
+    try:
+        with cluster, pytest.raises(gs.errors.GradstreamError, match="coordinator"):
+            train(job, tmp_path / "killed", cluster, "downpour")
+    finally:
+        over.set()
+        killer.join()
