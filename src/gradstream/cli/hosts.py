@@ -184,8 +184,9 @@ def _watch(
         status = process.wait()
         if status <= 0 or shown.poll() is not None:
             return
-        if status == RESUMABLE or host.name not in (Fleet.of(run) or fleet).names:
-            say(f"{host.name} has left; the others train on")
+        asked = status == RESUMABLE or host.name not in (Fleet.of(run) or fleet).names
+        if asked and begun.is_set():  # before that, the others would wait for it
+            say(f"{host.name} has left")
             return
         how = "the connection was lost" if status == NO_CONNECTION else f"ended with {status}"
         text = f"{host.name}: {how}" + (f": {last[0]}" if last else "")

@@ -77,7 +77,6 @@ class LaunchFile:
             least = 2 if option == "nodes" else 1
             if getattr(self, option) < least:
                 raise ConfigError(f"--{option} {getattr(self, option)}: expected at least {least}")
-
         if self.least and not 1 <= self.least <= self.nodes:
             raise ConfigError(f"--least {self.least}: expected a number from 1 to --nodes {self.nodes}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
@@ -185,7 +186,8 @@ def _check_size(folder: Path) -> None:
             name for name in folders if not any(fnmatch(name, one.rpartition("/")[2]) for one in NOT_SENT)
         ]
         for name in files:
-            left_bytes -= os.lstat(os.path.join(root, name)).st_size
+            with suppress(FileNotFoundError):  # it has just gone
+                left_bytes -= os.lstat(os.path.join(root, name)).st_size
         if left_bytes < 0:
             raise ConfigError(
                 f"engine: the folder of the job, {folder}, has more than {MOST_BYTES >> 20} MiB, which is the most "
