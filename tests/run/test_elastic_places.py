@@ -2,43 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from slow_tokens import SAMPLES, events, job_text
 
 import gradstream as gs
 from gradstream.testing import TokenAudit
 
-SAMPLES, EPOCHS, PODS = 128, 12, 4
-JOB = f"""
-import sys
-import time
-from pathlib import Path
-import gradstream as gs
-from gradstream.testing import Tokens, numbered
-
-class Slow(Tokens):
-    def gradient(self, *given, **options):
-        if not Path(sys.argv[1]).exists():
-            time.sleep(0.2)  # so that the run goes on until all that is to happen has happened
-        return super().gradient(*given, **options)
-
-def job():
-    return gs.Job(
-        Slow(4, {SAMPLES}), numbered({SAMPLES}), strategy="downpour", optimizer=gs.optim.SGD(lr=1.0),
-        workers={PODS}, batch_size=2, epochs={EPOCHS}, chunk_elems={SAMPLES},
-    )
-"""
+EPOCHS, PODS = 12, 4
 
 
 class Pods:
@@ -48,7 +26,7 @@ class Pods:
         self.run = folder / "mine"
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self._folder = folder
-        (folder / "job.py").write_text(JOB)
+        (folder / "job.py").write_text(job_text(PODS, EPOCHS))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -75,20 +53,6 @@ class Pods:
     def log(self, index: int) -> Path:
         return self._folder / f"log{index}"
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        """The events of the run as they come, until its first pod has ended."""
-        file, read = self.run / "events.jsonl", 0
-        while True:
-            ended = self.processes[0].poll() is not None
-            lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-            for line in lines[read:]:
-                if line.endswith("\n"):
-                    read += 1
-                    yield json.loads(line)
-            if ended:
-                return
-            time.sleep(0.05)
-
 
 @pytest.mark.limit_s(120)
 def test_pods_that_are_added_join_and_those_that_are_taken_away_hand_in_what_they_have(
@@ -99,7 +63,7 @@ def test_pods_that_are_added_join_and_those_that_are_taken_away_hand_in_what_the
         pods.start(index)
     steps: dict[str, int] = {}
     left = set()
-    for event in pods.events():
+    for event in events(pods.run / "events.jsonl", pods.processes[0]):
         if event["event"] == "step":
             steps[event["node"]] = steps.get(event["node"], 0) + 1
             if steps.get("worker-1", 0) >= 2 and len(pods.processes) == 2:

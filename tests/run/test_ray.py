@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import json
 import os
 import signal
 import socket
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from slow_tokens import SAMPLES, events, job_text
 
 import gradstream as gs
 from gradstream.errors import ConfigError, DeadlineError, PeerLostError, UserCodeError
@@ -29,29 +29,7 @@ from gradstream.testing.process_tree import process_tree
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'gradstream[ray]'")
 from ray.cluster_utils import Cluster
 
-SAMPLES, EPOCHS = 128, 16
-JOB = f"""
-import sys
-import time
-from pathlib import Path
-import gradstream as gs
-from gradstream.testing import Tokens, numbered
-
-class Slow(Tokens):
-    def gradient(self, *given, **options):
-        if not Path(sys.argv[1]).exists():
-            time.sleep(0.2)  # so that the run goes on until all that is to happen has happened
-        return super().gradient(*given, **options)
-
-def job():
-    return gs.Job(
-        Slow(4, {SAMPLES}), numbered({SAMPLES}), strategy="downpour", optimizer=gs.optim.SGD(lr=1.0),
-        workers=3, batch_size=2, epochs={EPOCHS}, chunk_elems={SAMPLES}, deadlines=gs.Deadlines(lease_s=4.0),
-    )
-
-def broken():
-    raise RuntimeError("no such thing")
-"""
+EPOCHS = 16
 SOURCE = str(Path(gs.__file__).resolve().parents[1])
 with socket.socket() as free:
     free.bind(("", 0))
@@ -84,7 +62,7 @@ def job(tmp_path: Path) -> gs.Job:
     """A job whose model holds how often each sample was used; it hurries once the file "hurry" is there."""
     folder = tmp_path / "job"
     folder.mkdir()
-    (folder / "job.py").write_text(JOB)
+    (folder / "job.py").write_text(job_text(3, EPOCHS))
     return load_job(str(folder / "job.py"), argv=["job.py", str(tmp_path / "hurry")])
 
 
@@ -397,7 +375,7 @@ def test_ray_started_by_hand_on_machines_of_their_own(tmp_path: Path) -> None:
     if reason:
         pytest.skip(reason)
     (folder := tmp_path / "job").mkdir()  # Ray packs it: its own folders must not be in it
-    (folder / "job.py").write_text(JOB)
+    (folder / "job.py").write_text(job_text(3, EPOCHS))
     with Machines(4) as machines, (tmp_path / "log").open("w") as log:
         head = machines[0].address
         given: Any = {
@@ -454,21 +432,6 @@ def has_node(machine: Machine, rank: int) -> bool:
         except OSError:  # it has ended
             continue
     return False
-
-
-def events(file: Path, driver: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
-    """The events of a run as they come, until its driver has ended."""
-    read = 0
-    while True:
-        ended = driver.poll() is not None
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        for text in lines[read:]:
-            if text.endswith("\n"):
-                read += 1
-                yield json.loads(text)
-        if ended:
-            return
-        time.sleep(0.1)
 
 
 def test_a_folder_that_is_too_large_is_refused_before_ray_packs_it(
