@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from slow_tokens import SAMPLES, events, job_text
 
 import gradstream as gs
 from gradstream.testing import TokenAudit
+from slow_tokens import SAMPLES, events, job_text
 
 EPOCHS, PODS = 12, 4
 

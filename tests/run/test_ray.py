@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from slow_tokens import SAMPLES, events, job_text
 
 import gradstream as gs
 from gradstream.errors import ConfigError, DeadlineError, PeerLostError, UserCodeError
@@ -25,6 +24,7 @@ from gradstream.run.ray.engine import RayEngine
 from gradstream.testing import TokenAudit
 from gradstream.testing.machines import Machine, Machines, unavailable
 from gradstream.testing.process_tree import process_tree
+from slow_tokens import SAMPLES, events, job_text
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'gradstream[ray]'")
 from ray.cluster_utils import Cluster
