@@ -19,15 +19,17 @@ from gradstream.job.validation import check_script
 from gradstream.pipeline.hybrid import Hybrid
 from gradstream.pipeline.synthetic import SyntheticGradients
 from gradstream.run.begins_anew import begins_anew
+from gradstream.run.changes import changes
 from gradstream.run.files import read_record
 from gradstream.run.followed_events import OnEvent
 from gradstream.run.launcher_lock import holder_of
 from gradstream.run.local.door import DOOR, has_reader
 from gradstream.run.node import LOCK, LOCK_S
+from gradstream.run.node_spec import NodeSpec
 from gradstream.run.nodes import check_model
-from gradstream.run.plan import plan_run
+from gradstream.run.plan import RunPlan, plan_run
 from gradstream.run.remote.listening import Listening
-from gradstream.run.reopen import job_of_run
+from gradstream.run.reopen import job_of_run, spec_of_run
 from gradstream.run.result import FINAL_MODEL, Run
 from gradstream.runtime.deadlines import Deadlines
 from gradstream.runtime.storage import DiskStorage
@@ -78,7 +80,8 @@ def resume(
 
     Args:
         path: the run directory.
-        job: the job, where the run was not made from a file; nodes are threads then.
+        job: the job, where the run was not made from a file (nodes are threads then), or to go on with other
+            options than the run had; a message names those. None reads it again as it was.
         on_event: as for `train`.
         listen: how other machines join again; None if there are none.
         from_start: whether to begin from the start although there are checkpoints, all of them damaged.
@@ -101,12 +104,14 @@ def resume(
     for name in options:
         if name not in known:
             raise UnknownNameError("option that a resumed run can change", name, known)
+    given = job is not None
     job = dataclasses.replace(job or job_of_run(path), **options, run_dir=path)
     if "epochs" in options or "steps" in options:
         job = dataclasses.replace(job, epochs=options.get("epochs"), steps=options.get("steps"))
     if detach:
         check_detached(None if job.spec else False, on_event, listen)
-    read_record(path / "run.json")  # the end of the run adds to it, so a damaged one is refused now
+    info = read_record(path / "run.json")  # the end of the run adds to it, so a damaged one is refused now
+    job = dataclasses.replace(job, name=job.name or info.get("name"))
     if is_script(job):
         check_script(dataclasses.replace(job, optimizer=None))  # the spec has filled one in
     if listen is not None:
@@ -147,8 +152,7 @@ def resume(
         if at is None
         else f"the run goes on from {at.folder}"
     )
-    if anew := begins_anew(plan):
-        say(anew)
+    _say_what_differs(path, plan, given=given)
     threads = job.spec is None
     return launch(plan, path, on_event=on_event, as_threads=threads, listening=listen, detach=detach)
 
@@ -166,6 +170,14 @@ def _check_left(path: Path, finished: bool) -> None:
     if finished or (path / FINAL_MODEL).is_file():
         what = "nothing is left to do" if finished else "it has finished"
         raise ConfigError(f"{path}: {what}; to train on, begin another run with more epochs or steps")
+
+
+def _say_what_differs(path: Path, plan: RunPlan, *, given: bool) -> None:
+    """Says what the run does not take over, and where a job that was given asks for something else than before."""
+    if anew := begins_anew(plan):
+        say(anew)
+    if given and (changed := changes(spec_of_run(path), NodeSpec.of(plan, run_dir=path, earlier=()))):
+        say(f"from here on: {changed}")
 
 
 def _refused(error: DataError) -> None:

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+import gradstream as gs
+from gradstream.checkpoint import newest
+from gradstream.runtime.storage import DiskStorage
 from gradstream.testing.machines import Machine, Machines, unavailable
 from gradstream.testing.ssh_machines import SSHD, SshMachines
 
@@ -228,6 +231,41 @@ def test_machines_join_and_leave_while_the_others_train(cluster: Cluster) -> Non
     assert [one["event"] for one in events].count("started") == 1
 
 
+def test_a_stopped_run_goes_on_by_the_same_line_on_other_machines(cluster: Cluster) -> None:
+    a, b, c = cluster.hosts
+    words = ["--data", "data", "--strategy", "downpour"]
+    first = cluster.start(*cluster.launch(*words, "--epochs", "100000", hosts=[a, b]))
+    assert first.stdout is not None
+    next(line for line in first.stdout if line.startswith("step "))
+    status, said = cluster.run("stop", "runs/job")
+    assert status == 0, said
+    first.communicate(timeout=60)
+    run = cluster.folder / "runs" / "job"
+    [before] = [path.name for path in run.glob("checkpoints/step-*")]
+    assert cluster.left() == []
+
+    (run / "checkpoints" / before).rename(run / "kept")
+    status, said = cluster.run(*cluster.launch(*words, hosts=[c, b]))
+    assert status == 2 and "runs/job has no checkpoint from which it could go on" in said, said
+    (run / "kept").rename(run / "checkpoints" / before)
+
+    kept = newest(DiskStorage(run), lambda error: None)
+    assert kept is not None
+    epochs = kept[1].done.horizon + 2
+    status, said = cluster.run(*cluster.launch(*words, "--epochs", str(epochs), hosts=[c, b]))
+    assert status == 0, said
+    assert "runs/job goes on from its newest checkpoint; another --name begins anew" in said
+    assert f"the run goes on from checkpoints/{before}" in said
+    assert f"from here on: epochs = {epochs}, before 100000" in said
+    summary = gs.Run.load(run).summary
+    assert summary["samples_accounted"] == 400 * epochs
+    assert sorted(path.name for path in (run / "hosts").iterdir()) == sorted([a, b, c])
+    assert "final" in [path.name for path in run.glob("checkpoints/*")]
+    assert cluster.left() == []
+    status, said = cluster.run(*cluster.launch(*words))
+    assert status == 2 and "runs/job has finished; take another --name" in said, said
+
+
 def sent_bytes(machine: Machine) -> int:
     """Bytes that have left a machine by its network card."""
     words = ["cat", "/sys/class/net/eth0/statistics/tx_bytes"]
@@ -243,7 +281,7 @@ def test_a_run_goes_on_without_the_terminal_and_without_a_machine_and_stop_leave
     status, said = cluster.run(*launch)
     assert status == 0 and "gradstream stop runs/job" in said
     status, said = cluster.run(*launch)
-    assert status == 2 and "cannot make runs/job: File exists; take another --name" in said
+    assert status == 2 and "runs/job goes on: gradstream attach runs/job" in said
     attached = cluster.start("attach", "runs/job")
     assert attached.stdout is not None
     next(line for line in attached.stdout if line.startswith("step "))

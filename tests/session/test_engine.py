@@ -94,7 +94,8 @@ def free_port() -> int:
 
 @pytest.mark.process
 @pytest.mark.limit_s(300)
-def test_a_job_that_is_preempted_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other_rate", [False, True], ids=["as before", "by other options"])
+def test_a_job_that_is_preempted_goes_on_when_it_is_started_again(tmp_path: Path, other_rate: bool) -> None:
     port, secret = free_port(), {"GRADSTREAM_TOKEN": TOKEN}
     first = [Process(tmp_path, rank, port, **secret, PAUSE="0.05") for rank in range(2)]
     first[0].line("step 2")
@@ -103,10 +104,13 @@ def test_a_job_that_is_preempted_goes_on_when_it_is_started_again(tmp_path: Path
     ended = [process.end() for process in first]
     assert [status for status, _ in ended] == [75, 75], ended
 
-    again = [Process(tmp_path, rank, port, **secret, SLURM_RESTART_COUNT="1") for rank in range(2)]
+    changed = ("--lr", "0.05") if other_rate else ()
+    again = [Process(tmp_path, rank, port, *changed, **secret, SLURM_RESTART_COUNT="1") for rank in range(2)]
     ended = [process.end() for process in again]
     assert [status for status, _ in ended] == [0, 0], ended
     assert "the run goes on from checkpoints/step-" in ended[0][1]
+    said = [line for line in ended[0][1].splitlines() if "from here on" in line]
+    assert said == ["from here on: optimizer.lr = 0.05, before 0.1"] * other_rate
     run = gs.Run.load(tmp_path / "runs" / "slurm-17")
     assert run.summary["samples_accounted"] == 4000
     assert run.path is not None and (run.path / FINAL_MODEL).is_file()

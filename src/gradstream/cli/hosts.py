@@ -12,13 +12,17 @@ from pathlib import Path
 
 import click
 
+from gradstream.checkpoint import newest
 from gradstream.errors import RESUMABLE, ConfigError
+from gradstream.run.result import FINAL_MODEL
 from gradstream.run.ssh.data_delivery import DataDelivery
 from gradstream.run.ssh.fleet import FILE, Fleet
 from gradstream.run.ssh.host import NO_CONNECTION, HostError, SshHost
 from gradstream.run.ssh.inspection import inspect
 from gradstream.run.ssh.places import add_machine, remove_machine, replace_machine
+from gradstream.run.ssh.run_files import collect, take_back
 from gradstream.run.ssh.sources import sources_of
+from gradstream.runtime.storage import DiskStorage
 from gradstream.untrusted import say
 
 
@@ -40,10 +44,11 @@ def launch_on(
 
     Raises:
         HostError: a machine cannot take part. Nothing is left on any.
-        ConfigError: files are missing.
+        ConfigError: files are missing, or there is a run of that name that cannot go on.
     """
     files = sources_of(job, more)
-    fleet.keep(run)  # a run of that name, here or there, is left alone
+    goes_on = _check_earlier(run)
+    fleet.keep(run)
     try:
         warnings = inspect(fleet)
     except BaseException:
@@ -55,6 +60,9 @@ def launch_on(
     try:
         say(f"{len(fleet.names)} machines are ready; {len(files)} files to bring")
         fleet.send(files)
+        if goes_on:
+            say(f"{run} goes on from its newest checkpoint; another --name begins anew")
+            take_back(fleet, run)
         if data is not None:
             DataDelivery(fleet, say).bring(data)
         fleet.start()
@@ -65,6 +73,26 @@ def launch_on(
         say(f"the run goes on without this terminal: gradstream attach {run}, gradstream stop {run}")
         return
     sys.exit(follow(fleet, run, starts=True))
+
+
+def _check_earlier(run: Path) -> bool:
+    """Whether there is an earlier start of this run, which goes on. Raises ConfigError if it cannot."""
+    if not run.exists():
+        return False
+    if (run / FILE).is_file():
+        reason = (
+            f"goes on: gradstream attach {run}, gradstream stop {run}; if its first machine is gone for good, remove "
+            f"{run / FILE}"
+        )
+    elif not (run / "run.json").is_file():
+        reason = "is there, and is no run; take another --name"
+    elif (run / FINAL_MODEL).is_file():
+        reason = "has finished; take another --name"
+    elif newest(DiskStorage(run), lambda error: say(f"not used: {error}")) is None:
+        reason = "has no checkpoint from which it could go on; take another --name, or remove it"
+    else:
+        return True
+    raise ConfigError(f"{run} {reason}")
 
 
 def follow(fleet: Fleet, run: Path, *, starts: bool = False) -> int:
@@ -108,13 +136,13 @@ def follow(fleet: Fleet, run: Path, *, starts: bool = False) -> int:
         raise HostError(f"{first.name}: the connection was lost; the run goes on: gradstream attach {run}")
     finish(Fleet.of(run) or fleet, run)  # machines may have come and gone meanwhile
     if status == RESUMABLE:
-        say(f"stopped, and a checkpoint is in {run}")
+        say(f"stopped, and a checkpoint is in {run}: the same `gradstream launch --hosts` goes on from it")
     return status
 
 
 def finish(fleet: Fleet, run: Path) -> None:
     """Brings what the run has left, and removes its folders on the machines."""
-    lacking = fleet.collect(run)
+    lacking = collect(fleet, run)
     left = fleet.clean()
     (run / FILE).unlink()
     for line in [*lacking, *left]:

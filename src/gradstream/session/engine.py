@@ -3,7 +3,7 @@
     gradstream train JOB.py      in every process of torchrun, srun or an indexed Job of Kubernetes
 
 A job that the engine starts again, under the same name or with the same run directory, goes on from its newest
-checkpoint.
+checkpoint, by the options that it has now.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ class Together:
         run_dir = job.run_dir or (Path("runs") / self.place.job if self.place.job else None)
         try:
             listening = self._listening(rendezvous, workers)
-            if run_dir is None or not (run_dir / "run.json").is_file():
-                options = {} if workers is None else {"workers": workers}
-                total = listening.machines * listening.workers_per_machine
-                if workers is None and not job.phases and job.workers * job.split not in (1, total):
-                    say(
-                        f"{total} workers: workers={job.workers} of the job is for one machine, and here are more"
-                    )
-                job = dataclasses.replace(job, run_dir=run_dir)
-                return train(job, on_event=on_event, listen=listening, **options)  # type: ignore[arg-type]
-            if (run_dir / FINAL_MODEL).is_file():
+            options = {} if workers is None else {"workers": workers}
+            if run_dir is not None and (run_dir / FINAL_MODEL).is_file():
                 raise ConfigError(
                     f"{run_dir} has finished, so nothing is left to do; name another --run-dir to train anew"
                 )
-            return resume(run_dir, on_event=on_event, listen=listening)
+            total = listening.machines * listening.workers_per_machine
+            if workers is None and not job.phases and job.workers * job.split not in (1, total):
+                say(
+                    f"{total} workers: workers={job.workers} of the job is for one machine, and here are more"
+                )
+            job = dataclasses.replace(job, run_dir=run_dir)
+            if run_dir is not None and (run_dir / "run.json").is_file():
+                return resume(run_dir, job=job, on_event=on_event, listen=listening, **options)  # type: ignore[arg-type]
+            return train(job, on_event=on_event, listen=listening, **options)  # type: ignore[arg-type]
         except Exception as error:
             rendezvous.say({"error": f"{type(error).__name__}: {error}"})
             raise

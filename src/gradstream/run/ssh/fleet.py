@@ -16,20 +16,16 @@ from __future__ import annotations
 import json
 import secrets
 import shlex
-import subprocess
-import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
 from gradstream.errors import ConfigError
-from gradstream.run.node_spec import JOB
 from gradstream.run.place import HOST, LEAST, NODE, NODES, PORT, RUN
 from gradstream.run.ssh.host import HostError, SshHost, last_line
-from gradstream.run.ssh.sources import packed, unpacked
+from gradstream.run.ssh.sources import packed
 
 FILE = "hosts.json"
 """In the local folder of a run: the machines on which it is."""
@@ -92,7 +88,7 @@ class Fleet:
     def keep(self, run: Path) -> None:
         """Writes which machines a run is on, so that other commands find them."""
         try:
-            run.mkdir(parents=True)
+            run.mkdir(parents=True, exist_ok=True)
             self.write(run)
         except OSError as error:
             raise ConfigError(f"cannot make {run}: {error.strerror}; take another --name") from None
@@ -128,6 +124,11 @@ class Fleet:
     def place(self, host: SshHost) -> str:
         """The folder of this run, for the shell."""
         return for_shell(self.home(host))
+
+    @property
+    def run_dir(self) -> str:
+        """The run directory, relative to the folder of this run on the first machine."""
+        return f"runs/{self.name}"
 
     def at_once(
         self, task: Callable[[SshHost], Answer], hosts: Sequence[SshHost] | None = None
@@ -211,43 +212,12 @@ class Fleet:
             HostError: it has not ended in time; it may still.
         """
         first = self.machines[0]
-        words = shlex.join(["-m", "gradstream", "stop", f"runs/{self.name}", *options])
+        words = shlex.join(["-m", "gradstream", "stop", self.run_dir, *options])
         done = first.ask(self.inside(first, f"{self.program} {words}"), timeout_s=3600.0)
         said = last_line(done.stdout) or last_line(done.stderr)
         if done.returncode == NOT_IN_TIME:
             raise HostError(f"{first.name}: {said}")
         return said
-
-    # ---- after its end --------------------------------------------------------------------
-
-    def collect(self, run: Path) -> list[str]:
-        """Brings what the first machine has in its run directory, and the log of each machine, into a local folder.
-
-        The files of the job come too: what is done with the run later reads them.
-
-        Returns:
-            Why the logs of some machines are not there, a line for each.
-
-        Raises:
-            HostError: the run directory could not be brought.
-        """
-        home = shlex.quote(f"runs/{self.name}")
-        first, *_ = self.machines
-        _bring(first, self.inside(first, f"mkdir -p {home} && tar -cf - -C {home} ."), run)
-
-        (run / JOB).mkdir(exist_ok=True)
-        _bring(first, self.inside(first, f"tar -cf - $(ls | grep -vxE '{NOT_ITS_JOB}|token')"), run / JOB)
-        return list(filter(None, self.at_once(partial(self.bring_log, run)).values()))
-
-    def bring_log(self, run: Path, host: SshHost) -> str:
-        """Brings the log of a machine into the local folder of the run. Returns why it could not; "" if it has."""
-        into = run / "hosts" / host.name.replace("/", "_")
-        into.mkdir(parents=True, exist_ok=True)
-        try:
-            _bring(host, self.inside(host, "tar -cf - $(ls -d log status 2>/dev/null)"), into)
-        except HostError as error:
-            return str(error)
-        return ""
 
     def leave(self, host: SshHost) -> bool:
         """Asks the process of a machine to hand in what it has, and to leave. Returns whether it has ended in time."""
@@ -284,16 +254,3 @@ class Fleet:
 def for_shell(path: str) -> str:
     """A path for the shell, which expands a ~ at its beginning."""
     return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else shlex.quote(path)
-
-
-def _bring(host: SshHost, script: str, into: Path) -> None:
-    """Unpacks the archive that a script prints."""
-    words = host.words(script)
-    with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as archive:
-        assert archive.stdout is not None
-        try:
-            unpacked(archive.stdout, into)
-        except (OSError, tarfile.TarError) as error:
-            raise HostError(f"{host.name}: cannot unpack what it has sent in {into}: {error}") from None
-    if archive.returncode:
-        raise HostError(f"{host.name}: its files did not come: exit status {archive.returncode} of ssh")

@@ -16,6 +16,7 @@ from gradstream.run.ssh.data_delivery import DataDelivery
 from gradstream.run.ssh.fleet import NOT_ITS_JOB, Fleet
 from gradstream.run.ssh.host import HostError, SshHost
 from gradstream.run.ssh.inspection import inspect_machine
+from gradstream.run.ssh.run_files import bring_log
 
 
 def replace_machine(fleet: Fleet, old: str, new: str, run: Path, say: Callable[[str], object]) -> Fleet:
@@ -74,7 +75,7 @@ def remove_machine(fleet: Fleet, old: str, run: Path, say: Callable[[str], objec
         say(f"{old} has not left in time, and is ended: the others compute its last minibatches again")
     after = _with(fleet, rank, "")
     after.write(run)
-    for line in filter(None, [fleet.bring_log(run, host), *fleet.clean([host])]):
+    for line in filter(None, [bring_log(fleet, run, host), *fleet.clean([host])]):
         say(line)
     return after
 

@@ -69,7 +69,18 @@ def packed(files: Mapping[str, Path], secrets: Mapping[str, bytes]) -> bytes:
     return made.getvalue()
 
 
-def unpacked(archive: IO[bytes], into: Path) -> None:
-    """Unpacks what a machine has sent: files and folders inside of `into` alone, no links to elsewhere, no devices."""
+def unpacked(archive: IO[bytes], into: Path) -> set[str]:
+    """Unpacks what a machine has sent: files and folders inside of `into` alone, no links to elsewhere, no devices.
+
+    Returns:
+        Names of the files and folders, relative to `into`.
+    """
     with tarfile.open(fileobj=archive, mode="r|", bufsize=1 << 20) as opened:
-        opened.extractall(into, filter="data")
+        names = set[str]()
+
+        def taken(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+            names.add(member.name.removeprefix("./"))
+            return tarfile.data_filter(member, path)
+
+        opened.extractall(into, filter=taken)
+        return names
