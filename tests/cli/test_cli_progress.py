@@ -91,6 +91,18 @@ def test_a_lost_worker_is_not_alive() -> None:
     assert "1/2 workers" in progress.line()
 
 
+def test_machines_count_while_a_node_of_theirs_is_there() -> None:
+    come = {"event": "machine", "node": "launcher", "time_s": 0.0, "who": "c", "state": "joined"}
+    progress = fed(
+        joined("worker-0"), come | {"nodes": ["worker-1"]}, joined("worker-1"), STARTED, step(0, 1.0)
+    )
+    assert "2/2 workers on 2 machines" in progress.line()
+    progress.update(left("worker-1", lost=True))
+    assert "1/2 workers ·" in f"{progress.line()} ·"
+    progress.update(joined("worker-1"))
+    assert "2/2 workers on 2 machines" in progress.line()
+
+
 def test_what_is_not_known_is_left_out() -> None:
     progress = fed(joined("worker-0"), STARTED, step(0, 1.0))
     assert progress.line() == "step 1/40 · loss 1 · 10 samples/s · ETA 0:39 · 1/2 workers"

@@ -239,6 +239,7 @@ def test_stopped_by_ctrl_c_it_goes_on_and_leaves_nothing_behind(
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 75, said
+    assert "the run was stopped; it resumes from checkpoints/step-" in said, said
     assert not processes()
     process = command(job, tmp_path, "--engine", "ray", "--workers", "2")
     line(process, "2/2 workers")

@@ -134,7 +134,11 @@ def test_what_a_machine_lacks_is_said_in_a_line_and_nothing_is_left(cluster: Clu
     away = "10.77.0.99"
     status, said = cluster.run(*cluster.launch("--data", "data", hosts=[a, b, away]))
     assert (status, said.count("\n")) == (3, 1), said
-    assert f"{away}: ssh: connect to host" in said and f"try `ssh {away} true`" in said
+    assert (
+        f"{away}: ssh: connect to host" in said
+        and f" {away} true`" in said
+        and f"try `{cluster.there.ssh}" in said
+    )
     status, said = cluster.run(*cluster.launch("--python", "python9.9"))
     assert status == 3
     assert [line.partition(" there is no program 'python9.9'")[1] != "" for line in said.splitlines()] == [
@@ -146,6 +150,10 @@ def test_what_a_machine_lacks_is_said_in_a_line_and_nothing_is_left(cluster: Clu
         status, said = cluster.run(*cluster.launch())
     assert status == 3
     assert {f"{one}: does not reach {a}:29400" in said for one in (b, c)} == {True}, said
+    (cluster.folder / "job.py").write_text("import nothing_of_that_name\n")
+    status, said = cluster.run(*cluster.launch())
+    assert status == gs.errors.UserCodeError.exit_status, said
+    assert "No module named 'nothing_of_that_name'" in said
     assert cluster.left() == []
     assert list((cluster.folder / "runs").iterdir()) == []
 

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
 from gradstream.checkpoint import newest
 from gradstream.errors import RESUMABLE, ConfigError
+from gradstream.job.sources import sources_of
+from gradstream.run.files import HOSTS
 from gradstream.run.result import FINAL_MODEL
 from gradstream.run.ssh.data_delivery import DataDelivery
-from gradstream.run.ssh.fleet import FILE, Fleet
+from gradstream.run.ssh.fleet import Fleet
 from gradstream.run.ssh.host import NO_CONNECTION, HostError, SshHost
 from gradstream.run.ssh.inspection import inspect
 from gradstream.run.ssh.places import add_machine, remove_machine, replace_machine
 from gradstream.run.ssh.run_files import collect, take_back
-from gradstream.run.ssh.sources import sources_of
 from gradstream.runtime.storage import DiskStorage
 from gradstream.untrusted import say
+
+FIRST_S = 10.0
+"""Longest wait for the end of the first machine's process, once another one has failed before the first step."""
 
 
 def fleet_of(run: Path) -> Fleet:
@@ -31,7 +37,7 @@ def fleet_of(run: Path) -> Fleet:
     fleet = Fleet.of(run)
     if fleet is None:
         raise ConfigError(
-            f"{run} has no {FILE}: the run is over and collected, or `gradstream launch --hosts` did not start it; of "
+            f"{run} has no {HOSTS}: the run is over and collected, or `gradstream launch --hosts` did not start it; of "
             "other runs, `gradstream runs` shows the states, and RUN/logs has the logs"
         )
     return fleet
@@ -79,10 +85,10 @@ def _check_earlier(run: Path) -> bool:
     """Whether there is an earlier start of this run, which goes on. Raises ConfigError if it cannot."""
     if not run.exists():
         return False
-    if (run / FILE).is_file():
+    if (run / HOSTS).is_file():
         reason = (
             f"goes on: gradstream attach {run}, gradstream stop {run}; if its first machine is gone for good, remove "
-            f"{run / FILE}"
+            f"{run / HOSTS}"
         )
     elif not (run / "run.json").is_file():
         reason = "is there, and is no run; take another --name"
@@ -131,7 +137,11 @@ def follow(fleet: Fleet, run: Path, *, starts: bool = False) -> int:
             process.kill()
     if failed and not begun.is_set():
         _forget(fleet, run)
-        raise HostError("\n".join(failed))
+        if status in (-signal.SIGKILL, NO_CONNECTION):
+            raise HostError("\n".join(failed))
+        for text in failed:
+            say(text)
+        return status  # of the first machine, which says what is amiss with the job
     if status == NO_CONNECTION:
         raise HostError(f"{first.name}: the connection was lost; the run goes on: gradstream attach {run}")
     finish(Fleet.of(run) or fleet, run)  # machines may have come and gone meanwhile
@@ -144,7 +154,7 @@ def finish(fleet: Fleet, run: Path) -> None:
     """Brings what the run has left, and removes its folders on the machines."""
     lacking = collect(fleet, run)
     left = fleet.clean()
-    (run / FILE).unlink()
+    (run / HOSTS).unlink()
     for line in [*lacking, *left]:
         say(line)
     say(f"collected in {run}" + ("" if left else f"; nothing is left on {', '.join(fleet.names)}"))
@@ -222,6 +232,8 @@ def _watch(
             say(text)
         else:
             failed.append(text)
+            with suppress(subprocess.TimeoutExpired):
+                shown.wait(FIRST_S)
             shown.kill()
 
     threading.Thread(target=wait, daemon=True).start()
@@ -241,6 +253,6 @@ def _forget(fleet: Fleet, run: Path) -> None:
 
 
 def _forget_here(run: Path) -> None:
-    (run / FILE).unlink(missing_ok=True)
+    (run / HOSTS).unlink(missing_ok=True)
     if run.is_dir() and not any(run.iterdir()):
         run.rmdir()

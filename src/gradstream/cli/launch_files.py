@@ -11,9 +11,18 @@ from importlib import resources
 from pathlib import Path
 
 from gradstream.errors import ConfigError
-from gradstream.run.ssh.sources import sources_of
+from gradstream.job.sources import sources_of
 
-ENGINES = ("torchrun", "slurm", "kubernetes", "skypilot", "gce", "compose")
+ENGINES = {
+    "torchrun": "sh",
+    "slurm": "sbatch",
+    "kubernetes": "yaml",
+    "skypilot": "yaml",
+    "gce": "sh",
+    "compose": "yaml",
+}
+"""What the name of an engine's file ends with."""
+
 MOST_SOURCE_BYTES = 900_000
 """A ConfigMap of Kubernetes has at most 1 MiB."""
 
@@ -43,6 +52,7 @@ class LaunchFile:
         spot: whether machines that can be taken away are meant.
         arguments: command-line arguments of the job file.
         command: the command line that asks for the file.
+        file: its name; "" takes `name`.
 
     Raises:
         ConfigError: a value does not fit.
@@ -62,6 +72,7 @@ class LaunchFile:
     spot: bool = False
     arguments: Sequence[str] = ()
     command: str = "gradstream launch"
+    file: str = ""
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
@@ -109,6 +120,7 @@ class LaunchFile:
         return {
             "job": self.job.name,
             "name": self.name,
+            "file": self.file or f"{self.name}.{ENGINES[engine]}",
             "nodes": str(self.nodes),
             "pods": str(self.least or self.nodes),
             "elastic": _ELASTIC.format(name=self.name, nodes=self.nodes) if self.least else "",

@@ -68,6 +68,7 @@ class _Members:
     workers: set[str] = field(default_factory=set)
     paused: set[str] = field(default_factory=set)  # by the strategy's participation schedule
     known: set[str] = field(default_factory=set)  # nodes that are in, and those that were lost
+    gone: set[str] = field(default_factory=set)  # nodes that have left, or were lost, and are not back
     back: bool = False  # the node that has joined last was known
     machines: dict[str, str] = field(default_factory=dict)  # by node
 
@@ -75,17 +76,20 @@ class _Members:
         """Takes note of a node that has joined, which may have done so in an earlier phase."""
         self.back = who in self.known
         self.known.add(who)
+        self.gone.discard(who)
         if who.startswith("worker"):
             self.workers.add(who)
 
     def left(self, who: str, *, lost: bool) -> None:
         """Takes note of a node that has left."""
         self.workers.discard(who)
+        self.gone.add(who)
         if not lost:
             self.known.discard(who)
 
     def __str__(self) -> str:
-        machines, paused = len(set(self.machines.values())), len(self.paused & self.workers)
+        machines = len({machine for node, machine in self.machines.items() if node not in self.gone})
+        paused = len(self.paused & self.workers)
         on = f" on {machines + 1} machines" if machines else ""
         pauses = f" ({paused} paused)" if paused else ""
         return f"{len(self.workers)}/{self.expected} workers{on}{pauses}"

@@ -12,7 +12,6 @@ earlier ones: the calls that made those return them.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -28,6 +27,7 @@ from typing import TypeAlias, cast
 from gradstream.errors import ConfigError, GradstreamError, UnknownNameError, UserCodeError
 from gradstream.job.job import Job
 from gradstream.job.registry import load_module
+from gradstream.job.sources import sha256_of
 from gradstream.model.base import Model
 
 Asked: TypeAlias = Model | Callable[[], Model] | Job | Callable[[], Job]
@@ -136,7 +136,7 @@ def digest_of(spec: str) -> str:
         if not place.endswith(".py"):
             found = importlib.util.find_spec(place) if place else None
             place = (found.origin if found is not None else None) or ""
-        return hashlib.sha256(Path(place).read_bytes()).hexdigest() if place else ""
+        return sha256_of(Path(place)) if place else ""
     except (OSError, ImportError):
         return ""
 

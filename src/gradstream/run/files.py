@@ -14,6 +14,9 @@ from gradstream.untrusted import parse_json, parse_toml
 
 MAX_BYTES, MAX_DEPTH = 16 << 20, 32
 
+HOSTS = "hosts.json"
+"""The machines that a run is on, where `gradstream launch --hosts` has started it, until it is over and collected."""
+
 _REMEDIES = {
     "run.json": "put it back from a copy, or write {} into it: it only says where and when the run was made",
     "nodes.json": "put it back from a copy: without it the run cannot be resumed, evaluated or replayed; "

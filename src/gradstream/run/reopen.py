@@ -14,10 +14,10 @@ from gradstream.checkpoint.model_file import load_file
 from gradstream.data.base import Dataset
 from gradstream.errors import ConfigError, DataError
 from gradstream.job.job import Job, build_model
+from gradstream.run.files import HOSTS
 from gradstream.run.node_spec import JOB, NodeSpec
 from gradstream.run.plan import metrics_of
 from gradstream.run.result import FINAL_MODEL, Run
-from gradstream.run.ssh.fleet import FILE as HOSTS
 from gradstream.runtime.storage import DiskStorage
 from gradstream.untrusted.names import check_name
 

@@ -24,7 +24,7 @@ from gradstream.run.place import DEFAULT_PORT
 @click.option(
     "--emit",
     "engine",
-    type=click.Choice(ENGINES),
+    type=click.Choice(list(ENGINES)),
     help="Print a file for this engine, which is to run the job.",
 )
 @click.option("--name", help="Name of the run; by default that of the file.")
@@ -170,6 +170,7 @@ def _emit(job: Path, engine: str, name: str, output: Path | None, **given: Any) 
         name=name,
         arguments=arguments_of_job(),
         command=shlex.join(words),
+        file="" if output is None else output.name,
         **{key: given[key] for key in kept},
     )
     text = file.render(engine)

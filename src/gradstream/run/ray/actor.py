@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradstream._version import __version__
+from gradstream.job.sources import sha256_of
 
 OWN_FOLDER = "{own}"
 """A word in the place of a folder that the actor makes, for each of its processes another one."""
@@ -53,7 +53,7 @@ class NodeView:
 def digest_of_file(file: Path) -> str:
     """SHA-256 of a file; "" if it cannot be read."""
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        return sha256_of(file)
     except OSError:
         return ""
 

@@ -276,6 +276,7 @@ class RayRun:
         """Raises the error with which the run has ended, if it has not finished."""
         ending = Ending(run_dir=self.run_dir, last=self._last)
         if status == RESUMABLE:
+            say(f"{ending.interrupted}, on this machine; the same command, with --run-dir, goes on in Ray")
             raise ending.interrupted
         error: GradstreamError | None = ending.failure
         if error is None and status == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from gradstream._version import __version__
 from gradstream.errors import ConfigError
 from gradstream.job.job import Job
+from gradstream.job.sources import sha256_of
 from gradstream.wire import v1
 
 
@@ -88,7 +88,7 @@ def difference(launcher: Mapping[str, str], machine: Mapping[str, str], who: str
 def file_hash(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal. Raises ConfigError if it cannot be read."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return sha256_of(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import IO
 
 from gradstream.errors import DataError, GradstreamError
+from gradstream.run.ssh.archives import unpacked
 from gradstream.run.ssh.file_list import FileList, files_in
 from gradstream.run.ssh.file_server import FileServer, served_archive
-from gradstream.run.ssh.sources import unpacked
 
 COPY, LIST, TOKEN_FILE = Path("data"), Path("data.json"), Path("token")
 ELSEWHERE, NO_ROOM = 45, 46

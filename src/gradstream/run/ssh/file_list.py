@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Self
 
 from gradstream.errors import ConfigError
-from gradstream.run.ssh.sources import file_sum
+from gradstream.job.sources import sha256_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class FileList:
         """The list of a folder. Raises ConfigError if a file cannot be read."""
         try:
             return cls(
-                {name: (path.stat().st_size, file_sum(path)) for name, path in files_in(folder).items()}
+                {name: (path.stat().st_size, sha256_of(path)) for name, path in files_in(folder).items()}
             )
         except OSError as error:
             raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from None
@@ -65,7 +65,7 @@ class FileList:
                 if (bytes_there := found[name].stat().st_size) != length:
                     return f"{name} has {bytes_there:,} bytes, expected {length:,}"
             for name, (_, digest) in self.files.items():
-                if file_sum(found[name]) != digest:
+                if sha256_of(found[name]) != digest:
                     return f"{name} has another SHA-256"
         except OSError as error:
             return f"{error.filename}: {error.strerror}"

@@ -23,12 +23,10 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from gradstream.errors import ConfigError
+from gradstream.run.files import HOSTS
 from gradstream.run.place import HOST, LEAST, NODE, NODES, PORT, RUN
+from gradstream.run.ssh.archives import packed
 from gradstream.run.ssh.host import HostError, SshHost, last_line
-from gradstream.run.ssh.sources import packed
-
-FILE = "hosts.json"
-"""In the local folder of a run: the machines on which it is."""
 
 NOT_ITS_JOB = "log|status|group|runs|data|data.json|__pycache__"
 """What the folder of a machine has besides the files of the job and the token, as `grep -E` takes it."""
@@ -78,11 +76,11 @@ class Fleet:
     def of(cls, run: Path) -> Self | None:
         """The machines of a run whose local folder this is; None if it is no run on machines."""
         try:
-            said = json.loads((run / FILE).read_text())
+            said = json.loads((run / HOSTS).read_text())
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {run / FILE}: {error}") from None
+            raise ConfigError(f"cannot read {run / HOSTS}: {error}") from None
         return cls(**said)
 
     def keep(self, run: Path) -> None:
@@ -95,7 +93,7 @@ class Fleet:
 
     def write(self, run: Path) -> None:
         """Writes the list of machines into the local folder of the run."""
-        (run / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        (run / HOSTS).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @property
     def machines(self) -> list[SshHost]:

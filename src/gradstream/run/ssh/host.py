@@ -40,6 +40,11 @@ class SshHost:
         """Its host name or address, without the user."""
         return self.name.rpartition("@")[2]
 
+    @property
+    def _trial(self) -> str:
+        """The line that shows what is amiss with the connection."""
+        return shlex.join([*self.ssh, self.name, "true"])
+
     def words(self, script: str) -> list[str]:
         """The command line that runs a script of the shell there, whatever the user's own shell is."""
         return [*self.ssh, *OPTIONS, self.name, f"sh -c {shlex.quote(script)}"]
@@ -63,15 +68,13 @@ class SshHost:
                 self.words(script), capture_output=True, check=False, timeout=timeout_s, **source
             )
         except subprocess.TimeoutExpired:
-            raise HostError(
-                f"{self.name}: no answer within {timeout_s:g} s; try `ssh {self.name} true`"
-            ) from None
+            raise HostError(f"{self.name}: no answer within {timeout_s:g} s; try `{self._trial}`") from None
         except OSError as error:
             raise HostError(
                 f"{self.ssh[0]}: {error.strerror}; install an ssh client, or name one by --ssh"
             ) from None
         if done.returncode == NO_CONNECTION:
-            raise HostError(f"{self.name}: {last_line(done.stderr)}; try `ssh {self.name} true`")
+            raise HostError(f"{self.name}: {last_line(done.stderr)}; try `{self._trial}`")
         return done
 
     def do(self, script: str, given: bytes | IO[bytes] = b"", timeout_s: float = 60.0) -> bytes:

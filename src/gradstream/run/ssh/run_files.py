@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 
 from gradstream.checkpoint.folder import FOLDER as CHECKPOINTS
+from gradstream.run.files import HOSTS
 from gradstream.run.node_spec import JOB
-from gradstream.run.ssh.fleet import FILE, NOT_ITS_JOB, Fleet
+from gradstream.run.ssh.archives import unpacked
+from gradstream.run.ssh.fleet import NOT_ITS_JOB, Fleet
 from gradstream.run.ssh.host import HostError, SshHost
-from gradstream.run.ssh.sources import unpacked
 
 LOGS = "hosts"
 """Folder in the local folder of a run: a folder for each machine, with its log and its exit status."""
@@ -63,7 +64,7 @@ def take_back(fleet: Fleet, run: Path) -> None:
         HostError: it is not there in time, or the machine has no room for it.
     """
     first, *_ = fleet.machines
-    here = [path.name for path in run.iterdir() if path.name not in (FILE, LOGS, JOB)]
+    here = [path.name for path in run.iterdir() if path.name not in (HOSTS, LOGS, JOB)]
     with subprocess.Popen(["tar", "-cf", "-", "-C", run, *here], stdout=subprocess.PIPE) as archive:
         assert archive.stdout is not None
         script = f"umask 077; mkdir -p {fleet.run_dir} && tar -xf - -C {fleet.run_dir}"

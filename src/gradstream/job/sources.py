@@ -1,14 +1,11 @@
-"""Finds the files of a job: its own, and the modules beside it that it imports."""
+"""The files of a job: its own, and the modules beside it that it imports."""
 
 from __future__ import annotations
 
 import hashlib
-import io
-import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from modulefinder import ModuleFinder
 from pathlib import Path
-from typing import IO
 
 from gradstream.errors import ConfigError
 
@@ -50,37 +47,7 @@ def sources_of(job: Path, more: Iterable[Path] = ()) -> dict[str, Path]:
     return {name: path for name, path in sorted(named.items()) if "__pycache__" not in name}
 
 
-def file_sum(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def packed(files: Mapping[str, Path], secrets: Mapping[str, bytes]) -> bytes:
-    """A tar archive of files, and of small ones that only their owner may read."""
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w:gz") as archive:
-        for name, path in files.items():
-            archive.add(path, name, recursive=False)
-        for name, content in secrets.items():
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(content), 0o600
-            archive.addfile(entry, io.BytesIO(content))
-    return made.getvalue()
-
-
-def unpacked(archive: IO[bytes], into: Path) -> set[str]:
-    """Unpacks what a machine has sent: files and folders inside of `into` alone, no links to elsewhere, no devices.
-
-    Returns:
-        Names of the files and folders, relative to `into`.
-    """
-    with tarfile.open(fileobj=archive, mode="r|", bufsize=1 << 20) as opened:
-        names = set[str]()
-
-        def taken(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
-            names.add(member.name.removeprefix("./"))
-            return tarfile.data_filter(member, path)
-
-        opened.extractall(into, filter=taken)
-        return names
