@@ -95,6 +95,14 @@ OURS = {
     "streaming-diloco, float4": Ours(
         "outer", "streaming-diloco", "float4", PERIOD, {**EVERY, "delay": 4}, "int8"
     ),
+    "streaming-diloco, one-bit, H = 80": Ours(
+        "outer",
+        "streaming-diloco",
+        "one-bit",
+        4 * PERIOD,
+        {"every": 4 * PERIOD, "delay": PERIOD},
+        "int8",
+    ),
     "allreduce, float4": Ours("compressed", "allreduce", "float4", PERIOD),
     "allreduce, powersgd": Ours("compressed", "allreduce", "powersgd", PERIOD),
     "allreduce": Ours("joined", "allreduce", "", PERIOD),
